@@ -1,0 +1,145 @@
+"""Attention that computes its scores itself, outside the attention interface of transformers.
+
+While the forward of such a module runs, a `TorchFunctionMode` watches the torch functions it calls: the first product
+of queries and keys gets the rotated ones, the softmax over keys gets the bias. So the module's own code stays in
+charge of everything else, and no forward is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from hf_posenc.attention.backends import merge_mask
+
+TensorPair = tuple[Tensor, Tensor]
+#: (query, key), each `(..., length, head_dim)` -> the same, mapped.
+PairMap = Callable[[Tensor, Tensor], TensorPair]
+#: (query_len, key_len) -> `(1, heads, query_len, key_len)` float32.
+BiasSource = Callable[[int, int], Tensor]
+
+_PRODUCTS = {torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm}
+_ADDED_PRODUCTS = {torch.baddbmm, Tensor.baddbmm}
+_SOFTMAX = {functional.softmax, torch.softmax, Tensor.softmax}
+_DOT_PRODUCT_ATTENTION = functional.scaled_dot_product_attention
+
+
+class ScoresMode(TorchFunctionMode):
+    """Places a q-k map and a bias in whatever attention runs inside it.
+
+    Args:
+        head_dim: width of a head, by which a product of queries and keys is recognised.
+        pair_map: the q-k map, or `None`.
+        bias: the bias, or `None`.
+    """
+
+    def __init__(self, head_dim: int, pair_map: PairMap | None, bias: BiasSource | None) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.pair_map = pair_map
+        self.bias = bias
+        self.score_shape: tuple[int, int] | None = None
+        self.biased = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Intercepts one torch call."""
+        kwargs = kwargs or {}
+        if self.score_shape is None:
+            if func in _PRODUCTS and self._is_score_product(args[0], args[1].transpose(-1, -2)):
+                query, key = self._map(args[0], args[1].transpose(-1, -2))
+                return func(query, key.transpose(-1, -2), *args[2:], **kwargs)
+            if func in _ADDED_PRODUCTS:
+                return self._added_product(func, args, kwargs)
+            if func is torch.einsum and isinstance(args[0], str):
+                return self._einsum(args, kwargs)
+            if func is _DOT_PRODUCT_ATTENTION:
+                return self._dot_product_attention(args, kwargs)
+        elif func in _SOFTMAX and self.bias is not None and not self.biased:
+            scores = args[0]
+            if scores.shape[-2:] == torch.Size(self.score_shape):
+                self.biased = True
+                return func(scores + self._bias_like(scores), *args[1:], **kwargs)
+        return func(*args, **kwargs)
+
+    def _is_score_product(self, query: Any, key: Any) -> bool:
+        tensors = isinstance(query, Tensor) and isinstance(key, Tensor)
+        if not tensors or isinstance(query, torch.nn.Parameter) or isinstance(key, torch.nn.Parameter):
+            return False
+        return query.dim() >= 3 and query.dim() == key.dim() and query.shape[-1] == key.shape[-1] == self.head_dim
+
+    def _map(self, query: Tensor, key: Tensor) -> TensorPair:
+        self.score_shape = (query.shape[-2], key.shape[-2])
+        return (query, key) if self.pair_map is None else self.pair_map(query, key)
+
+    def _added_product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names = ("input", "batch1", "batch2")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        query, key = given["batch1"], given["batch2"].transpose(-1, -2)
+        if not self._is_score_product(query, key):
+            return func(*args, **kwargs)
+        query, key = self._map(query, key)
+        rest = {name: value for name, value in given.items() if name not in names}
+        return torch.baddbmm(given["input"], query, key.transpose(-1, -2), **rest)
+
+    def _einsum(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        equation, operands = args[0], args[1:]
+        if len(operands) == 1 and isinstance(operands[0], tuple | list):
+            operands = tuple(operands[0])
+        axes = _score_axes(equation) if len(operands) == 2 else None
+        if axes is not None:
+            (query_time, query_width), (key_time, key_width) = axes
+            query = operands[0].movedim((query_time, query_width), (-2, -1))
+            key = operands[1].movedim((key_time, key_width), (-2, -1))
+            if self._is_score_product(query, key):
+                query, key = self._map(query, key)
+                operands = (
+                    query.movedim((-2, -1), (query_time, query_width)),
+                    key.movedim((-2, -1), (key_time, key_width)),
+                )
+        return torch.einsum(equation, *operands, **kwargs)
+
+    def _dot_product_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        given["query"], given["key"] = self._map(given["query"], given["key"])
+        if self.bias is not None:
+            query_length, key_length = self.score_shape or (0, 0)
+            bias = self.bias(query_length, key_length)
+            mask = given.get("attn_mask")
+            if given.pop("is_causal", False):
+                mask = torch.ones(query_length, key_length, dtype=torch.bool, device=bias.device).tril()
+            given["attn_mask"] = merge_mask(mask, bias, given["query"].dtype)
+            self.biased = True
+        return _DOT_PRODUCT_ATTENTION(**given)
+
+    def _bias_like(self, scores: Tensor) -> Tensor:
+        assert self.bias is not None
+        bias = self.bias(scores.shape[-2], scores.shape[-1]).to(scores.dtype)
+        if scores.dim() == 3:
+            # Batch and heads share one axis, batch-major.
+            return bias.expand(scores.shape[0] // bias.shape[1], -1, -1, -1).flatten(0, 1)
+        return bias
+
+
+def _score_axes(equation: str) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """((query time, query width), (key time, key width)) axes of a two-operand product, or `None`."""
+    if "->" not in equation:
+        return None
+    inputs, output = equation.replace(" ", "").split("->")
+    if inputs.count(",") != 1:
+        return None
+    first, second = inputs.split(",")
+    contracted = [letter for letter in first if letter in second and letter not in output]
+    query_only = [letter for letter in first if letter not in second and letter in output]
+    key_only = [letter for letter in second if letter not in first and letter in output]
+    if not (len(contracted) == len(query_only) == len(key_only) == 1):
+        return None
+    width = contracted[0]
+    return (first.index(query_only[0]), first.index(width)), (second.index(key_only[0]), second.index(width))

@@ -1,0 +1,1 @@
+"""Patched models on disk: loading them back through transformers' own functions, and exporting stock checkpoints."""

@@ -1,0 +1,107 @@
+"""`config.json` of a patched model back to the config it describes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_posenc.errors import PositionEncodingError, UnsupportedError
+from hf_posenc.patching.config_entry import (
+    ARCHITECTURE_PREFIX,
+    ATTRIBUTE,
+    FORMAT,
+    MODEL_TYPE,
+    WEIGHTS_KEY,
+)
+
+
+class CheckpointError(PositionEncodingError, ValueError):
+    """A patched checkpoint that is damaged, incomplete, or from a newer version."""
+
+
+def is_on_disk_form(config: dict[str, Any] | None) -> bool:
+    """Whether a dictionary read from `config.json` describes a patched model."""
+    return config is not None and config.get("model_type") == MODEL_TYPE
+
+
+def from_disk(disk: dict[str, Any], source: str) -> dict[str, Any]:
+    """The stock `config.json` dictionary, with the scheme under `position_encoding`.
+
+    Args:
+        disk: what `config_entry.to_disk` wrote.
+        source: path or hub id, for error messages.
+
+    Raises:
+        CheckpointError: for an entry that is damaged or in a newer format.
+    """
+    entry = disk.get(ATTRIBUTE)
+    if not isinstance(entry, dict) or not isinstance(entry.get("format"), int):
+        raise CheckpointError(
+            f"The config.json of {source} has model_type {MODEL_TYPE!r}, but its {ATTRIBUTE!r} entry is {entry!r}: "
+            'a dictionary with "format", "base_model_type" and "scheme" is expected. The file was edited or '
+            "damaged; restore it, or save the model again."
+        )
+    if entry["format"] > FORMAT:
+        raise CheckpointError(
+            f"{source} was written in format {entry['format']} by hf_posenc {entry.get('hf_posenc_version', '?')}; "
+            f"this version reads up to format {FORMAT}. Run `pip install --upgrade hf-posenc`."
+        )
+    base_model_type = entry.get("base_model_type")
+    if not isinstance(base_model_type, str) or base_model_type in ("", MODEL_TYPE):
+        raise CheckpointError(
+            f"The {ATTRIBUTE!r} entry in the config.json of {source} has base_model_type {base_model_type!r}, where "
+            "the stock model type is expected (for example 'llama'). The file was edited or damaged."
+        )
+    _check_scheme(entry.get("scheme"), source)
+    memory = {key: _without_poison(value) for key, value in disk.items() if key != WEIGHTS_KEY}
+    memory["model_type"] = base_model_type
+    memory[ATTRIBUTE] = entry["scheme"]
+    architectures = disk.get("architectures") or []
+    memory["architectures"] = [str(name).removeprefix(ARCHITECTURE_PREFIX) for name in architectures] or None
+    return memory
+
+
+def _check_scheme(scheme: Any, source: str) -> None:
+    from hf_posenc.schemes import scheme_from_dict
+
+    if not isinstance(scheme, dict) or not isinstance(scheme.get("scheme"), str):
+        raise CheckpointError(
+            f"The {ATTRIBUTE!r} entry in the config.json of {source} names no scheme: it has {scheme!r} where "
+            'a dictionary like {"scheme": "alibi", ...} is expected. The file was edited or damaged.'
+        )
+    try:
+        scheme_from_dict(scheme)
+    except (ValueError, TypeError, KeyError) as error:
+        raise CheckpointError(
+            f"The scheme in the config.json of {source} cannot be built: {error} If a package of yours registers "
+            "this scheme, import it before loading; if a newer hf_posenc wrote the checkpoint "
+            f"(this is format {FORMAT}), run `pip install --upgrade hf-posenc`."
+        ) from error
+
+
+def _without_poison(value: Any) -> Any:
+    if isinstance(value, dict) and "model_type" in value:
+        return {key: _without_poison(item) for key, item in value.items() if key != WEIGHTS_KEY}
+    return value
+
+
+def check_not_sliced(config_class: Any, memory: dict[str, Any], source: str) -> None:
+    """Refuses to read one part of a composite checkpoint, because the scheme belongs to the whole.
+
+    `PreTrainedConfig.from_pretrained` reads a nested dictionary where the class it is called on describes only
+    that part (the text model of a vision-language model, say), and would leave the scheme behind.
+
+    Raises:
+        UnsupportedError: if `config_class` would read a nested dictionary.
+    """
+    model_type = getattr(config_class, "model_type", "")
+    if not model_type or model_type == memory["model_type"]:
+        return
+    key = getattr(config_class, "base_config_key", "")
+    nested = [item for item in memory.values() if isinstance(item, dict) and item.get("model_type") == model_type]
+    if (key and key in memory) or nested:
+        raise UnsupportedError(
+            f"{source} holds a whole {memory['model_type']!r} model whose position encoding was replaced. "
+            f"{config_class.__name__} describes only a part of it, and the scheme belongs to the whole. Load it "
+            f"with the class it was saved from ({', '.join(memory['architectures'] or ['see config.json'])}) and "
+            "take the part from there."
+        )

@@ -1,0 +1,161 @@
+"""Plain stock checkpoints, for schemes that stock transformers can express by config and weights alone."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_posenc.checkpoint.stock_form import stock_form
+from hf_posenc.errors import SequenceLengthError, UnsupportedError
+from hf_posenc.patching.config_entry import read_entry
+
+#: Largest difference, in float32 and relative to outputs larger than 1, at which two models count as the same.
+TOLERANCE = 1e-5
+_SHORT = 48
+_LONGEST = 8192
+
+
+def save_stock_checkpoint(model: PreTrainedModel, directory: str | os.PathLike[str], **save_kwargs: Any) -> None:
+    """Saves a patched model as a checkpoint that needs nothing but transformers (or vLLM, llama.cpp, ...).
+
+    What was written is loaded with stock code and must give the outputs of `model` on random tokens, also beyond a
+    sliding window and beyond the original length of a RoPE scaling; `directory` appears only after that.
+
+    Args:
+        model: a patched model. One without a patch is saved as it is.
+        directory: a new folder, or one that holds no model yet.
+        save_kwargs: further arguments of `save_pretrained`, such as `max_shard_size`.
+
+    Raises:
+        UnsupportedError: if stock transformers cannot express the scheme on this architecture, with the difference.
+        FileExistsError: if the folder already holds a model.
+        TypeError: for something that is not a transformers model, such as a PEFT wrapper.
+    """
+    target = Path(directory)
+    _check_arguments(model, target, save_kwargs)
+    if read_entry(model.config) is None:
+        model.save_pretrained(target, **save_kwargs)
+        return
+    config, state = stock_form(model)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        _write(model, config, state, draft, save_kwargs)
+        _prove(model, draft, save_kwargs.get("variant"))
+        # A folder made by mkdtemp is closed to everyone else; the checkpoint should not be.
+        target.mkdir(exist_ok=True)
+        for path in draft.iterdir():
+            os.replace(path, target / path.name)
+    finally:
+        shutil.rmtree(draft)
+
+
+def _check_arguments(model: Any, target: Path, save_kwargs: dict[str, Any]) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"save_stock_checkpoint needs a transformers model, got {type(model).__name__}. For a PEFT model, pass "
+            "model.merge_and_unload()."
+        )
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise UnsupportedError(
+            f"{type(model).__name__} is quantised ({model.hf_quantizer.quantization_config.quant_method}), so its "
+            "weights cannot be compared in float32. Export the unquantised model and quantise the result."
+        )
+    for option in ("push_to_hub", "state_dict"):
+        if save_kwargs.get(option):
+            raise ValueError(
+                f"save_stock_checkpoint does not take {option}=: it checks the files it writes before anyone sees them. "
+                "Save first; then load the folder with from_pretrained and push that."
+            )
+    if target.exists() and (not target.is_dir() or any(_is_model_file(path) for path in target.iterdir())):
+        raise FileExistsError(f"{target} already holds a model (or is a file). Give a new folder.")
+
+
+def _is_model_file(path: Path) -> bool:
+    return path.name == "config.json" or path.suffix in (".safetensors", ".bin")
+
+
+def _write(
+    model: PreTrainedModel, config: Any, state: dict[str, Tensor], draft: Path, save_kwargs: dict[str, Any]
+) -> None:
+    """`save_pretrained` of a stock model that has no weights of its own in memory."""
+    with torch.device("meta"):
+        stock = type(model)(config)
+    stock.to(model.dtype)
+    if model.can_generate():
+        stock.generation_config = copy.deepcopy(model.generation_config)
+    stock.save_pretrained(draft, state_dict=state, **save_kwargs)
+
+
+@torch.no_grad()
+def _prove(model: PreTrainedModel, draft: Path, variant: str | None) -> None:
+    scheme = model.position_encoding.config.name
+    reference = model if model.dtype == torch.float32 else copy.deepcopy(model).float()
+    stock, info = type(model).from_pretrained(draft, dtype=torch.float32, variant=variant, output_loading_info=True)
+    stock.to(model.device)
+    stray = sorted(map(str, [*info["missing_keys"], *info["unexpected_keys"]]))
+    if stray:
+        raise UnsupportedError(
+            f"A stock {type(model).__name__} does not have the same weights: {', '.join(stray[:5])}."
+        )
+    training = model.training
+    reference.eval()
+    try:
+        for length in _lengths(model):
+            difference = _difference(reference, stock, length)
+            if not difference <= TOLERANCE:
+                raise UnsupportedError(
+                    f"The scheme {scheme!r} cannot be said to a stock {type(model).__name__}: its outputs would differ by "
+                    f"{difference:.3g} on random tokens at length {length} (allowed: {TOLERANCE}). Use "
+                    "model.save_pretrained, and `import hf_posenc` where the checkpoint is loaded."
+                )
+    finally:
+        model.train(training)
+
+
+def _lengths(model: PreTrainedModel) -> list[int]:
+    """Lengths to compare at: a short one, one beyond a sliding window, one beyond a scaling's original length."""
+    scheme, config = model.position_encoding.config, model.config.get_text_config()
+    scaling = getattr(scheme, "scaling", None)
+    beyond = [
+        getattr(config, "sliding_window", None),
+        getattr(config, "local_attention", None),
+        getattr(scaling, "original_max_positions", None),
+    ]
+    wanted = [_SHORT, *(length + 16 for length in beyond if isinstance(length, int))]
+    limit = getattr(scheme, "num_positions", None) or _LONGEST
+    return sorted({min(length, limit, _LONGEST) for length in wanted})
+
+
+def _difference(reference: PreTrainedModel, stock: PreTrainedModel, length: int) -> float:
+    ids = _random_ids(reference, length)
+    arguments = {"input_ids": ids, "use_cache": False, "return_dict": False}
+    if reference.config.is_encoder_decoder:
+        arguments["decoder_input_ids"] = ids
+    try:
+        expected = reference(**arguments)[0]
+    except SequenceLengthError:
+        # A table shorter than the shortest comparison: nothing to compare at this length, so compare below it.
+        return _difference(reference, stock, length // 2)
+    try:
+        found = stock(**arguments)[0]
+    except IndexError:
+        return float("inf")
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1.0))
+
+
+def _random_ids(model: PreTrainedModel, length: int) -> Tensor:
+    config = model.config.get_text_config()
+    special = {getattr(config, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    # Some architectures count positions from the padding tokens they see.
+    ordinary = torch.tensor([token for token in range(min(config.vocab_size, _LONGEST)) if token not in special])
+    picks = torch.randint(0, len(ordinary), (1, length), generator=torch.Generator().manual_seed(0))
+    return ordinary[picks].to(model.device)

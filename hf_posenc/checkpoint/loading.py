@@ -1,0 +1,242 @@
+"""Loading patched checkpoints through transformers' own `from_pretrained`.
+
+`install` wraps five methods, once per process. Each wrapper looks for an entry and, where there is none, is
+the stock method:
+
+- `PreTrainedConfig.get_config_dict` turns the form of `config.json` into the one in memory;
+- `PreTrainedConfig.__post_init__` gives a config built with an entry the class that also saves it;
+- `PreTrainedModel.from_pretrained` and `_from_config` build the model with its scheme already in place, so
+  that weights, dtypes, shards, device maps and low-memory loading are handled by the stock code;
+- `PreTrainedModel.__init__` refuses an entry that reaches it, because the stock class would ignore it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+
+from hf_posenc.checkpoint.configuration import (
+    CheckpointError,
+    check_not_sliced,
+    from_disk,
+    is_on_disk_form,
+)
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.config_entry import ATTRIBUTE, MODEL_TYPE, attach_entry, detach_entry, read_entry
+
+_MARK = "_hf_posenc_wraps"
+
+
+class EntryIgnoredError(UnsupportedError):
+    """A model class was called with a config whose position encoding it would ignore."""
+
+    def __init__(self, model_class: type, scheme: str) -> None:
+        self.model_class = model_class
+        name = model_class.__name__
+        super().__init__(
+            f"{name}(config) builds the stock architecture, but this config carries the position encoding "
+            f"{scheme!r}, which would be lost. Use {name}._from_config(config) or AutoModel*.from_config(config) to "
+            "build the patched model, or remove `position_encoding` with unpatch_model(model) first to build the "
+            "stock one."
+        )
+
+
+def install() -> None:
+    """Wraps the loading methods of transformers. Calling it again changes nothing."""
+    _wrap(PreTrainedConfig, "get_config_dict", _get_config_dict)
+    _wrap(PreTrainedConfig, "__post_init__", _config_post_init)
+    _wrap(PreTrainedModel, "from_pretrained", _from_pretrained)
+    _wrap(PreTrainedModel, "_from_config", _from_config)
+    _wrap(PreTrainedModel, "__init__", _model_init)
+
+
+def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
+    raw = owner.__dict__[name]
+    is_classmethod = isinstance(raw, classmethod)
+    original = raw.__func__ if is_classmethod else raw
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def wrapped(self_or_class: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, self_or_class, *args, **kwargs)
+
+    setattr(wrapped, _MARK, original)
+    setattr(owner, name, classmethod(wrapped) if is_classmethod else wrapped)
+
+
+def _get_config_dict(original: Callable[..., Any], config_class: Any, source: Any, **kwargs: Any) -> Any:
+    config, unused = original(config_class, source, **kwargs)
+    if is_on_disk_form(config):
+        config = from_disk(config, str(source))
+        check_not_sliced(config_class, config, str(source))
+    return config, unused
+
+
+def _config_post_init(original: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> None:
+    original(config, *args, **kwargs)
+    entry = read_entry(config)
+    if entry is not None:
+        attach_entry(config, entry)
+
+
+def _model_init(original: Callable[..., Any], model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+    entry = read_entry(config)
+    if entry is not None:
+        raise EntryIgnoredError(type(model), entry["scheme"])
+    original(model, config, *args, **kwargs)
+
+
+def _from_config(original: Callable[..., Any], model_class: Any, config: Any, **kwargs: Any) -> Any:
+    if read_entry(config) is None:
+        return original(model_class, config, **kwargs)
+    return original(patching_proxy(model_class), config, **kwargs)
+
+
+def _from_pretrained(
+    original: Callable[..., Any], model_class: Any, source: Any, *model_args: Any, **kwargs: Any
+) -> Any:
+    config = kwargs.get("config")
+    if isinstance(config, PreTrainedConfig) and read_entry(config) is None:
+        _refuse_stock_config(source, config, kwargs)
+        return original(model_class, source, *model_args, **kwargs)
+    if not isinstance(config, PreTrainedConfig) and not _is_patched(source if config is None else config, kwargs):
+        try:
+            return original(model_class, source, *model_args, **kwargs)
+        except EntryIgnoredError as error:
+            # What could not be told from files on this machine: a first download, or an adapter's base model.
+            if error.model_class is not model_class:
+                raise
+    with_info = kwargs.pop("output_loading_info", False)
+    model, info = original(patching_proxy(model_class), source, *model_args, output_loading_info=True, **kwargs)
+    _check_loaded(model, info, str(source))
+    return (model, info) if with_info else model
+
+
+def patching_proxy(model_class: Any) -> Any:
+    """A class that transformers can call like `model_class`, and that returns a patched `model_class`.
+
+    The instance is not one of the proxy, so Python does not initialise it a second time, and nothing that
+    is keyed by the class of a model can tell the difference.
+    """
+
+    def __new__(cls: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> Any:
+        from hf_posenc.patching import patch_model
+        from hf_posenc.schemes import scheme_from_dict
+
+        entry = read_entry(config)
+        if entry is None:
+            return model_class(config, *args, **kwargs)
+        config = copy.deepcopy(config)
+        detach_entry(config)
+        model = model_class(config, *args, **kwargs)
+        # Transformers builds models on the meta device and under another default dtype. Constants of a scheme
+        # are computed for real and in float32; `patch_model` then moves its parameters to where the model is.
+        with torch.device("cpu"), _default_dtype(torch.float32):
+            return patch_model(model, scheme_from_dict(entry))
+
+    namespace = {
+        "__new__": __new__,
+        "__module__": model_class.__module__,
+        "__qualname__": model_class.__qualname__,
+        "__doc__": model_class.__doc__,
+        "config_class": model_class.config_class,
+    }
+    return type(model_class)(model_class.__name__, (model_class,), namespace)
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _check_loaded(model: Any, info: dict[str, Any], source: str) -> None:
+    """A scheme must not run on weights that nobody trained."""
+    own = {name for name, _ in model.named_parameters() if _is_position_weight(name)}
+    mismatched = {key[0] if isinstance(key, tuple) else key for key in info.get("mismatched_keys", ())}
+    absent = sorted(own & (set(info.get("missing_keys", ())) | mismatched))
+    entry = read_entry(model.config) or {}
+    if absent:
+        raise CheckpointError(
+            f"{source} has no weights, or none of the right shape, for its position encoding "
+            f"{entry.get('scheme')!r}: {', '.join(absent[:5])}{' ...' if len(absent) > 5 else ''}. It would run on "
+            "fresh random ones. Save the model again, or load the stock weights and call patch_model to train "
+            "the scheme anew."
+        )
+    surplus = sorted(key for key in info.get("unexpected_keys", ()) if _is_position_weight(key))
+    if surplus:
+        raise CheckpointError(
+            f"{source} holds weights that its position encoding {entry.get('scheme')!r} does not have: "
+            f"{', '.join(surplus[:5])}{' ...' if len(surplus) > 5 else ''}. The entry in config.json and the "
+            "weights are from different models."
+        )
+
+
+def _is_position_weight(name: str) -> bool:
+    return ATTRIBUTE in name.split(".")
+
+
+def _refuse_stock_config(source: Any, config: PreTrainedConfig, kwargs: dict[str, Any]) -> None:
+    if source is not None and not kwargs.get("gguf_file") and _is_patched(source, kwargs):
+        raise UnsupportedError(
+            f"The model in {source} has a position encoding of hf_posenc, but the {type(config).__name__} passed as "
+            "`config` does not carry it, so the weights would run with other positions than they were trained "
+            "with. Pass no config, or change the one from AutoConfig.from_pretrained; for the stock positions, "
+            "load the model as it is and call unpatch_model. (A text-only class cannot read a part of a composite "
+            "checkpoint: load the whole.)"
+        )
+
+
+def _is_patched(source: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the `config.json` that `source` names on this machine, if any, is that of a patched model.
+
+    Looks at local folders and at the hub's cache only: no request is ever sent.
+    """
+    path = _local_config(source, kwargs)
+    if path is None:
+        return False
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if f'"{MODEL_TYPE}"' not in text:
+        return False
+    try:
+        config = json.loads(text)
+    except json.JSONDecodeError:
+        return False  # the stock code reports the broken file
+    return isinstance(config, dict) and is_on_disk_form(config)
+
+
+def _local_config(source: Any, kwargs: dict[str, Any]) -> Path | None:
+    if not isinstance(source, str | os.PathLike):
+        return None
+    subfolder = kwargs.get("subfolder") or ""
+    if os.path.isfile(source):
+        return Path(source) if str(source).endswith(".json") else None
+    if os.path.isdir(source):
+        path = Path(source, subfolder, "config.json")
+        return path if path.is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    filename = f"{subfolder}/config.json" if subfolder else "config.json"
+    try:
+        cached = try_to_load_from_cache(
+            str(source), filename, cache_dir=kwargs.get("cache_dir"), revision=kwargs.get("revision")
+        )
+    except HFValidationError:
+        return None
+    return Path(cached) if isinstance(cached, str) else None

@@ -1,0 +1,130 @@
+"""How a patched model would be said to stock transformers: a config, and weights under their stock names.
+
+What is written down here is a claim, not a proof: `export` loads the result with stock transformers and compares.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.config_entry import ATTRIBUTE, detach_entry
+from hf_posenc.patching.discovery import find_stacks
+from hf_posenc.patching.encoding import build_context
+from hf_posenc.patching.sites import Stack
+from hf_posenc.patching.table_site import table_origin, table_weight
+from hf_posenc.schemes import (
+    ComposedConfig,
+    LearnedConfig,
+    PRopeConfig,
+    RopeConfig,
+    SchemeConfig,
+    T5Config,
+    to_rope_parameters,
+)
+from hf_posenc.schemes.learned import LearnedEncoding
+from hf_posenc.schemes.t5 import T5Bias
+
+
+def stock_form(model: PreTrainedModel) -> tuple[Any, dict[str, Tensor]]:
+    """The stock config and state dict that should compute what a patched model computes.
+
+    Raises:
+        UnsupportedError: if the scheme needs something that no stock config or weight can say.
+    """
+    scheme: SchemeConfig = model.position_encoding.config
+    config = copy.deepcopy(model.config)
+    detach_entry(config)
+    state = {name: tensor for name, tensor in model.state_dict().items() if ATTRIBUTE not in name.split(".")}
+    stacks = find_stacks(model)
+    for part in scheme.parts if isinstance(scheme, ComposedConfig) else (scheme,):
+        if isinstance(part, RopeConfig | PRopeConfig):
+            if any(stack.rotaries for stack in stacks):
+                _write_rope_parameters(config, part, stacks)
+        elif isinstance(part, LearnedConfig):
+            for stack, encoding in zip(stacks, model.position_encoding.stacks.values(), strict=True):
+                _write_table(config, state, part, stack, encoding)
+        elif isinstance(part, T5Config):
+            for stack, encoding in zip(stacks, model.position_encoding.stacks.values(), strict=True):
+                _write_relative_biases(state, stack, encoding)
+    # Anything else is in stock form only where it is the architecture's own, which the comparison finds out.
+    return config, state
+
+
+def _write_rope_parameters(config: Any, scheme: SchemeConfig, stacks: list[Stack]) -> None:
+    by_layer_type: dict[str | None, dict[str, Any]] = {}
+    for stack in stacks:
+        for attention in stack.attentions:
+            if attention.rotary_functions:
+                parameters = to_rope_parameters(scheme, build_context(stack, attention))
+                by_layer_type[attention.layer_type] = parameters
+    current = getattr(config, "rope_parameters", None)
+    if not isinstance(current, dict) or not by_layer_type:
+        raise UnsupportedError(
+            f"{type(config).__name__} has no rope_parameters, so a stock config cannot say the scheme {scheme.name!r}."
+        )
+    if set(by_layer_type) & set(current):
+        config.rope_parameters = {
+            key: by_layer_type.get(key, value) if isinstance(value, dict) else value for key, value in current.items()
+        }
+        return
+    distinct = list({repr(parameters): parameters for parameters in by_layer_type.values()}.values())
+    if len(distinct) > 1:
+        raise UnsupportedError(
+            f"The layers of this model need different rope_parameters ({distinct}), but {type(config).__name__} holds "
+            "one set for all of them."
+        )
+    config.rope_parameters = distinct[0]
+
+
+def _write_table(
+    config: Any, state: dict[str, Tensor], scheme: LearnedConfig, stack: Stack, encoding: torch.nn.Module
+) -> None:
+    part = next((part for part in encoding.modules() if isinstance(part, LearnedEncoding)), None)
+    if part is None or len(stack.tables) != 1:
+        raise UnsupportedError(
+            f"A stock {type(stack.module).__name__} has {len(stack.tables)} position tables; the scheme 'learned' can be "
+            "written as a stock checkpoint only where it has one."
+        )
+    if scheme.extension != "error":
+        raise UnsupportedError(
+            f"LearnedConfig.extension={scheme.extension!r} has no stock counterpart: a stock table ends with its last "
+            "row. Patch with extension='error' (the weights stay the same) to export."
+        )
+    table = stack.tables[0]
+    native = table_weight(table.module)
+    name = ".".join(filter(None, (stack.path, table.path, "weight")))
+    if native is None or name not in state:
+        raise UnsupportedError(f"The position table {name} of {type(stack.module).__name__} is not a trained weight.")
+    limit = getattr(config, "max_position_embeddings", None)
+    if not isinstance(limit, int):
+        raise UnsupportedError(f"{type(config).__name__} has no max_position_embeddings to say the table's length.")
+    origin = table_origin(table.module)
+    rows = part.weight.detach()[part.offset :]
+    before = part.weight.detach()[:origin] if part.offset == origin else native.detach()[:origin].to(rows)
+    state[name] = torch.cat((before, rows))
+    config.max_position_embeddings = limit + state[name].shape[0] - native.shape[0]
+
+
+def _write_relative_biases(state: dict[str, Tensor], stack: Stack, encoding: torch.nn.Module) -> None:
+    """Copies trained buckets to where the architecture keeps its own, layer by layer."""
+    biases = [part for part in encoding.modules() if isinstance(part, T5Bias)]
+    prefix = f"{stack.path}." if stack.path else ""
+    names = [name for name in state if name.startswith(prefix) and name.endswith("relative_attention_bias.weight")]
+    if len(names) != len(biases):
+        raise UnsupportedError(
+            f"A stock {type(stack.module).__name__} has {len(names)} tables of relative biases, but the scheme has "
+            f"{len(biases)}, so the scheme 't5' cannot be written as a stock checkpoint of it."
+        )
+    for name, bias in zip(names, biases, strict=True):
+        if state[name].shape != bias.weight.shape:
+            raise UnsupportedError(
+                f"{name} is {tuple(state[name].shape)} in the stock model, but the scheme's table is "
+                f"{tuple(bias.weight.shape)}; stock buckets are fixed by the config of the model."
+            )
+        state[name] = bias.weight.detach().clone()

@@ -1,0 +1,86 @@
+"""Models and tokenizers for the command line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_posenc.cli.errors import UsageError
+
+_ARCHITECTURE_PREFIX = "hf_posenc."
+
+
+def load_config(model: str) -> Any:
+    """The config of a hub id or local folder.
+
+    Raises:
+        UsageError: if there is none.
+    """
+    from transformers import AutoConfig
+
+    return _load(AutoConfig, model)
+
+
+def auto_class(config: Any) -> Any:
+    """The Auto class for the architecture a config names; `AutoModel` where it names none.
+
+    Raises:
+        UsageError: if none of the Auto classes knows the architecture: another class would drop its head.
+    """
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    architectures = getattr(config, "architectures", None) or []
+    if not architectures:
+        return transformers.AutoModel
+    wanted = architectures[0].removeprefix(_ARCHITECTURE_PREFIX)
+    tables = {
+        "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        "AutoModelForMaskedLM": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        "AutoModel": modeling_auto.MODEL_MAPPING_NAMES,
+        "AutoModelForSeq2SeqLM": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        "AutoModelForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        "AutoModelForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+        "AutoModelForQuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+        "AutoModelForPreTraining": modeling_auto.MODEL_FOR_PRETRAINING_MAPPING_NAMES,
+    }
+    for name, table in tables.items():
+        for known in table.values():
+            if wanted == known or (isinstance(known, tuple) and wanted in known):
+                return getattr(transformers, name)
+    raise UsageError(
+        f"No Auto class of transformers loads the architecture {wanted!r}, and loading it as a bare model would drop "
+        f"its head. In Python, load it with its own class and call hf_posenc.patch_model."
+    )
+
+
+def load_model(model: str, *, config_only: bool = False) -> Any:
+    """The model of a hub id or local folder, in evaluation mode.
+
+    Args:
+        model: hub id or local folder.
+        config_only: build it from its config, with random weights.
+
+    Raises:
+        UsageError: if it cannot be found.
+    """
+    config = load_config(model)
+    loader = auto_class(config)
+    return (loader.from_config(config) if config_only else _load(loader, model)).eval()
+
+
+def load_tokenizer(model: str) -> Any:
+    """The tokenizer of a hub id or local folder.
+
+    Raises:
+        UsageError: if there is none.
+    """
+    from transformers import AutoTokenizer
+
+    return _load(AutoTokenizer, model)
+
+
+def _load(loader: Any, model: str) -> Any:
+    try:
+        return loader.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{loader.__name__} cannot load {model!r}: {error}") from error

@@ -1,0 +1,97 @@
+"""What can be typed. Nothing heavy is imported before a verb runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from hf_posenc.cli.errors import UsageError
+from hf_posenc.errors import PositionEncodingError
+
+_SCHEME_HELP = "a scheme, with options after a colon: rope  rope:theta=500000,interleaved=true"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the shell command.
+
+    Args:
+        arguments: the words after `hf-posenc`; by default those of the process.
+
+    Returns:
+        The exit status: 0, or 2 for what the library refuses (one line on stderr says why). An exception that is
+        not one of the library's keeps its traceback.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["compare"]:
+        # Its options belong to the script, which argparse cannot pass through where they come first.
+        words = ["compare", "--", *words[1:]]
+    options = _parser().parse_args(words)
+    from hf_posenc.cli import verbs
+
+    try:
+        return int(getattr(verbs, options.run)(options))
+    except (PositionEncodingError, UsageError) as error:
+        print(f"hf-posenc: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hf-posenc", description="Replace the position encoding of Hugging Face models, and see what it does."
+    )
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
+
+    schemes = verbs.add_parser("schemes", help="list the schemes and their options")
+    schemes.add_argument("--json", action="store_true", help="print JSON")
+    schemes.set_defaults(run="schemes")
+
+    inspect = verbs.add_parser("inspect", help="show where a model takes in position")
+    _add_model(inspect)
+    inspect.add_argument("--config-only", action="store_true", help="build from the config, with random weights")
+    inspect.set_defaults(run="inspect")
+
+    patch = verbs.add_parser("patch", help="replace the position encoding of a checkpoint")
+    _add_model(patch)
+    patch.add_argument("scheme", metavar="SCHEME", help=_SCHEME_HELP)
+    patch.add_argument("--output", required=True, metavar="DIR", help="folder to save the patched model in")
+    patch.add_argument(
+        "--option", action="append", nargs="+", default=[], metavar="K=V", help="option of the scheme; V may be JSON"
+    )
+    patch.add_argument("--layers", metavar="0,1,2", help="only these layers")
+    patch.add_argument("--elsewhere", metavar="SCHEME", help="scheme of the other layers (with --layers)")
+    patch.add_argument("--stock", action="store_true", help="save a plain checkpoint that needs no hf_posenc")
+    patch.add_argument("--overwrite", action="store_true", help="write into a folder that is not empty")
+    patch.set_defaults(run="patch")
+
+    evaluate = verbs.add_parser("eval", help="measure what a position encoding does")
+    tests = evaluate.add_subparsers(title="tests", metavar="TEST", required=True)
+    dog = tests.add_parser("dog", help="does the model tell apart the dogs of 'The dog chased another dog'?")
+    _add_model(dog)
+    dog.add_argument(
+        "--schemes",
+        nargs="+",
+        metavar="SCHEME",
+        help=f"{_SCHEME_HELP}; 'native' is the stock model, 'all' is native and every scheme (default: as it is)",
+    )
+    dog.add_argument("--sentence", help="another sentence")
+    dog.add_argument("--word", help="another word, which the sentence holds twice")
+    dog.add_argument("--tokenizer", metavar="MODEL", help="hub id or folder of the tokenizer (default: MODEL)")
+    dog.add_argument("--device", default="cpu", help="device to run on (default: cpu)")
+    dog.add_argument("--seed", type=int, default=0, help="of the probe and of new weights (default: 0)")
+    form = dog.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON")
+    form.add_argument("--markdown", action="store_true", help="print a Markdown table")
+    dog.add_argument("--plot", metavar="FILE", help="write a figure of the distances layer by layer")
+    dog.set_defaults(run="eval_dog")
+
+    compare = verbs.add_parser(
+        "compare", help="train one model per scheme and compare (training/compare.py; --help shows its options)"
+    )
+    compare.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
+    compare.set_defaults(run="compare")
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="hub id or local folder")

@@ -1,0 +1,146 @@
+"""The verbs: from what was typed to one call into the library, and its result as text."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import inspect as inspection
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from hf_posenc.cli.errors import UsageError
+
+_REQUIRED = "required"
+
+
+def schemes(options: argparse.Namespace) -> int:
+    """`hf-posenc schemes`."""
+    import hf_posenc
+    from hf_posenc.metrics.tables import format_table
+
+    entries = []
+    for name in hf_posenc.list_schemes():
+        summary = (inspection.getdoc(hf_posenc.get_scheme(name)) or "").strip().splitlines()[:1]
+        entries.append({"name": name, "summary": "".join(summary), "options": _defaults(name)})
+    if options.json:
+        print(json.dumps(entries, indent=2))
+        return 0
+    rows = [
+        [entry["name"], entry["summary"], "  ".join(f"{name}={value}" for name, value in entry["options"].items())]
+        for entry in entries
+    ]
+    print(format_table(["scheme", "what it is", "options"], rows))
+    return 0
+
+
+def _defaults(scheme: str) -> dict[str, Any]:
+    import hf_posenc
+
+    return {field.name: _default(field) for field in dataclasses.fields(hf_posenc.get_scheme(scheme))}
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default is not dataclasses.MISSING:
+        value = field.default
+    elif field.default_factory is not dataclasses.MISSING:
+        value = field.default_factory()
+    else:
+        return _REQUIRED
+    return value.to_dict() if hasattr(value, "to_dict") else value
+
+
+def inspect(options: argparse.Namespace) -> int:
+    """`hf-posenc inspect`."""
+    import hf_posenc
+    from hf_posenc.cli.loading import load_model
+
+    print(hf_posenc.inspect_model(load_model(options.model, config_only=options.config_only)))
+    return 0
+
+
+def patch(options: argparse.Namespace) -> int:
+    """`hf-posenc patch`."""
+    from hf_posenc.cli.options import parse_layers, parse_scheme
+
+    output = Path(options.output)
+    if output.exists() and not output.is_dir():
+        raise UsageError(f"{output} is a file; --output takes a folder.")
+    if output.is_dir() and any(output.iterdir()) and not options.overwrite:
+        raise UsageError(f"{output} is not empty. Name another folder, or say --overwrite.")
+    if options.elsewhere is not None and options.layers is None:
+        raise UsageError("--elsewhere says what the layers outside --layers get; give --layers too.")
+    config = parse_scheme(options.scheme, itertools.chain.from_iterable(options.option))
+    schedule: dict[str, Any] = {}
+    if options.layers is not None:
+        schedule["layers"] = parse_layers(options.layers)
+        if options.elsewhere is not None:
+            schedule["elsewhere"] = parse_scheme(options.elsewhere)
+
+    import hf_posenc
+    from hf_posenc.cli.loading import load_model, load_tokenizer
+
+    model = load_model(options.model)
+    try:
+        hf_posenc.patch_model(model, config, **schedule)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    print(model.position_encoding)
+    if options.stock:
+        hf_posenc.save_stock_checkpoint(model, output)
+    else:
+        model.save_pretrained(output)
+    try:
+        load_tokenizer(options.model).save_pretrained(output)
+    except UsageError as error:
+        print(f"The model is saved in {output} without a tokenizer: {error}", file=sys.stderr)
+    else:
+        print(f"Saved the model and its tokenizer in {output}")
+    return 0
+
+
+def eval_dog(options: argparse.Namespace) -> int:
+    """`hf-posenc eval dog`."""
+    import hf_posenc
+    from hf_posenc.cli.loading import load_model, load_tokenizer
+    from hf_posenc.cli.options import parse_scheme
+    from hf_posenc.metrics import dog_test
+
+    wanted: list[Any] | None = None
+    if options.schemes is not None:
+        complete = [name for name in hf_posenc.list_schemes() if _REQUIRED not in _defaults(name).values()]
+        names = itertools.chain.from_iterable(
+            ["native", *complete] if name == "all" else [name] for name in options.schemes
+        )
+        wanted = [name if name == "native" else parse_scheme(name) for name in names]
+    if options.plot is not None and not Path(options.plot).absolute().parent.is_dir():
+        raise UsageError(f"--plot {options.plot}: the folder {Path(options.plot).absolute().parent} does not exist.")
+    tokenizer = load_tokenizer(options.tokenizer or options.model)
+    model = load_model(options.model).to(options.device)
+    text = {key: value for key in ("sentence", "word") if (value := getattr(options, key)) is not None}
+    result = dog_test(model, tokenizer, wanted, **text, seed=options.seed)
+    if options.plot is not None:
+        from hf_posenc.plots.dog import plot_dog
+
+        plot_dog(result, options.plot)
+    print(json.dumps(result.to_dict(), indent=2) if options.json else result.table(markdown=options.markdown))
+    return 0
+
+
+def compare(options: argparse.Namespace) -> int:
+    """`hf-posenc compare`: runs the repository's training/compare.py as `python training/compare.py` would."""
+    import hf_posenc.cli
+
+    folders = [Path.cwd(), Path(hf_posenc.cli.__file__).resolve().parents[2]]
+    for folder in folders:
+        script = folder / "training" / "compare.py"
+        if script.is_file():
+            # A process of its own: the script then owns its arguments, its workers and its signals.
+            return subprocess.run([sys.executable, str(script), *options.arguments], check=False).returncode
+    raise UsageError(
+        f"There is no training/compare.py in {' or '.join(map(str, folders))}. The training scripts are not part of "
+        f"the installed package: clone the repository and run this command in its root folder."
+    )

@@ -1,0 +1,266 @@
+"""The dog test: do the two dogs of "The dog chased another dog" differ for the model?"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.metrics.distance import cosine_distance, relative_l2
+from hf_posenc.metrics.dog_result import DogResult, DogRow, LayerDistance
+from hf_posenc.metrics.errors import MeasurementError
+from hf_posenc.metrics.preserve import evaluation_mode, isolated_rng
+from hf_posenc.metrics.probe import AttentionProbe, build_for_probe, probe_distance, probe_heads
+from hf_posenc.metrics.words import TokenizedPair, tokenize_pair
+from hf_posenc.patching import native_scheme, patch_model, unpatch_model
+from hf_posenc.patching.config_entry import read_entry
+from hf_posenc.schemes.base import Positions, SchemeConfig, integer_range
+from hf_posenc.schemes.registry import get_scheme, scheme_from_dict
+
+SENTENCE = "The dog chased another dog"
+WORD = "dog"
+NATIVE = "native"
+
+CAUSAL_NOTE = (
+    "The model is causal: the two occurrences see different prefixes, so from layer 1 on the mask alone tells them "
+    "apart, with or without positions. Read the probe, which has no mask, for what the scheme adds."
+)
+ENCODER_NOTE = "Measured on the encoder of an encoder-decoder model."
+
+
+def dog_test(
+    model: Any,
+    tokenizer: Any,
+    schemes: Sequence[str | SchemeConfig] | None = None,
+    sentence: str = SENTENCE,
+    word: str = WORD,
+    *,
+    seed: int = 0,
+) -> DogResult:
+    """Measures how far apart a model holds two occurrences of the same word.
+
+    An encoder without positions cannot tell the two apart: equal tokens attend to the same set of tokens, and
+    stay equal at every layer. What sets them apart is the position encoding, and nothing else. A causal model is
+    different, because its mask shows each a different prefix; beside the model, the scheme is therefore placed in
+    a random attention without mask, over the same embeddings (`AttentionProbe`).
+
+    The model is left as it was found, also after an error: scheme and weights, mode of every module, dtype,
+    random state. A model that is already patched is copied before other schemes are tried, so that the weights its
+    scheme has learned survive; a stock model is patched in place and restored.
+
+    Args:
+        model: any transformers model, patched or not. Of an encoder-decoder the encoder is measured.
+        tokenizer: its tokenizer.
+        schemes: names or configs to patch in, one after the other, each newly initialised, on top of the stock
+            model; `"native"` is the stock model itself. `None` measures the model as it is.
+        sentence: a sentence that holds `word` twice.
+        word: one token or several; see `tokenize_pair`.
+        seed: of the probe and of newly created scheme weights.
+
+    Returns:
+        One row per scheme. A scheme that the architecture cannot take has its reason in `error`.
+
+    Raises:
+        UnknownNameError: for an unknown scheme, before the model is touched.
+        MeasurementError: if the sentence does not hold the word twice as the same tokens, the tokenizer does not
+            belong to the model, or a scheme given by name needs options.
+        UnsupportedError: if the model returns no hidden states.
+    """
+    wanted = None if schemes is None else [_resolve(scheme) for scheme in schemes]
+    pair = tokenize_pair(tokenizer, sentence, word)
+    embeddings = sentence_embeddings(model, pair.input_ids)
+    probe = AttentionProbe(embeddings.shape[-1], probe_heads(embeddings.shape[-1]), seed=seed)
+    with isolated_rng(seed), evaluation_mode(model):
+        causal = _is_causal(model, pair)
+        test = _DogTest(pair, embeddings, probe, causal, seed)
+        if wanted is None:
+            rows = [test.as_found(model)]
+        else:
+            subject = model
+            if read_entry(model.config) is not None:
+                subject = unpatch_model(copy.deepcopy(model))
+            rows = [test.native(subject) if config is None else test.patched(subject, config) for config in wanted]
+    notes = [CAUSAL_NOTE] if causal else []
+    notes += [ENCODER_NOTE] if getattr(model.config, "is_encoder_decoder", False) else []
+    return DogResult(
+        model=type(model).__name__,
+        sentence=sentence,
+        word=word,
+        tokens=pair.tokens,
+        first=pair.first,
+        second=pair.second,
+        causal=causal,
+        probe_without_positions=probe_distance(probe, embeddings, pair.first, pair.second),
+        rows=tuple(rows),
+        notes=tuple(notes),
+    )
+
+
+def sentence_embeddings(model: Any, input_ids: Tensor) -> Tensor:
+    """The token embeddings of one sentence, without positions, `(length, hidden)` on the CPU.
+
+    Read from the table, not by calling its module, because a patch may add positions there.
+
+    Raises:
+        MeasurementError: if a token id lies outside the table, so that the tokenizer belongs to another model.
+    """
+    table = model.get_input_embeddings()
+    rows = table.weight.shape[0]
+    if int(input_ids.max()) >= rows:
+        raise MeasurementError(
+            f"The tokenizer gave the token id {int(input_ids.max())}, but the model has {rows} embeddings. "
+            f"Use the tokenizer that belongs to this model."
+        )
+    with torch.no_grad():
+        vectors = table.weight[input_ids[0].to(table.weight.device)].cpu()
+        return vectors * torch.as_tensor(getattr(table, "embed_scale", 1.0)).cpu()
+
+
+class _DogTest:
+    """The measurements of one call, which share a sentence and a probe."""
+
+    def __init__(self, pair: TokenizedPair, embeddings: Tensor, probe: AttentionProbe, causal: bool, seed: int) -> None:
+        self.pair = pair
+        self.embeddings = embeddings
+        self.probe = probe
+        self.causal = causal
+        self.seed = seed
+
+    def as_found(self, model: Any) -> DogRow:
+        entry = read_entry(model.config)
+        if entry is None:
+            return self.native(model)
+        config = scheme_from_dict(entry)
+        return self.measure(model, config.name, config, [])
+
+    def native(self, model: Any) -> DogRow:
+        try:
+            return self.measure(model, NATIVE, native_scheme(model), [])
+        except UnsupportedError as error:
+            return self.measure(model, NATIVE, None, [f"The native scheme has no name here: {error}"])
+
+    def patched(self, model: Any, config: SchemeConfig) -> DogRow:
+        """Patches, measures and restores a stock model."""
+        try:
+            with isolated_rng(self.seed), warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                patch_model(model, config)
+            try:
+                model.eval()
+                notes = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
+                return self.measure(model, config.name, config, notes)
+            finally:
+                unpatch_model(model)
+        except UnsupportedError as error:
+            tolerance = _tolerance(self.embeddings.dtype)
+            return DogRow(config.name, config.to_dict(), (), None, tolerance, self.causal, error=str(error))
+
+    def measure(self, model: Any, name: str, config: SchemeConfig | None, notes: list[str]) -> DogRow:
+        states = hidden_states(model, self.pair.input_ids)
+        first, second = list(self.pair.first), list(self.pair.second)
+        layers = tuple(
+            LayerDistance(layer, relative_l2(state[first], state[second]), cosine_distance(state[first], state[second]))
+            for layer, state in enumerate(states)
+        )
+        distance = None
+        if config is not None:
+            try:
+                distance = probe_distance(
+                    self.probe, self.embeddings, self.pair.first, self.pair.second, config, seed=self.seed
+                )
+            except ValueError as error:
+                notes = [*notes, f"The probe has no number: {error}"]
+        row = DogRow(
+            scheme=name,
+            config=None if config is None else config.to_dict(),
+            layers=layers,
+            probe=distance,
+            tolerance=_tolerance(states[0].dtype),
+            causal=self.causal,
+            notes=tuple(notes),
+        )
+        if config is None or not row.identical or notes or not distance:
+            return row
+        return dataclasses.replace(row, notes=(self._why_invisible(model, config),))
+
+    def _why_invisible(self, model: nn.Module, config: SchemeConfig) -> str:
+        """Why a scheme that acts in the probe has no effect in the model."""
+        parts = build_for_probe(self.probe, config, seed=self.seed)
+        ids = integer_range(0, self.embeddings.shape[0])
+        uniform = False
+        if parts.additive is not None:
+            vectors = parts.additive(Positions(ids, torch.tensor([[ids.shape[1]]])))
+            uniform = bool((vectors == vectors[..., :1]).all())
+        if uniform and any(isinstance(module, nn.LayerNorm) for module in model.modules()):
+            return (
+                f"Invisible: {config.name} adds the same number to every component of a token, and LayerNorm "
+                f"subtracts the mean over the components. The distance is 0 up to rounding, as without positions."
+            )
+        return (
+            f"Invisible: {config.name} tells the two apart in the probe, but not in this model; the distance is 0 "
+            f"up to rounding."
+        )
+
+
+def hidden_states(model: Any, input_ids: Tensor) -> tuple[Tensor, ...]:
+    """The hidden states of one sentence, each `(length, hidden)`: embeddings first, then every layer.
+
+    Raises:
+        UnsupportedError: if the model returns none.
+    """
+    stack = model.get_encoder() if getattr(model.config, "is_encoder_decoder", False) else model
+    device = model.get_input_embeddings().weight.device
+    options: dict[str, Any] = {"output_hidden_states": True, "return_dict": True}
+    if "use_cache" in inspect.signature(stack.forward).parameters:
+        options["use_cache"] = False
+    ids = input_ids.to(device)
+    states = getattr(stack(input_ids=ids, attention_mask=torch.ones_like(ids), **options), "hidden_states", None)
+    if not states:
+        raise UnsupportedError(
+            f"{type(stack).__name__} returns no hidden states, which the dog test compares. Use a model whose forward "
+            f"takes output_hidden_states=True, or `AttentionProbe` on its embeddings."
+        )
+    return tuple(state[0] for state in states)
+
+
+def _resolve(scheme: str | SchemeConfig) -> SchemeConfig | None:
+    """The config of a scheme, or `None` for the stock model."""
+    if isinstance(scheme, SchemeConfig):
+        return scheme
+    if scheme == NATIVE:
+        return None
+    config_class = get_scheme(scheme)
+    required = [
+        field.name
+        for field in dataclasses.fields(config_class)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
+    if required:
+        raise MeasurementError(
+            f"The scheme {scheme!r} needs {', '.join(required)}: pass a config, {config_class.__name__}(...), "
+            f"in place of its name."
+        )
+    return config_class()
+
+
+def _is_causal(model: Any, pair: TokenizedPair) -> bool:
+    """Whether the tokens up to the first occurrence are blind to all that follows, as measured."""
+    last = pair.first[-1]
+    other = pair.input_ids.clone()
+    tail = other[0, last + 1 :]
+    flipped = tail.flip(0)
+    other[0, last + 1 :] = flipped if not torch.equal(flipped, tail) else other[0, 0]
+    before, after = (hidden_states(model, ids)[-1][: last + 1] for ids in (pair.input_ids, other))
+    return relative_l2(before, after) <= _tolerance(before.dtype)
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """Distances up to this one are rounding."""
+    return max(1e-5, torch.finfo(dtype).eps)

@@ -1,0 +1,173 @@
+"""Attention with random weights over the embeddings of a sentence: what a position encoding adds, and nothing else."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.metrics.distance import relative_l2
+from hf_posenc.metrics.preserve import isolated_rng
+from hf_posenc.schemes.base import BuildContext, Positions, SchemeConfig, SchemeParts, integer_range
+
+
+class AttentionProbe(nn.Module):
+    """Bidirectional multi-head self-attention with random weights, in which any scheme can be placed.
+
+    The network is that of "You could have designed state of the art positional encoding" (Hugging Face blog,
+    2024): a projection each for query, key and value without bias, then multi-head attention whose weights and
+    biases are drawn from N(0, 0.1^2). It has no mask, no normalisation and no residual, so that without a scheme
+    equal tokens get equal outputs wherever they stand.
+
+    That identity holds bit for bit here, which a batched computation does not promise: the rows of one matrix
+    product may go through different kernels (full tiles and remainders) and differ in the last bit. So every
+    token is projected, and every query attends, by itself: the same operations on tensors of the same shape.
+
+    Args:
+        hidden_size: width of the embeddings, `hidden`.
+        num_heads: number of heads, `heads`; must divide `hidden_size`.
+        seed: of the weights.
+
+    Raises:
+        ValueError: if `num_heads` does not divide `hidden_size`.
+    """
+
+    projections: Tensor
+    in_projection: Tensor
+    in_bias: Tensor
+    out_projection: Tensor
+    out_bias: Tensor
+
+    def __init__(self, hidden_size: int, num_heads: int = 4, seed: int = 0) -> None:
+        super().__init__()
+        if num_heads < 1 or hidden_size % num_heads:
+            raise ValueError(f"num_heads={num_heads} must divide hidden_size={hidden_size}.")
+        self.num_heads = num_heads
+        self.head_dim = hidden_size // num_heads
+        generator = torch.Generator().manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return 0.1 * torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        # nn.Linear's own initialisation: uniform up to 1 / sqrt(inputs).
+        uniform = torch.rand(3, hidden_size, hidden_size, generator=generator, dtype=torch.float64)
+        self.register_buffer("projections", (2 * uniform - 1) / math.sqrt(hidden_size))
+        self.register_buffer("in_projection", normal(3, hidden_size, hidden_size))
+        self.register_buffer("in_bias", normal(3, hidden_size))
+        self.register_buffer("out_projection", normal(hidden_size, hidden_size))
+        self.register_buffer("out_bias", normal(hidden_size))
+
+    def forward(self, embeddings: Tensor, parts: SchemeParts | None = None) -> Tensor:
+        """The outputs of all tokens of one sentence.
+
+        Args:
+            embeddings: `(length, hidden)` of any dtype; computed in float64.
+            parts: the scheme to place in the attention; `None` for no positions.
+
+        Returns:
+            `(length, hidden)` float64.
+        """
+        parts = SchemeParts() if parts is None else parts
+        length = embeddings.shape[0]
+        ids = integer_range(0, length)
+        positions = Positions(ids=ids, lengths=torch.tensor([[length]]))
+        inputs = embeddings.double()
+        if parts.additive is not None:
+            inputs = inputs + parts.additive(positions)[0].double()
+        query, key, value = (self._project(inputs, index) for index in range(3))
+        if parts.query_key_map is not None:
+            phases = parts.query_key_map.phases(positions)
+            query = parts.query_key_map.map_query(query.unsqueeze(0), phases)[0]
+            key = parts.query_key_map.map_key(key.unsqueeze(0), phases)[0]
+        bias = query.new_zeros(self.num_heads, length, length)
+        if parts.logit_bias is not None:
+            bias = parts.logit_bias(ids - ids.transpose(0, 1)).double()
+        return torch.stack(
+            [self._attend(query[:, index].contiguous(), key, value, bias[:, index]) for index in range(length)]
+        )
+
+    def _project(self, inputs: Tensor, index: int) -> Tensor:
+        """`(length, hidden)` -> `(heads, length, head_dim)`, for query, key or value (`index` 0, 1, 2)."""
+        rows = [
+            self.in_projection[index].mv(self.projections[index].mv(row.clone())) + self.in_bias[index]
+            for row in inputs
+        ]
+        return torch.stack(rows).unflatten(-1, (self.num_heads, self.head_dim)).transpose(0, 1).contiguous()
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+        """One query, `(heads, head_dim)`, over all keys; `bias` is `(heads, length)`. Returns `(hidden,)`."""
+        logits = (query.unsqueeze(1) * key).sum(-1) / math.sqrt(self.head_dim) + bias
+        mixed = (logits.softmax(-1).unsqueeze(-1) * value).sum(1)
+        return self.out_projection.mv(mixed.flatten()) + self.out_bias
+
+
+def probe_heads(hidden_size: int) -> int:
+    """The number of heads of a probe: 4 as published, fewer where 4 heads of an even width do not fit.
+
+    Raises:
+        ValueError: if `hidden_size` is odd, so that no head can be rotated in pairs.
+    """
+    for num_heads in (4, 2, 1):
+        if hidden_size % (2 * num_heads) == 0:
+            return num_heads
+    raise ValueError(f"A probe needs embeddings of an even width, got {hidden_size}.")
+
+
+def build_for_probe(
+    probe: AttentionProbe, scheme: SchemeConfig, *, max_positions: int = 512, seed: int = 0
+) -> SchemeParts:
+    """The parts of a scheme, newly initialised, for a probe.
+
+    Args:
+        probe: where the parts will be placed.
+        scheme: what to build.
+        max_positions: length for schemes that have one and leave it open.
+        seed: of the scheme's weights; the random state of the process is left as it was.
+
+    Raises:
+        ValueError: if the scheme cannot be built at this width.
+    """
+    with isolated_rng(seed):
+        parts = scheme.build(
+            BuildContext(
+                hidden_size=probe.num_heads * probe.head_dim,
+                num_heads=probe.num_heads,
+                head_dim=probe.head_dim,
+                causal=False,
+                max_positions=max_positions,
+            )
+        )
+    for part in parts:
+        part.eval()
+    return parts
+
+
+def probe_distance(
+    probe: AttentionProbe,
+    embeddings: Tensor,
+    first: tuple[int, ...],
+    second: tuple[int, ...],
+    scheme: SchemeConfig | None = None,
+    *,
+    seed: int = 0,
+) -> float:
+    """Relative L2 distance between the probe's outputs for two occurrences of a word.
+
+    Args:
+        probe: the random attention.
+        embeddings: `(length, hidden)`, the embeddings of the sentence, from any model.
+        first: indices of the tokens of the first occurrence.
+        second: indices of the tokens of the second one.
+        scheme: the scheme to place in the probe, newly initialised; `None` for no positions.
+        seed: of the scheme's weights.
+
+    Raises:
+        ValueError: if the scheme cannot be built at this width.
+    """
+    parts = None
+    if scheme is not None:
+        parts = build_for_probe(probe, scheme, max_positions=max(512, embeddings.shape[0]), seed=seed)
+    with torch.no_grad():
+        outputs = probe(embeddings.detach().cpu(), parts)
+    return relative_l2(outputs[list(first)], outputs[list(second)])

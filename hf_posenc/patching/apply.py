@@ -1,0 +1,101 @@
+"""Putting a built encoding into a model and taking it out: the transaction behind `patch_model`."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_posenc.patching.architectures import architecture_of
+from hf_posenc.patching.config_entry import attach_entry, detach_entry
+from hf_posenc.patching.discovery import find_stacks
+from hf_posenc.patching.encoding import PositionEncoding, StackEncoding, parameter_count, placed_like
+from hf_posenc.patching.install import install_stack
+from hf_posenc.patching.report import PatchReport
+from hf_posenc.patching.runtime import forget_recomputation
+from hf_posenc.patching.sites import Stack
+from hf_posenc.schemes.base import SchemeConfig
+
+ATTRIBUTE = "position_encoding"
+
+
+def current_encoding(model: nn.Module) -> PositionEncoding | None:
+    """The encoding in force, or `None` for a stock model."""
+    for module in (model, *model.modules()):
+        found = module.__dict__.get(ATTRIBUTE) or module._modules.get(ATTRIBUTE)
+        if isinstance(found, PositionEncoding):
+            return found
+    return None
+
+
+def unwrapped(model: nn.Module) -> PreTrainedModel:
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(inner, PreTrainedModel):
+        raise TypeError(
+            f"Expected a transformers PreTrainedModel, got {type(inner).__name__}. Patch the model before it is wrapped "
+            "(DistributedDataParallel, torch.compile), or pass what the wrapper holds."
+        )
+    return inner
+
+
+def build_encoding(config: SchemeConfig, model: PreTrainedModel, stacks: list[Stack]) -> PositionEncoding:
+    architecture = architecture_of(model.config)
+    built = {stack.name: StackEncoding(config, stack, architecture.pairing) for stack in stacks}
+    encoding = PositionEncoding(config, built)
+    placed_like(encoding, model)
+    for stack in stacks:
+        built[stack.name].runtime.time_major = architecture.time_major
+    return encoding
+
+
+def install(encoding: PositionEncoding, model: PreTrainedModel) -> None:
+    """Puts everything in place; whatever it does is in the encoding's journal and hooks."""
+    stacks = find_stacks(model)
+    architecture = architecture_of(model.config)
+    reports = []
+    for stack in stacks:
+        placed = encoding.stacks[stack.name]
+        assert isinstance(placed, StackEncoding)
+        adopted = [] if encoding.report else placed.adopt(stack, architecture.native_bias_table)
+        report = install_stack(stack, placed, architecture, encoding.journal, encoding.hooks)
+        report.adopted = adopted
+        reports.append(report)
+    encoding.report = PatchReport(encoding.config.name, type(model).__name__, parameter_count(encoding), reports)
+    base = model.base_model
+    base.add_module(ATTRIBUTE, encoding)
+    encoding.__dict__["holder"] = base
+    if base is not model:
+        encoding.journal.set(model, ATTRIBUTE, encoding)
+    attach_entry(model.config, encoding.config.to_dict())
+    encoding.__dict__["model_config"] = model.config
+    _disable_unsafe_cache(encoding, model)
+    encoding.train(model.training)
+
+
+def uninstall(encoding: PositionEncoding) -> None:
+    for hook in encoding.hooks:
+        hook.remove()
+    encoding.hooks.clear()
+    encoding.journal.undo()
+    holder = encoding.__dict__.pop("holder", None)
+    if holder is not None:
+        holder._modules.pop(ATTRIBUTE, None)
+        forget_recomputation(holder)
+    config = encoding.__dict__.pop("model_config", None)
+    if config is not None:
+        detach_entry(config)
+
+
+def _disable_unsafe_cache(encoding: PositionEncoding, model: PreTrainedModel) -> None:
+    unsafe = any(getattr(module, "length_dependent", False) for module in encoding.modules())
+    generation_config = getattr(model, "generation_config", None)
+    if not unsafe or generation_config is None:
+        return
+    encoding.journal.set(generation_config, "use_cache", False)
+    warnings.warn(
+        f"Scheme {encoding.config.name!r} encodes a token differently once the sequence has grown, so cached keys become "
+        "wrong. generate() now recomputes the whole sequence for every token (generation_config.use_cache=False).",
+        UserWarning,
+        stacklevel=4,
+    )

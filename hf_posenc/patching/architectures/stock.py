@@ -1,0 +1,188 @@
+"""Declarations for the architectures in transformers that need one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_posenc.patching.architectures.declaration import Architecture, register_architecture
+from hf_posenc.patching.architectures.silencers import (
+    NoBias,
+    ZeroAlibi,
+    ZeroBias,
+    ZeroRelativeShift,
+    ZeroSegmentBias,
+)
+from hf_posenc.patching.instance import InstancePatches
+from hf_posenc.patching.sites import FoundAttention, Stack
+from hf_posenc.schemes import AlibiConfig, ComposedConfig, LearnedConfig, RopeConfig, SinusoidalConfig, T5Config
+from hf_posenc.schemes.base import SchemeConfig
+
+_NO_SCORES = "its attention is sparse or approximate, so there are no dense logits a scheme could act on."
+_NO_ATTENTION = "it has no softmax attention."
+
+
+def _silence_bloom(stack: Stack, patches: InstancePatches) -> None:
+    patches.set(stack.module, "build_alibi_tensor", ZeroAlibi())
+
+
+def _silence_mpt(stack: Stack, patches: InstancePatches) -> None:
+    patches.set(stack.module, "build_mpt_alibi_tensor", ZeroBias(3))
+
+
+def _silence_relative_table(stack: Stack, patches: InstancePatches) -> None:
+    """T5 and its kin: the bias is computed by the layer that owns the table and handed on to the others."""
+    for attention in stack.attentions:
+        table = getattr(attention.module, "relative_attention_bias", None)
+        if table is not None:
+            patches.set(attention.module, "compute_bias", ZeroBias())
+            patches.freeze(table.weight)
+
+
+def _silence_mpnet(stack: Stack, patches: InstancePatches) -> None:
+    encoder = stack.module.encoder
+    patches.set(encoder, "compute_position_bias", ZeroBias())
+    patches.freeze(encoder.relative_attention_bias.weight)
+
+
+def _silence_ctrl(stack: Stack, patches: InstancePatches) -> None:
+    native = stack.module.pos_encoding
+    # Rows without memory of their own, more than any sequence has.
+    patches.set(stack.module, "pos_encoding", native.new_zeros(1, native.shape[1]).expand(1 << 24, -1))
+
+
+def _silence_xlnet(stack: Stack, patches: InstancePatches) -> None:
+    for attention in stack.attentions:
+        patches.set(attention.module, "rel_shift_bnij", ZeroRelativeShift())
+        patches.freeze(attention.module.r)
+        patches.freeze(attention.module.r_r_bias)
+
+
+def _silence_deberta(stack: Stack, patches: InstancePatches) -> None:
+    for attention in stack.attentions:
+        for method in ("disentangled_att_bias", "disentangled_attention_bias"):
+            if hasattr(attention.module, method):
+                patches.set(attention.module, method, NoBias())
+
+
+def _silence_cpmant(stack: Stack, patches: InstancePatches) -> None:
+    bias = stack.module.position_bias
+    patches.set_forward(bias, ZeroSegmentBias(bias.num_heads))
+    patches.freeze(bias.relative_attention_bias)
+
+
+def _relative_table(stack: Stack) -> SchemeConfig:
+    owners = [a.module for a in stack.attentions if getattr(a.module, "relative_attention_bias", None) is not None]
+    owner = owners[0]
+    return T5Config(
+        num_buckets=owner.relative_attention_num_buckets,
+        max_distance=owner.relative_attention_max_distance,
+        bidirectional=not owner.is_decoder,
+        shared=len(owners) < len(stack.attentions) or len(stack.attentions) == 1,
+    )
+
+
+def _relative_bias_table(stack: Stack, attention: FoundAttention) -> Tensor | None:
+    """The layer's own table, else that of the first layer, which computes the bias for all."""
+    for module in (attention.module, stack.attentions[0].module):
+        table = getattr(module, "relative_attention_bias", None)
+        if table is not None:
+            return table.weight  # type: ignore[no-any-return]
+    return None
+
+
+def _mpnet_bias_table(stack: Stack, attention: FoundAttention) -> Tensor | None:
+    return stack.module.encoder.relative_attention_bias.weight  # type: ignore[no-any-return]
+
+
+def _mpnet_native(stack: Stack) -> SchemeConfig:
+    table = stack.tables[0].module
+    buckets = stack.config.relative_attention_num_buckets
+    offset = int(table.padding_idx) + 1
+    learned = LearnedConfig(num_positions=table.weight.shape[0] - offset, offset=offset)
+    return ComposedConfig(parts=(learned, T5Config(num_buckets=buckets, max_distance=128, bidirectional=True)))
+
+
+def _ctrl_native(stack: Stack) -> SchemeConfig:
+    return SinusoidalConfig(layout="concatenated")
+
+
+def _roformer_native(stack: Stack) -> SchemeConfig:
+    return RopeConfig(theta=10_000.0, layout="interleaved")
+
+
+def _gptj_native(stack: Stack) -> SchemeConfig:
+    width = stack.attentions[0].module.rotary_dim or stack.attentions[0].module.embed_dim
+    return RopeConfig(theta=10_000.0, rotary_dim=int(width), layout="interleaved")
+
+
+def _falcon_refusal(config: Any) -> str | None:
+    if not getattr(config, "alibi", False):
+        return None
+    return (
+        "with `alibi=True` its bias is added inside the model's own forward (and twice with eager attention), where it "
+        "cannot be taken out. Falcon without `alibi` is supported."
+    )
+
+
+def _roformer_refusal(config: Any) -> str | None:
+    if not getattr(config, "rotary_value", False):
+        return None
+    return "with `rotary_value=True` it rotates values too, which no scheme here does."
+
+
+def _xlnet_heads(module: nn.Module, config: Any) -> tuple[int, int]:
+    return config.n_head, config.d_head
+
+
+def _convbert_heads(module: nn.Module, config: Any) -> tuple[int, int]:
+    # Its attention keeps a share of the heads; the convolution does the work of the others.
+    return module.num_attention_heads, module.attention_head_size  # type: ignore[return-value]
+
+
+def declare_stock_architectures() -> None:
+    """Registers everything below; called once on import."""
+    for reason, names in (
+        (_NO_SCORES, ("big_bird", "longformer", "led", "mra", "nystromformer", "reformer", "yoso", "longt5")),
+        (_NO_ATTENTION, ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "fnet")),
+        (
+            "its keys are selected by an indexer or compressed before attention, with rotary positions of its own.",
+            ("deepseek_v4",),
+        ),
+        ("it pools the sequence between layers, so a position means something else in every block.", ("funnel",)),
+        ("its n-gram streams share one attention and shift positions against each other.", ("prophetnet",)),
+    ):
+        register_architecture(*names, architecture=Architecture(unsupported=reason))
+    relative = Architecture(mechanism="T5 relative bias", silence=_silence_relative_table, native=_relative_table, bias_table=_relative_bias_table)
+    register_architecture("t5", "mt5", "umt5", "switch_transformers", "udop", "pop2piano", architecture=relative)
+    register_architecture(
+        "bloom", architecture=Architecture(mechanism="ALiBi", silence=_silence_bloom, native=lambda stack: AlibiConfig(variant="causal"))
+    )
+    register_architecture(
+        "mpt", architecture=Architecture(mechanism="ALiBi", silence=_silence_mpt, native=lambda stack: AlibiConfig(variant="causal"))
+    )
+    register_architecture(
+        "mpnet",
+        architecture=Architecture(mechanism="T5 relative bias", silence=_silence_mpnet, native=_mpnet_native, bias_table=_mpnet_bias_table),
+    )
+    register_architecture("ctrl", architecture=Architecture(mechanism="sinusoidal table", silence=_silence_ctrl, native=_ctrl_native))
+    register_architecture("gptj", "codegen", architecture=Architecture(native=_gptj_native))
+    register_architecture(
+        "roformer",
+        architecture=Architecture(
+            unsupported=_roformer_refusal,
+            table_is_rotary=True,
+            rotary_method="apply_rotary_position_embeddings",
+            pairing="interleaved",
+            native=_roformer_native,
+        ),
+    )
+    register_architecture(
+        "xlnet",
+        architecture=Architecture(time_major=True, mechanism="Transformer-XL bias", silence=_silence_xlnet, head_shape=_xlnet_heads),
+    )
+    register_architecture("deberta", "deberta-v2", architecture=Architecture(mechanism="disentangled attention", silence=_silence_deberta))
+    register_architecture("cpmant", architecture=Architecture(mechanism="segment position bias", silence=_silence_cpmant))
+    register_architecture("falcon", architecture=Architecture(unsupported=_falcon_refusal))
+    register_architecture("convbert", architecture=Architecture(head_shape=_convbert_heads))

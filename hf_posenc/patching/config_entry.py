@@ -1,0 +1,162 @@
+"""How the config of a patched model carries the position encoding, in memory and in `config.json`.
+
+In memory the config stays what it was: same class name, same `model_type`, one more attribute. Everything
+that looks a model up by its config (auto classes, pipelines, PEFT, `generate`) therefore keeps working.
+
+On disk it must be unreadable for a process without this package, because stock transformers ignores keys
+it does not know and would run the model with its old positions. Three fields of `config.json` see to that:
+
+- `model_type` is `"hf_posenc"`: the auto classes refuse it by name;
+- `transformers_weights` is a sentence: a concrete class such as `LlamaForCausalLM` only warns about a
+  foreign `model_type`, but refuses a weights file of that name, and quotes it;
+- `architectures` has a prefix: converters and servers choose their implementation by this field.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from hf_posenc.version import __version__
+
+MODEL_TYPE = "hf_posenc"
+ATTRIBUTE = "position_encoding"
+FORMAT = 1
+ARCHITECTURE_PREFIX = "hf_posenc."
+WEIGHTS_KEY = "transformers_weights"
+WEIGHTS_SENTENCE = (
+    "this checkpoint has a position encoding of the package hf_posenc, which this process did not import. "
+    "Run `pip install hf-posenc`, and `import hf_posenc` before loading it"
+)
+
+
+def read_entry(config: Any) -> dict[str, Any] | None:
+    """The scheme dictionary a config carries, or `None` for the config of a stock model."""
+    entry = getattr(config, "__dict__", {}).get(ATTRIBUTE)
+    return entry if isinstance(entry, dict) and isinstance(entry.get("scheme"), str) else None
+
+
+def attach_entry(config: PreTrainedConfig, entry: dict[str, Any]) -> None:
+    """Makes `config` carry a scheme, in place; an entry it already carries is replaced.
+
+    Args:
+        config: the config of the model that is being patched.
+        entry: what `SchemeConfig.to_dict` returned.
+
+    Raises:
+        ValueError: if the entry names no scheme, or the config already uses the attribute for something else.
+    """
+    if not isinstance(entry.get("scheme"), str):
+        raise ValueError(f"Not an entry: a dictionary with a 'scheme' name is expected, got {entry!r}.")
+    if ATTRIBUTE in config.__dict__ and read_entry(config) is None:
+        raise ValueError(
+            f"{type(config).__name__} already has an attribute {ATTRIBUTE!r} of its own "
+            f"({config.__dict__[ATTRIBUTE]!r}); hf_posenc would overwrite it. Rename it before patching."
+        )
+    setattr(config, ATTRIBUTE, entry)
+    config.__class__ = carrier_class(stock_class(type(config)))
+
+
+def detach_entry(config: PreTrainedConfig) -> None:
+    """Undoes `attach_entry`: the config has its stock class again, and no trace of an entry."""
+    if read_entry(config) is not None:
+        delattr(config, ATTRIBUTE)
+    config.__class__ = stock_class(type(config))
+
+
+class _CarrierType(type):
+    """The type of the classes below; each equals its stock class wherever classes are dictionary keys.
+
+    `AutoModel.register(MyConfig, MyModel)` keeps `MyConfig` itself as a key, so a lookup by name is not enough.
+    """
+
+    _stock_class: type[PreTrainedConfig]
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is cls._stock_class
+
+    def __hash__(cls) -> int:
+        return hash(cls._stock_class)
+
+
+def stock_class(config_class: type) -> type:
+    """The class a config has without an entry."""
+    return config_class._stock_class if isinstance(config_class, _CarrierType) else config_class
+
+
+@functools.cache
+def carrier_class(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    """The subclass of a config class whose instances carry an entry. It has the same name on purpose."""
+
+    def to_json_string(self: Any, use_diff: bool = True) -> str:
+        text = stock.to_json_string(self, use_diff=use_diff)
+        entry = read_entry(self)
+        if entry is None:
+            return text
+        return json.dumps(to_disk(json.loads(text)), indent=2, sort_keys=True) + "\n"
+
+    def __repr__(self: Any) -> str:
+        return f"{stock.__name__} {stock.to_json_string(self)}"
+
+    def __eq__(self: Any, other: object) -> Any:
+        same = stock.__eq__(self, other)
+        return same if same is NotImplemented else same and read_entry(self) == read_entry(other)
+
+    def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
+        _, _, *rest = super(carrier, self).__reduce_ex__(max(protocol, 2))  # type: ignore[misc]
+        return (_empty_carrier, (stock,), *rest)
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock.__init__(self, *args, **kwargs)
+
+    carrier = _CarrierType(
+        stock.__name__,
+        (stock,),
+        {
+            "__module__": stock.__module__,
+            "__qualname__": stock.__qualname__,
+            "__doc__": stock.__doc__,
+            "_stock_class": stock,
+            "__init__": __init__,
+            "__repr__": __repr__,
+            "__eq__": __eq__,
+            "__hash__": None,
+            "__reduce_ex__": __reduce_ex__,
+            "to_json_string": to_json_string,
+        },
+    )
+    return carrier
+
+
+def _empty_carrier(stock: type[PreTrainedConfig]) -> PreTrainedConfig:
+    """What `pickle` and `copy` start from; the attributes, the entry among them, follow as state."""
+    carrier = carrier_class(stock)
+    return carrier.__new__(carrier)
+
+
+def to_disk(memory: dict[str, Any]) -> dict[str, Any]:
+    """The form of `config.json` for the serialised form a config with an entry has in memory."""
+    disk = {key: _poison_nested(value) for key, value in memory.items()}
+    disk["model_type"] = MODEL_TYPE
+    disk[WEIGHTS_KEY] = WEIGHTS_SENTENCE
+    disk["architectures"] = [
+        architecture if architecture.startswith(ARCHITECTURE_PREFIX) else ARCHITECTURE_PREFIX + architecture
+        for architecture in memory.get("architectures") or []
+    ]
+    disk[ATTRIBUTE] = {
+        "format": FORMAT,
+        "hf_posenc_version": __version__,
+        "base_model_type": memory["model_type"],
+        "scheme": memory[ATTRIBUTE],
+    }
+    return disk
+
+
+def _poison_nested(value: Any) -> Any:
+    """Marks sub-configs too: a text-only class reads nothing of the file but its own part."""
+    if isinstance(value, dict) and "model_type" in value:
+        return {key: _poison_nested(item) for key, item in value.items()} | {WEIGHTS_KEY: WEIGHTS_SENTENCE}
+    return value

@@ -1,0 +1,91 @@
+"""Placing the parts of one stack at its sites."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.additive_site import AddToHiddenStates
+from hf_posenc.patching.architectures import Architecture
+from hf_posenc.patching.attention_site import LayerEncoding
+from hf_posenc.patching.encoding import StackEncoding
+from hf_posenc.patching.instance import InstancePatches
+from hf_posenc.patching.interface_attention import InterfaceAttention
+from hf_posenc.patching.report import StackReport
+from hf_posenc.patching.rotary_method import RotaryMethodSite, RotaryModuleSite
+from hf_posenc.patching.runtime import EnterStack, LeaveStack
+from hf_posenc.patching.scores_attention import ScoresAttention
+from hf_posenc.patching.sites import FoundAttention, Stack
+from hf_posenc.patching.table_site import TableSite
+
+
+def install_stack(
+    stack: Stack, encoding: StackEncoding, architecture: Architecture, journal: InstancePatches, hooks: list[Any]
+) -> StackReport:
+    """Silences the native mechanisms of a stack and puts the scheme's parts in their place.
+
+    Args:
+        stack: where.
+        encoding: what.
+        architecture: the declaration for this model.
+        journal: takes every change, so that it can be undone.
+        hooks: takes every hook handle.
+
+    Returns:
+        What was replaced and placed.
+
+    Raises:
+        UnsupportedError: if an additive scheme finds no place.
+    """
+    report = StackReport(stack.name, stack.layers(), kept=[f"{path}: {why}" for path, why in stack.skipped])
+    report.kept.extend(architecture.kept)
+    runtime = encoding.runtime
+    hooks.append(stack.module.register_forward_pre_hook(EnterStack(runtime), with_kwargs=True))
+    hooks.append(stack.module.register_forward_hook(LeaveStack(runtime), always_call=True))
+    if architecture.silence is not None:
+        architecture.silence(stack, journal)
+        report.replaced.append(f"{stack.name}: {architecture.mechanism or 'native bias'}")
+    for attention, layer in zip(stack.attentions, encoding.layers, strict=True):
+        _install_attention(attention, layer, encoding, architecture, journal, report)
+    for rotary in stack.rotaries:
+        journal.set_forward(rotary.module, RotaryModuleSite(rotary.module, runtime))
+    for table in stack.tables:
+        journal.set_forward(table.module, TableSite(table.module, runtime, encoding.additive))
+        for parameter in table.module.parameters():
+            journal.freeze(parameter)
+        report.replaced.append(f"{table.path}: position table ({type(table.module).__name__})")
+        if encoding.additive is not None:
+            report.placed.append(f"additive: {table.path}")
+    if encoding.additive is not None and not stack.tables:
+        if stack.first_layer is None:
+            raise UnsupportedError(
+                f"{type(stack.module).__name__} has neither a position table nor a list of layers, so there is no place "
+                "to add positions to its embeddings."
+            )
+        hook = AddToHiddenStates(runtime, encoding.additive)
+        hooks.append(stack.first_layer.register_forward_pre_hook(hook, with_kwargs=True))
+        report.placed.append(f"additive: input of {type(stack.first_layer).__name__} 0")
+    return report
+
+
+def _install_attention(
+    attention: FoundAttention,
+    layer: LayerEncoding,
+    encoding: StackEncoding,
+    architecture: Architecture,
+    journal: InstancePatches,
+    report: StackReport,
+) -> None:
+    module, runtime = attention.module, encoding.runtime
+    if attention.uses_interface:
+        journal.set_forward(module, InterfaceAttention(module, runtime, layer, drop_native_bias=True))
+    else:
+        site = ScoresAttention(module, runtime, layer)
+        journal.set_forward(module, site)
+        if architecture.rotary_method:
+            journal.set(module, architecture.rotary_method, RotaryMethodSite(site))
+            report.replaced.append(f"{attention.path}: {architecture.rotary_method}")
+    report.replaced.extend(f"{attention.path}: {name}" for name in attention.rotary_functions)
+    for part, name in ((layer.query_key_map, "query_key_map"), (layer.logit_bias, "logit_bias")):
+        if part is not None:
+            report.placed.append(f"{name}: {attention.path}")

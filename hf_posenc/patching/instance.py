@@ -1,0 +1,54 @@
+"""Setting attributes on single module instances, and taking every one of them back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+
+
+@dataclass
+class _Change:
+    target: Any
+    attribute: str
+    had_value: bool
+    value: Any
+
+
+@dataclass
+class InstancePatches:
+    """A journal of instance attributes. Nothing here ever touches a class or a module file.
+
+    Plain data, so that a deep copy or a pickle of the model carries a journal that refers to the copy.
+    """
+
+    changes: list[_Change] = field(default_factory=list)
+
+    def set(self, target: Any, attribute: str, value: Any) -> None:
+        """Sets `target.attribute` on the instance and remembers what the instance had there."""
+        own = target.__dict__
+        self.changes.append(_Change(target, attribute, attribute in own, own.get(attribute)))
+        own[attribute] = value
+
+    def set_forward(self, module: nn.Module, value: Any) -> None:
+        """Replaces the module's forward; where accelerate has hooked the module, the one inside its hook."""
+        hooked = "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__
+        self.set(module, "_old_forward" if hooked else "forward", value)
+
+    def freeze(self, parameter: nn.Parameter) -> None:
+        """Stops training a native weight that the new scheme leaves without effect."""
+        self.changes.append(_Change(parameter, "requires_grad", True, parameter.requires_grad))
+        parameter.requires_grad_(False)
+
+    def undo(self) -> None:
+        """Restores everything in reverse order."""
+        for change in reversed(self.changes):
+            if isinstance(change.target, nn.Parameter):
+                change.target.requires_grad_(change.value)
+            elif change.had_value:
+                change.target.__dict__[change.attribute] = change.value
+            else:
+                change.target.__dict__.pop(change.attribute, None)
+        self.changes.clear()

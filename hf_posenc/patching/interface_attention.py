@@ -1,0 +1,188 @@
+"""Attention modules that go through transformers' attention interface.
+
+The module's own code object runs with a copy of its globals in which two names are exchanged: the attention interface,
+whose chosen function is wrapped, and the rotary function, which is replaced or skipped. The copy belongs to the one
+instance, so nothing outside it changes, and `set_attn_implementation` keeps working because the back-end is still
+looked up at every call.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_posenc.attention.backends import attend_with_bias
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.attention_site import AttentionSite, LayerCall, LayerEncoding
+from hf_posenc.patching.runtime import StackRuntime
+
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+_CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
+
+
+def rotary_names(forward: types.FunctionType) -> list[str]:
+    """Names of the rotary functions a forward calls."""
+    names = forward.__code__.co_names
+    return [name for name in names if name.startswith("apply_rotary") and callable(forward.__globals__.get(name))]
+
+
+class InterfaceAttention(AttentionSite):
+    """An attention module that uses `ALL_ATTENTION_FUNCTIONS`.
+
+    Args:
+        module: the attention module.
+        runtime: of its stack.
+        encoding: the scheme's parts here.
+        drop_native_bias: whether a `position_bias` that the model computes itself is left out.
+    """
+
+    def __init__(
+        self, module: nn.Module, runtime: StackRuntime, encoding: LayerEncoding, *, drop_native_bias: bool
+    ) -> None:
+        super().__init__(module, runtime, encoding)
+        self.drop_native_bias = drop_native_bias
+        self.calls: list[LayerCall] = []
+        self._function: types.FunctionType | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_function": None, "calls": []}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's forward under its exchanged globals."""
+        if self._function is None:
+            self._function = self._rebind(type(self.module).forward)
+        hidden_states = args[0] if args else next(iter(kwargs.values()))
+        call = LayerCall(self.current_state(hidden_states.shape[1]))
+        if self.encoding.query_key_map is not None:
+            args, kwargs = self._watch_cache(call, args, kwargs)
+        self.calls.append(call)
+        try:
+            output = self._function(self.module, *args, **kwargs)
+        finally:
+            self.calls.pop()
+        if not call.attended:
+            raise UnsupportedError(
+                f"{type(self.module).__name__} computed its attention without the attention interface (for example "
+                "through reorder_and_upcast_attn), so the position encoding had no effect. Switch that path off."
+            )
+        return output
+
+    def _rebind(self, forward: Any) -> types.FunctionType:
+        function = inspect.unwrap(forward)
+        replaced: dict[str, Any] = {INTERFACE: _Interface(function.__globals__[INTERFACE], self)}
+        for name in rotary_names(function):
+            replaced[name] = _Rotary(function.__globals__[name], self)
+        namespace = function.__globals__ | replaced
+        # With its name the copy would pass for the module itself, whose globals dynamo would then guard.
+        namespace.pop("__name__", None)
+        rebound = types.FunctionType(
+            function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__
+        )
+        rebound.__kwdefaults__ = function.__kwdefaults__
+        return rebound
+
+    def _watch_cache(
+        self, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Lets keys be mapped on their way into the cache, where nothing rotated them before."""
+        for name in _CACHE_NAMES:
+            if kwargs.get(name) is not None:
+                return args, kwargs | {name: _WatchedCache(kwargs[name], self, call)}
+        parameters = list(inspect.signature(type(self.module).forward).parameters)[1:]
+        for index, (name, value) in enumerate(zip(parameters, args, strict=False)):
+            if name in _CACHE_NAMES and value is not None:
+                return (*args[:index], _WatchedCache(value, self, call), *args[index + 1 :]), kwargs
+        return args, kwargs
+
+    def map_new_keys(self, call: LayerCall, key: Tensor) -> Tensor:
+        """Maps keys that no rotary function of the architecture has seen."""
+        query_key_map = self.encoding.query_key_map
+        if query_key_map is None or call.rotations or call.keys_mapped:
+            return key
+        call.keys_mapped = True
+        return query_key_map.map_key(key, self.phases(call.state, key.device))
+
+    def attend(self, implementation: str | None, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Stands in for the attention function."""
+        call = self.calls[-1]
+        call.attended = True
+        names = ("module", "query", "key", "value", "attention_mask")
+        given = dict(zip(names, args, strict=False)) | {name: kwargs.pop(name) for name in names if name in kwargs}
+        rest = args[len(names) :]
+        query, key = given["query"], given["key"]
+        if self.encoding.query_key_map is not None and not call.rotations:
+            phases = self.phases(call.state, query.device)
+            query = self.encoding.query_key_map.map_query(query, phases)
+            if not call.keys_mapped:
+                if key.shape[2] != query.shape[2]:
+                    raise UnsupportedError(
+                        f"{type(self.module).__name__} holds {key.shape[2]} keys for {query.shape[2]} queries, but "
+                        "its keys did not pass through a cache that can be watched. Use use_cache=False."
+                    )
+                key = self.map_new_keys(call, key)
+        if self.drop_native_bias:
+            kwargs.pop("position_bias", None)
+        arguments = (given["module"], query, key, given["value"], given.get("attention_mask"), *rest)
+        if self.encoding.logit_bias is None:
+            return function(*arguments, **kwargs)
+        bias = self.bias(call.state, query.shape[2], key.shape[2], query.device)
+        return attend_with_bias(implementation, function, bias, *arguments, **kwargs)
+
+
+class _Interface:
+    """The attention interface as one patched module sees it."""
+
+    def __init__(self, interface: Any, site: InterfaceAttention) -> None:
+        self.interface = interface
+        self.site = site
+
+    def get_interface(self, implementation: str | None, default: Callable[..., Any]) -> Callable[..., Any]:
+        function = self.interface.get_interface(implementation, default)
+        site = self.site
+
+        def attention(*args: Any, **kwargs: Any) -> Any:
+            return site.attend(implementation, function, args, kwargs)
+
+        return attention
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.interface, name)
+
+
+class _Rotary:
+    """The rotary function as one patched module sees it."""
+
+    def __init__(self, function: Callable[..., Any], site: InterfaceAttention) -> None:
+        self.function = function
+        self.site = site
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.site.rotate(self.site.calls[-1], self.function, args, kwargs)
+
+
+class _WatchedCache:
+    """A cache, or one of an encoder-decoder pair, as one patched module sees it."""
+
+    def __init__(self, cache: Any, site: InterfaceAttention, call: LayerCall) -> None:
+        self._cache = cache
+        self._site = site
+        self._call = call
+
+    @property
+    def __class__(self) -> Any:
+        """The class of the cache itself: models ask `isinstance(cache, EncoderDecoderCache)`."""
+        return type(self._cache)
+
+    @property
+    def self_attention_cache(self) -> Any:
+        return _WatchedCache(self._cache.self_attention_cache, self._site, self._call)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self._cache.update(self._site.map_new_keys(self._call, key_states), value_states, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)

@@ -1,0 +1,208 @@
+"""The scheme a stock model already has, as a config of this library."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_posenc.errors import PositionEncodingError, UnsupportedError
+from hf_posenc.patching.architectures import Architecture, architecture_of
+from hf_posenc.patching.discovery import find_stacks
+from hf_posenc.patching.encoding import build_context
+from hf_posenc.patching.observe import Rotation, observe_rotations
+from hf_posenc.patching.rotary_calls import inverse_frequencies_of, pairing, rotary_output
+from hf_posenc.patching.sites import FoundAttention, FoundModule, Stack
+from hf_posenc.patching.suspend import suspended
+from hf_posenc.patching.table_site import table_origin, table_weight
+from hf_posenc.schemes import (
+    ComposedConfig,
+    LearnedConfig,
+    NoneConfig,
+    RopeConfig,
+    ScheduleConfig,
+    SinusoidalConfig,
+    from_rope_parameters,
+)
+from hf_posenc.schemes.base import BuildContext, Positions, SchemeConfig
+
+
+def native_scheme(model: PreTrainedModel) -> SchemeConfig:
+    """The scheme of a stock model, with its parameters.
+
+    `patch_model(model, native_scheme(model))` reproduces the stock outputs. A rotary model is run once on three tokens.
+    The answer for a patched model is that of the stock model underneath.
+
+    Raises:
+        UnsupportedError: for an architecture that cannot be patched, or whose own mechanism no scheme describes.
+    """
+    with suspended(model) as target:
+        stacks = find_stacks(target)
+        architecture = architecture_of(target.config)
+        rotating = any(attention.rotary_functions for stack in stacks for attention in stack.attentions)
+        rotations = observe_rotations(target, stacks) if rotating else {}
+        schemes = [_stack_scheme(stack, architecture, rotations) for stack in stacks]
+    if any(scheme != schemes[0] for scheme in schemes):
+        raise UnsupportedError(
+            f"The stacks of {type(target).__name__} know about position in different ways "
+            f"({'; '.join(f'{s.name}: {c}' for s, c in zip(stacks, schemes, strict=True))}), which one config cannot say."
+        )
+    return schemes[0]
+
+
+def _stack_scheme(stack: Stack, architecture: Architecture, rotations: dict[str, Rotation]) -> SchemeConfig:
+    if architecture.silence is not None or architecture.rotary_method is not None:
+        declared = _declared(stack, architecture)
+        if declared is not None:
+            return declared
+    additive = [_table_scheme(table) for table in stack.tables]
+    layers = {attention.layer: _rotation_scheme(stack, attention, architecture, rotations) for attention in stack.attentions}
+    distinct = set(layers.values())
+    if len(distinct) == 1:
+        return _composed([*additive, next(iter(distinct))])
+    none: SchemeConfig = NoneConfig()
+    return ScheduleConfig(
+        layers=tuple(_composed([*additive, layers.get(layer, none)]) for layer in range(max(layers) + 1))
+    )
+
+
+def _declared(stack: Stack, architecture: Architecture) -> SchemeConfig | None:
+    if architecture.native is None:
+        raise UnsupportedError(
+            f"The native mechanism of {type(stack.module).__name__} ({architecture.mechanism or 'its own'}) is not among "
+            "the schemes of this library. It can be replaced, and unpatch_model brings it back."
+        )
+    return architecture.native(stack)
+
+
+def _composed(parts: list[SchemeConfig]) -> SchemeConfig:
+    acting = [part for part in parts if not isinstance(part, NoneConfig)]
+    if not acting:
+        return NoneConfig()
+    return acting[0] if len(acting) == 1 else ComposedConfig(parts=tuple(acting))
+
+
+def _table_scheme(table: FoundModule) -> SchemeConfig:
+    weight = table_weight(table.module)
+    assert weight is not None
+    origin = table_origin(table.module)
+    rows = weight.detach().float()
+    # A frozen table may be a formula; a trained one is a table whatever it started from.
+    if not weight.requires_grad or isinstance(weight, nn.Parameter) is False:
+        for frequencies in ("vaswani", "tensor2tensor"):
+            for layout in ("interleaved", "concatenated"):
+                config = SinusoidalConfig(frequencies=frequencies, layout=layout, offset=origin)
+                if weight.device.type != "meta" and _reproduces(config, rows, origin):
+                    return config
+    return LearnedConfig(num_positions=weight.shape[0] - origin, offset=origin)
+
+
+def _reproduces(config: SinusoidalConfig, rows: Tensor, origin: int) -> bool:
+    ids = torch.arange(rows.shape[0] - origin, device=rows.device).unsqueeze(0)
+    context = BuildContext(hidden_size=rows.shape[1], num_heads=1, head_dim=rows.shape[1])
+    try:
+        additive = config.build(context).additive
+    except (ValueError, PositionEncodingError):
+        return False
+    assert additive is not None
+    encoded = additive(Positions(ids, ids[:, -1:] + 1))[0]
+    return bool(torch.allclose(encoded.to(rows.dtype), rows[origin:], atol=1e-4))
+
+
+def _rotation_scheme(
+    stack: Stack, attention: FoundAttention, architecture: Architecture, rotations: dict[str, Rotation]
+) -> SchemeConfig:
+    rotation = rotations.get(f"{stack.name}:{attention.path}")
+    if rotation is None:
+        return NoneConfig()
+    if architecture.native is not None:
+        return architecture.native(stack)
+    rotary, layer_type = _source(stack, rotation)
+    return _rotary_config(stack, attention, rotary, layer_type, rotation)
+
+
+def _source(stack: Stack, rotation: Rotation) -> tuple[nn.Module, str | None]:
+    """The rotary module and layer type whose phases a layer was given."""
+    length = rotation.phases.shape[1]
+    position_ids = torch.arange(length, device=rotation.phases.device).unsqueeze(0)
+    hidden = rotation.phases.real.new_zeros(1, length, 1) if rotation.phases.is_complex() else rotation.phases
+    for found in stack.rotaries:
+        for layer_type in (None, *sorted(set(getattr(stack.config, "layer_types", None) or ()))):
+            phases = _phases(found.module, hidden, position_ids, layer_type)
+            if phases is not None and phases.shape[-1] == rotation.phases.shape[-1]:
+                shown = rotation.phases[:1] if rotation.phases.dim() == 3 else rotation.phases[0, :1]
+                if torch.allclose(phases.to(shown.dtype), shown, atol=1e-3 if hidden.dtype != torch.float32 else 1e-6):
+                    return found.module, layer_type
+    raise UnsupportedError(
+        f"The phases that a layer of {type(stack.module).__name__} rotates with come from none of its rotary modules "
+        f"({', '.join(found.path for found in stack.rotaries) or 'it has none'})."
+    )
+
+
+def _phases(module: nn.Module, hidden: Tensor, position_ids: Tensor, layer_type: str | None) -> Tensor | None:
+    takes_type = "layer_type" in inspect.signature(type(module).forward).parameters
+    if takes_type and (layer_type is None or not hasattr(module, f"{layer_type}_inv_freq")):
+        return None
+    if not takes_type and layer_type is not None:
+        return None
+    with torch.no_grad():
+        output = type(module).forward(module, hidden, position_ids, *((layer_type,) if takes_type else ()))
+    phases = output if isinstance(output, Tensor) else output[0]
+    return phases[0] if phases.dim() == 4 else phases
+
+
+def _rotary_config(
+    stack: Stack, attention: FoundAttention, rotary: nn.Module, layer_type: str | None, rotation: Rotation
+) -> SchemeConfig:
+    frequencies = inverse_frequencies_of(rotary, layer_type).detach().float().cpu()
+    kind, width = rotary_output(rotary, layer_type=layer_type)
+    layout = pairing(rotation.function, kind)
+    scaling = _of_layer_type(rotary, "attention_scaling", layer_type)
+    context = build_context(stack, attention)
+    config = _from_parameters(stack.config, layer_type, width, layout)
+    if config is not None and _same_spectrum(config, frequencies, float(scaling), context):
+        return config
+    return RopeConfig(
+        rotary_dim=width,
+        layout=layout,
+        inverse_frequencies=tuple(frequencies.tolist()),
+        attention_scaling=float(scaling),
+    )
+
+
+def _of_layer_type(rotary: nn.Module, name: str, layer_type: str | None) -> Any:
+    value = getattr(rotary, f"{layer_type}_{name}", None) if layer_type else None
+    if value is None:
+        value = getattr(rotary, name, 1.0)
+    return value
+
+
+def _from_parameters(config: Any, layer_type: str | None, width: int, layout: str) -> SchemeConfig | None:
+    parameters = getattr(config, "rope_parameters", None)
+    if isinstance(parameters, dict) and layer_type in parameters:
+        parameters = parameters[layer_type]
+    if not isinstance(parameters, dict) or not parameters.get("rope_type"):
+        return None
+    try:
+        found = from_rope_parameters(parameters, getattr(config, "max_position_embeddings", None))
+        partial = {"partial_rotary_factor": None} if isinstance(found, RopeConfig) else {}
+        return dataclasses.replace(found, rotary_dim=width, layout=layout, **partial)
+    except (PositionEncodingError, ValueError, KeyError, TypeError):
+        # Said in a way this library has no config for: the frequencies themselves say it too.
+        return None
+
+
+def _same_spectrum(config: SchemeConfig, frequencies: Tensor, scaling: float, context: BuildContext) -> bool:
+    try:
+        query_key_map: Any = config.build(context).query_key_map
+    except (ValueError, PositionEncodingError):
+        return False
+    lengths = torch.ones(1, 1, dtype=torch.int64)
+    own = query_key_map.inverse_frequencies(lengths).reshape(-1)
+    if own.shape != frequencies.shape or not torch.allclose(own, frequencies, rtol=1e-6, atol=0.0):
+        return False
+    return abs(query_key_map.attention_scaling - scaling) < 1e-6

@@ -1,0 +1,102 @@
+"""Watching a stock model rotate: which layers do, and with which rotary module's phases.
+
+Some layers of a rotary architecture do not rotate, and some architectures own several rotary modules. The code that
+decides is different in each, so the decision is observed in one short forward instead of being read.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.instance import InstancePatches
+from hf_posenc.patching.sites import FoundAttention, Stack
+
+_TOKENS = 3
+
+
+@dataclass
+class Rotation:
+    """What one layer did with its rotary function.
+
+    Args:
+        function: the function it called.
+        phases: the cosine (or complex phases) it was given, `(batch, query_len, width)`.
+    """
+
+    function: Any
+    phases: Tensor
+
+
+def observe_rotations(model: PreTrainedModel, stacks: list[Stack]) -> dict[str, Rotation]:
+    """Runs the stock model on three tokens; returns the rotation of every layer that rotated, by attention path.
+
+    Raises:
+        UnsupportedError: for a model without data (meta device), or one that does not run on plain token ids.
+    """
+    if any(parameter.device.type == "meta" for parameter in model.parameters()):
+        raise UnsupportedError(
+            "The native scheme of a rotary model is found by running it, and this model is on the meta device. Load its "
+            "weights first."
+        )
+    seen: dict[str, Rotation] = {}
+    journal = InstancePatches()
+    for stack in stacks:
+        for attention in stack.attentions:
+            if attention.rotary_functions:
+                path = f"{stack.name}:{attention.path}"
+                journal.set_forward(attention.module, _recorder(attention, path, seen))
+    training = model.training
+    try:
+        model.eval()
+        with torch.no_grad():
+            model(**_tokens(model))
+    finally:
+        model.train(training)
+        journal.undo()
+    return seen
+
+
+def _tokens(model: PreTrainedModel) -> dict[str, Any]:
+    device = next(model.parameters()).device
+    tokens = torch.tensor([[5, 6, 7]], device=device)[:, :_TOKENS]
+    given: dict[str, Any] = {"input_ids": tokens}
+    parameters = inspect.signature(type(model).forward).parameters
+    if "use_cache" in parameters:
+        given["use_cache"] = False
+    if getattr(model.config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
+        given["decoder_input_ids"] = tokens
+    return given
+
+
+def _recorder(attention: FoundAttention, path: str, seen: dict[str, Rotation]) -> Any:
+    forward = inspect.unwrap(type(attention.module).forward)
+    replaced = {
+        name: _recording(forward.__globals__[name], path, seen) for name in attention.rotary_functions
+    }
+    rebound = types.FunctionType(
+        forward.__code__, forward.__globals__ | replaced, forward.__name__, forward.__defaults__, forward.__closure__
+    )
+    rebound.__kwdefaults__ = forward.__kwdefaults__
+    return types.MethodType(rebound, attention.module)
+
+
+def _recording(function: Any, path: str, seen: dict[str, Rotation]) -> Any:
+    target = function.forward if isinstance(function, nn.Module) else function
+    signature = inspect.signature(target)
+
+    def record(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        phases = given.get("cos", given.get("freqs_cis"))
+        if isinstance(phases, Tensor):
+            seen.setdefault(path, Rotation(function, phases.detach()))
+        return function(*args, **kwargs)
+
+    return record

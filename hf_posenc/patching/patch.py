@@ -1,0 +1,96 @@
+"""Placing a scheme in a model, and taking it out again."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from torch import nn
+
+from hf_posenc.patching.apply import build_encoding, current_encoding, install, uninstall, unwrapped
+from hf_posenc.patching.discovery import find_stacks
+from hf_posenc.patching.native import native_scheme
+from hf_posenc.patching.plan import schedule, scheme_config
+from hf_posenc.patching.sites import Stack
+from hf_posenc.schemes import ScheduleConfig
+from hf_posenc.schemes.base import SchemeConfig
+
+ModelType = TypeVar("ModelType", bound=nn.Module)
+
+
+def patch_model(
+    model: ModelType,
+    scheme: str | SchemeConfig | type[SchemeConfig] | dict[str, Any],
+    *,
+    layers: Iterable[int] | None = None,
+    elsewhere: str | SchemeConfig | None = None,
+    **options: Any,
+) -> ModelType:
+    """Replaces how a transformers model knows about position. In place, on this instance only.
+
+    The native mechanisms (rotary functions, position tables, relative biases) are put out of action and the scheme takes
+    their place. Their weights stay in the model, frozen, so that `unpatch_model` gives the stock model back exactly.
+    A model that is already patched gets the new scheme instead of the old one.
+
+    Args:
+        model: any `PreTrainedModel` with softmax self-attention, or a PEFT model around one.
+        scheme: a name from `list_schemes()`, a config such as `RopeConfig(theta=5e5)`, or a config's dictionary.
+        layers: indices of the layers that get the scheme; all by default.
+        elsewhere: the scheme of the other layers; by default they keep what they have natively.
+        **options: fields of the scheme's config, for a scheme given by name.
+
+    Returns:
+        The model. `model.position_encoding` holds the config in force and the report of what was replaced.
+
+    Raises:
+        UnknownNameError: for an unknown scheme or option, with the nearest names.
+        ValueError: for an option out of range.
+        UnsupportedError: for a pair of architecture and scheme that cannot be computed correctly.
+
+    In every one of these cases the model is left as it was.
+    """
+    target = unwrapped(model)
+    config = scheme_config(scheme, options)
+    if elsewhere is not None and layers is None:
+        raise ValueError("`elsewhere` says what the layers outside `layers` do: give `layers` as well.")
+    stacks = find_stacks(target)
+    if layers is not None:
+        other = native_scheme(target) if elsewhere is None else scheme_config(elsewhere, {})
+        config = schedule(config, stacks, layers, other)
+    encoding = build_encoding(config, target, stacks)
+    previous = current_encoding(target)
+    if previous is not None:
+        uninstall(previous)
+    try:
+        install(encoding, target)
+    except BaseException:
+        uninstall(encoding)
+        if previous is not None:
+            install(previous, target)
+        raise
+    _warn_if_invisible(config, stacks)
+    return model
+
+
+def unpatch_model(model: ModelType) -> ModelType:
+    """Gives the stock model back, bit for bit. A model that is not patched is returned as it is."""
+    target = unwrapped(model)
+    encoding = current_encoding(target)
+    if encoding is not None:
+        uninstall(encoding)
+    return model
+
+
+def _warn_if_invisible(config: SchemeConfig, stacks: list[Stack]) -> None:
+    configs = config.layers if isinstance(config, ScheduleConfig) else (config,)
+    if not any(getattr(one, "invisible_under_layer_norm", False) for one in configs):
+        return
+    if any(isinstance(module, nn.LayerNorm) for stack in stacks for module in stack.module.modules()):
+        warnings.warn(
+            f"Scheme {config.name!r} adds the same number to every component of a vector, and this model's LayerNorm "
+            "subtracts the mean over components: the positions are exactly invisible, as with 'none'. Pass "
+            "direction='random', 'one_hot' or 'learned' to make them act.",
+            UserWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,77 @@
+"""From what a user asked for to a validated scheme config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from hf_posenc.patching.sites import Stack
+from hf_posenc.schemes import ScheduleConfig, get_scheme
+from hf_posenc.schemes.base import SchemeConfig
+
+
+def scheme_config(scheme: str | SchemeConfig | type[SchemeConfig] | dict[str, Any], options: dict[str, Any]) -> SchemeConfig:
+    """The config behind any form a scheme can be given in.
+
+    Args:
+        scheme: a name, a config, a config class or the dictionary of a config.
+        options: fields of the config, for a name or a class.
+
+    Raises:
+        UnknownNameError: for an unknown scheme or option, with the nearest names.
+        TypeError: for anything that is no scheme, or for options beside a finished config.
+        ValueError: for an option out of range.
+    """
+    if isinstance(scheme, str):
+        return get_scheme(scheme).from_options(options)
+    if isinstance(scheme, type) and issubclass(scheme, SchemeConfig):
+        return scheme.from_options(options)
+    if isinstance(scheme, dict):
+        from hf_posenc.schemes import scheme_from_dict
+
+        return scheme_from_dict(scheme | options)
+    if isinstance(scheme, SchemeConfig):
+        if options:
+            raise TypeError(
+                f"{type(scheme).__name__} is a finished config, so the options {sorted(options)} have nowhere to go. "
+                "Give them to its constructor, or use dataclasses.replace."
+            )
+        return scheme
+    raise TypeError(f"A scheme is a name, a config or the dictionary of one; got {type(scheme).__name__}.")
+
+
+def schedule(
+    config: SchemeConfig, stacks: list[Stack], layers: Iterable[int] | None, elsewhere: SchemeConfig | None
+) -> SchemeConfig:
+    """`config` in some layers and `elsewhere` in the others.
+
+    Args:
+        config: the scheme of `layers`.
+        stacks: the model's stacks.
+        layers: indices of layers, counted as in `model.layers`; `None` for all.
+        elsewhere: the scheme of the other layers; may itself be a schedule.
+
+    Raises:
+        ValueError: for a layer the model does not have, or that holds no attention.
+    """
+    if layers is None:
+        return config
+    chosen = sorted(set(layers))
+    available = sorted({layer for stack in stacks for layer in stack.layers()})
+    unknown = [layer for layer in chosen if layer not in available]
+    if unknown or not chosen:
+        raise ValueError(
+            f"layers={chosen} names {unknown or 'no layer'}; layers with self-attention are {available}."
+        )
+    if isinstance(config, ScheduleConfig):
+        raise ValueError("A schedule already says what every layer does; `layers` cannot be combined with it.")
+    assert elsewhere is not None
+    return ScheduleConfig(
+        layers=tuple(
+            config if layer in chosen else _at(elsewhere, layer) for layer in range(available[-1] + 1)
+        )
+    )
+
+
+def _at(config: SchemeConfig, layer: int) -> SchemeConfig:
+    return config.for_layer(layer) if isinstance(config, ScheduleConfig) else config

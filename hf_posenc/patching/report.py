@@ -1,0 +1,63 @@
+"""What a patch replaced, for people and for programs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class StackReport:
+    """What happened in one stack.
+
+    Args:
+        name: "encoder", "decoder" or "model".
+        attention_layers: indices of the layers whose attention carries the scheme.
+        replaced: native mechanisms that are out of action, as "module path: mechanism".
+        placed: parts of the scheme, as "part: where".
+        kept: position-dependent behaviour of the architecture that stays.
+        adopted: parts that took over native weights.
+    """
+
+    name: str
+    attention_layers: list[int]
+    replaced: list[str] = field(default_factory=list)
+    placed: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    adopted: list[str] = field(default_factory=list)
+
+
+@dataclass
+class PatchReport:
+    """What `patch_model` did.
+
+    Args:
+        scheme: name of the scheme in force.
+        model_class: class of the patched model.
+        new_parameters: number of scalars the scheme can learn.
+        stacks: one entry per stack of attention layers.
+    """
+
+    scheme: str
+    model_class: str
+    new_parameters: int
+    stacks: list[StackReport]
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dictionary."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        lines = [f"{self.model_class} with {self.scheme!r}: {self.new_parameters} new parameters"]
+        for stack in self.stacks:
+            lines.append(f"  {stack.name}: {len(stack.attention_layers)} attention layers")
+            for title in ("replaced", "placed", "kept", "adopted"):
+                lines.extend(f"    {title}: {entry}" for entry in _runs(getattr(stack, title)))
+        return "\n".join(lines)
+
+
+def _runs(entries: list[str]) -> list[str]:
+    """Long lists shortened to their ends; they repeat the same mechanism layer after layer."""
+    if len(entries) <= 6:
+        return entries
+    return [*entries[:2], f"... {len(entries) - 3} more ...", entries[-1]]

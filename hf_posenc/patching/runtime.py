@@ -1,0 +1,175 @@
+"""The link between a stack's forward call and the seams inside it.
+
+A stack is one `PreTrainedModel` that owns attention layers: `LlamaModel`, `BartEncoder`, `T5Stack`. Hooks
+on the stack put the `ForwardState` of the call in progress where the seams find it. Gradient checkpointing
+runs layers again long after the call is over, when another call may have taken its place, so the
+checkpointing function of every layer is wrapped to bring the state of its own call back.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.slot_buffers import extend_slot_buffers, longest_slot
+from hf_posenc.patching.state import ForwardState
+
+_CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "mems", "cache", "cache_params")
+
+
+class StackRuntime:
+    """Holds the `ForwardState` of the call in progress of one stack."""
+
+    def __init__(self) -> None:
+        self.states: list[ForwardState] = []
+        self.time_major = False
+
+    @property
+    def state(self) -> ForwardState | None:
+        """The state of the innermost call in progress, or `None` outside any call."""
+        return self.states[-1] if self.states else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"states": [], "time_major": self.time_major}
+
+    def state_for(self, query_length: int) -> ForwardState:
+        """The current state, or a plain one for a layer that is called on its own."""
+        return self.state if self.states else ForwardState(query_length, offset=None)
+
+
+class EnterStack:
+    """Forward pre-hook (with kwargs) of a stack: resolves the call's positions."""
+
+    def __init__(self, runtime: StackRuntime) -> None:
+        self.runtime = runtime
+        self._slots: int | None = None
+
+    def __call__(self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Pushes the state of this call.
+
+        Raises:
+            UnsupportedError: inside `nn.DataParallel`, whose replicas would run the original's weights.
+        """
+        if getattr(stack, "_is_replica", False):
+            raise UnsupportedError(
+                "This model runs under torch.nn.DataParallel, which copies modules without their instance-level "
+                "patches. Use DistributedDataParallel instead (`accelerate launch` or `torchrun`)."
+            )
+        arguments = _named_arguments(stack, args, kwargs)
+        tokens = next(
+            (arguments[name] for name in ("input_ids", "inputs_embeds", "input") if arguments.get(name) is not None),
+            None,
+        )
+        if tokens is None:
+            tokens = next((value for value in args if isinstance(value, Tensor)), None)
+        query_length = 0 if tokens is None else tokens.shape[1]
+        offset = _cached_length(arguments)
+        if isinstance(offset, int):
+            self._make_room(stack, offset + query_length)
+        self.runtime.states.append(
+            ForwardState(
+                query_length=query_length,
+                offset=offset,
+                position_ids=_batched(arguments.get("position_ids")),
+                attention_mask=arguments.get("attention_mask"),
+            )
+        )
+        if stack.training:
+            keep_state_for_recomputation(stack, self.runtime)
+
+
+    def _make_room(self, stack: nn.Module, length: int) -> None:
+        if self._slots is None:
+            self._slots = longest_slot(stack) or -1
+        if 0 < self._slots < length:
+            extend_slot_buffers(stack, length)
+            self._slots = longest_slot(stack) or -1
+
+
+class LeaveStack:
+    """Forward hook of a stack, called on errors too: drops the call's state."""
+
+    def __init__(self, runtime: StackRuntime) -> None:
+        self.runtime = runtime
+
+    def __call__(self, stack: nn.Module, args: Any, output: Any) -> None:
+        """Pops the state of this call."""
+        if self.runtime.states:
+            self.runtime.states.pop()
+
+
+class CheckpointWithState:
+    """A layer's gradient checkpointing function that replays the layer under the state of its own call."""
+
+    def __init__(self, checkpoint: Callable[..., Any], runtime: StackRuntime) -> None:
+        self.checkpoint = checkpoint
+        self.runtime = runtime
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs `checkpoint(function, ...)`."""
+        runtime, state = self.runtime, self.runtime.state
+
+        def replay(*inputs: Any, **options: Any) -> Any:
+            if state is None or runtime.state is state:
+                return function(*inputs, **options)
+            runtime.states.append(state)
+            try:
+                return function(*inputs, **options)
+            finally:
+                runtime.states.pop()
+
+        return self.checkpoint(replay, *args, **kwargs)
+
+
+def keep_state_for_recomputation(stack: nn.Module, runtime: StackRuntime) -> None:
+    """Wraps the checkpointing function of every layer of the stack that has one switched on."""
+    for module in stack.modules():
+        if not getattr(module, "gradient_checkpointing", False):
+            continue
+        checkpoint = module.__dict__.get("_gradient_checkpointing_func")
+        if checkpoint is not None and not isinstance(checkpoint, CheckpointWithState):
+            module.__dict__["_gradient_checkpointing_func"] = CheckpointWithState(checkpoint, runtime)
+
+
+def forget_recomputation(stack: nn.Module) -> None:
+    """Takes back what `keep_state_for_recomputation` did."""
+    for module in stack.modules():
+        checkpoint = module.__dict__.get("_gradient_checkpointing_func")
+        if isinstance(checkpoint, CheckpointWithState):
+            module.__dict__["_gradient_checkpointing_func"] = checkpoint.checkpoint
+
+
+def _named_arguments(stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    if not args:
+        return kwargs
+    names = list(inspect.signature(type(stack).forward).parameters)[1:]
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _batched(position_ids: Tensor | None) -> Tensor | None:
+    if position_ids is None:
+        return None
+    if position_ids.dim() == 3:
+        return position_ids[0]
+    return position_ids if position_ids.dim() == 2 else position_ids.unsqueeze(0)
+
+
+def _cached_length(arguments: dict[str, Any]) -> int | Tensor | None:
+    """Slots already filled before this call; `None` where the cache does not say."""
+    for name in _CACHE_ARGUMENTS:
+        cache = arguments.get(name)
+        if cache is None:
+            continue
+        if hasattr(cache, "get_seq_length"):
+            length = cache.get_seq_length()
+            # A static layer returns the very tensor that it increments before its attention runs.
+            return length.clone() if isinstance(length, torch.Tensor) else int(length)
+        if isinstance(cache, list | tuple) and cache and isinstance(cache[0], Tensor):
+            return int(cache[0].shape[0])
+        return None
+    return 0

@@ -1,0 +1,63 @@
+"""The dog test as a figure: how far apart the two occurrences are, layer by layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hf_posenc.metrics.dog_result import DogResult
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Where the logarithmic axis ends; an exact zero is drawn here.
+FLOOR = 1e-9
+
+
+def plot_dog(result: DogResult, path: str | Path | None = None) -> Figure:
+    """Relative L2 distance over the layers, one line per scheme, and beside it that of the probe.
+
+    The axis is logarithmic, because a model without positions is at rounding level, many decades below the rest.
+
+    Args:
+        result: what `dog_test` returned.
+        path: where to save the figure; its ending names the format. `None` saves nothing.
+
+    Raises:
+        ValueError: if no scheme of the result could be applied.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    rows = [row for row in result.rows if row.error is None]
+    if not rows:
+        raise ValueError(f"Nothing to plot: none of the schemes could be applied to {result.model}.")
+    figure = Figure(figsize=(8.5, 0.6 + max(3.4, 0.3 * len(rows))), layout="constrained")
+    layers_axes, probe_axes = figure.subplots(1, 2, sharey=True, width_ratios=[3, 1])
+    colors = matplotlib.colormaps["tab20"].colors
+    markers = "osD^vP*X"
+    for index, row in enumerate(rows):
+        style = {"color": colors[index % len(colors)], "marker": markers[index % len(markers)]}
+        layers = [distance.layer for distance in row.layers]
+        heights = [max(distance.relative_l2, FLOOR) for distance in row.layers]
+        layers_axes.plot(layers, heights, label=row.scheme, markersize=5, linewidth=1.4, **style)
+        if row.probe is not None:
+            probe_axes.plot([index], [max(row.probe, FLOOR)], linestyle="none", markersize=7, **style)
+    layers_axes.axhspan(FLOOR, rows[0].tolerance, color="0.92", zorder=0)
+    probe_axes.axhspan(FLOOR, rows[0].tolerance, color="0.92", zorder=0)
+    layers_axes.set_yscale("log")
+    layers_axes.set_ylim(FLOOR, 3)
+    layers_axes.set_xticks(range(max(len(row.layers) for row in rows)))
+    layers_axes.set_xlabel("layer (0: embeddings)")
+    layers_axes.set_ylabel(f"distance of the two {result.word!r} (relative L2)")
+    layers_axes.set_title(f"{result.model}, {'causal' if result.causal else 'bidirectional'}", fontsize=10)
+    probe_axes.set_title("random attention probe", fontsize=10)
+    probe_axes.set_xticks([])
+    for axes in (layers_axes, probe_axes):
+        axes.grid(axis="y", color="0.88", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(*layers_axes.get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
+    figure.suptitle(f"\u201c{result.sentence}\u201d (grey: rounding)", fontsize=11)
+    if path is not None:
+        figure.savefig(path, dpi=150)
+    return figure

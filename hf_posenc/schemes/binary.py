@@ -1,0 +1,84 @@
+"""The position in binary digits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_posenc.schemes.base import AdditiveEncoding, BuildContext, Positions, SchemeConfig, SchemeParts
+from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.validation import check_integer, check_number, check_positions_below
+
+_DEFAULT_MAX_POSITIONS = 2048
+
+
+class BinaryEncoding(AdditiveEncoding):
+    """Component `c` is bit `floor(c * bits / hidden)` of the position, least significant bit first.
+
+    Args:
+        hidden_size: width of the vectors, at least `bits`.
+        bits: number of binary digits.
+        scale: the value of a set bit.
+    """
+
+    def __init__(self, hidden_size: int, bits: int, scale: float) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.bits = bits
+        self.scale = scale
+
+    def forward(self, positions: Positions) -> Tensor:
+        """Returns `(batch or 1, query_len, hidden)` in float32; padding gets zeros.
+
+        Raises:
+            SequenceLengthError: for a position of `2**bits` or more, which would repeat an earlier vector.
+        """
+        check_positions_below(
+            positions.ids,
+            2**self.bits,
+            f"that {self.bits} bits can tell apart. Patch with 'binary' and bits={self.bits + 1} or more.",
+        )
+        digit = torch.arange(self.hidden_size, device=positions.ids.device) * self.bits // self.hidden_size
+        ids = positions.ids.clamp(min=0).unsqueeze(-1)
+        return ((ids >> digit) & 1).float() * self.scale
+
+
+@register_scheme
+@dataclass(frozen=True)
+class BinaryConfig(SchemeConfig):
+    """Adds the binary digits of the position (Hugging Face blog "You could have designed SOTA position encoding").
+
+    The digits are stretched over the hidden size, least significant first, and bounded; neighbouring positions may
+    differ in one digit or in all of them.
+
+    Args:
+        bits: number of digits; `None` takes the fewest that cover the model's own length (2048 where it has none).
+        scale: the value of a set bit.
+    """
+
+    name: ClassVar[str] = "binary"
+
+    bits: int | None = None
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_integer(self, "bits", minimum=1, maximum=62, optional=True)
+        check_number(self, "scale")
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Builds an additive encoding.
+
+        Raises:
+            ValueError: if the vectors have fewer components than there are bits, so that positions would collide.
+        """
+        max_positions = context.max_positions or _DEFAULT_MAX_POSITIONS
+        bits = self.bits if self.bits is not None else max((max_positions - 1).bit_length(), 1)
+        if bits > context.hidden_size:
+            raise ValueError(
+                f"BinaryConfig needs {bits} components for {bits} bits, but the hidden size is {context.hidden_size}: "
+                f"positions would collide. Use bits={context.hidden_size} or fewer."
+            )
+        return SchemeParts(additive=BinaryEncoding(context.hidden_size, bits, self.scale))

@@ -1,0 +1,195 @@
+"""The position itself as a vector: `p` or `p / N` along one direction."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.schemes.base import AdditiveEncoding, BuildContext, Positions, SchemeConfig, SchemeParts
+from hf_posenc.schemes.constants import DeviceConstant
+from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.validation import check_boolean, check_choice, check_integer, check_number
+
+_DIRECTIONS = ("ones", "random", "one_hot", "learned")
+_RANDOM_DIRECTION_SEED = 20241125
+
+
+class DirectionEncoding(AdditiveEncoding):
+    """Adds `scale * coordinate(p) * direction`, where subclasses say what the coordinate of a position is.
+
+    Args:
+        hidden_size: width of the vectors.
+        scale: factor of the coordinate.
+        direction: one of "ones", "random", "one_hot", "learned".
+        initializer_range: standard deviation of a learned direction at the start.
+    """
+
+    def __init__(self, hidden_size: int, scale: float, direction: str, initializer_range: float) -> None:
+        super().__init__()
+        self.scale = scale
+        self.initializer_range = initializer_range
+        self.direction: nn.Parameter | None
+        if direction == "learned":
+            self.direction = nn.Parameter(torch.empty(hidden_size))
+            self.reset_parameters()
+        else:
+            self.direction = None
+            self._fixed = DeviceConstant(_fixed_direction(direction, hidden_size))
+
+    def reset_parameters(self) -> None:
+        """Draws a learned direction from N(0, initializer_range); a fixed one stays."""
+        if self.direction is not None:
+            nn.init.normal_(self.direction, std=self.initializer_range)
+
+    def coordinates(self, positions: Positions) -> Tensor:
+        """`(batch or 1, query_len)` float32; padding, that is negative positions, counts as position 0."""
+        return positions.ids.clamp(min=0).float()
+
+    def forward(self, positions: Positions) -> Tensor:
+        """Returns `(batch or 1, query_len, hidden)` in float32."""
+        coordinates = self.coordinates(positions) * self.scale
+        direction = self.direction if self.direction is not None else self._fixed.on(coordinates.device)
+        return coordinates.unsqueeze(-1) * direction.float()
+
+
+class NormalizedEncoding(DirectionEncoding):
+    """`DirectionEncoding` with the coordinate `p / N`.
+
+    Args:
+        hidden_size: width of the vectors.
+        scale: factor of the coordinate.
+        direction: one of "ones", "random", "one_hot", "learned".
+        initializer_range: standard deviation of a learned direction at the start.
+        length: a frozen `N`, or `None` for the current length of each sequence.
+        subtract_one: divides by `N - 1` instead of `N`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        scale: float,
+        direction: str,
+        initializer_range: float,
+        length: int | None,
+        subtract_one: bool,
+    ) -> None:
+        super().__init__(hidden_size, scale, direction, initializer_range)
+        self.length = length
+        self.subtract_one = subtract_one
+        self.length_dependent = length is None
+
+    def coordinates(self, positions: Positions) -> Tensor:
+        """`(batch or 1, query_len)` float32: `p / N`, or `p / (N - 1)`; a sequence of one token gets 0."""
+        if self.length is None:
+            divisor = (positions.lengths - int(self.subtract_one)).clamp(min=1).float()
+            return super().coordinates(positions) / divisor
+        return super().coordinates(positions) / max(self.length - int(self.subtract_one), 1)
+
+    def check_cache(self, cached_length: int, total_length: int) -> None:
+        """Refuses any extension while `N` is the live length: every cached token was encoded with the old one."""
+        if self.length is None and cached_length > 0:
+            raise UnsupportedError(
+                f"Length-normalised positions change for all {cached_length} cached tokens when the sequence grows to "
+                f"{total_length}, so the cache would be wrong. Generate with use_cache=False, or freeze the divisor "
+                f"with length=, for example normalized_integer with length={total_length}."
+            )
+
+
+@register_scheme
+@dataclass(frozen=True)
+class IntegerConfig(SchemeConfig):
+    """Adds `scale * p * direction` to every token (Hugging Face blog "You could have designed SOTA position encoding").
+
+    The blog's form is `direction="ones"`: the same number on every component. It is *exactly invisible* in models with
+    LayerNorm (BERT, GPT-2), which subtracts the mean over components; models with RMSNorm (Llama) do see it.
+
+    Args:
+        scale: factor of the position.
+        direction: "ones"; "random", a fixed Gaussian direction that does not depend on any global seed; "one_hot", the
+            first component; or "learned", drawn from N(0, initializer_range). The fixed ones have the norm
+            `sqrt(hidden)`, so that `scale` means the same for each.
+    """
+
+    name: ClassVar[str] = "integer"
+
+    scale: float = 1.0
+    direction: str = "ones"
+
+    def __post_init__(self) -> None:
+        check_number(self, "scale")
+        check_choice(self, "direction", _DIRECTIONS)
+
+    @property
+    def invisible_under_layer_norm(self) -> bool:
+        """Whether a LayerNorm removes this encoding exactly."""
+        return self.direction == "ones"
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Builds an additive encoding."""
+        return SchemeParts(
+            additive=DirectionEncoding(context.hidden_size, self.scale, self.direction, context.initializer_range)
+        )
+
+
+@register_scheme
+@dataclass(frozen=True)
+class NormalizedIntegerConfig(SchemeConfig):
+    """Adds `scale * p / N * direction` to every token (same blog), with `N` the number of real tokens.
+
+    With the live `N` a position has no fixed vector: it changes as the sequence grows, so a cache cannot be extended.
+    Invisible under LayerNorm with `direction="ones"`, as `IntegerConfig`.
+
+    Args:
+        length: a frozen `N` in tokens, or `None` for the current length of each sequence.
+        subtract_one: divides by `N - 1`, so that the last token has coordinate 1.
+        scale: factor of the coordinate.
+        direction: as in `IntegerConfig`.
+    """
+
+    name: ClassVar[str] = "normalized_integer"
+
+    length: int | None = None
+    subtract_one: bool = False
+    scale: float = 1.0
+    direction: str = "ones"
+
+    def __post_init__(self) -> None:
+        check_integer(self, "length", minimum=1, optional=True)
+        check_boolean(self, "subtract_one")
+        check_number(self, "scale")
+        check_choice(self, "direction", _DIRECTIONS)
+
+    @property
+    def invisible_under_layer_norm(self) -> bool:
+        """Whether a LayerNorm removes this encoding exactly."""
+        return self.direction == "ones"
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Builds an additive encoding, length-dependent unless `length` is frozen."""
+        return SchemeParts(
+            additive=NormalizedEncoding(
+                context.hidden_size,
+                self.scale,
+                self.direction,
+                context.initializer_range,
+                self.length,
+                self.subtract_one,
+            )
+        )
+
+
+def _fixed_direction(direction: str, hidden_size: int) -> Tensor:
+    if direction == "ones":
+        return torch.ones(hidden_size, dtype=torch.float32, device="cpu")
+    if direction == "one_hot":
+        vector = torch.zeros(hidden_size, dtype=torch.float32, device="cpu")
+        vector[0] = math.sqrt(hidden_size)
+        return vector
+    generator = torch.Generator(device="cpu").manual_seed(_RANDOM_DIRECTION_SEED)
+    vector = torch.randn(hidden_size, generator=generator, dtype=torch.float32, device="cpu")
+    return vector * (math.sqrt(hidden_size) / vector.norm())

@@ -1,0 +1,158 @@
+"""A learned table with one row per position."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.schemes.base import AdditiveEncoding, BuildContext, Positions, SchemeConfig, SchemeParts
+from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.validation import check_choice, check_integer, check_positions_below
+
+
+class LearnedEncoding(AdditiveEncoding):
+    """Row `p + offset` of a trainable table.
+
+    Args:
+        hidden_size: width of the rows.
+        num_positions: how many positions have a row.
+        offset: how many rows come before that of position 0.
+        extension: what happens past the table, "error" or "interpolate".
+        initializer_range: standard deviation of new rows.
+    """
+
+    def __init__(
+        self, hidden_size: int, num_positions: int, offset: int, extension: str, initializer_range: float
+    ) -> None:
+        super().__init__()
+        self.num_positions = num_positions
+        self.offset = offset
+        self.extension = extension
+        self.initializer_range = initializer_range
+        self.length_dependent = extension == "interpolate"
+        self.weight = nn.Parameter(torch.empty(num_positions + offset, hidden_size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws every row from N(0, initializer_range)."""
+        nn.init.normal_(self.weight, std=self.initializer_range)
+
+    def forward(self, positions: Positions) -> Tensor:
+        """Returns `(batch or 1, query_len, hidden)` in the dtype of the table.
+
+        Raises:
+            SequenceLengthError: for a position without a row, with `extension="error"`.
+        """
+        if self.extension == "interpolate":
+            return self._interpolated(positions)
+        check_positions_below(
+            positions.ids,
+            self.num_positions,
+            f"of the learned table. Shorten the input, or patch with 'learned' and a larger num_positions, or with "
+            f"extension='interpolate' to stretch the {self.num_positions} rows over longer sequences.",
+        )
+        return nn.functional.embedding(self._rows(positions.ids), self.weight)
+
+    def check_cache(self, cached_length: int, total_length: int) -> None:
+        """Refuses to extend a cache past the table, where the rows are stretched anew at every length."""
+        if self.extension == "interpolate" and cached_length > 0 and total_length > self.num_positions:
+            raise UnsupportedError(
+                f"Past its {self.num_positions} rows the learned table is stretched to the length of the sequence, so "
+                f"the {cached_length} cached tokens no longer fit a sequence of {total_length}. Generate with "
+                f"use_cache=False, or build a table of num_positions={total_length} or more."
+            )
+
+    @torch.no_grad()
+    def adopt(self, native: Tensor) -> bool:
+        """Copies a stock table `(native positions + offset, hidden)`.
+
+        A shorter table takes the first rows. A longer one keeps fresh rows past the native ones, or, with
+        `extension="interpolate"`, takes the native rows stretched over its whole length.
+        """
+        native_positions = native.shape[0] - self.offset
+        if native.ndim != 2 or native.shape[1] != self.weight.shape[1] or native_positions < 1:
+            return False
+        if native_positions < self.num_positions and self.extension == "interpolate":
+            self.weight[: self.offset].copy_(native[: self.offset])
+            ids = torch.arange(self.num_positions, device=native.device)
+            low, fraction = _stretch(ids, native_positions, torch.as_tensor(self.num_positions, device=native.device))
+            self.weight[self.offset :].copy_(_interpolate(native[self.offset :], low, fraction))
+        else:
+            rows = min(native.shape[0], self.weight.shape[0])
+            self.weight[:rows].copy_(native[:rows])
+        return True
+
+    def _rows(self, ids: Tensor) -> Tensor:
+        """Row of each position; padding, that is a negative position, falls on the rows below the offset."""
+        return (ids + self.offset).clamp(min=0)
+
+    def _interpolated(self, positions: Positions) -> Tensor:
+        ids = positions.ids.clamp(min=0)
+        total = torch.maximum(positions.lengths, ids.amax(dim=-1, keepdim=True) + 1).clamp(min=self.num_positions)
+        low, fraction = _stretch(ids, self.num_positions, total)
+        low = torch.where(positions.ids < 0, self._rows(positions.ids), low + self.offset)
+        return _interpolate(self.weight, low, fraction)
+
+
+@register_scheme
+@dataclass(frozen=True)
+class LearnedConfig(SchemeConfig):
+    """Adds a learned vector per position (BERT, arXiv:1810.04805; GPT-2).
+
+    Args:
+        num_positions: how many positions have a row; `None` takes the model's own length.
+        offset: rows before that of position 0: 2 in OPT and BART, `padding_idx + 1` in RoBERTa. Padding tokens fall on
+            these rows.
+        extension: past the table, "error" raises `SequenceLengthError`; "interpolate" stretches the rows linearly over
+            the length of the sequence (position interpolation, arXiv:2306.15595, for tables).
+    """
+
+    name: ClassVar[str] = "learned"
+
+    num_positions: int | None = None
+    offset: int = 0
+    extension: str = "error"
+
+    def __post_init__(self) -> None:
+        check_integer(self, "num_positions", minimum=1, optional=True)
+        check_integer(self, "offset", minimum=0)
+        check_choice(self, "extension", ("error", "interpolate"))
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Builds an additive encoding.
+
+        Raises:
+            ValueError: if neither the config nor the model says how many positions there are.
+        """
+        num_positions = self.num_positions if self.num_positions is not None else context.max_positions
+        if num_positions is None:
+            raise ValueError(
+                "LearnedConfig.num_positions is None and this model has no length of its own to take over. "
+                "Give the number of rows, for example num_positions=2048."
+            )
+        return SchemeParts(
+            additive=LearnedEncoding(
+                context.hidden_size, num_positions, self.offset, self.extension, context.initializer_range
+            )
+        )
+
+
+def _stretch(ids: Tensor, rows: int, total: Tensor) -> tuple[Tensor, Tensor]:
+    """`ids * (rows - 1) / (total - 1)` as whole row and fraction, exact because it stays in integers."""
+    divisor = (total - 1).clamp(min=1)
+    scaled = ids * (rows - 1) if rows > 1 else ids * 0
+    # With total == rows this is the identity, also for the one-row table, whose only position is 0.
+    low = torch.div(scaled, divisor, rounding_mode="floor")
+    return low, (scaled - low * divisor).float() / divisor
+
+
+def _interpolate(table: Tensor, low: Tensor, fraction: Tensor) -> Tensor:
+    """`(rows, hidden)` at `low + fraction` -> `(..., hidden)`; whole rows come back unchanged."""
+    high = (low + 1).clamp(max=table.shape[0] - 1)
+    weight = fraction.unsqueeze(-1)
+    lower, upper = nn.functional.embedding(low, table), nn.functional.embedding(high, table)
+    return (lower * (1 - weight) + upper * weight).to(table.dtype)

@@ -1,0 +1,25 @@
+"""No position encoding at all (NoPE)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hf_posenc.schemes.base import BuildContext, SchemeConfig, SchemeParts
+from hf_posenc.schemes.registry import register_scheme
+
+
+@register_scheme
+@dataclass(frozen=True)
+class NoneConfig(SchemeConfig):
+    """No position encoding (NoPE, arXiv:2203.16634, arXiv:2305.19466).
+
+    A causal model still tells positions apart through its mask; a bidirectional one becomes
+    permutation-equivariant, that is, blind to word order.
+    """
+
+    name: ClassVar[str] = "none"
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Builds nothing."""
+        return SchemeParts()

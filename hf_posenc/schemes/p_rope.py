@@ -1,0 +1,60 @@
+"""RoPE without its lowest frequencies (p-RoPE)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from hf_posenc.schemes.base import BuildContext, SchemeConfig, SchemeParts
+from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.rope import ROPE_LAYOUTS, RotaryMap, check_rotary_dim, resolve_rotary_dim
+from hf_posenc.schemes.scaling import rope_inverse_frequencies
+from hf_posenc.schemes.validation import check_choice, check_number
+
+
+def p_rope_inverse_frequencies(theta: float, rotary_dim: int, fraction: float) -> Tensor:
+    """`(rotary_dim / 2,)` float32: RoPE's for the first `floor(fraction * rotary_dim / 2)` pairs, then zeros."""
+    frequencies = rope_inverse_frequencies(theta, rotary_dim)
+    frequencies[int(fraction * rotary_dim // 2) :] = 0.0
+    return frequencies
+
+
+@register_scheme
+@dataclass(frozen=True)
+class PRopeConfig(SchemeConfig):
+    """RoPE that keeps a fraction of its frequencies and stops the lowest ones (p-RoPE, arXiv:2410.06205, section 6).
+
+    The kept frequencies are those of the full width, unlike partial RoPE, which spreads all frequencies over fewer
+    dimensions. Called "proportional" in transformers. `fraction=1` is RoPE, `fraction=0` no position encoding.
+
+    Args:
+        theta: the base.
+        fraction: the kept share of the pairs, highest frequencies first.
+        rotary_dim: the width over which the frequencies spread; `None` as in `RopeConfig`.
+        layout: the pairing, as in `RopeConfig`.
+    """
+
+    name: ClassVar[str] = "p_rope"
+
+    theta: float = 10000.0
+    fraction: float = 0.75
+    rotary_dim: int | None = None
+    layout: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_number(self, "theta", above=0)
+        check_number(self, "fraction", minimum=0, maximum=1)
+        check_rotary_dim(self)
+        check_choice(self, "layout", ROPE_LAYOUTS)
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Builds a query-key map.
+
+        Raises:
+            ValueError: if the rotary width is odd or does not fit the head.
+        """
+        rotary_dim = resolve_rotary_dim(self, self.rotary_dim, context)
+        frequencies = p_rope_inverse_frequencies(self.theta, rotary_dim, self.fraction)
+        return SchemeParts(query_key_map=RotaryMap(frequencies, self.layout))

@@ -1,0 +1,63 @@
+"""Schemes by name. Third parties add their own with the same decorator the package uses."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from hf_posenc.errors import UnknownNameError
+from hf_posenc.schemes.base import SchemeConfig
+
+_SCHEMES: dict[str, type[SchemeConfig]] = {}
+
+ConfigType = TypeVar("ConfigType", bound=type[SchemeConfig])
+
+
+def register_scheme(config_class: ConfigType) -> ConfigType:
+    """Class decorator: makes a `SchemeConfig` subclass known under its `name`.
+
+    Raises:
+        ValueError: if the class has no lower-case name, or the name is taken by another class.
+    """
+    name = config_class.name
+    if not name or name != name.lower() or not name.isidentifier():
+        raise ValueError(
+            f"{config_class.__name__}.name is {name!r}: a scheme needs a lower-case identifier as its name."
+        )
+    taken = _SCHEMES.get(name)
+    if taken is not None and (taken.__module__, taken.__qualname__) != (
+        config_class.__module__,
+        config_class.__qualname__,
+    ):
+        raise ValueError(f"The scheme name {name!r} already belongs to {taken.__module__}.{taken.__qualname__}.")
+    _SCHEMES[name] = config_class
+    return config_class
+
+
+def list_schemes() -> list[str]:
+    """The names of all registered schemes, sorted; combinators of schemes are left out."""
+    return sorted(name for name, config_class in _SCHEMES.items() if not config_class.combinator)
+
+
+def get_scheme(name: str) -> type[SchemeConfig]:
+    """The config class of a scheme.
+
+    Raises:
+        UnknownNameError: with the nearest names, if nobody registered it.
+    """
+    try:
+        return _SCHEMES[name]
+    except KeyError:
+        raise UnknownNameError("scheme", str(name), _SCHEMES) from None
+
+
+def scheme_from_dict(entry: dict[str, Any]) -> SchemeConfig:
+    """The config that `SchemeConfig.to_dict` described.
+
+    Raises:
+        UnknownNameError: for an unknown scheme or option.
+        ValueError: if the dictionary names no scheme.
+    """
+    options = dict(entry)
+    if "scheme" not in options:
+        raise ValueError(f"Not a scheme: a dictionary with a 'scheme' key is expected, got keys {sorted(options)}.")
+    return get_scheme(str(options.pop("scheme"))).from_options(options)

@@ -1,0 +1,225 @@
+"""Rotary position embedding (RoPE)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_posenc.schemes.base import BuildContext, Positions, QueryKeyMap, SchemeConfig, SchemeParts
+from hf_posenc.schemes.constants import DeviceConstant
+from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.scaling import RopeScaling, rope_inverse_frequencies
+from hf_posenc.schemes.validation import check_choice, check_integer, check_number, check_numbers
+
+ROPE_LAYOUTS = ("auto", "half", "interleaved")
+
+
+class RotaryMap(QueryKeyMap):
+    """Rotates the first `rotary_dim` dimensions of every query and key; the rest pass through.
+
+    Args:
+        inverse_frequencies: `(rotary_dim / 2,)` float32, radians per position.
+        layout: "half" pairs dimension `m` with `m + rotary_dim / 2`, "interleaved" pairs `2m` with `2m + 1`.
+        attention_scaling: factor of cosine and sine.
+    """
+
+    def __init__(self, inverse_frequencies: Tensor, layout: str, attention_scaling: float = 1.0) -> None:
+        super().__init__()
+        self.rotary_dim = 2 * inverse_frequencies.shape[-1]
+        self.layout = "half" if layout == "auto" else layout
+        self.attention_scaling = attention_scaling
+        self._constants = DeviceConstant(inverse_frequencies)
+
+    def inverse_frequencies(self, lengths: Tensor) -> Tensor:
+        """float32 that broadcasts to `(batch or 1, query_len, rotary_dim / 2)`, for `lengths` `(batch or 1, 1)`."""
+        return self._constants.on(lengths.device)
+
+    def phases(self, positions: Positions) -> tuple[Tensor, ...]:
+        """Returns cosine and sine, each `(batch or 1, query_len, rotary_dim)` in float32."""
+        angles = positions.ids.unsqueeze(-1).float() * self.inverse_frequencies(positions.lengths)
+        angles = torch.cat((angles, angles), dim=-1) if self.layout == "half" else angles.repeat_interleave(2, dim=-1)
+        return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+
+    def map_query(self, query: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
+        """`(batch, heads, query_len, head_dim)` -> the same shape and dtype."""
+        return self._rotate(query, phases)
+
+    def map_key(self, key: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
+        """`(batch, key_value_heads, query_len, head_dim)` -> the same shape and dtype."""
+        return self._rotate(key, phases)
+
+    def _rotate(self, x: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
+        cosine, sine = (phase.to(x.dtype).unsqueeze(1) for phase in phases)
+        if self.rotary_dim == x.shape[-1]:
+            return x * cosine + self._quarter_turn(x) * sine
+        rotated, passed = x[..., : self.rotary_dim], x[..., self.rotary_dim :]
+        return torch.cat((rotated * cosine + self._quarter_turn(rotated) * sine, passed), dim=-1)
+
+    def _quarter_turn(self, x: Tensor) -> Tensor:
+        """Each pair `(a, b)` -> `(-b, a)`."""
+        if self.layout == "half":
+            first, second = x.chunk(2, dim=-1)
+            return torch.cat((-second, first), dim=-1)
+        return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+
+
+class LengthDependentRotaryMap(RotaryMap):
+    """A `RotaryMap` whose frequencies follow the length of each sequence.
+
+    Args:
+        scaling: the scaling that depends on the length.
+        theta: the base.
+        rotary_dim: how many dimensions are rotated.
+        layout: as in `RotaryMap`.
+        attention_scaling: factor of cosine and sine.
+    """
+
+    length_dependent = True
+
+    def __init__(
+        self, scaling: RopeScaling, theta: float, rotary_dim: int, layout: str, attention_scaling: float
+    ) -> None:
+        super().__init__(scaling.constants(theta, rotary_dim), layout, attention_scaling)
+        self.scaling = scaling
+        self.theta = theta
+
+    def inverse_frequencies(self, lengths: Tensor) -> Tensor:
+        """`(batch or 1, 1, rotary_dim / 2)` float32, for `lengths` `(batch or 1, 1)`."""
+        constants = self._constants.on(lengths.device)
+        return self.scaling.at_lengths(constants, self.theta, self.rotary_dim, lengths)
+
+    def check_cache(self, cached_length: int, total_length: int) -> None:
+        """Refuses exactly where the frequencies at the two lengths differ."""
+        self.scaling.check_cache(cached_length, total_length)
+
+
+@register_scheme
+@dataclass(frozen=True)
+class RopeConfig(SchemeConfig):
+    """Rotates queries and keys by angles proportional to their position (RoPE, arXiv:2104.09864, eq. 34).
+
+    Args:
+        theta: the base; pair `m` turns by `theta**(-2m / rotary_dim)` radians per position.
+        rotary_dim: how many leading dimensions of a head are rotated (even). `None` takes `partial_rotary_factor`,
+            else what the architecture itself rotates, else the whole head.
+        partial_rotary_factor: the rotated share of a head, rounded down to an even number of dimensions.
+        layout: "half" pairs dimension `m` with `m + rotary_dim / 2` (Llama), "interleaved" pairs `2m` with `2m + 1`
+            (GPT-J). "auto" is the pairing of the architecture, "half" where it has none.
+        scaling: a stretch to longer sequences, such as `YarnScaling(factor=4.0, original_max_positions=2048)`.
+        inverse_frequencies: the frequencies themselves, radians per position for each pair, for spectra that no
+            formula here gives; `theta` is then not used, and a `scaling` not allowed.
+        attention_scaling: factor of cosine and sine; `None` takes that of the scaling, else 1.
+    """
+
+    name: ClassVar[str] = "rope"
+
+    theta: float = 10000.0
+    rotary_dim: int | None = None
+    partial_rotary_factor: float | None = None
+    layout: str = "auto"
+    scaling: RopeScaling | None = None
+    inverse_frequencies: tuple[float, ...] | None = None
+    attention_scaling: float | None = None
+
+    def __post_init__(self) -> None:
+        check_number(self, "theta", above=0)
+        check_rotary_dim(self)
+        check_number(self, "partial_rotary_factor", above=0, maximum=1, optional=True)
+        check_choice(self, "layout", ROPE_LAYOUTS)
+        check_number(self, "attention_scaling", above=0, optional=True)
+        if self.rotary_dim is not None and self.partial_rotary_factor is not None:
+            raise ValueError(
+                f"RopeConfig has both rotary_dim={self.rotary_dim} and "
+                f"partial_rotary_factor={self.partial_rotary_factor}, which say the same thing; give one."
+            )
+        if self.scaling is not None and not isinstance(self.scaling, RopeScaling):
+            raise ValueError(
+                f"RopeConfig.scaling is {self.scaling!r}; expected a scaling such as YarnScaling(factor=4.0, "
+                "original_max_positions=2048), or None."
+            )
+        if self.inverse_frequencies is not None:
+            self._check_inverse_frequencies()
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Builds a query-key map.
+
+        Raises:
+            ValueError: if the rotary width is odd, or does not fit the head or the scaling.
+        """
+        rotary_dim = self._rotary_dim(context)
+        attention_scaling = self.attention_scaling
+        if attention_scaling is None:
+            attention_scaling = 1.0 if self.scaling is None else self.scaling.attention_scaling(context.max_positions)
+        if self.scaling is not None and self.scaling.length_dependent:
+            return SchemeParts(
+                query_key_map=LengthDependentRotaryMap(
+                    self.scaling, self.theta, rotary_dim, self.layout, attention_scaling
+                )
+            )
+        if self.inverse_frequencies is not None:
+            frequencies = torch.tensor(self.inverse_frequencies, dtype=torch.float32, device="cpu")
+        elif self.scaling is not None:
+            frequencies = self.scaling.constants(self.theta, rotary_dim)
+        else:
+            frequencies = rope_inverse_frequencies(self.theta, rotary_dim)
+        return SchemeParts(query_key_map=RotaryMap(frequencies, self.layout, attention_scaling))
+
+    def _rotary_dim(self, context: BuildContext) -> int:
+        rotary_dim = self.rotary_dim
+        if self.inverse_frequencies is not None:
+            rotary_dim = 2 * len(self.inverse_frequencies)
+        elif self.partial_rotary_factor is not None:
+            rotary_dim = int(self.partial_rotary_factor * context.head_dim) // 2 * 2
+            if rotary_dim == 0:
+                raise ValueError(
+                    f"RopeConfig.partial_rotary_factor={self.partial_rotary_factor} of a head of {context.head_dim} "
+                    "dimensions leaves no pair to rotate. Use a larger share, or the scheme 'none'."
+                )
+        return resolve_rotary_dim(self, rotary_dim, context)
+
+    def _check_inverse_frequencies(self) -> None:
+        check_numbers(self, "inverse_frequencies", minimum=0)
+        assert self.inverse_frequencies is not None
+        if self.scaling is not None:
+            raise ValueError(
+                "RopeConfig has both inverse_frequencies and a scaling; explicit frequencies leave nothing to scale. "
+                "Give one of them, and attention_scaling= where cosine and sine need a factor."
+            )
+        width = 2 * len(self.inverse_frequencies)
+        if self.partial_rotary_factor is not None or self.rotary_dim not in (None, width):
+            raise ValueError(
+                f"RopeConfig has {len(self.inverse_frequencies)} inverse_frequencies, which rotate {width} dimensions; "
+                f"leave partial_rotary_factor out, and rotary_dim too or at {width}."
+            )
+
+
+def check_rotary_dim(config: Any) -> None:
+    """Requires `config.rotary_dim` to be `None` or a positive even integer.
+
+    Raises:
+        ValueError: for any other value.
+    """
+    check_integer(config, "rotary_dim", minimum=2, optional=True)
+    if config.rotary_dim is not None and config.rotary_dim % 2:
+        raise ValueError(
+            f"{type(config).__name__}.rotary_dim is {config.rotary_dim}; expected an even number, because dimensions are "
+            "rotated in pairs."
+        )
+
+
+def resolve_rotary_dim(config: SchemeConfig, rotary_dim: int | None, context: BuildContext) -> int:
+    """The rotary width at one place of a model: the given one, else the architecture's, else the whole head.
+
+    Raises:
+        ValueError: if it is odd or larger than the head.
+    """
+    resolved = rotary_dim or context.rotary_dim or context.head_dim
+    if resolved % 2 or resolved > context.head_dim:
+        raise ValueError(
+            f"{type(config).__name__} would rotate {resolved} of {context.head_dim} dimensions of a head; expected an "
+            f"even number of at most {context.head_dim}. Give rotary_dim={context.head_dim // 2 * 2} or less."
+        )
+    return resolved

@@ -1,0 +1,121 @@
+"""Sinusoidal position vectors, in the four variants that models use."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_posenc.schemes.base import AdditiveEncoding, BuildContext, Positions, SchemeConfig, SchemeParts
+from hf_posenc.schemes.constants import DeviceConstant
+from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.validation import check_choice, check_integer, check_number
+
+
+class SinusoidalEncoding(AdditiveEncoding):
+    """Sines and cosines of `(p + offset) * frequency`.
+
+    Args:
+        hidden_size: width of the vectors.
+        config: the variant.
+    """
+
+    def __init__(self, hidden_size: int, config: SinusoidalConfig) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.config = config
+        self._frequencies = DeviceConstant(_frequencies(hidden_size, config))
+
+    def forward(self, positions: Positions) -> Tensor:
+        """Returns `(batch or 1, query_len, hidden)` in float32; padding gets zeros."""
+        device = positions.ids.device
+        ids = positions.ids + self.config.offset
+        if self.config.frequencies == "vaswani":
+            # Whole turns are dropped in float64: float32 angles are off by 1e-4 at position 4096.
+            where = torch.device("cpu") if device.type == "mps" else device
+            turns = ids.to(where).unsqueeze(-1).double() * self._frequencies.on(where)
+            angles = ((turns - turns.round()).float() * (2 * math.pi)).to(device)
+        else:
+            # The models with these frequencies compute their angles in float32, and are reproduced to the last bit.
+            angles = ids.unsqueeze(-1).float() * self._frequencies.on(device)
+        sines, cosines = angles.sin(), angles.cos()
+        vectors = self._lay_out(sines, cosines[..., : self.hidden_size // 2])
+        if self.config.scale != 1.0:
+            vectors = vectors * self.config.scale
+        return vectors.masked_fill((positions.ids < 0).unsqueeze(-1), 0.0)
+
+    def _lay_out(self, sines: Tensor, cosines: Tensor) -> Tensor:
+        """`(..., ceil or floor of hidden/2)` each -> `(..., hidden)`; an odd size has one sine more, or a zero."""
+        if self.config.layout == "concatenated":
+            vectors = torch.cat((sines, cosines), dim=-1)
+            return torch.nn.functional.pad(vectors, (0, self.hidden_size - vectors.shape[-1]))
+        count = cosines.shape[-1]
+        paired = torch.stack((sines[..., :count], cosines), dim=-1).flatten(-2)
+        vectors = torch.cat((paired, sines[..., count:]), dim=-1)
+        return torch.nn.functional.pad(vectors, (0, self.hidden_size - vectors.shape[-1]))
+
+
+@register_scheme
+@dataclass(frozen=True)
+class SinusoidalConfig(SchemeConfig):
+    """Adds sines and cosines of the position at geometric frequencies (arXiv:1706.03762, section 3.5).
+
+    ===============  ==============  ==================================================
+    frequencies      layout          models
+    ===============  ==============  ==================================================
+    "vaswani"        "interleaved"   XLM, Flaubert, DistilBERT
+    "vaswani"        "concatenated"  Marian, Pegasus, RoFormer, CTRL
+    "tensor2tensor"  "concatenated"  M2M100, XGLM, Speech2Text, Whisper's encoder
+    "tensor2tensor"  "interleaved"   none, given for completeness
+    ===============  ==============  ==================================================
+
+    Args:
+        frequencies: "vaswani", `base**(-2m / hidden)`; or "tensor2tensor", `base**(-m / (hidden // 2 - 1))`. An odd
+            hidden size gets one more sine in the former and a zero at the end in the latter.
+        layout: "interleaved", sine and cosine in turn; or "concatenated", all sines first.
+        base: the longest wavelength is about `2 pi base`.
+        scale: factor of the vectors.
+        offset: added to the position; fairseq's descendants (M2M100) start at 2.
+    """
+
+    name: ClassVar[str] = "sinusoidal"
+
+    frequencies: str = "vaswani"
+    layout: str = "interleaved"
+    base: float = 10000.0
+    scale: float = 1.0
+    offset: int = 0
+
+    def __post_init__(self) -> None:
+        check_choice(self, "frequencies", ("vaswani", "tensor2tensor"))
+        check_choice(self, "layout", ("interleaved", "concatenated"))
+        check_number(self, "base", above=0)
+        check_number(self, "scale")
+        check_integer(self, "offset", minimum=0)
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Builds an additive encoding.
+
+        Raises:
+            ValueError: if the hidden size is too small for the frequencies.
+        """
+        smallest = 4 if self.frequencies == "tensor2tensor" else 2
+        if context.hidden_size < smallest:
+            raise ValueError(
+                f"SinusoidalConfig with frequencies={self.frequencies!r} needs a hidden size of at least {smallest}, "
+                f"got {context.hidden_size}."
+            )
+        return SchemeParts(additive=SinusoidalEncoding(context.hidden_size, self))
+
+
+def _frequencies(hidden_size: int, config: SinusoidalConfig) -> Tensor:
+    """Turns per position in float64 ("vaswani"), or radians per position in float32 ("tensor2tensor")."""
+    if config.frequencies == "vaswani":
+        exponents = torch.arange(0, hidden_size, 2, dtype=torch.float64, device="cpu") / hidden_size
+        return config.base**-exponents / (2 * math.pi)
+    half = hidden_size // 2
+    step = math.log(config.base) / (half - 1)
+    return torch.exp(torch.arange(half, dtype=torch.int64, device="cpu").to(torch.float32) * -step)

@@ -1,0 +1,238 @@
+"""Between rotary schemes and the `rope_parameters` dictionary that transformers keeps in a model's config."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.schemes.base import BuildContext, SchemeConfig
+from hf_posenc.schemes.p_rope import PRopeConfig
+from hf_posenc.schemes.rope import RopeConfig, resolve_rotary_dim
+from hf_posenc.schemes.scaling import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    NtkScaling,
+    RopeScaling,
+    YarnScaling,
+)
+
+#: Keys that some rope types read and the others ignore, in transformers too.
+_COMMON_KEYS = frozenset(
+    {
+        "type",
+        "rope_type",
+        "rope_theta",
+        "partial_rotary_factor",
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "short_factor",
+        "long_factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    }
+)
+
+
+def to_rope_parameters(config: SchemeConfig, context: BuildContext) -> dict[str, Any]:
+    """The `rope_parameters` that make a stock rotary module compute what `config` says.
+
+    Whether an architecture honours them (a stock Llama, for one, ignores `partial_rotary_factor` for the default type)
+    and whether its pairing is the config's `layout` is for the caller to know.
+
+    Args:
+        config: a `RopeConfig` or `PRopeConfig`.
+        context: the place it was built for; the width of a head decides the partial rotary factor.
+
+    Raises:
+        UnsupportedError: if `rope_parameters` cannot say it.
+    """
+    if isinstance(config, PRopeConfig):
+        if resolve_rotary_dim(config, config.rotary_dim, context) != context.head_dim:
+            raise UnsupportedError(
+                f"Stock 'proportional' frequencies always spread over the whole head of {context.head_dim} dimensions, "
+                f"but this p_rope has rotary_dim={config.rotary_dim or context.rotary_dim}."
+            )
+        return {
+            "rope_type": "proportional",
+            "rope_theta": config.theta,
+            "partial_rotary_factor": config.fraction,
+        }
+    if not isinstance(config, RopeConfig):
+        raise UnsupportedError(f"Stock rope_parameters can express 'rope' and 'p_rope', not {config.name!r}.")
+    if config.inverse_frequencies is not None:
+        raise UnsupportedError(
+            "Stock rope_parameters hold formulas; a rope with explicit inverse_frequencies cannot be written as one."
+        )
+    rotary_dim = config._rotary_dim(context)
+    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": config.theta}
+    if config.scaling is not None:
+        parameters |= _scaling_parameters(config.scaling, config.theta, rotary_dim, context)
+    if config.attention_scaling is not None:
+        _set_attention_factor(parameters, config, context)
+    if rotary_dim != context.head_dim:
+        parameters["partial_rotary_factor"] = _partial_rotary_factor(rotary_dim, context.head_dim)
+    return parameters
+
+
+def from_rope_parameters(
+    parameters: Mapping[str, Any], max_positions: int | None = None, default_theta: float = 10000.0
+) -> RopeConfig | PRopeConfig:
+    """The scheme that a stock `rope_parameters` dictionary describes, with the layout left to the architecture.
+
+    Args:
+        parameters: one flat dictionary; models with several layer types have one for each.
+        max_positions: the model's `max_position_embeddings`, which some types fall back to.
+        default_theta: the base where the dictionary has none.
+
+    Raises:
+        UnsupportedError: for a type or key that no scheme here expresses.
+        ValueError: for a value out of range.
+    """
+    rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
+    unknown = sorted(set(parameters) - _COMMON_KEYS)
+    if unknown:
+        raise UnsupportedError(
+            f"rope_parameters of type {rope_type!r} hold {', '.join(map(repr, unknown))}, which no rotary scheme here "
+            "expresses."
+        )
+    theta = parameters.get("rope_theta") or default_theta
+    partial = parameters.get("partial_rotary_factor")
+    if rope_type == "proportional":
+        if parameters.get("factor") not in (None, 1, 1.0):
+            raise UnsupportedError("p_rope has no counterpart for a 'proportional' rope with a factor other than 1.")
+        return PRopeConfig(theta=theta, fraction=1.0 if partial is None else partial)
+    return RopeConfig(
+        theta=theta,
+        partial_rotary_factor=None if partial in (None, 1, 1.0) else partial,
+        scaling=_scaling(rope_type, parameters, max_positions),
+    )
+
+
+def _scaling(rope_type: str, parameters: Mapping[str, Any], max_positions: int | None) -> RopeScaling | None:
+    def required(key: str) -> Any:
+        if parameters.get(key) is None:
+            raise UnsupportedError(f"rope_parameters of type {rope_type!r} lack {key!r}.")
+        return parameters[key]
+
+    def original() -> int:
+        value = parameters.get("original_max_position_embeddings") or max_positions
+        if value is None:
+            raise UnsupportedError(
+                f"rope_parameters of type {rope_type!r} lack 'original_max_position_embeddings', and the model has no "
+                "max_position_embeddings to take instead."
+            )
+        return int(value)
+
+    def given(*keys: str) -> dict[str, Any]:
+        return {key: parameters[key] for key in keys if parameters.get(key) is not None}
+
+    match rope_type:
+        case "default":
+            return None
+        case "linear":
+            return LinearScaling(required("factor"))
+        case "dynamic":
+            if max_positions is None:
+                raise UnsupportedError("A stock 'dynamic' rope goes by max_position_embeddings, which is not known.")
+            return DynamicScaling(required("factor"), max_positions)
+        case "yarn":
+            factor = parameters.get("factor")
+            if factor is None:
+                factor = (max_positions or original()) / original()
+            # Zero betas mean the default to transformers.
+            betas = {key: value for key, value in given("beta_fast", "beta_slow").items() if value}
+            options = given("attention_factor", "mscale", "mscale_all_dim", "truncate")
+            return YarnScaling(factor, original(), **betas, **options)
+        case "longrope":
+            factor = parameters.get("factor")
+            if factor is None and max_positions is not None:
+                factor = max(max_positions / original(), 1.0)
+            return LongRopeScaling(
+                tuple(required("short_factor")),
+                tuple(required("long_factor")),
+                original(),
+                factor=factor,
+                **given("attention_factor"),
+            )
+        case "llama3":
+            return Llama3Scaling(
+                required("factor"), required("low_freq_factor"), required("high_freq_factor"), original()
+            )
+    raise UnsupportedError(
+        f"rope_parameters have the type {rope_type!r}; schemes here express default, linear, dynamic, yarn, longrope, "
+        "llama3 and proportional."
+    )
+
+
+def _scaling_parameters(scaling: RopeScaling, theta: float, rotary_dim: int, context: BuildContext) -> dict[str, Any]:
+    match scaling:
+        case LinearScaling():
+            return {"rope_type": "linear", "factor": scaling.factor}
+        case NtkScaling():
+            return {"rope_theta": scaling.stretched_theta(theta, rotary_dim)}
+        case DynamicScaling():
+            if context.max_positions != scaling.original_max_positions:
+                raise UnsupportedError(
+                    "A stock 'dynamic' rope takes its original length from max_position_embeddings, which is "
+                    f"{context.max_positions}, but this scaling has {scaling.original_max_positions}."
+                )
+            return {"rope_type": "dynamic", "factor": scaling.factor}
+        case YarnScaling():
+            optional = {
+                "attention_factor": scaling.attention_factor,
+                "mscale": scaling.mscale,
+                "mscale_all_dim": scaling.mscale_all_dim,
+            }
+            return {
+                "rope_type": "yarn",
+                "factor": scaling.factor,
+                "original_max_position_embeddings": scaling.original_max_positions,
+                "beta_fast": scaling.beta_fast,
+                "beta_slow": scaling.beta_slow,
+                "truncate": scaling.truncate,
+            } | {key: value for key, value in optional.items() if value is not None}
+        case LongRopeScaling():
+            return {
+                "rope_type": "longrope",
+                "short_factor": list(scaling.short_factor),
+                "long_factor": list(scaling.long_factor),
+                "original_max_position_embeddings": scaling.original_max_positions,
+                "attention_factor": scaling.attention_scaling(context.max_positions),
+            } | ({} if scaling.factor is None else {"factor": scaling.factor})
+        case Llama3Scaling():
+            return {
+                "rope_type": "llama3",
+                "factor": scaling.factor,
+                "low_freq_factor": scaling.low_freq_factor,
+                "high_freq_factor": scaling.high_freq_factor,
+                "original_max_position_embeddings": scaling.original_max_positions,
+            }
+    raise UnsupportedError(f"Stock rope_parameters have no type for the scaling {scaling.type!r}.")
+
+
+def _set_attention_factor(parameters: dict[str, Any], config: RopeConfig, context: BuildContext) -> None:
+    own = 1.0 if config.scaling is None else config.scaling.attention_scaling(context.max_positions)
+    if config.attention_scaling == own:
+        return
+    if parameters["rope_type"] not in ("yarn", "longrope"):
+        raise UnsupportedError(
+            f"attention_scaling={config.attention_scaling} cannot be written for the stock type "
+            f"{parameters['rope_type']!r}; only 'yarn' and 'longrope' multiply cosine and sine."
+        )
+    parameters["attention_factor"] = config.attention_scaling
+
+
+def _partial_rotary_factor(rotary_dim: int, head_dim: int) -> float:
+    """The share whose product with `head_dim` truncates to `rotary_dim` in floating point."""
+    factor = rotary_dim / head_dim
+    return factor if int(head_dim * factor) == rotary_dim else math.nextafter(factor, 1.0)

@@ -1,0 +1,146 @@
+"""T5's bucketed relative bias."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.schemes.base import BuildContext, LogitBias, SchemeConfig, SchemeParts
+from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.validation import check_boolean, check_integer
+
+
+def relative_position_bucket(distance: Tensor, num_buckets: int, max_distance: int, bidirectional: bool) -> Tensor:
+    """T5's bucket of a distance (arXiv:1910.10683, section 2.1).
+
+    Half of the buckets hold one distance each, the other half grow logarithmically up to `max_distance`, and the last
+    one holds all that is farther. Bidirectionally, keys after the query have buckets of their own; otherwise they
+    share bucket 0 with distance 0.
+
+    Args:
+        distance: key position minus query position, int64 of any shape.
+        num_buckets: number of buckets.
+        max_distance: the distance from which on all keys share one bucket.
+        bidirectional: whether the two directions are told apart.
+
+    Returns:
+        int64 of the same shape, in `[0, num_buckets)`.
+    """
+    if bidirectional:
+        num_buckets //= 2
+        first = (distance > 0).long() * num_buckets
+        steps = distance.abs()
+    else:
+        first = torch.zeros_like(distance)
+        steps = (-distance).clamp(min=0)
+    exact = num_buckets // 2
+    # float32 and this order of operations decide on which side of a bucket's edge a distance falls.
+    growth = torch.log(steps.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (num_buckets - exact)
+    logarithmic = (exact + growth.long()).clamp(max=num_buckets - 1)
+    return first + torch.where(steps < exact, steps, logarithmic)
+
+
+class T5Bias(LogitBias):
+    """One trainable number per bucket and head.
+
+    Args:
+        num_heads: number of query heads.
+        num_buckets: number of buckets.
+        max_distance: the distance from which on all keys share one bucket.
+        bidirectional: whether the two directions are told apart.
+        initializer_range: standard deviation of new entries.
+    """
+
+    def __init__(
+        self, num_heads: int, num_buckets: int, max_distance: int, bidirectional: bool, initializer_range: float
+    ) -> None:
+        super().__init__()
+        self.num_buckets = num_buckets
+        self.max_distance = max_distance
+        self.bidirectional = bidirectional
+        self.initializer_range = initializer_range
+        self.weight = nn.Parameter(torch.empty(num_buckets, num_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws every entry from N(0, initializer_range)."""
+        nn.init.normal_(self.weight, std=self.initializer_range)
+
+    def forward(self, distance: Tensor) -> Tensor:
+        """Returns `(heads, *distance.shape)` in float32."""
+        bucket = relative_position_bucket(distance, self.num_buckets, self.max_distance, self.bidirectional)
+        return nn.functional.embedding(bucket, self.weight).movedim(-1, 0).float()
+
+    @torch.no_grad()
+    def adopt(self, native: Tensor) -> bool:
+        """Copies a stock table `(num_buckets, heads)` of the same shape."""
+        if native.shape != self.weight.shape:
+            return False
+        self.weight.copy_(native)
+        return True
+
+
+@register_scheme
+@dataclass(frozen=True)
+class T5Config(SchemeConfig):
+    """A learned bias per bucket of distances, added to the attention logits (arXiv:1910.10683, section 2.1).
+
+    Args:
+        num_buckets: number of buckets; even where directions are told apart.
+        max_distance: the distance in tokens from which on all keys share one bucket.
+        bidirectional: whether keys before and after the query have different buckets; `None` takes it where the model
+            itself is bidirectional.
+        shared: one table for all layers, as in T5; `False` gives every layer its own, as in UMT5.
+    """
+
+    name: ClassVar[str] = "t5"
+
+    num_buckets: int = 32
+    max_distance: int = 128
+    bidirectional: bool | None = None
+    shared: bool = True
+
+    def __post_init__(self) -> None:
+        check_integer(self, "num_buckets", minimum=2)
+        check_integer(self, "max_distance", minimum=2)
+        check_boolean(self, "bidirectional", optional=True)
+        check_boolean(self, "shared")
+        if self.bidirectional is not None:
+            self._check_buckets(self.bidirectional)
+
+    @property
+    def per_layer(self) -> bool:  # type: ignore[override]
+        """Whether every layer owns its table."""
+        return not self.shared
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Builds a logit bias.
+
+        Raises:
+            ValueError: if the buckets do not work out for the directions of this model.
+        """
+        bidirectional = self.bidirectional if self.bidirectional is not None else not context.causal
+        self._check_buckets(bidirectional)
+        return SchemeParts(
+            logit_bias=T5Bias(
+                context.num_heads, self.num_buckets, self.max_distance, bidirectional, context.initializer_range
+            )
+        )
+
+    def _check_buckets(self, bidirectional: bool) -> None:
+        if bidirectional and (self.num_buckets % 2 or self.num_buckets < 4):
+            raise ValueError(
+                f"T5Config.num_buckets is {self.num_buckets}; expected an even number of at least 4, because half of "
+                "the buckets belong to each direction of a bidirectional bias."
+            )
+        exact = self.num_buckets // (4 if bidirectional else 2)
+        if self.max_distance <= exact:
+            raise ValueError(
+                f"T5Config.max_distance is {self.max_distance}; expected more than {exact}, because with "
+                f"num_buckets={self.num_buckets} the first {exact} distances have a bucket each and the logarithmic "
+                "buckets come after them."
+            )

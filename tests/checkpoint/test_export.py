@@ -1,0 +1,225 @@
+"""Plain stock checkpoints: right in a process that never heard of hf_posenc, or refused with the difference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_cases import VOCABULARY, bert, gpt2, llama, outputs, randomize, roberta, t5, token_ids
+from conftest import write_reference
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+)
+
+import hf_posenc
+from hf_posenc import (
+    DynamicScaling,
+    LearnedConfig,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    NtkScaling,
+    PRopeConfig,
+    RopeConfig,
+    SchemeConfig,
+    UnsupportedError,
+    YarnScaling,
+)
+
+
+def opt() -> PreTrainedModel:
+    return OPTForCausalLM(
+        OPTConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            ffn_dim=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=48,
+            word_embed_proj_dim=32,
+        )
+    )
+
+
+def bloom() -> PreTrainedModel:
+    return BloomForCausalLM(BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4))
+
+
+def gemma3() -> PreTrainedModel:
+    return Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            sliding_window=8,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+            max_position_embeddings=128,
+        )
+    )
+
+
+def native(model: PreTrainedModel) -> SchemeConfig:
+    return hf_posenc.native_scheme(model)
+
+
+EXPRESSIBLE: dict[str, tuple[Callable[[], PreTrainedModel], Any]] = {
+    "llama-theta": (llama, RopeConfig(theta=500.0)),
+    "llama-linear": (llama, RopeConfig(scaling=LinearScaling(factor=4.0))),
+    "llama-ntk": (llama, RopeConfig(scaling=NtkScaling(factor=4.0))),
+    "llama-dynamic": (llama, RopeConfig(scaling=DynamicScaling(factor=4.0, original_max_positions=64))),
+    "llama-yarn": (llama, RopeConfig(scaling=YarnScaling(factor=4.0, original_max_positions=16))),
+    "llama-llama3": (
+        llama,
+        RopeConfig(
+            scaling=Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=16)
+        ),
+    ),
+    "llama-longrope": (
+        llama,
+        RopeConfig(
+            scaling=LongRopeScaling(
+                short_factor=(1.0, 1.1, 1.2, 1.3), long_factor=(1.0, 2.0, 3.0, 4.0), original_max_positions=16
+            )
+        ),
+    ),
+    "llama-p_rope": (llama, PRopeConfig(fraction=0.5)),
+    "gemma3-theta": (gemma3, RopeConfig(theta=700.0)),
+    "gemma3-native": (gemma3, native),
+    "gpt2-longer": (gpt2, LearnedConfig(num_positions=80)),
+    "gpt2-shorter": (gpt2, LearnedConfig(num_positions=20)),
+    "bert-longer": (bert, LearnedConfig(num_positions=64)),
+    "roberta-longer": (roberta, LearnedConfig(num_positions=64)),
+    "roberta-offset": (roberta, LearnedConfig(num_positions=64, offset=2)),
+    "opt-longer": (opt, LearnedConfig(num_positions=64)),
+    "bert-native": (bert, native),
+    "opt-native": (opt, native),
+    "t5-native": (t5, native),
+    "bloom-native": (bloom, native),
+}
+
+INEXPRESSIBLE: dict[str, tuple[Callable[[], PreTrainedModel], Any]] = {
+    "llama-alibi": (llama, "alibi"),
+    "llama-none": (llama, "none"),
+    "llama-learned": (llama, "learned"),
+    "llama-t5": (llama, "t5"),
+    "llama-interleaved": (llama, RopeConfig(layout="interleaved")),
+    "llama-spectrum": (llama, RopeConfig(inverse_frequencies=(1.0, 0.5, 0.2, 0.0))),
+    "gpt2-rope": (gpt2, "rope"),
+    "gpt2-none": (gpt2, "none"),
+    "gpt2-interpolate": (gpt2, LearnedConfig(extension="interpolate")),
+    "bert-alibi": (bert, "alibi"),
+    "t5-causal": (t5, "none"),
+}
+
+
+def patched(build: Callable[[], PreTrainedModel], scheme: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = build()
+    return randomize(hf_posenc.patch_model(model, scheme(model) if callable(scheme) else scheme))
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("exported")
+    for name, (build, scheme) in EXPRESSIBLE.items():
+        model = patched(build, scheme)
+        before = outputs(model)
+        hf_posenc.save_stock_checkpoint(model, root / name)
+        assert torch.equal(outputs(model), before), "exporting changed the model"
+        write_reference(model, root / name)
+    return root
+
+
+@pytest.fixture(scope="module")
+def loaded_by_stock(exported: Path, fresh: Callable[[str, Path], Any]) -> dict[str, Any]:
+    return fresh("stock", exported)
+
+
+@pytest.mark.parametrize("name", EXPRESSIBLE)
+def test_stock_transformers_runs_the_export(loaded_by_stock: dict[str, Any], name: str) -> None:
+    result = loaded_by_stock[name]
+    assert not result["imported"]
+    assert result["keys"] == []
+    assert result["difference"] <= 1e-5
+
+
+@pytest.mark.parametrize("name", INEXPRESSIBLE)
+def test_what_stock_cannot_say_is_refused_and_leaves_nothing(tmp_path: Path, name: str) -> None:
+    model = patched(*INEXPRESSIBLE[name])
+    before = outputs(model)
+    with pytest.raises(UnsupportedError, match="stock"):
+        hf_posenc.save_stock_checkpoint(model, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+    assert torch.equal(outputs(model), before)
+
+
+def test_a_wrong_claim_does_not_survive_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_posenc.checkpoint import export
+
+    def slightly_wrong(model: PreTrainedModel) -> Any:
+        config, state = stock_form(model)
+        config.rope_parameters = config.rope_parameters | {"rope_theta": 501.0}
+        return config, state
+
+    stock_form = export.stock_form
+    monkeypatch.setattr(export, "stock_form", slightly_wrong)
+    with pytest.raises(UnsupportedError, match="would differ by"):
+        hf_posenc.save_stock_checkpoint(patched(llama, RopeConfig(theta=500.0)), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bfloat16_sharded_and_training_models_export(tmp_path: Path) -> None:
+    model = patched(llama, RopeConfig(theta=500.0)).to(torch.bfloat16).train()
+    hf_posenc.save_stock_checkpoint(model, tmp_path / "out", max_shard_size="10KB")
+    assert model.training
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.dtype == torch.bfloat16
+    assert not hasattr(loaded, "position_encoding")
+    assert torch.allclose(outputs(loaded).float(), outputs(model.eval()).float(), atol=0.1)
+
+
+def test_stock_model_is_saved_as_it_is(tmp_path: Path) -> None:
+    model = llama().eval()
+    hf_posenc.save_stock_checkpoint(model, tmp_path)
+    assert torch.equal(outputs(AutoModelForCausalLM.from_pretrained(tmp_path)), outputs(model))
+
+
+def test_existing_models_are_not_overwritten(tmp_path: Path) -> None:
+    model = patched(llama, RopeConfig(theta=500.0))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    hf_posenc.save_stock_checkpoint(model, tmp_path)
+    assert (tmp_path / "tokenizer.json").read_text() == "{}"
+    with pytest.raises(FileExistsError, match="already holds a model"):
+        hf_posenc.save_stock_checkpoint(model, tmp_path)
+
+
+def test_arguments_that_would_skip_the_check_are_refused(tmp_path: Path) -> None:
+    model = patched(llama, RopeConfig(theta=500.0))
+    with pytest.raises(ValueError, match="push_to_hub"):
+        hf_posenc.save_stock_checkpoint(model, tmp_path / "out", push_to_hub=True)
+    with pytest.raises(ValueError, match="state_dict"):
+        hf_posenc.save_stock_checkpoint(model, tmp_path / "out", state_dict=model.state_dict())
+    with pytest.raises(TypeError, match="merge_and_unload"):
+        hf_posenc.save_stock_checkpoint(torch.nn.Linear(2, 2), tmp_path / "out")  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_longer_table_reaches_further_in_the_export(exported: Path) -> None:
+    loaded = AutoModelForCausalLM.from_pretrained(exported / "gpt2-longer")
+    assert loaded.config.max_position_embeddings == 80
+    assert torch.isfinite(outputs(loaded, token_ids(80))).all()

@@ -1,0 +1,258 @@
+import json
+
+import pytest
+import torch
+
+from hf_posenc import patch_model
+from hf_posenc.errors import UnknownNameError
+from hf_posenc.metrics import MeasurementError, dog_test
+from hf_posenc.metrics import dog as dog_module
+from hf_posenc.schemes import AlibiConfig, ComposedConfig, IntegerConfig
+
+ENCODER_SCHEMES = ["binary", "sinusoidal", "learned", "t5", "alibi", "rope", "p_rope"]
+
+
+def fingerprint(model):
+    """Everything a measurement must leave alone."""
+    return (
+        {name: value.clone() for name, value in model.state_dict().items()},
+        [(name, module.training) for name, module in model.named_modules()],
+        [(name, parameter.requires_grad, parameter.dtype) for name, parameter in model.named_parameters()],
+        model.config.to_json_string(),
+    )
+
+
+def assert_same(before, after):
+    assert before[1:] == after[1:]
+    assert before[0].keys() == after[0].keys()
+    assert all(torch.equal(before[0][name], after[0][name]) for name in before[0])
+
+
+def test_a_stock_bert_tells_the_dogs_apart_by_its_table(tiny_bert, word_tokenizer):
+    result = dog_test(tiny_bert(), word_tokenizer)
+    (row,) = result.rows
+    assert row.scheme == "native"
+    assert row.config["scheme"] == "learned"
+    assert [distance.layer for distance in row.layers] == [0, 1, 2, 3]
+    assert all(distance.relative_l2 > 1e-2 and distance.cosine > 1e-4 for distance in row.layers)
+    assert row.told_apart
+    assert not row.identical
+    assert not result.causal
+    assert result.probe_without_positions == 0.0
+    assert (result.first, result.second) == ((2,), (5,))
+
+
+def test_distances_are_those_of_the_hidden_states(tiny_bert, word_tokenizer):
+    model = tiny_bert()
+    row = dog_test(model, word_tokenizer).rows[0]
+    with torch.no_grad():
+        ids = torch.tensor([word_tokenizer("The dog chased another dog")["input_ids"]])
+        states = model(ids, output_hidden_states=True).hidden_states
+    for distance, state in zip(row.layers, states, strict=True):
+        first, second = state[0, 2].double(), state[0, 5].double()
+        scale = (first.norm() + second.norm()) / 2
+        assert distance.relative_l2 == pytest.approx(((first - second).norm() / scale).item(), rel=1e-5)
+
+
+def test_a_bert_without_positions_holds_the_dogs_for_the_same_at_every_layer(tiny_bert, word_tokenizer):
+    row = dog_test(patch_model(tiny_bert(), "none"), word_tokenizer).rows[0]
+    assert row.scheme == "none"
+    assert max(distance.relative_l2 for distance in row.layers) <= 1e-6
+    assert row.identical
+    assert not row.told_apart
+    assert row.probe == 0.0
+
+
+@pytest.mark.parametrize("scheme", ["integer", "normalized_integer"])
+def test_integer_positions_are_invisible_under_layer_norm_and_reported_as_zero(tiny_bert, word_tokenizer, scheme):
+    row = dog_test(tiny_bert(), word_tokenizer, [scheme]).row(scheme)
+    assert row.identical
+    assert not row.told_apart
+    assert row.probe > 0.01  # no LayerNorm there
+    assert any("LayerNorm" in note for note in row.notes)
+
+
+def test_integer_positions_along_another_direction_are_visible(tiny_bert, word_tokenizer):
+    row = dog_test(tiny_bert(), word_tokenizer, [IntegerConfig(direction="one_hot")]).rows[0]
+    assert row.told_apart
+    assert row.notes == ()
+
+
+@pytest.mark.parametrize("scheme", ENCODER_SCHEMES)
+def test_every_scheme_sets_the_dogs_apart_in_an_encoder(tiny_bert, word_tokenizer, scheme):
+    row = dog_test(tiny_bert(), word_tokenizer, [scheme]).rows[0]
+    assert row.told_apart
+    assert row.layers[-1].relative_l2 > 1e-3
+    assert row.probe > 1e-5
+    additive = scheme in ("binary", "sinusoidal", "learned")
+    assert (row.layers[0].relative_l2 > 1e-3) == additive  # a bias or a rotation acts in the attention only
+
+
+def test_in_a_causal_model_the_mask_alone_tells_the_dogs_apart_after_the_embeddings(tiny_llama, word_tokenizer):
+    result = dog_test(tiny_llama(), word_tokenizer, ["native", "none", "alibi", "integer"])
+    assert result.causal
+    assert "the mask alone" in result.table()
+    none = result.row("none")
+    assert none.layers[0].relative_l2 == 0.0
+    assert all(distance.relative_l2 > 1e-3 for distance in none.layers[1:])
+    assert not none.identical
+    assert none.probe == 0.0
+    assert not none.told_apart
+    for scheme in ("native", "alibi", "integer"):
+        assert result.row(scheme).told_apart
+    assert result.row("integer").layers[0].relative_l2 > 0.1  # nothing normalises it away
+
+
+def test_words_of_several_tokens_are_compared_as_a_whole(tiny_bert, word_tokenizer):
+    result = dog_test(tiny_bert(), word_tokenizer, ["none", "rope"], "The fox chased another fox", "fox")
+    assert len(result.first) == len(result.second) == 3
+    assert result.row("none").identical
+    assert result.row("rope").told_apart
+
+
+def test_of_an_encoder_decoder_the_encoder_is_measured(word_tokenizer):
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=80, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    result = dog_test(T5ForConditionalGeneration(config), word_tokenizer, ["native", "none"])
+    assert not result.causal
+    assert any("encoder-decoder" in note for note in result.notes)
+    assert result.row("native").told_apart
+    assert result.row("none").identical
+
+
+def test_a_stock_model_is_left_as_it_was(tiny_llama, word_tokenizer):
+    model = tiny_llama().train()
+    model.model.layers[1].eval()
+    model.lm_head.weight.requires_grad_(False)
+    ids = torch.arange(4, 12).unsqueeze(0)
+    before, logits = fingerprint(model), model(ids).logits
+    torch.manual_seed(11)
+    expected = torch.rand(4)
+    torch.manual_seed(11)
+    dog_test(model, word_tokenizer, ["none", "learned", "t5", "alibi", "rope"])
+    assert torch.equal(torch.rand(4), expected)
+    assert_same(before, fingerprint(model))
+    assert torch.equal(model(ids).logits, logits)
+
+
+def test_a_patched_model_keeps_its_scheme_and_the_weights_it_has_learned(tiny_llama, word_tokenizer):
+    model = patch_model(tiny_llama(), "learned")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01)
+    ids = torch.arange(4, 12).unsqueeze(0)
+    before, logits = fingerprint(model), model(ids).logits
+    result = dog_test(model, word_tokenizer, ["native", "alibi"])
+    assert result.row("native").config["scheme"] == "rope"
+    assert_same(before, fingerprint(model))
+    assert torch.equal(model(ids).logits, logits)
+    assert model.position_encoding.config.name == "learned"
+
+
+@pytest.mark.parametrize("failing", ["hidden_states", "probe_distance"])
+def test_an_error_half_way_leaves_the_model_as_it_was(tiny_bert, word_tokenizer, monkeypatch, failing):
+    model = tiny_bert().train()
+    before = fingerprint(model)
+    working, calls = getattr(dog_module, failing), []
+
+    def fail_on_the_fourth(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 4:
+            raise RuntimeError("broken on purpose")
+        return working(*args, **kwargs)
+
+    monkeypatch.setattr(dog_module, failing, fail_on_the_fourth)
+    with pytest.raises(RuntimeError, match="broken on purpose"):
+        dog_test(model, word_tokenizer, ["none", "learned", "alibi", "rope", "t5"])
+    assert_same(before, fingerprint(model))
+
+
+def test_a_scheme_the_architecture_cannot_take_is_a_row_with_the_reason(word_tokenizer):
+    from transformers import NystromformerConfig, NystromformerModel
+
+    torch.manual_seed(0)
+    config = NystromformerConfig(
+        vocab_size=80, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        segment_means_seq_len=16, num_landmarks=4,
+    )  # fmt: skip
+    model = NystromformerModel(config).eval()
+    before = fingerprint(model)
+    result = dog_test(model, word_tokenizer, ["alibi"])
+    row = result.row("alibi")
+    assert row.error
+    assert row.told_apart is None
+    assert row.identical is None
+    assert row.layers == ()
+    assert f"cannot be applied: {row.error}" in result.table()
+    assert_same(before, fingerprint(model))
+
+
+def test_results_do_not_depend_on_the_order_or_the_company(tiny_bert, word_tokenizer):
+    model = tiny_bert()
+    torch.manual_seed(1)
+    together = dog_test(model, word_tokenizer, ["t5", "learned", "rope"])
+    torch.manual_seed(2)
+    alone = dog_test(model, word_tokenizer, ["learned"])
+    assert together.row("learned") == alone.row("learned")
+
+
+def test_configs_and_names_give_the_same(tiny_bert, word_tokenizer):
+    result = dog_test(tiny_bert(), word_tokenizer, ["alibi", AlibiConfig()])
+    assert result.rows[0] == result.rows[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes(tiny_bert, word_tokenizer, dtype):
+    model = tiny_bert().to(dtype)
+    result = dog_test(model, word_tokenizer, ["none", "sinusoidal"])
+    assert result.row("none").identical
+    assert result.row("sinusoidal").told_apart
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+
+
+def test_unknown_schemes_are_refused_before_anything_else(tiny_bert, word_tokenizer):
+    with pytest.raises(UnknownNameError, match="Did you mean 'alibi'"):
+        dog_test(tiny_bert(), word_tokenizer, ["none", "alibbi"])
+
+
+def test_a_scheme_with_required_options_is_refused_by_name_and_taken_as_a_config(tiny_bert, word_tokenizer):
+    with pytest.raises(MeasurementError, match="'composed' needs parts"):
+        dog_test(tiny_bert(), word_tokenizer, ["composed"])
+    config = ComposedConfig((AlibiConfig(), IntegerConfig(direction="one_hot")))
+    assert dog_test(tiny_bert(), word_tokenizer, [config]).row("composed").told_apart
+
+
+def test_the_tokenizer_of_another_model_is_refused(tiny_bert, byte_tokenizer):
+    with pytest.raises(MeasurementError, match="but the model has 80 embeddings"):
+        dog_test(tiny_bert(), byte_tokenizer)
+
+
+def test_a_row_that_was_not_asked_for(tiny_bert, word_tokenizer):
+    with pytest.raises(KeyError, match="covered \\['none'\\]"):
+        dog_test(tiny_bert(), word_tokenizer, ["none"]).row("rope")
+
+
+def test_the_result_is_json_and_a_table(tiny_bert, word_tokenizer):
+    result = dog_test(tiny_bert(), word_tokenizer, ["native", "none", "integer"])
+    entry = json.loads(json.dumps(result.to_dict()))
+    assert [row["scheme"] for row in entry["rows"]] == ["native", "none", "integer"]
+    assert [row["told_apart"] for row in entry["rows"]] == [True, False, False]
+    assert entry["rows"][0]["layers"][0]["relative_l2"] == result.rows[0].layers[0].relative_l2
+    lines = result.table().splitlines()
+    assert lines[2].split() == ["scheme", "probe", "embeddings", "layer", "1", "layer", "2", "layer", "3", "apart"]
+    assert lines[4].split()[0] == "native"
+    assert result.table(markdown=True).splitlines()[2].startswith("| scheme")
+
+
+def test_deep_models_show_six_of_their_layers(word_tokenizer, tiny_bert):
+    model = tiny_bert()
+    model.encoder.layer = torch.nn.ModuleList([*model.encoder.layer] * 4)
+    model.config.num_hidden_layers = 12
+    result = dog_test(model, word_tokenizer)
+    assert len(result.rows[0].layers) == 13
+    header = result.table().splitlines()[2]
+    assert header.count("layer ") == 5
+    assert "layer 1 " in header
+    assert "layer 12" in header

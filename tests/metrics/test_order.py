@@ -1,0 +1,95 @@
+import pytest
+import torch
+
+from hf_posenc import patch_model
+from hf_posenc.metrics import MeasurementError, order_sensitivity
+
+
+@pytest.fixture
+def input_ids():
+    return torch.randint(4, 80, (8, 12), generator=torch.Generator().manual_seed(1))
+
+
+def test_an_encoder_without_positions_is_blind_to_order(tiny_bert, input_ids):
+    assert order_sensitivity(tiny_bert(), input_ids).mean_relative_change > 1e-3
+    blind = order_sensitivity(patch_model(tiny_bert(), "none"), input_ids)
+    assert blind.max_relative_change <= 1e-5
+    assert blind.argmax_changed is None  # a bare model has no logits
+
+
+@pytest.mark.parametrize("scheme", ["sinusoidal", "learned", "t5", "alibi", "rope"])
+def test_every_scheme_makes_an_encoder_sensitive_to_order(tiny_bert, input_ids, scheme):
+    assert order_sensitivity(patch_model(tiny_bert(), scheme), input_ids).mean_relative_change > 1e-4
+
+
+def test_a_causal_model_without_positions_is_blind_with_one_layer_only(tiny_llama, input_ids):
+    one = order_sensitivity(patch_model(tiny_llama(num_hidden_layers=1), "none"), input_ids)
+    assert one.max_relative_change <= 1e-5
+    assert one.argmax_changed == 0.0
+    two = order_sensitivity(patch_model(tiny_llama(num_hidden_layers=2), "none"), input_ids)
+    assert two.mean_relative_change > 1e-3
+
+
+def test_figures_agree_with_two_forwards_by_hand(tiny_llama, input_ids):
+    model = tiny_llama()
+    result = order_sensitivity(model, input_ids, swap=(2, 5), batch_size=3)
+    swapped = input_ids.clone()
+    swapped[:, 2], swapped[:, 5] = input_ids[:, 5], input_ids[:, 2]
+    with torch.no_grad():
+        before, after = (model(ids).logits[:, -1].double() for ids in (input_ids, swapped))
+    expected = (after - before).norm(dim=-1) / before.norm(dim=-1)
+    assert result.relative_changes == pytest.approx(expected.tolist(), rel=1e-4)
+    assert result.mean_relative_change == pytest.approx(expected.mean().item(), rel=1e-4)
+    assert result.max_relative_change == pytest.approx(expected.max().item(), rel=1e-4)
+    assert result.argmax_changed == (before.argmax(-1) != after.argmax(-1)).double().mean().item()
+    assert result.swapped == ((2, 5),) * 8
+
+
+def test_drawn_pairs_hold_different_tokens_before_the_last_real_one(tiny_bert):
+    input_ids = torch.tensor([[5, 5, 5, 6, 5, 9, 0, 0], [7, 8, 9, 10, 11, 12, 13, 14]])
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0], [1] * 8])
+    for seed in range(10):
+        result = order_sensitivity(tiny_bert(), input_ids, attention_mask=mask, seed=seed)
+        for ids, (left, right), last in zip(input_ids, result.swapped, (5, 7), strict=True):
+            assert left < right < last
+            assert ids[left] != ids[right]
+
+
+def test_right_padding_does_not_change_the_figures(tiny_bert, input_ids):
+    padded = torch.nn.functional.pad(input_ids, (0, 4))
+    mask = torch.nn.functional.pad(torch.ones_like(input_ids), (0, 4))
+    plain, with_padding = (
+        order_sensitivity(tiny_bert(), ids, attention_mask=mask, swap=None, seed=3)
+        for ids, mask in ((input_ids, torch.ones_like(input_ids)), (padded, mask))
+    )
+    assert plain.swapped == with_padding.swapped
+    assert plain.relative_changes == pytest.approx(with_padding.relative_changes, rel=1e-3)
+
+
+def test_the_model_is_left_as_it_was(tiny_llama, input_ids):
+    model = tiny_llama().train()
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    order_sensitivity(model, input_ids)
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.rand(2), expected)
+
+
+@pytest.mark.parametrize(
+    ("input_ids", "options", "message"),
+    [
+        (torch.full((1, 5), 7), {}, "no two different tokens"),
+        (torch.tensor([[7]]), {}, "no two different tokens"),
+        (torch.tensor([[1, 2, 3]]), {"swap": (1, 2)}, r"two of \[0, 1\]"),
+        (torch.tensor([[1, 1, 3]]), {"swap": (0, 1)}, "two equal tokens"),
+        (torch.tensor([1, 2, 3]), {}, r"must be \(batch, length\)"),
+        (torch.tensor([[1, 2, 3]]), {"attention_mask": torch.ones(1, 2)}, "attention_mask is"),
+        (torch.tensor([[1, 2, 3]]), {"attention_mask": torch.zeros(1, 3)}, "no two different tokens"),
+    ],
+)
+def test_input_with_nothing_to_swap_is_refused(tiny_bert, input_ids, options, message):
+    with pytest.raises(MeasurementError, match=message):
+        order_sensitivity(tiny_bert(), input_ids, **options)

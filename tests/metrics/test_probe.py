@@ -1,0 +1,190 @@
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from hf_posenc.metrics.probe import AttentionProbe, build_for_probe, probe_distance, probe_heads
+from hf_posenc.schemes import (
+    IntegerConfig,
+    LogitBias,
+    PRopeConfig,
+    RopeConfig,
+    SchemeConfig,
+    SchemeParts,
+    get_scheme,
+    list_schemes,
+)
+
+# "[CLS] the dog chased another dog [SEP]"
+IDS = torch.tensor([2, 4, 5, 6, 7, 5, 3])
+FIRST, SECOND = (2,), (5,)
+
+
+def default_schemes() -> list[str]:
+    """Registered schemes that need no options."""
+    return [
+        name
+        for name in list_schemes()
+        if all(
+            field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+            for field in dataclasses.fields(get_scheme(name))
+        )
+    ]
+
+
+def sentence(hidden: int = 32, seed: int = 0) -> torch.Tensor:
+    table = torch.randn(10, hidden, generator=torch.Generator().manual_seed(seed))
+    return table[IDS]
+
+
+@pytest.mark.parametrize("hidden", [2, 12, 30, 64, 384])
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_positions_the_dogs_are_identical_bit_for_bit(hidden, seed, dtype):
+    probe = AttentionProbe(hidden, probe_heads(hidden), seed=seed)
+    outputs = probe(sentence(hidden, seed).to(dtype))
+    assert torch.equal(outputs[FIRST[0]], outputs[SECOND[0]])
+
+
+def test_the_identity_holds_for_many_equal_tokens_and_threads():
+    table = torch.randn(5, 64, generator=torch.Generator().manual_seed(3))
+    ids = torch.tensor([0, 1, 2, 1, 3, 1, 4, 1, 1, 0, 1])
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        outputs = AttentionProbe(64)(table[ids])
+    finally:
+        torch.set_num_threads(threads)
+    for index in (3, 5, 7, 8, 10):
+        assert torch.equal(outputs[1], outputs[index])
+
+
+def test_different_words_get_different_outputs():
+    outputs = AttentionProbe(32)(sentence())
+    relative = (outputs[2] - outputs[3]).norm() / outputs[2].norm()
+    assert relative > 0.01
+
+
+def test_the_probe_is_the_multi_head_attention_of_the_published_test():
+    hidden, heads = 32, 4
+    probe = AttentionProbe(hidden, heads, seed=5)
+    reference = nn.MultiheadAttention(hidden, heads, batch_first=True, dtype=torch.float64)
+    with torch.no_grad():
+        reference.in_proj_weight.copy_(probe.in_projection.flatten(0, 1))
+        reference.in_proj_bias.copy_(probe.in_bias.flatten())
+        reference.out_proj.weight.copy_(probe.out_projection)
+        reference.out_proj.bias.copy_(probe.out_bias)
+        inputs = sentence(hidden).double().unsqueeze(0)
+        projected = [nn.functional.linear(inputs, probe.projections[index]) for index in range(3)]
+        expected, _ = reference(*projected)
+    torch.testing.assert_close(probe(inputs[0]), expected[0], atol=1e-12, rtol=0)
+
+
+def test_weights_have_the_published_spread():
+    probe = AttentionProbe(256)
+    assert probe.in_projection.std().item() == pytest.approx(0.1, rel=0.02)
+    assert probe.out_bias.std().item() == pytest.approx(0.1, rel=0.2)
+    assert probe.projections.abs().max().item() == pytest.approx(1 / math.sqrt(256), rel=0.01)
+
+
+@pytest.mark.parametrize("name", [name for name in default_schemes() if name != "none"])
+@pytest.mark.parametrize("hidden", [32, 384])
+def test_every_scheme_tells_the_dogs_apart(name, hidden):
+    # There is no LayerNorm in the probe, so that integer positions act here too.
+    distance = probe_distance(AttentionProbe(hidden), sentence(hidden), FIRST, SECOND, get_scheme(name)())
+    assert 1e-5 < distance <= 2
+
+
+def test_the_scheme_none_is_the_probe_without_positions():
+    assert probe_distance(AttentionProbe(32), sentence(), FIRST, SECOND, get_scheme("none")()) == 0.0
+    assert probe_distance(AttentionProbe(32), sentence(), FIRST, SECOND) == 0.0
+
+
+@pytest.mark.parametrize("config", [IntegerConfig(scale=0.0), PRopeConfig(fraction=0.0)])
+def test_a_scheme_without_strength_leaves_the_dogs_identical(config):
+    assert probe_distance(AttentionProbe(32), sentence(), FIRST, SECOND, config) == 0.0
+
+
+def test_stronger_positions_set_the_dogs_further_apart():
+    probe = AttentionProbe(32)
+    weak, strong = (
+        probe_distance(probe, sentence(), FIRST, SECOND, IntegerConfig(scale=scale)) for scale in (0.001, 0.1)
+    )
+    assert 0 < weak < strong
+
+
+class _RecordingBias(LogitBias):
+    def forward(self, distance):
+        self.seen = distance
+        return torch.zeros(4, *distance.shape)
+
+
+def test_a_bias_receives_key_position_minus_query_position():
+    bias = _RecordingBias()
+    AttentionProbe(32)(sentence(), SchemeParts(logit_bias=bias))
+    assert bias.seen.shape == (7, 7)
+    assert bias.seen[2, 5].item() == 3
+    assert bias.seen[5, 0].item() == -5
+
+
+class _OneKeyOnly(LogitBias):
+    """Every query sees the key right after it, and nothing else."""
+
+    def forward(self, distance):
+        return torch.where(distance == 1, 0.0, -torch.inf).expand(4, *distance.shape)
+
+
+def test_a_bias_is_added_to_the_logits_of_its_own_query():
+    embeddings = sentence()[:-1]
+    outputs = AttentionProbe(32)(embeddings, SchemeParts(logit_bias=_OneKeyOnly()))
+    # Tokens 1 and 4 both stand before a dog, and see nothing else.
+    assert torch.equal(outputs[1], outputs[4])
+    assert not torch.equal(outputs[1], outputs[2])
+
+
+def test_rotations_act_on_queries_and_keys_and_depend_on_distance_only():
+    # Two sentences with a word in front of the other: the same distances, so the same outputs behind it.
+    probe = AttentionProbe(32)
+    parts = build_for_probe(probe, RopeConfig())
+    isolating = _Window()
+    first = probe(sentence()[1:], dataclasses.replace(parts, logit_bias=isolating))
+    second = probe(sentence(), dataclasses.replace(parts, logit_bias=isolating))[1:]
+    torch.testing.assert_close(first[1:], second[1:], atol=1e-5, rtol=0)
+    plain = probe(sentence(), SchemeParts(logit_bias=isolating))[1:]
+    assert (second - plain).abs().max() > 1e-3
+
+
+class _Window(LogitBias):
+    def forward(self, distance):
+        return torch.where(distance.abs() <= 1, 0.0, -torch.inf).expand(4, *distance.shape)
+
+
+@pytest.mark.parametrize(("hidden", "heads"), [(64, 4), (12, 2), (6, 1), (384, 4), (8, 4)])
+def test_a_probe_has_heads_of_even_width(hidden, heads):
+    assert probe_heads(hidden) == heads
+
+
+def test_an_odd_width_is_refused():
+    with pytest.raises(ValueError, match="even width, got 7"):
+        probe_heads(7)
+
+
+@pytest.mark.parametrize("heads", [0, 3])
+def test_heads_that_do_not_divide_the_width_are_refused(heads):
+    with pytest.raises(ValueError, match=f"num_heads={heads} must divide hidden_size=32"):
+        AttentionProbe(32, heads)
+
+
+def test_equal_seeds_give_equal_results_and_the_global_state_is_untouched():
+    torch.manual_seed(7)
+    expected = torch.randn(3)
+    torch.manual_seed(7)
+    learned: SchemeConfig = get_scheme("learned")()
+    distances = [
+        probe_distance(AttentionProbe(32, seed=seed), sentence(), FIRST, SECOND, learned, seed=seed)
+        for seed in (0, 0, 1)
+    ]
+    assert torch.equal(torch.randn(3), expected)
+    assert distances[0] == distances[1] != distances[2]

@@ -1,0 +1,229 @@
+"""What every scheme of the table must hold."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_posenc.errors import UnknownNameError
+from hf_posenc.schemes import Part, Positions, SchemeConfig, get_scheme, list_schemes, scheme_from_dict
+
+from .table import HEAD_DIM, HEADS, HIDDEN, TABLE, VARIANTS, Row, context_for, positions_of
+
+torch.set_num_threads(1)
+
+EVERY_VARIANT = pytest.mark.parametrize(
+    ("name", "config"), [pytest.param(name, config, id=label) for name, config, label in VARIANTS]
+)
+
+
+def parts_of(config: SchemeConfig) -> list[Part]:
+    torch.manual_seed(0)
+    return list(config.build(context_for(config)))
+
+
+def outputs(parts: list[Part], positions: Positions) -> list[Tensor]:
+    """Everything the parts compute for these positions."""
+    results: list[Tensor] = []
+    for part in parts:
+        if hasattr(part, "phases"):
+            results += part.phases(positions)
+        elif hasattr(part, "slopes") or hasattr(part, "num_buckets") or type(part).__name__ == "SummedBias":
+            results.append(part(torch.arange(-30, 31)))
+        else:
+            results.append(part(positions))
+    return results
+
+
+def test_the_table_has_a_row_for_every_registered_scheme():
+    assert sorted(name for name, row in TABLE.items() if row.kind != "mixed") == list_schemes()
+    for name, row in TABLE.items():
+        assert {type(config) for config in row.variants} == {get_scheme(name)}
+
+
+@EVERY_VARIANT
+def test_json_round_trip(name, config):
+    entry = json.loads(json.dumps(config.to_dict()))
+    again = scheme_from_dict(entry)
+    assert again == config
+    assert hash(again) == hash(config)
+    assert entry["scheme"] == name
+    assert type(config).from_options({key: value for key, value in entry.items() if key != "scheme"}) == config
+
+
+@EVERY_VARIANT
+def test_configs_are_frozen(name, config):
+    with pytest.raises(AttributeError):
+        config.name_of_no_field = 1
+
+
+@EVERY_VARIANT
+def test_misspelt_options_are_refused_with_a_hint(name, config):
+    fields = [field for field in config.to_dict() if field != "scheme"]
+    misspelt = (fields[0] + "s") if fields else "scale"
+    with pytest.raises(UnknownNameError, match="Did you mean" if fields else "Known: none"):
+        type(config).from_options({misspelt: 1})
+
+
+@EVERY_VARIANT
+def test_parts_survive_casts_copies_and_pickles(name, config):
+    positions = positions_of(40, 12)
+    for part in parts_of(config):
+        expected = outputs([part], positions)
+        for other in (copy.deepcopy(part), pickle.loads(pickle.dumps(part))):
+            assert all(map(torch.equal, expected, outputs([other], positions)))
+        learned = any(True for _ in part.parameters())
+        for dtype in (torch.bfloat16, torch.float16):
+            for value, cast in zip(expected, outputs([copy.deepcopy(part).to(dtype)], positions), strict=True):
+                if learned:
+                    # A learned table is cast with the model; what it is multiplied with is not.
+                    torch.testing.assert_close(cast.float(), value, rtol=2e-2, atol=2e-2)
+                else:
+                    assert cast.dtype == torch.float32
+                    assert torch.equal(value, cast)
+
+
+@EVERY_VARIANT
+def test_nothing_but_parameters_is_module_state(name, config):
+    for part in parts_of(config):
+        assert not list(part.buffers())
+        assert set(part.state_dict()) == {key for key, _ in part.named_parameters()}
+
+
+@EVERY_VARIANT
+def test_building_under_a_meta_device_and_a_low_default_dtype_changes_no_constant(name, config):
+    expected = outputs(parts_of(config), positions_of(20))
+    default = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("meta"):
+            parts = parts_of(config)
+    finally:
+        torch.set_default_dtype(default)
+    if any(True for part in parts for _ in part.parameters()):
+        assert all(parameter.is_meta for part in parts for parameter in part.parameters())
+        torch.manual_seed(0)
+        parts = [part.to_empty(device="cpu").float() for part in parts]
+        for module in (module for part in parts for module in part.modules()):
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+    for value, other in zip(expected, outputs(parts, positions_of(20)), strict=True):
+        torch.testing.assert_close(value, other, rtol=0, atol=0)
+
+
+@EVERY_VARIANT
+def test_a_sequence_is_encoded_the_same_in_any_batch(name, config):
+    parts = parts_of(config)
+    alone = outputs(parts, positions_of(30))
+    batched = outputs(parts, positions_of(48, 30, 7))
+    for value, other in zip(alone, batched, strict=True):
+        if value.ndim == 3 and other.shape[0] == 3 and value.shape[0] == 1:
+            assert torch.equal(value[0], other[1, -30:])
+        else:
+            assert torch.equal(value, other)
+
+
+@EVERY_VARIANT
+def test_padding_is_finite(name, config):
+    for value in outputs(parts_of(config), positions_of(5, 12, padded_to=16)):
+        assert torch.isfinite(value).all()
+
+
+@EVERY_VARIANT
+def test_gradient_reaches_every_parameter(name, config):
+    parts = parts_of(config)
+    parameters = [parameter for part in parts for parameter in part.parameters()]
+    values = [value for value in outputs(parts, positions_of(16)) if value.requires_grad]
+    assert bool(parameters) == bool(values)
+    if parameters:
+        sum(value.square().sum() for value in values).backward()
+        assert all(parameter.grad is not None and parameter.grad.abs().sum() > 0 for parameter in parameters)
+
+
+@EVERY_VARIANT
+def test_no_part_refuses_a_cache_that_does_not_grow(name, config):
+    for part in parts_of(config):
+        part.check_cache(0, 1000)
+
+
+@EVERY_VARIANT
+def test_parts_trace_without_a_graph_break(name, config):
+    parts = parts_of(config)
+    if not parts:
+        assert name == "none"
+        return
+    torch.compiler.reset()
+    compiled = torch.compile(lambda positions: outputs(parts, positions), backend="eager", fullgraph=True)
+    for length in (12, 30):
+        for value, other in zip(outputs(parts, positions_of(length)), compiled(positions_of(length)), strict=True):
+            torch.testing.assert_close(value, other, rtol=0, atol=1e-6)
+
+
+def kind(*kinds: str) -> Any:
+    cases = [pytest.param(TABLE[name], config, id=label) for name, config, label in VARIANTS if TABLE[name].kind in kinds]
+    return pytest.mark.parametrize(("row", "config"), cases)
+
+
+@kind("none")
+def test_none_builds_nothing(row: Row, config: SchemeConfig):
+    assert parts_of(config) == []
+
+
+@kind("additive")
+def test_additive_schemes_equal_their_reference(row: Row, config: SchemeConfig):
+    parts = config.build(context_for(config))
+    assert parts.additive is not None
+    assert list(parts) == [parts.additive]
+    length = 40
+    vectors = parts.additive(positions_of(length))
+    assert vectors.shape == (1, length, HIDDEN)
+    assert vectors.dtype == torch.float32
+    expected = [row.reference(config, parts.additive, HIDDEN, position, length) for position in range(length)]
+    torch.testing.assert_close(vectors[0].double(), torch.tensor(expected).double(), rtol=1e-5, atol=2e-6)
+
+
+@kind("bias")
+def test_biases_equal_their_reference(row: Row, config: SchemeConfig):
+    context = context_for(config)
+    parts = config.build(context)
+    assert parts.logit_bias is not None
+    assert list(parts) == [parts.logit_bias]
+    distance = torch.arange(-150, 151).view(7, 43)
+    bias = parts.logit_bias(distance)
+    assert bias.shape == (HEADS, 7, 43)
+    assert bias.dtype == torch.float32
+    expected = [
+        [
+            [row.reference(config, parts.logit_bias, HEADS, context.causal, head, int(item)) for item in line]
+            for line in distance
+        ]
+        for head in range(HEADS)
+    ]
+    torch.testing.assert_close(bias, torch.tensor(expected), rtol=1e-5, atol=1e-6)
+
+
+@kind("map")
+def test_maps_equal_their_reference(row: Row, config: SchemeConfig):
+    parts = config.build(context_for(config))
+    assert parts.query_key_map is not None
+    assert list(parts) == [parts.query_key_map]
+    length = 40
+    phases = parts.query_key_map.phases(positions_of(length))
+    assert all(phase.dtype == torch.float32 and phase.shape[:2] == (1, length) for phase in phases)
+    query, key = torch.randn(2, 3, length, HEAD_DIM), torch.randn(2, 1, length, HEAD_DIM)
+    for mapped, x in (
+        (parts.query_key_map.map_query(query, phases), query),
+        (parts.query_key_map.map_key(key, phases), key),
+    ):
+        assert mapped.shape == x.shape
+        for position in (0, 1, 19, 39):
+            expected = row.reference(config, HEAD_DIM, x[1, -1, position].tolist(), position, length)
+            torch.testing.assert_close(mapped[1, -1, position], torch.tensor(expected), rtol=1e-4, atol=2e-5)
+    half = parts.query_key_map.map_query(query.bfloat16(), phases)
+    assert half.dtype == torch.bfloat16

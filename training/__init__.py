@@ -1,0 +1,1 @@
+"""Training scripts: run them with `accelerate launch`, or as plain Python files."""
