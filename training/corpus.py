@@ -85,8 +85,8 @@ def load_corpus(settings: CompareSettings, tokenizer: PreTrainedTokenizerBase) -
     dataset = dataset.filter(lambda text: bool(text and text.strip()), input_columns=column, desc="Dropping blanks")
     if len(dataset) < 2:
         raise SettingsError(
-            f"The dataset {source!r} holds {len(dataset)} document(s) with text; at least 2 are needed, one to train on "
-            "and one to validate on. Split the text into several files or rows."
+            f"The dataset {source!r} holds {len(dataset)} document(s) with text; at least 2 are needed, one to train "
+            "on and one to validate on. Split the text into several files or rows."
         )
     order = np.random.default_rng(settings.seed).permutation(len(dataset))
     held_out = min(max(1, round(len(dataset) * settings.validation_fraction)), len(dataset) - 1)

@@ -16,6 +16,10 @@ TASKS = ("causal", "masked")
 _WITHOUT_EFFECT = ("output_dir", "overwrite", "workers", "checkpoint_every", "save_models")
 #: Options that only say which trainings are asked for: each training stands for itself.
 _SELECTION = ("schemes", "tasks", "scheme_options")
+_AT_LEAST_ONE = (
+    "train_length", "hidden_size", "num_layers", "num_heads", "max_steps", "batch_size", "eval_every", "eval_windows",
+    "checkpoint_every",
+)  # fmt: skip
 
 
 class SettingsError(ValueError):
@@ -88,10 +92,7 @@ class CompareSettings:
     def __post_init__(self) -> None:
         self.task_names()
         self.options_by_scheme()
-        positive = (
-            "train_length hidden_size num_layers num_heads max_steps batch_size eval_every eval_windows checkpoint_every"
-        )
-        for name in positive.split():
+        for name in _AT_LEAST_ONE:
             if getattr(self, name) < 1:
                 raise SettingsError(f"--{name} is {getattr(self, name)}; it must be at least 1.")
         if self.train_length < 2:
@@ -147,11 +148,11 @@ class CompareSettings:
             options = json.loads(self.scheme_options)
         except json.JSONDecodeError as error:
             raise SettingsError(
-                f"--scheme_options is not JSON ({error}). Quote it for the shell: '{{\"rope\": {{\"theta\": 5e5}}}}'."
+                f'--scheme_options is not JSON ({error}). Quote it for the shell: \'{{"rope": {{"theta": 5e5}}}}\'.'
             ) from error
         if not isinstance(options, dict) or not all(isinstance(value, dict) for value in options.values()):
             raise SettingsError(
-                "--scheme_options must map scheme names to their options: '{\"rope\": {\"theta\": 5e5}}'."
+                '--scheme_options must map scheme names to their options: \'{"rope": {"theta": 5e5}}\'.'
             )
         unused = sorted(set(options) - set(_split("schemes", self.schemes)))
         if unused:

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from hf_posenc.entry import ATTRIBUTE, MODEL_TYPE
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
-from hf_posenc.patching.config_entry import (
-    ARCHITECTURE_PREFIX,
-    ATTRIBUTE,
-    FORMAT,
-    MODEL_TYPE,
-    WEIGHTS_KEY,
-)
+from hf_posenc.patching.config_entry import ARCHITECTURE_PREFIX, FORMAT, WEIGHTS_KEY
 
 
 class CheckpointError(PositionEncodingError, ValueError):
     """A patched checkpoint that is damaged, incomplete, or from a newer version."""
-
-
-def is_on_disk_form(config: dict[str, Any] | None) -> bool:
-    """Whether a dictionary read from `config.json` describes a patched model."""
-    return config is not None and config.get("model_type") == MODEL_TYPE
 
 
 def from_disk(disk: dict[str, Any], source: str) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc.checkpoint.stock_form import stock_form
+from hf_posenc.entry import read_entry
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
-from hf_posenc.patching.config_entry import read_entry
 
 #: Largest difference, in float32 and relative to outputs larger than 1, at which two models count as the same.
 TOLERANCE = 1e-5
@@ -72,7 +72,7 @@ def _check_arguments(model: Any, target: Path, save_kwargs: dict[str, Any]) -> N
     for option in ("push_to_hub", "state_dict"):
         if save_kwargs.get(option):
             raise ValueError(
-                f"save_stock_checkpoint does not take {option}=: it checks the files it writes before anyone sees them. "
+                f"save_stock_checkpoint does not take {option}=: it checks what it writes before anyone sees it. "
                 "Save first; then load the folder with from_pretrained and push that."
             )
     if target.exists() and (not target.is_dir() or any(_is_model_file(path) for path in target.iterdir())):
@@ -113,8 +113,8 @@ def _prove(model: PreTrainedModel, draft: Path, variant: str | None) -> None:
             difference = _difference(reference, stock, length)
             if not difference <= TOLERANCE:
                 raise UnsupportedError(
-                    f"The scheme {scheme!r} cannot be said to a stock {type(model).__name__}: its outputs would differ by "
-                    f"{difference:.3g} on random tokens at length {length} (allowed: {TOLERANCE}). Use "
+                    f"The scheme {scheme!r} cannot be said to a stock {type(model).__name__}: its outputs would differ "
+                    f"by {difference:.3g} on random tokens at length {length} (allowed: {TOLERANCE}). Use "
                     "model.save_pretrained, and `import hf_posenc` where the checkpoint is loaded."
                 )
     finally:

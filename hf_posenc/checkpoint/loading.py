@@ -8,6 +8,8 @@ the stock method:
 - `PreTrainedModel.from_pretrained` and `_from_config` build the model with its scheme already in place, so
   that weights, dtypes, shards, device maps and low-memory loading are handled by the stock code;
 - `PreTrainedModel.__init__` refuses an entry that reaches it, because the stock class would ignore it.
+
+What only patched models need is imported by the functions that use it: `import hf_posenc` stays cheap.
 """
 
 from __future__ import annotations
@@ -25,14 +27,8 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from hf_posenc.checkpoint.configuration import (
-    CheckpointError,
-    check_not_sliced,
-    from_disk,
-    is_on_disk_form,
-)
+from hf_posenc.entry import ATTRIBUTE, MODEL_TYPE, is_on_disk_form, read_entry
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.config_entry import ATTRIBUTE, MODEL_TYPE, attach_entry, detach_entry, read_entry
 
 _MARK = "_hf_posenc_wraps"
 
@@ -78,6 +74,8 @@ def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
 def _get_config_dict(original: Callable[..., Any], config_class: Any, source: Any, **kwargs: Any) -> Any:
     config, unused = original(config_class, source, **kwargs)
     if is_on_disk_form(config):
+        from hf_posenc.checkpoint.configuration import check_not_sliced, from_disk
+
         config = from_disk(config, str(source))
         check_not_sliced(config_class, config, str(source))
     return config, unused
@@ -87,6 +85,8 @@ def _config_post_init(original: Callable[..., Any], config: Any, *args: Any, **k
     original(config, *args, **kwargs)
     entry = read_entry(config)
     if entry is not None:
+        from hf_posenc.patching.config_entry import attach_entry
+
         attach_entry(config, entry)
 
 
@@ -118,12 +118,15 @@ def _from_pretrained(
             if error.model_class is not model_class:
                 raise
     with_info = kwargs.pop("output_loading_info", False)
-    model, info = original(patching_proxy(model_class), source, *model_args, output_loading_info=True, **kwargs)
+    built: list[_Built] = []
+    proxy = patching_proxy(model_class, built)
+    model, info = original(proxy, source, *model_args, output_loading_info=True, **kwargs)
     _check_loaded(model, info, str(source))
+    built.pop().follow(model)
     return (model, info) if with_info else model
 
 
-def patching_proxy(model_class: Any) -> Any:
+def patching_proxy(model_class: Any, built: list[_Built] | None = None) -> Any:
     """A class that transformers can call like `model_class`, and that returns a patched `model_class`.
 
     The instance is not one of the proxy, so Python does not initialise it a second time, and nothing that
@@ -132,6 +135,7 @@ def patching_proxy(model_class: Any) -> Any:
 
     def __new__(cls: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> Any:
         from hf_posenc.patching import patch_model
+        from hf_posenc.patching.config_entry import detach_entry
         from hf_posenc.schemes import scheme_from_dict
 
         entry = read_entry(config)
@@ -143,7 +147,10 @@ def patching_proxy(model_class: Any) -> Any:
         # Transformers builds models on the meta device and under another default dtype. Constants of a scheme
         # are computed for real and in float32; `patch_model` then moves its parameters to where the model is.
         with torch.device("cpu"), _default_dtype(torch.float32):
-            return patch_model(model, scheme_from_dict(entry))
+            patch_model(model, scheme_from_dict(entry))
+        if built is not None:
+            built.append(_Built(model))
+        return model
 
     namespace = {
         "__new__": __new__,
@@ -153,6 +160,32 @@ def patching_proxy(model_class: Any) -> Any:
         "config_class": model_class.config_class,
     }
     return type(model_class)(model_class.__name__, (model_class,), namespace)
+
+
+class _Built:
+    """Objects of a model without weights that a patch refers to, and that transformers replaces while it loads.
+
+    Args:
+        model: patched, without weights yet.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.parameter_names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.parameters = list(model.parameters())  # keeps the ids above from being used again
+        self.generation_config = getattr(model, "generation_config", None)
+
+    def follow(self, model: Any) -> None:
+        """Applies what the patch did to the old objects to the new ones, and lets its journal undo it there."""
+        for change in model.position_encoding.journal.changes:
+            new: Any = None
+            if id(change.target) in self.parameter_names:
+                new = model.get_parameter(self.parameter_names[id(change.target)])
+                new.requires_grad_(change.target.requires_grad)
+            elif change.target is self.generation_config:
+                new = model.generation_config
+                new.__dict__[change.attribute] = change.target.__dict__[change.attribute]
+            if new is not None:
+                change.target = new
 
 
 @contextlib.contextmanager
@@ -167,6 +200,8 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def _check_loaded(model: Any, info: dict[str, Any], source: str) -> None:
     """A scheme must not run on weights that nobody trained."""
+    from hf_posenc.checkpoint.configuration import CheckpointError
+
     own = {name for name, _ in model.named_parameters() if _is_position_weight(name)}
     mismatched = {key[0] if isinstance(key, tuple) else key for key in info.get("mismatched_keys", ())}
     absent = sorted(own & (set(info.get("missing_keys", ())) | mismatched))
@@ -217,7 +252,7 @@ def _is_patched(source: Any, kwargs: dict[str, Any]) -> bool:
         config = json.loads(text)
     except json.JSONDecodeError:
         return False  # the stock code reports the broken file
-    return isinstance(config, dict) and is_on_disk_form(config)
+    return is_on_disk_form(config)
 
 
 def _local_config(source: Any, kwargs: dict[str, Any]) -> Path | None:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_posenc.entry import ATTRIBUTE
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.config_entry import ATTRIBUTE, detach_entry
+from hf_posenc.patching.config_entry import detach_entry
 from hf_posenc.patching.discovery import find_stacks
 from hf_posenc.patching.encoding import build_context
 from hf_posenc.patching.sites import Stack
@@ -88,8 +89,8 @@ def _write_table(
     part = next((part for part in encoding.modules() if isinstance(part, LearnedEncoding)), None)
     if part is None or len(stack.tables) != 1:
         raise UnsupportedError(
-            f"A stock {type(stack.module).__name__} has {len(stack.tables)} position tables; the scheme 'learned' can be "
-            "written as a stock checkpoint only where it has one."
+            f"A stock {type(stack.module).__name__} has {len(stack.tables)} position tables; the scheme 'learned' can "
+            "be written as a stock checkpoint only where it has one."
         )
     if scheme.extension != "error":
         raise UnsupportedError(

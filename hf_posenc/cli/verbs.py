@@ -22,7 +22,7 @@ def schemes(options: argparse.Namespace) -> int:
     import hf_posenc
     from hf_posenc.metrics.tables import format_table
 
-    entries = []
+    entries: list[dict[str, Any]] = []
     for name in hf_posenc.list_schemes():
         summary = (inspection.getdoc(hf_posenc.get_scheme(name)) or "").strip().splitlines()[:1]
         entries.append({"name": name, "summary": "".join(summary), "options": _defaults(name)})
@@ -88,7 +88,7 @@ def patch(options: argparse.Namespace) -> int:
         hf_posenc.patch_model(model, config, **schedule)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    print(model.position_encoding)
+    print(model.position_encoding.report)
     if options.stock:
         hf_posenc.save_stock_checkpoint(model, output)
     else:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import inspect
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -18,11 +16,13 @@ from hf_posenc.metrics.dog_result import DogResult, DogRow, LayerDistance
 from hf_posenc.metrics.errors import MeasurementError
 from hf_posenc.metrics.preserve import evaluation_mode, isolated_rng
 from hf_posenc.metrics.probe import AttentionProbe, build_for_probe, probe_distance, probe_heads
+from hf_posenc.metrics.representations import hidden_states, is_causal, rounding, sentence_embeddings
 from hf_posenc.metrics.words import TokenizedPair, tokenize_pair
 from hf_posenc.patching import native_scheme, patch_model, unpatch_model
-from hf_posenc.patching.config_entry import read_entry
+from hf_posenc.patching.apply import current_encoding, unwrapped
+from hf_posenc.patching.suspend import suspended
 from hf_posenc.schemes.base import Positions, SchemeConfig, integer_range
-from hf_posenc.schemes.registry import get_scheme, scheme_from_dict
+from hf_posenc.schemes.registry import get_scheme
 
 SENTENCE = "The dog chased another dog"
 WORD = "dog"
@@ -52,14 +52,14 @@ def dog_test(
     a random attention without mask, over the same embeddings (`AttentionProbe`).
 
     The model is left as it was found, also after an error: scheme and weights, mode of every module, dtype,
-    random state. A model that is already patched is copied before other schemes are tried, so that the weights its
-    scheme has learned survive; a stock model is patched in place and restored.
+    random state. The scheme of a patched model is taken out with all it has learned, and put back.
 
     Args:
         model: any transformers model, patched or not. Of an encoder-decoder the encoder is measured.
         tokenizer: its tokenizer.
-        schemes: names or configs to patch in, one after the other, each newly initialised, on top of the stock
-            model; `"native"` is the stock model itself. `None` measures the model as it is.
+        schemes: names or configs to patch in, one after the other, on top of the stock model; newly initialised,
+            unless a scheme takes over native weights. `"native"` is the stock model itself. `None` measures the
+            model as it is.
         sentence: a sentence that holds `word` twice.
         word: one token or several; see `tokenize_pair`.
         seed: of the probe and of newly created scheme weights.
@@ -78,15 +78,13 @@ def dog_test(
     embeddings = sentence_embeddings(model, pair.input_ids)
     probe = AttentionProbe(embeddings.shape[-1], probe_heads(embeddings.shape[-1]), seed=seed)
     with isolated_rng(seed), evaluation_mode(model):
-        causal = _is_causal(model, pair)
+        causal = is_causal(model, pair)
         test = _DogTest(pair, embeddings, probe, causal, seed)
         if wanted is None:
             rows = [test.as_found(model)]
         else:
-            subject = model
-            if read_entry(model.config) is not None:
-                subject = unpatch_model(copy.deepcopy(model))
-            rows = [test.native(subject) if config is None else test.patched(subject, config) for config in wanted]
+            with suspended(model):
+                rows = [test.native(model) if config is None else test.patched(model, config) for config in wanted]
     notes = [CAUSAL_NOTE] if causal else []
     notes += [ENCODER_NOTE] if getattr(model.config, "is_encoder_decoder", False) else []
     return DogResult(
@@ -103,26 +101,6 @@ def dog_test(
     )
 
 
-def sentence_embeddings(model: Any, input_ids: Tensor) -> Tensor:
-    """The token embeddings of one sentence, without positions, `(length, hidden)` on the CPU.
-
-    Read from the table, not by calling its module, because a patch may add positions there.
-
-    Raises:
-        MeasurementError: if a token id lies outside the table, so that the tokenizer belongs to another model.
-    """
-    table = model.get_input_embeddings()
-    rows = table.weight.shape[0]
-    if int(input_ids.max()) >= rows:
-        raise MeasurementError(
-            f"The tokenizer gave the token id {int(input_ids.max())}, but the model has {rows} embeddings. "
-            f"Use the tokenizer that belongs to this model."
-        )
-    with torch.no_grad():
-        vectors = table.weight[input_ids[0].to(table.weight.device)].cpu()
-        return vectors * torch.as_tensor(getattr(table, "embed_scale", 1.0)).cpu()
-
-
 class _DogTest:
     """The measurements of one call, which share a sentence and a probe."""
 
@@ -134,17 +112,17 @@ class _DogTest:
         self.seed = seed
 
     def as_found(self, model: Any) -> DogRow:
-        entry = read_entry(model.config)
-        if entry is None:
+        encoding = current_encoding(unwrapped(model))
+        if encoding is None:
             return self.native(model)
-        config = scheme_from_dict(entry)
-        return self.measure(model, config.name, config, [])
+        return self.measure(model, encoding.config.name, encoding.config, [])
 
     def native(self, model: Any) -> DogRow:
         try:
-            return self.measure(model, NATIVE, native_scheme(model), [])
+            config, notes = native_scheme(model), []
         except UnsupportedError as error:
-            return self.measure(model, NATIVE, None, [f"The native scheme has no name here: {error}"])
+            config, notes = None, [f"The native scheme has no name here: {error}"]
+        return self.measure(model, NATIVE, config, notes)
 
     def patched(self, model: Any, config: SchemeConfig) -> DogRow:
         """Patches, measures and restores a stock model."""
@@ -155,12 +133,13 @@ class _DogTest:
             try:
                 model.eval()
                 notes = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
-                return self.measure(model, config.name, config, notes)
+                return self.measure(model, config.name, config, notes + _adopted_notes(model))
             finally:
                 unpatch_model(model)
         except UnsupportedError as error:
-            tolerance = _tolerance(self.embeddings.dtype)
-            return DogRow(config.name, config.to_dict(), (), None, tolerance, self.causal, error=str(error))
+            tolerance = rounding(self.embeddings.dtype)
+            label = scheme_label(config)
+            return DogRow(config.name, config.to_dict(), (), None, tolerance, self.causal, label, error=str(error))
 
     def measure(self, model: Any, name: str, config: SchemeConfig | None, notes: list[str]) -> DogRow:
         states = hidden_states(model, self.pair.input_ids)
@@ -177,13 +156,15 @@ class _DogTest:
                 )
             except ValueError as error:
                 notes = [*notes, f"The probe has no number: {error}"]
+        label = name if config is None else scheme_label(config)
         row = DogRow(
             scheme=name,
             config=None if config is None else config.to_dict(),
             layers=layers,
             probe=distance,
-            tolerance=_tolerance(states[0].dtype),
+            tolerance=rounding(states[0].dtype),
             causal=self.causal,
+            label=f"{NATIVE} ({config.name})" if name == NATIVE and config is not None else label,
             notes=tuple(notes),
         )
         if config is None or not row.identical or notes or not distance:
@@ -209,25 +190,24 @@ class _DogTest:
         )
 
 
-def hidden_states(model: Any, input_ids: Tensor) -> tuple[Tensor, ...]:
-    """The hidden states of one sentence, each `(length, hidden)`: embeddings first, then every layer.
+def scheme_label(config: SchemeConfig) -> str:
+    """A scheme's name with those of its plain options that are not at their default: `"rope:theta=500000.0"`."""
+    options = [
+        f"{field.name}={value}"
+        for field in dataclasses.fields(config)
+        if isinstance(value := getattr(config, field.name), str | int | float) and value != field.default
+    ]
+    return config.name + (":" + ",".join(options) if options else "")
 
-    Raises:
-        UnsupportedError: if the model returns none.
-    """
-    stack = model.get_encoder() if getattr(model.config, "is_encoder_decoder", False) else model
-    device = model.get_input_embeddings().weight.device
-    options: dict[str, Any] = {"output_hidden_states": True, "return_dict": True}
-    if "use_cache" in inspect.signature(stack.forward).parameters:
-        options["use_cache"] = False
-    ids = input_ids.to(device)
-    states = getattr(stack(input_ids=ids, attention_mask=torch.ones_like(ids), **options), "hidden_states", None)
-    if not states:
-        raise UnsupportedError(
-            f"{type(stack).__name__} returns no hidden states, which the dog test compares. Use a model whose forward "
-            f"takes output_hidden_states=True, or `AttentionProbe` on its embeddings."
-        )
-    return tuple(state[0] for state in states)
+
+def _adopted_notes(model: Any) -> list[str]:
+    encoding = current_encoding(unwrapped(model))
+    report = None if encoding is None else encoding.report
+    adopted = [] if report is None else [entry for stack in report.stacks for entry in stack.adopted]
+    if not adopted:
+        return []
+    shown = ", ".join(adopted[:2]) + (f" and {len(adopted) - 2} more" if len(adopted) > 2 else "")
+    return [f"Takes over weights of the stock model ({shown}); the others are newly initialised."]
 
 
 def _resolve(scheme: str | SchemeConfig) -> SchemeConfig | None:
@@ -237,30 +217,10 @@ def _resolve(scheme: str | SchemeConfig) -> SchemeConfig | None:
     if scheme == NATIVE:
         return None
     config_class = get_scheme(scheme)
-    required = [
-        field.name
-        for field in dataclasses.fields(config_class)
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    ]
-    if required:
+    try:
+        return config_class()
+    except (TypeError, ValueError) as error:
         raise MeasurementError(
-            f"The scheme {scheme!r} needs {', '.join(required)}: pass a config, {config_class.__name__}(...), "
-            f"in place of its name."
-        )
-    return config_class()
-
-
-def _is_causal(model: Any, pair: TokenizedPair) -> bool:
-    """Whether the tokens up to the first occurrence are blind to all that follows, as measured."""
-    last = pair.first[-1]
-    other = pair.input_ids.clone()
-    tail = other[0, last + 1 :]
-    flipped = tail.flip(0)
-    other[0, last + 1 :] = flipped if not torch.equal(flipped, tail) else other[0, 0]
-    before, after = (hidden_states(model, ids)[-1][: last + 1] for ids in (pair.input_ids, other))
-    return relative_l2(before, after) <= _tolerance(before.dtype)
-
-
-def _tolerance(dtype: torch.dtype) -> float:
-    """Distances up to this one are rounding."""
-    return max(1e-5, torch.finfo(dtype).eps)
+            f"The scheme {scheme!r} cannot be built from its name alone ({error}). Pass a config, "
+            f"{config_class.__name__}(...), in its place."
+        ) from error

@@ -7,6 +7,10 @@ from typing import Any
 
 from hf_posenc.metrics.tables import format_number, format_table
 
+#: A distance in the probe up to this one is rounding. The probe computes in float64, and without positions the
+#: distance is exactly 0; what is left is the rounding of a scheme's own float32 numbers.
+PROBE_TOLERANCE = 1e-9
+
 
 @dataclass(frozen=True)
 class LayerDistance:
@@ -35,6 +39,7 @@ class DogRow:
             same scheme newly initialised; `None` where it could not be built.
         tolerance: a distance up to this one is rounding in the model's dtype.
         causal: whether a token sees only those before it.
+        label: the scheme with the options that are not its defaults, as in the table and the figure.
         notes: what a reader has to know to read the numbers.
         error: why this architecture cannot take the scheme, or `None`.
     """
@@ -45,6 +50,7 @@ class DogRow:
     probe: float | None
     tolerance: float
     causal: bool
+    label: str
     notes: tuple[str, ...] = ()
     error: str | None = None
 
@@ -61,7 +67,7 @@ class DogRow:
         if self.error is not None:
             return None
         if self.causal:
-            return None if self.probe is None else self.probe > self.tolerance
+            return None if self.probe is None else self.probe > PROBE_TOLERANCE
         return not self.identical
 
 
@@ -112,13 +118,13 @@ class DogResult:
         return entry
 
     def table(self, *, markdown: bool = False) -> str:
-        """The relative L2 distances as a table: the probe, then up to six of the layers, then the notes.
+        """The relative L2 distances as a table: the probe, then up to eight of the depths, then the notes.
 
         Args:
             markdown: as a Markdown table.
         """
         depths = sorted({distance.layer for row in self.rows for distance in row.layers})
-        shown = _spread(depths, 6)
+        shown = _spread(depths, 8)
         headers = ["scheme", "probe", *("embeddings" if layer == 0 else f"layer {layer}" for layer in shown), "apart"]
         footnotes: list[str] = []
         rows: list[list[str]] = []
@@ -131,7 +137,7 @@ class DogResult:
             distances = {distance.layer: distance.relative_l2 for distance in row.layers}
             verdict = {True: "yes", False: "no", None: "-"}[row.told_apart]
             shown_distances = [format_number(distances.get(layer)) for layer in shown]
-            rows.append([row.scheme, format_number(row.probe), *shown_distances, " ".join([verdict, *marks])])
+            rows.append([row.label, format_number(row.probe), *shown_distances, " ".join([verdict, *marks])])
         paragraphs = [
             f"{self.model}: {self.sentence!r}, distance between the two {self.word!r} (relative L2)",
             format_table(headers, rows, markdown=markdown),

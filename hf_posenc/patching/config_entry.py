@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedConfig
 
+from hf_posenc.entry import ATTRIBUTE, MODEL_TYPE, read_entry
 from hf_posenc.version import __version__
 
-MODEL_TYPE = "hf_posenc"
-ATTRIBUTE = "position_encoding"
 FORMAT = 1
 ARCHITECTURE_PREFIX = "hf_posenc."
 WEIGHTS_KEY = "transformers_weights"
@@ -31,12 +31,6 @@ WEIGHTS_SENTENCE = (
     "this checkpoint has a position encoding of the package hf_posenc, which this process did not import. "
     "Run `pip install hf-posenc`, and `import hf_posenc` before loading it"
 )
-
-
-def read_entry(config: Any) -> dict[str, Any] | None:
-    """The scheme dictionary a config carries, or `None` for the config of a stock model."""
-    entry = getattr(config, "__dict__", {}).get(ATTRIBUTE)
-    return entry if isinstance(entry, dict) and isinstance(entry.get("scheme"), str) else None
 
 
 def attach_entry(config: PreTrainedConfig, entry: dict[str, Any]) -> None:
@@ -57,7 +51,8 @@ def attach_entry(config: PreTrainedConfig, entry: dict[str, Any]) -> None:
             f"({config.__dict__[ATTRIBUTE]!r}); hf_posenc would overwrite it. Rename it before patching."
         )
     setattr(config, ATTRIBUTE, entry)
-    config.__class__ = carrier_class(stock_class(type(config)))
+    stock: Any = stock_class(type(config))
+    config.__class__ = carrier_class(stock)
 
 
 def detach_entry(config: PreTrainedConfig) -> None:
@@ -88,7 +83,7 @@ def stock_class(config_class: type) -> type:
 
 
 @functools.cache
-def carrier_class(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+def carrier_class(stock: Any) -> Any:
     """The subclass of a config class whose instances carry an entry. It has the same name on purpose."""
 
     def to_json_string(self: Any, use_diff: bool = True) -> str:
@@ -101,18 +96,20 @@ def carrier_class(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
     def __repr__(self: Any) -> str:
         return f"{stock.__name__} {stock.to_json_string(self)}"
 
+    stock_eq: Callable[[Any, object], Any] = stock.__eq__
+
     def __eq__(self: Any, other: object) -> Any:
-        same = stock.__eq__(self, other)
+        same = stock_eq(self, other)
         return same if same is NotImplemented else same and read_entry(self) == read_entry(other)
 
     def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
-        _, _, *rest = super(carrier, self).__reduce_ex__(max(protocol, 2))  # type: ignore[misc]
+        _, _, *rest = stock.__reduce_ex__(self, max(protocol, 2))
         return (_empty_carrier, (stock,), *rest)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         stock.__init__(self, *args, **kwargs)
 
-    carrier = _CarrierType(
+    return _CarrierType(
         stock.__name__,
         (stock,),
         {
@@ -128,12 +125,11 @@ def carrier_class(stock: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
             "to_json_string": to_json_string,
         },
     )
-    return carrier
 
 
-def _empty_carrier(stock: type[PreTrainedConfig]) -> PreTrainedConfig:
+def _empty_carrier(stock: Any) -> PreTrainedConfig:
     """What `pickle` and `copy` start from; the attributes, the entry among them, follow as state."""
-    carrier = carrier_class(stock)
+    carrier: Any = carrier_class(stock)
     return carrier.__new__(carrier)
 
 

@@ -44,7 +44,8 @@ def install_stack(
     hooks.append(stack.module.register_forward_hook(LeaveStack(runtime), always_call=True))
     if architecture.silence is not None:
         architecture.silence(stack, journal)
-        report.replaced.append(f"{stack.name}: {architecture.mechanism or 'native bias'}")
+    if architecture.mechanism:
+        report.replaced.append(f"{stack.name}: {architecture.mechanism}")
     for attention, layer in zip(stack.attentions, encoding.layers, strict=True):
         _install_attention(attention, layer, encoding, architecture, journal, report)
     for rotary in stack.rotaries:
@@ -80,7 +81,7 @@ def _install_attention(
     if attention.uses_interface:
         journal.set_forward(module, InterfaceAttention(module, runtime, layer, drop_native_bias=True))
     else:
-        site = ScoresAttention(module, runtime, layer)
+        site = ScoresAttention(module, runtime, layer, architecture.bias_arguments)
         journal.set_forward(module, site)
         if architecture.rotary_method:
             journal.set(module, architecture.rotary_method, RotaryMethodSite(site))

@@ -55,7 +55,7 @@ def native_scheme(model: PreTrainedModel) -> SchemeConfig:
 
 
 def _stack_scheme(stack: Stack, architecture: Architecture, rotations: dict[str, Rotation]) -> SchemeConfig:
-    if architecture.silence is not None or architecture.rotary_method is not None:
+    if architecture.mechanism or architecture.rotary_method:
         declared = _declared(stack, architecture)
         if declared is not None:
             return declared

@@ -6,6 +6,7 @@ import inspect
 import types
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_posenc.attention.scores import ScoresMode
@@ -24,8 +25,15 @@ class ScoresAttention(AttentionSite):
     depends on distance.
     """
 
-    def __init__(self, module: nn.Module, runtime: StackRuntime, encoding: LayerEncoding) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        runtime: StackRuntime,
+        encoding: LayerEncoding,
+        bias_arguments: tuple[str, ...] = (),
+    ) -> None:
         super().__init__(module, runtime, encoding)
+        self.bias_arguments = bias_arguments
         self.calls: list[LayerCall] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -37,6 +45,7 @@ class ScoresAttention(AttentionSite):
         time_axis = 0 if self.runtime.time_major else 1
         state = self.current_state(hidden_states.shape[time_axis])
         forward = inspect.unwrap(type(self.module).forward)
+        args, kwargs = self._without_native_bias(forward, args, kwargs)
         call = LayerCall(state)
 
         def pair_map(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,6 +73,18 @@ class ScoresAttention(AttentionSite):
                 "Declare the architecture with hf_posenc.register_architecture."
             )
         return output
+
+    def _without_native_bias(
+        self, forward: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not self.bias_arguments:
+            return args, kwargs
+        names = forward.__code__.co_varnames[1 : 1 + len(args)]
+        args = tuple(self._silenced(name, value) for name, value in zip(names, args, strict=True))
+        return args, {name: self._silenced(name, value) for name, value in kwargs.items()}
+
+    def _silenced(self, name: str, value: Any) -> Any:
+        return torch.zeros_like(value) if name in self.bias_arguments and isinstance(value, Tensor) else value
 
     def _map_slots(self, state: ForwardState, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         query_key_map = self.encoding.query_key_map

@@ -34,24 +34,28 @@ def plot_dog(result: DogResult, path: str | Path | None = None) -> Figure:
         raise ValueError(f"Nothing to plot: none of the schemes could be applied to {result.model}.")
     figure = Figure(figsize=(8.5, 0.6 + max(3.4, 0.3 * len(rows))), layout="constrained")
     layers_axes, probe_axes = figure.subplots(1, 2, sharey=True, width_ratios=[3, 1])
-    colors = matplotlib.colormaps["tab20"].colors
+    colors = matplotlib.colormaps["tab10"]
     markers = "osD^vP*X"
     for index, row in enumerate(rows):
-        style = {"color": colors[index % len(colors)], "marker": markers[index % len(markers)]}
+        style = {"color": colors(index % 10), "marker": markers[index % len(markers)], "clip_on": False}
         layers = [distance.layer for distance in row.layers]
         heights = [max(distance.relative_l2, FLOOR) for distance in row.layers]
-        layers_axes.plot(layers, heights, label=row.scheme, markersize=5, linewidth=1.4, **style)
+        layers_axes.plot(
+            layers, heights, label=row.label, markersize=5, linestyle=("-", "--")[index // 10 % 2], **style
+        )
         if row.probe is not None:
             probe_axes.plot([index], [max(row.probe, FLOOR)], linestyle="none", markersize=7, **style)
     layers_axes.axhspan(FLOOR, rows[0].tolerance, color="0.92", zorder=0)
-    probe_axes.axhspan(FLOOR, rows[0].tolerance, color="0.92", zorder=0)
     layers_axes.set_yscale("log")
     layers_axes.set_ylim(FLOOR, 3)
+    decades = [10.0**exponent for exponent in (0, -2, -4, -6)]
+    layers_axes.set_yticks([*decades, FLOOR], [*(f"{decade:g}" for decade in decades), "0"])
+    layers_axes.minorticks_off()
     layers_axes.set_xticks(range(max(len(row.layers) for row in rows)))
     layers_axes.set_xlabel("layer (0: embeddings)")
     layers_axes.set_ylabel(f"distance of the two {result.word!r} (relative L2)")
     layers_axes.set_title(f"{result.model}, {'causal' if result.causal else 'bidirectional'}", fontsize=10)
-    probe_axes.set_title("random attention probe", fontsize=10)
+    probe_axes.set_title("probe", fontsize=10)
     probe_axes.set_xticks([])
     for axes in (layers_axes, probe_axes):
         axes.grid(axis="y", color="0.88", linewidth=0.6)

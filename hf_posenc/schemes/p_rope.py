@@ -5,20 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from hf_posenc.schemes.base import BuildContext, SchemeConfig, SchemeParts
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rope import ROPE_LAYOUTS, RotaryMap, check_rotary_dim, resolve_rotary_dim
-from hf_posenc.schemes.scaling import rope_inverse_frequencies
+from hf_posenc.schemes.scaling import rope_exponents
 from hf_posenc.schemes.validation import check_choice, check_number
 
 
 def p_rope_inverse_frequencies(theta: float, rotary_dim: int, fraction: float) -> Tensor:
     """`(rotary_dim / 2,)` float32: RoPE's for the first `floor(fraction * rotary_dim / 2)` pairs, then zeros."""
-    frequencies = rope_inverse_frequencies(theta, rotary_dim)
-    frequencies[int(fraction * rotary_dim // 2) :] = 0.0
-    return frequencies
+    # Only the kept powers are taken: vectorised `pow` may differ in the last bit with the number of elements, and this
+    # is the number that transformers' "proportional" takes.
+    kept = rope_exponents(rotary_dim)[: int(fraction * rotary_dim // 2)]
+    stopped = rotary_dim // 2 - kept.shape[0]
+    return torch.nn.functional.pad(1.0 / (theta**kept), (0, stopped))
 
 
 @register_scheme

@@ -205,8 +205,8 @@ def check_rotary_dim(config: Any) -> None:
     check_integer(config, "rotary_dim", minimum=2, optional=True)
     if config.rotary_dim is not None and config.rotary_dim % 2:
         raise ValueError(
-            f"{type(config).__name__}.rotary_dim is {config.rotary_dim}; expected an even number, because dimensions are "
-            "rotated in pairs."
+            f"{type(config).__name__}.rotary_dim is {config.rotary_dim}; expected an even number, because dimensions "
+            "are rotated in pairs."
         )
 
 

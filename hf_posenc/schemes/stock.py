@@ -79,8 +79,8 @@ def to_rope_parameters(config: SchemeConfig, context: BuildContext) -> dict[str,
         parameters |= _scaling_parameters(config.scaling, config.theta, rotary_dim, context)
     if config.attention_scaling is not None:
         _set_attention_factor(parameters, config, context)
-    if rotary_dim != context.head_dim:
-        parameters["partial_rotary_factor"] = _partial_rotary_factor(rotary_dim, context.head_dim)
+    # Also for the whole head: without the key some architectures (GPT-NeoX) rotate a share of their own.
+    parameters["partial_rotary_factor"] = _partial_rotary_factor(rotary_dim, context.head_dim)
     return parameters
 
 

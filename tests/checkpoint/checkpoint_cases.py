@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -157,3 +160,13 @@ def outputs(model: PreTrainedModel, ids: torch.Tensor | None = None) -> torch.Te
     ids = token_ids() if ids is None else ids
     arguments = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
     return model(input_ids=ids, use_cache=False, **arguments)[0]
+
+
+def write_reference(model: PreTrainedModel, folder: Path) -> None:
+    """What a fresh process needs to check that it loaded the same model."""
+    place = folder / "reference"
+    place.mkdir(parents=True)
+    reference = {"ids": token_ids(), "outputs": outputs(model).float().contiguous()}
+    reference["bfloat16"] = outputs(copy.deepcopy(model).to(torch.bfloat16)).float().contiguous()
+    save_file(reference, place / "reference.safetensors")
+    (place / "architecture").write_text(type(model).__name__)

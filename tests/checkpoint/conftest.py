@@ -10,24 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from transformers import PreTrainedModel
+from checkpoint_cases import CASES, randomize, write_reference
 
 import hf_posenc
-from checkpoint_cases import CASES, outputs, randomize, token_ids
 
 torch.set_num_threads(1)
 
 REPOSITORY = Path(__file__).parents[2]
-
-
-def write_reference(model: PreTrainedModel, folder: Path) -> None:
-    """What a fresh process needs to check that it loaded the same model."""
-    place = folder / "reference"
-    place.mkdir(parents=True)
-    reference = {"ids": token_ids(), "outputs": outputs(model).float().contiguous()}
-    save_file(reference, place / "reference.safetensors")
-    (place / "architecture").write_text(type(model).__name__)
 
 
 def run_fresh(mode: str, root: Path) -> dict[str, Any]:

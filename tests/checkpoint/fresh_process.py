@@ -25,7 +25,8 @@ def run(model: Any, reference: dict[str, torch.Tensor]) -> float:
     arguments = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
         output = model(input_ids=ids, use_cache=False, **arguments)[0]
-    return float((output.float() - reference["outputs"]).abs().max())
+    expected = reference["bfloat16" if model.dtype == torch.bfloat16 else "outputs"]
+    return float((output.float() - expected).abs().max())
 
 
 def auto_class(architecture: str) -> Any:

@@ -19,7 +19,8 @@ from transformers import (
 )
 
 import hf_posenc  # noqa: F401
-from hf_posenc.patching.config_entry import WEIGHTS_SENTENCE, attach_entry, detach_entry, read_entry
+from hf_posenc.entry import read_entry
+from hf_posenc.patching.config_entry import WEIGHTS_SENTENCE, attach_entry, detach_entry
 
 ENTRY = {"scheme": "none"}
 CONFIGS = [LlamaConfig, BertConfig, GPT2Config, T5Config, Qwen2MoeConfig, Gemma3Config]

@@ -48,7 +48,7 @@ def test_auto_tokenizer_and_pipeline(folder: Path) -> None:
     assert type(generator.model) is LlamaForCausalLM
     (answer,) = generator("w3 w5 w7", max_new_tokens=4, do_sample=False)
     assert answer["generated_text"].startswith("w3 w5 w7")
-    assert len(answer["generated_text"].split()) == 7
+    assert answer["generated_text"].count("w") == 7
 
 
 def test_peft_finds_its_default_targets_and_comes_back(model: Any, folder: Path, tmp_path: Path) -> None:

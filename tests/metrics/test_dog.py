@@ -1,4 +1,6 @@
 import json
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
@@ -7,7 +9,16 @@ from hf_posenc import patch_model
 from hf_posenc.errors import UnknownNameError
 from hf_posenc.metrics import MeasurementError, dog_test
 from hf_posenc.metrics import dog as dog_module
-from hf_posenc.schemes import AlibiConfig, ComposedConfig, IntegerConfig
+from hf_posenc.schemes import (
+    AdditiveEncoding,
+    AlibiConfig,
+    ComposedConfig,
+    IntegerConfig,
+    RopeConfig,
+    SchemeConfig,
+    SchemeParts,
+    registry,
+)
 
 ENCODER_SCHEMES = ["binary", "sinusoidal", "learned", "t5", "alibi", "rope", "p_rope"]
 
@@ -68,8 +79,51 @@ def test_integer_positions_are_invisible_under_layer_norm_and_reported_as_zero(t
     row = dog_test(tiny_bert(), word_tokenizer, [scheme]).row(scheme)
     assert row.identical
     assert not row.told_apart
-    assert row.probe > 0.01  # no LayerNorm there
+    assert row.probe > 1e-3  # no LayerNorm there
     assert any("LayerNorm" in note for note in row.notes)
+
+
+@pytest.fixture
+def uniform(monkeypatch):
+    """A third party's scheme that LayerNorm cancels, which does not say so itself."""
+
+    class Uniform(AdditiveEncoding):
+        def forward(self, positions):
+            return positions.ids.float().unsqueeze(-1).expand(*positions.ids.shape, 32)
+
+    @dataclass(frozen=True)
+    class UniformConfig(SchemeConfig):
+        name: ClassVar[str] = "uniform"
+
+        def build(self, context):
+            return SchemeParts(additive=Uniform())
+
+    monkeypatch.setitem(registry._SCHEMES, "uniform", UniformConfig)
+    return UniformConfig
+
+
+def test_the_reason_for_a_zero_is_found_by_measuring(tiny_bert, word_tokenizer, uniform):
+    row = dog_test(tiny_bert(), word_tokenizer, ["uniform"]).row("uniform")
+    assert row.identical
+    assert row.probe > 1e-3
+    assert row.notes[0].startswith("Invisible: uniform adds the same number to every component")
+
+
+def test_a_zero_for_another_reason_is_noted_too(tiny_bert, word_tokenizer):
+    faint = IntegerConfig(direction="random", scale=1e-9)
+    row = dog_test(tiny_bert(), word_tokenizer, [faint]).rows[0]
+    assert row.identical
+    assert 0 < row.probe < 1e-6
+    assert "but not in this model" in row.notes[0]
+
+
+def test_a_schedule_has_no_probe_and_says_why(tiny_llama, word_tokenizer):
+    model = patch_model(tiny_llama(), "rope", layers=[0], elsewhere="none")
+    row = dog_test(model, word_tokenizer).rows[0]
+    assert row.scheme == "schedule"
+    assert row.probe is None
+    assert row.told_apart is None
+    assert "The probe has no number" in row.notes[0]
 
 
 def test_integer_positions_along_another_direction_are_visible(tiny_bert, word_tokenizer):
@@ -101,6 +155,13 @@ def test_in_a_causal_model_the_mask_alone_tells_the_dogs_apart_after_the_embeddi
     for scheme in ("native", "alibi", "integer"):
         assert result.row(scheme).told_apart
     assert result.row("integer").layers[0].relative_l2 > 0.1  # nothing normalises it away
+
+
+def test_a_learned_scheme_takes_over_the_native_table_and_says_so(tiny_bert, word_tokenizer):
+    result = dog_test(tiny_bert(), word_tokenizer, ["native", "learned", "alibi"])
+    assert result.row("learned").layers == result.row("native").layers
+    assert any("position_embeddings" in note for note in result.row("learned").notes)
+    assert result.row("alibi").notes == ()
 
 
 def test_words_of_several_tokens_are_compared_as_a_whole(tiny_bert, word_tokenizer):
@@ -170,14 +231,11 @@ def test_an_error_half_way_leaves_the_model_as_it_was(tiny_bert, word_tokenizer,
 
 
 def test_a_scheme_the_architecture_cannot_take_is_a_row_with_the_reason(word_tokenizer):
-    from transformers import NystromformerConfig, NystromformerModel
+    from transformers import FNetConfig, FNetModel
 
     torch.manual_seed(0)
-    config = NystromformerConfig(
-        vocab_size=80, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
-        segment_means_seq_len=16, num_landmarks=4,
-    )  # fmt: skip
-    model = NystromformerModel(config).eval()
+    config = FNetConfig(vocab_size=80, hidden_size=32, num_hidden_layers=2, intermediate_size=64)
+    model = FNetModel(config).eval()
     before = fingerprint(model)
     result = dog_test(model, word_tokenizer, ["alibi"])
     row = result.row("alibi")
@@ -212,13 +270,19 @@ def test_other_dtypes(tiny_bert, word_tokenizer, dtype):
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
 
 
+def test_labels_tell_two_variants_of_a_scheme_apart(tiny_llama, word_tokenizer):
+    wanted = ["native", "rope", RopeConfig(theta=300.0), AlibiConfig(learnable=True)]
+    labels = [row.label for row in dog_test(tiny_llama(), word_tokenizer, wanted).rows]
+    assert labels == ["native (rope)", "rope", "rope:theta=300.0", "alibi:learnable=True"]
+
+
 def test_unknown_schemes_are_refused_before_anything_else(tiny_bert, word_tokenizer):
     with pytest.raises(UnknownNameError, match="Did you mean 'alibi'"):
         dog_test(tiny_bert(), word_tokenizer, ["none", "alibbi"])
 
 
 def test_a_scheme_with_required_options_is_refused_by_name_and_taken_as_a_config(tiny_bert, word_tokenizer):
-    with pytest.raises(MeasurementError, match="'composed' needs parts"):
+    with pytest.raises(MeasurementError, match=r"'composed' cannot be built from its name alone.*parts"):
         dog_test(tiny_bert(), word_tokenizer, ["composed"])
     config = ComposedConfig((AlibiConfig(), IntegerConfig(direction="one_hot")))
     assert dog_test(tiny_bert(), word_tokenizer, [config]).row("composed").told_apart
@@ -246,13 +310,13 @@ def test_the_result_is_json_and_a_table(tiny_bert, word_tokenizer):
     assert result.table(markdown=True).splitlines()[2].startswith("| scheme")
 
 
-def test_deep_models_show_six_of_their_layers(word_tokenizer, tiny_bert):
+def test_deep_models_show_some_of_their_layers(word_tokenizer, tiny_bert):
     model = tiny_bert()
     model.encoder.layer = torch.nn.ModuleList([*model.encoder.layer] * 4)
     model.config.num_hidden_layers = 12
     result = dog_test(model, word_tokenizer)
     assert len(result.rows[0].layers) == 13
     header = result.table().splitlines()[2]
-    assert header.count("layer ") == 5
+    assert header.count("layer ") == 7
     assert "layer 1 " in header
     assert "layer 12" in header

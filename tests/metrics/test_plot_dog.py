@@ -22,7 +22,7 @@ def result(*rows: DogRow) -> DogResult:
 
 def row(name: str, *distances: float, probe: float | None = 0.1, error: str | None = None) -> DogRow:
     layers = tuple(LayerDistance(layer, value, value**2) for layer, value in enumerate(distances))
-    return DogRow(name, None, layers, probe, tolerance=1e-5, causal=False, error=error)
+    return DogRow(name, None, layers, probe, tolerance=1e-5, causal=False, label=name, error=error)
 
 
 def test_lines_hold_the_distances(tmp_path):

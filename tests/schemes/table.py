@@ -128,7 +128,9 @@ VARIANTS = [
 
 def context_for(config: SchemeConfig) -> BuildContext:
     """A small place to build at; bidirectional for the variants that need it."""
-    return BuildContext(HIDDEN, HEADS, HEAD_DIM, causal=config != AlibiConfig("asymmetric"), max_positions=MAX_POSITIONS)
+    return BuildContext(
+        HIDDEN, HEADS, HEAD_DIM, causal=config != AlibiConfig("asymmetric"), max_positions=MAX_POSITIONS
+    )
 
 
 def positions_of(*lengths: int, padded_to: int | None = None) -> Positions:

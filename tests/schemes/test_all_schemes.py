@@ -166,7 +166,9 @@ def test_parts_trace_without_a_graph_break(name, config):
 
 
 def kind(*kinds: str) -> Any:
-    cases = [pytest.param(TABLE[name], config, id=label) for name, config, label in VARIANTS if TABLE[name].kind in kinds]
+    cases = [
+        pytest.param(TABLE[name], config, id=label) for name, config, label in VARIANTS if TABLE[name].kind in kinds
+    ]
     return pytest.mark.parametrize(("row", "config"), cases)
 
 

@@ -62,7 +62,8 @@ def test_half_layout_is_bit_equal_to_llama(dtype, theta):
 
 
 def test_interleaved_layout_is_bit_equal_to_cohere():
-    config = CohereConfig(hidden_size=4 * HEAD_DIM, num_attention_heads=4)
+    parameters = {"rope_type": "default", "rope_theta": 10000.0}
+    config = CohereConfig(hidden_size=4 * HEAD_DIM, num_attention_heads=4, rope_parameters=parameters)
     query, key = query_and_key()
     cos, sin = cohere.CohereRotaryEmbedding(config)(query, torch.arange(LENGTH).unsqueeze(0))
     expected = cohere.apply_rotary_pos_emb(query, key, cos, sin)

@@ -28,10 +28,11 @@ class Architecture:
         table_is_rotary: its position table feeds a rotation, so it is no additive table.
         rotary_method: attention method that rotates `(phases, query, key)`, instead of a global function.
         pairing: which dimensions `rotary_method` pairs, "half" or "interleaved".
-        mechanism: name of what `silence` silences, for the report.
+        mechanism: name of what `bias_arguments` and `silence` put out of action, for the report.
         head_shape: `(attention module, config) -> (num_heads, head_dim)`, where attribute names do not say.
         time_major: hidden states are `(time, batch, hidden)`.
-        silence: silences native mechanisms other than rotary functions, tables and `position_bias` arguments.
+        bias_arguments: arguments of its attention forward that carry a native bias; they are replaced by zeros.
+        silence: silences native mechanisms that are none of these.
         native: the scheme those mechanisms amount to, `(stack) -> config`, or `None` where discovery suffices.
         bias_table: the native `(buckets, heads)` table of relative biases that a layer uses, or `None`.
         kept: native position-dependent behaviour that stays whatever the scheme, for the report.
@@ -45,6 +46,7 @@ class Architecture:
     mechanism: str | None = None
     head_shape: Callable[[nn.Module, Any], tuple[int, int]] | None = None
     time_major: bool = False
+    bias_arguments: tuple[str, ...] = ()
     silence: Silencer | None = None
     native: Callable[[Stack], SchemeConfig | None] | None = None
     bias_table: Callable[[Stack, FoundAttention], Tensor | None] | None = None

@@ -22,15 +22,6 @@ class ZeroBias:
         return torch.zeros((1,) * self.dimensions, device=device, dtype=kwargs.get("dtype", dtype))
 
 
-class ZeroAlibi:
-    """Replaces BLOOM's `build_alibi_tensor(attention_mask, num_heads, dtype)`."""
-
-    def __call__(self, attention_mask: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
-        """`(batch * heads, 1, key_len)` zeros."""
-        batch, length = attention_mask.shape
-        return torch.zeros(batch * num_heads, 1, length, dtype=dtype, device=attention_mask.device)
-
-
 class NoBias:
     """Replaces a method whose result is added only if it is not `None`."""
 
@@ -44,15 +35,3 @@ class ZeroRelativeShift:
     def __call__(self, scores: Tensor, klen: int = -1) -> Tensor:
         """Zeros `(batch, heads, query_len, klen)`."""
         return scores.new_zeros(*scores.shape[:3], klen)
-
-
-class ZeroSegmentBias:
-    """Replaces the forward of CPM-Ant's position bias."""
-
-    def __init__(self, num_heads: int) -> None:
-        self.num_heads = num_heads
-
-    def __call__(self, key_pos: Tensor, query_pos: Tensor, *segments: Any) -> Tensor:
-        """Zeros `(batch, heads, query_len, key_len)`."""
-        shape = (key_pos.shape[0], self.num_heads, query_pos.shape[1], key_pos.shape[1])
-        return torch.zeros(shape, device=key_pos.device)

@@ -9,10 +9,8 @@ from torch import Tensor, nn
 from hf_posenc.patching.architectures.declaration import Architecture, register_architecture
 from hf_posenc.patching.architectures.silencers import (
     NoBias,
-    ZeroAlibi,
     ZeroBias,
     ZeroRelativeShift,
-    ZeroSegmentBias,
 )
 from hf_posenc.patching.instance import InstancePatches
 from hf_posenc.patching.sites import FoundAttention, Stack
@@ -21,14 +19,6 @@ from hf_posenc.schemes.base import SchemeConfig
 
 _NO_SCORES = "its attention is sparse or approximate, so there are no dense logits a scheme could act on."
 _NO_ATTENTION = "it has no softmax attention."
-
-
-def _silence_bloom(stack: Stack, patches: InstancePatches) -> None:
-    patches.set(stack.module, "build_alibi_tensor", ZeroAlibi())
-
-
-def _silence_mpt(stack: Stack, patches: InstancePatches) -> None:
-    patches.set(stack.module, "build_mpt_alibi_tensor", ZeroBias(3))
 
 
 def _silence_relative_table(stack: Stack, patches: InstancePatches) -> None:
@@ -67,9 +57,7 @@ def _silence_deberta(stack: Stack, patches: InstancePatches) -> None:
 
 
 def _silence_cpmant(stack: Stack, patches: InstancePatches) -> None:
-    bias = stack.module.position_bias
-    patches.set_forward(bias, ZeroSegmentBias(bias.num_heads))
-    patches.freeze(bias.relative_attention_bias)
+    patches.freeze(stack.module.position_bias.relative_attention_bias)
 
 
 def _relative_table(stack: Stack) -> SchemeConfig:
@@ -78,7 +66,6 @@ def _relative_table(stack: Stack) -> SchemeConfig:
     return T5Config(
         num_buckets=owner.relative_attention_num_buckets,
         max_distance=owner.relative_attention_max_distance,
-        bidirectional=not owner.is_decoder,
         shared=len(owners) < len(stack.attentions) or len(stack.attentions) == 1,
     )
 
@@ -156,12 +143,10 @@ def declare_stock_architectures() -> None:
         register_architecture(*names, architecture=Architecture(unsupported=reason))
     relative = Architecture(mechanism="T5 relative bias", silence=_silence_relative_table, native=_relative_table, bias_table=_relative_bias_table)
     register_architecture("t5", "mt5", "umt5", "switch_transformers", "udop", "pop2piano", architecture=relative)
-    register_architecture(
-        "bloom", architecture=Architecture(mechanism="ALiBi", silence=_silence_bloom, native=lambda stack: AlibiConfig(variant="causal"))
+    alibi = Architecture(
+        mechanism="ALiBi", bias_arguments=("alibi", "position_bias"), native=lambda stack: AlibiConfig(variant="causal")
     )
-    register_architecture(
-        "mpt", architecture=Architecture(mechanism="ALiBi", silence=_silence_mpt, native=lambda stack: AlibiConfig(variant="causal"))
-    )
+    register_architecture("bloom", "mpt", architecture=alibi)
     register_architecture(
         "mpnet",
         architecture=Architecture(mechanism="T5 relative bias", silence=_silence_mpnet, native=_mpnet_native, bias_table=_mpnet_bias_table),
@@ -183,6 +168,8 @@ def declare_stock_architectures() -> None:
         architecture=Architecture(time_major=True, mechanism="Transformer-XL bias", silence=_silence_xlnet, head_shape=_xlnet_heads),
     )
     register_architecture("deberta", "deberta-v2", architecture=Architecture(mechanism="disentangled attention", silence=_silence_deberta))
-    register_architecture("cpmant", architecture=Architecture(mechanism="segment position bias", silence=_silence_cpmant))
+    register_architecture("cpmant", architecture=Architecture(
+            mechanism="segment position bias", bias_arguments=("position_bias",), silence=_silence_cpmant
+        ))
     register_architecture("falcon", architecture=Architecture(unsupported=_falcon_refusal))
     register_architecture("convbert", architecture=Architecture(head_shape=_convbert_heads))

@@ -1,0 +1,438 @@
+"""What has to hold for every architecture and scheme, measured against the stock model.
+
+A check that the stock model fails as well says nothing about a scheme and is marked so ("stock").
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from tiny import FIRST_TOKEN, VOCABULARY, Pair, one_layer_models, tiny_model
+from torch import Tensor
+from transformers import PreTrainedModel, StaticCache
+
+from hf_posenc import UnsupportedError, native_scheme, patch_model, unpatch_model
+from hf_posenc.patching.discovery import find_stacks
+
+LENGTH = 20
+PREFILL = 13
+PADDING = 5
+#: Bounds on differences of logits whose standard deviation is 1.
+NATIVE_BOUND = 1e-5
+SAME_BOUND = 1e-4
+EFFECT_BOUND = 1e-3
+SCHEMES = ("native", "none", "alibi", "t5", "rope", "sinusoidal")
+
+
+@dataclass
+class Finding:
+    """One check of one scheme.
+
+    Args:
+        verdict: "pass", "fail", "stock" (the stock model fails too) or "skip".
+        value: what was measured, `None` where nothing was.
+        note: the error, or why the check does not apply.
+    """
+
+    verdict: str
+    value: float | None = None
+    note: str = ""
+
+
+@dataclass
+class Record:
+    """Everything found for one pair.
+
+    Args:
+        pair: its name.
+        native: the native scheme as text, or why it has no name.
+        refusal: the reason of an `UnsupportedError` that rules out every scheme, or empty.
+        findings: scheme -> check -> finding.
+    """
+
+    pair: str
+    native: str = ""
+    refusal: str = ""
+    findings: dict[str, dict[str, Finding]] = field(default_factory=dict)
+
+    def failed(self, scheme: str) -> list[str]:
+        """Names of the checks a scheme fails."""
+        return [name for name, finding in self.findings.get(scheme, {}).items() if finding.verdict == "fail"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dictionary."""
+        return asdict(self)
+
+
+def check_pair(pair: Pair, schemes: tuple[str, ...] = SCHEMES) -> Record:
+    """Builds the model of a pair and runs every check for every scheme."""
+    return Checker(pair).record_of(schemes)
+
+
+class Checker:
+    """The checks of one pair.
+
+    Args:
+        pair: the architecture and its head.
+    """
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self.model = tiny_model(pair)
+        generator = torch.Generator().manual_seed(7)
+        self.tokens = torch.randint(FIRST_TOKEN, VOCABULARY, (2, LENGTH), generator=generator)
+        self.record = Record(pair.name)
+
+    def record_of(self, schemes: tuple[str, ...]) -> Record:
+        """Runs everything."""
+        try:
+            find_stacks(self.model)
+        except UnsupportedError as error:
+            self._check_refusal(error, schemes)
+            return self.record
+        with torch.no_grad():
+            self.stock = self._run(self.tokens)
+            self.scale = float(self.stock.std())
+            self._probe_stock()
+            self.trace = _trace(self.model)
+            self.without = None
+            for scheme in ("none", *(name for name in schemes if name != "none")):
+                found: dict[str, Finding] = {}
+                self.record.findings[scheme] = found
+                self._check_scheme(scheme, found)
+        return self.record
+
+    def _check_refusal(self, error: UnsupportedError, schemes: tuple[str, ...]) -> None:
+        """Every scheme is refused, and the refusal leaves no trace."""
+        self.record.refusal = str(error)
+        trace = _trace(self.model)
+        for scheme in schemes:
+            try:
+                patch_model(self.model, "rope" if scheme == "native" else scheme)
+            except UnsupportedError:
+                changed = _difference(trace, _trace(self.model))
+                finding = Finding("fail", note=changed) if changed else Finding("pass")
+            else:
+                finding = Finding("fail", note="was not refused")
+            self.record.findings[scheme] = {"refused": finding}
+
+    def _probe_stock(self) -> None:
+        """What the stock model can do by itself, and in which way of calling it."""
+        full = self.stock
+        self.decode_mode = next((mode for mode in (True, False) if self._holds(lambda: self._decode(mode), full)), None)
+        self.static = self.decode_mode is not None and self._holds(
+            lambda: self._decode(bool(self.decode_mode), static=True), full
+        )
+        self.padding_modes = [mode for mode in (True, False) if self._padding_holds(mode)]
+        self.switches = bool(getattr(self.model, "_supports_sdpa", False)) and self._holds(self._eager, full)
+        self.attention_path = _first_attention(self.model)
+        self.one_layer = one_layer_models(self.pair)
+        self.positional = [self._permuted(model) > EFFECT_BOUND for model in self.one_layer]
+
+    def _check_scheme(self, scheme: str, found: dict[str, Finding]) -> None:
+        try:
+            config: Any = native_scheme(self.model) if scheme == "native" else scheme
+            if scheme == "native":
+                self.record.native = _brief(config)
+            self._patch(self.model, scheme, config)
+        except Exception as error:  # the table names whatever went wrong
+            found["patch"] = Finding("fail", note=f"{type(error).__name__}: {error}")
+            if scheme == "native":
+                self.record.native = f"({error})"
+            found["undo"] = self._undo()
+            return
+        full = self._measured(found, "forward", lambda: self._run(self.tokens))
+        if full is not None:
+            self._check_effect(scheme, config, full, found)
+            self._check_consistency(full, found)
+        found["undo"] = self._undo()
+
+    def _check_effect(self, scheme: str, config: Any, full: Tensor, found: dict[str, Finding]) -> None:
+        changed = self._distance(full, self.stock)
+        if scheme == "native":
+            found["stock"] = _at_most(changed, NATIVE_BOUND)
+            return
+        if scheme == "none":
+            self.without = full
+            native_none = not any(self.positional) and changed <= EFFECT_BOUND
+            found["effect"] = Finding("skip", changed, "natively without positions") if native_none else _above(changed)
+            found["content"] = self._depends_on_content()
+        else:
+            found["effect"] = _above(changed)
+            if self.without is not None:
+                found["not none"] = _above(self._distance(full, self.without))
+                found["every layer"] = self._every_layer(scheme, config)
+        for index, model in enumerate(self.one_layer):
+            found[f"order {index}"] = self._check_order(scheme, config, model, self.positional[index])
+
+    def _check_order(self, scheme: str, config: Any, model: PreTrainedModel, positional: bool) -> Finding:
+        """Without positions the order of earlier tokens is invisible in one layer; with any scheme it is not."""
+        try:
+            self._patch(model, scheme, config)
+            value = self._permuted(model)
+        except Exception as error:
+            return Finding("fail", note=f"{type(error).__name__}: {error}")
+        finally:
+            unpatch_model(model)
+        if scheme == "none":
+            return _at_most(value, SAME_BOUND)
+        return _above(value)
+
+    def _check_consistency(self, full: Tensor, found: dict[str, Finding]) -> None:
+        if self.pair.kind in ("causal", "seq2seq"):
+            mode = bool(self.decode_mode)
+            found["decode"] = self._same(lambda: self._decode(mode), full, self.decode_mode is not None)
+            found["static"] = self._same(lambda: self._decode(mode, static=True), full, self.static)
+        for mode in self.padding_modes or [False]:
+            name = "left padding" + (" with ids" if mode else "")
+            found[name] = self._same(lambda mode=mode: self._padded(mode), self._alone(), bool(self.padding_modes))
+        if self.switches:
+            found["eager"] = self._same(self._eager, full, True)
+
+    def _same(self, compute: Callable[[], Tensor], expected: Tensor, stock_holds: bool) -> Finding:
+        try:
+            value = self._distance(compute(), expected)
+        except Exception as error:
+            return Finding("fail" if stock_holds else "stock", note=f"{type(error).__name__}: {error}"[:300])
+        finding = _at_most(value, SAME_BOUND)
+        if finding.verdict == "fail" and not stock_holds:
+            finding.verdict = "stock"
+        return finding
+
+    def _measured(self, found: dict[str, Finding], name: str, compute: Callable[[], Tensor]) -> Tensor | None:
+        try:
+            output = compute()
+        except Exception as error:
+            found[name] = Finding("fail", note=f"{type(error).__name__}: {error}"[:300])
+            return None
+        found[name] = Finding("pass" if bool(torch.isfinite(output).all()) else "fail")
+        return output
+
+    def _undo(self) -> Finding:
+        unpatch_model(self.model)
+        changed = _difference(self.trace, _trace(self.model))
+        if changed:
+            return Finding("fail", note=changed)
+        return Finding("pass") if torch.equal(self._run(self.tokens), self.stock) else Finding("fail", note="other logits")
+
+    def _patch(self, model: PreTrainedModel, scheme: str, config: Any) -> None:
+        options = {"theta": 100.0} if scheme == "rope" else {}
+        patch_model(model, config, **options)
+        stir(model)
+
+    def _every_layer(self, scheme: str, config: Any) -> Finding:
+        """The scheme in one layer and nothing elsewhere differs from nothing, for every layer."""
+        if scheme == "sinusoidal":
+            return Finding("skip", note="acts before the layers")
+        options = {"theta": 100.0} if scheme == "rope" else {}
+        layers = sorted({layer for stack in find_stacks(self.model) for layer in stack.layers()})
+        smallest = float("inf")
+        try:
+            for layer in layers:
+                patch_model(self.model, config, layers=[layer], elsewhere="none", **options)
+                stir(self.model)
+                smallest = min(smallest, self._distance(self._run(self.tokens), self.without))
+        except Exception as error:
+            return Finding("fail", note=f"{type(error).__name__}: {error}"[:300])
+        finally:
+            self._patch(self.model, scheme, config)
+        return _above(smallest)
+
+    def _depends_on_content(self) -> Finding:
+        """Attention that is uniform adds up the effects of two tokens; real attention does not."""
+        outputs: list[Tensor] = []
+        ends: list[Tensor] = []
+        tokens = self.tokens[:1, :11]
+        module = self.model.get_submodule(self.attention_path)
+
+        def keep(module: Any, args: Any, output: Any) -> None:
+            outputs.append(output[0] if isinstance(output, tuple) else output)
+
+        hook = module.register_forward_hook(keep)
+        try:
+            for first, second in ((9, 19), (9, 59), (109, 19), (109, 59)):
+                changed = tokens.clone()
+                changed[0, 6], changed[0, 8] = first, second
+                outputs.clear()
+                self._run(changed)
+                axis = list(outputs[0].shape).index(tokens.shape[1])
+                ends.append(outputs[0].select(axis, -1).flatten())
+        finally:
+            hook.remove()
+        a, b, c, d = ends
+        interaction = (a - b - c + d).abs().max() / (a - d).abs().max().clamp(min=1e-12)
+        return _above(float(interaction))
+
+    def _run(self, tokens: Tensor, model: PreTrainedModel | None = None, **options: Any) -> Tensor:
+        model = self.model if model is None else model
+        if self.pair.kind == "seq2seq":
+            options["decoder_input_ids"] = tokens.flip(-1) if "decoder_input_ids" not in options else options["decoder_input_ids"]
+        return output_of(model(input_ids=tokens, **options))
+
+    def _distance(self, ours: Tensor, theirs: Tensor | None) -> float:
+        assert theirs is not None
+        return float((ours - theirs).abs().max()) / self.scale
+
+    def _holds(self, compute: Callable[[], Tensor], expected: Tensor) -> bool:
+        try:
+            return self._distance(compute(), expected) <= SAME_BOUND
+        except Exception:
+            return False
+
+    def _decode(self, with_mask: bool, static: bool = False) -> Tensor:
+        """Logits of the full sequence, computed with a cache: a prefill, then one token at a time."""
+        cache = StaticCache(config=self.model.config, max_cache_len=LENGTH + 4) if static else None
+        if self.pair.kind == "seq2seq":
+            return self._decode_decoder(static)
+        pieces = []
+        bounds = [0, *range(PREFILL, LENGTH + 1)]
+        for start, end in zip(bounds, bounds[1:], strict=False):
+            options: dict[str, Any] = {"use_cache": True}
+            if cache is not None:
+                options["past_key_values"] = cache
+            if with_mask:
+                options["attention_mask"] = torch.ones(2, end, dtype=torch.int64)
+                if "position_ids" in inspect.signature(type(self.model).forward).parameters:
+                    options["position_ids"] = torch.arange(start, end).expand(2, -1)
+            output = self.model(input_ids=self.tokens[:, start:end], **options)
+            cache = output.past_key_values
+            pieces.append(output_of(output))
+        return torch.cat(pieces, dim=1)
+
+    def _decode_decoder(self, static: bool) -> Tensor:
+        from transformers import EncoderDecoderCache
+
+        encoder_outputs = self.model.get_encoder()(input_ids=self.tokens)
+        cache: Any = None
+        if static:
+            own, cross = (StaticCache(config=self.model.config, max_cache_len=LENGTH + 4) for _ in range(2))
+            cache = EncoderDecoderCache(own, cross)
+        target = self.tokens.flip(-1)
+        pieces = []
+        bounds = [0, *range(PREFILL, LENGTH + 1)]
+        for start, end in zip(bounds, bounds[1:], strict=False):
+            output = self.model(
+                encoder_outputs=encoder_outputs,
+                decoder_input_ids=target[:, start:end],
+                past_key_values=cache,
+                use_cache=True,
+            )
+            cache = output.past_key_values
+            pieces.append(output_of(output))
+        return torch.cat(pieces, dim=1)
+
+    def _alone(self) -> Tensor:
+        return self._run(self.tokens[:1, : LENGTH - PADDING])
+
+    def _padded(self, with_ids: bool) -> Tensor:
+        """The logits of one sequence that was padded on the left."""
+        tokens = self.tokens[:1, : LENGTH - PADDING]
+        pad = _pad_token(self.model)
+        mask = torch.cat((torch.zeros(1, PADDING, dtype=torch.int64), torch.ones_like(tokens)), dim=1)
+        options: dict[str, Any] = {"attention_mask": mask}
+        if with_ids:
+            options["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+        if self.pair.kind == "seq2seq":
+            options["decoder_input_ids"] = tokens.flip(-1)
+        padded = self._run(torch.cat((tokens.new_full((1, PADDING), pad), tokens), dim=1), **options)
+        return padded if self.pair.kind == "seq2seq" else padded[:, PADDING:]
+
+    def _padding_holds(self, with_ids: bool) -> bool:
+        if with_ids and "position_ids" not in inspect.signature(type(self.model).forward).parameters:
+            return False
+        return self._holds(lambda: self._padded(with_ids), self._alone())
+
+    def _eager(self) -> Tensor:
+        before = self.model.config._attn_implementation
+        self.model.set_attn_implementation("eager")
+        try:
+            return self._run(self.tokens)
+        finally:
+            self.model.set_attn_implementation(before)
+
+    def _permuted(self, model: PreTrainedModel) -> float:
+        """How much the last token notices that the earlier ones changed places."""
+        tokens = self.tokens[:1, :12]
+        order = torch.tensor([7, 2, 10, 0, 5, 9, 1, 4, 8, 3, 6, 11])
+        last, permuted = self._run(tokens, model)[:, -1], self._run(tokens[:, order], model)[:, -1]
+        return float((last - permuted).abs().max() / last.std())
+
+
+def output_of(output: Any) -> Tensor:
+    """The logits, or the last hidden state of a model without a head."""
+    for name in ("logits", "prediction_logits", "last_hidden_state"):
+        value = getattr(output, name, None)
+        if isinstance(value, Tensor):
+            return value
+    raise TypeError(f"{type(output).__name__} holds neither logits nor hidden states.")
+
+
+def stir(model: PreTrainedModel) -> None:
+    """Gives every learned part of a scheme that did not take over native weights values of size 1."""
+    encoding = model.position_encoding
+    if any(stack.adopted for stack in encoding.report.stacks):
+        return
+    torch.manual_seed(3)
+    for parameter in encoding.parameters():
+        parameter.data.normal_(0.0, 1.0)
+
+
+def _brief(config: Any) -> str:
+    fields = getattr(config, "layers", None) or getattr(config, "parts", None)
+    if fields is not None:
+        names = list(dict.fromkeys(_brief(one) for one in fields))
+        return (" / " if hasattr(config, "layers") else " + ").join(names)
+    return str(config.name)
+
+
+def _pad_token(model: PreTrainedModel) -> int:
+    return getattr(model.config, "pad_token_id", None) or 0
+
+
+def _first_attention(model: PreTrainedModel) -> str:
+    stack = find_stacks(model)[0]
+    return ".".join(part for part in (stack.path, stack.attentions[0].path) if part)
+
+
+def _at_most(value: float, bound: float) -> Finding:
+    return Finding("pass" if value <= bound else "fail", value)
+
+
+def _above(value: float) -> Finding:
+    return Finding("pass" if value > EFFECT_BOUND else "fail", value)
+
+
+def _trace(model: PreTrainedModel) -> dict[str, Any]:
+    """Everything a patch could leave behind: on instances, on classes, in modules, in weights and in the config."""
+    trace: dict[str, Any] = {"config": (type(model.config), model.config.to_dict())}
+    classes = {type(module) for module in model.modules()}
+    for name, module in model.named_modules():
+        own = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+        hooks = [len(value) for key, value in vars(module).items() if key.endswith("hooks")]
+        trace[f"instance {name}"] = (sorted(own), hooks, list(module._modules), list(module._buffers), type(module))
+    for name, tensor in model.state_dict().items():
+        trace[f"weight {name}"] = tensor.clone()
+    for name, parameter in model.named_parameters():
+        trace[f"requires_grad {name}"] = parameter.requires_grad
+    for one in classes:
+        trace[f"class {one}"] = {key: id(value) for key, value in vars(one).items() if not key.startswith("__")}
+        if one.__module__.startswith("transformers"):
+            values = vars(sys.modules[one.__module__])
+            trace[f"module {one.__module__}"] = {key: id(value) for key, value in values.items()}
+    return trace
+
+
+def _difference(before: dict[str, Any], after: dict[str, Any]) -> str:
+    if before.keys() != after.keys():
+        return f"entries {sorted(before.keys() ^ after.keys())[:4]}"
+    for key, value in before.items():
+        same = torch.equal(value, after[key]) if isinstance(value, Tensor) else value == after[key]
+        if not same:
+            return key
+    return ""
+

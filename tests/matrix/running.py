@@ -1,0 +1,55 @@
+"""Running a model the way each behaviour needs it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_posenc import patch_model
+
+from .architectures import ARCHITECTURES, VOCABULARY, ArchitectureRow
+
+LENGTH = 14
+
+
+def tokens(batch: int = 2, length: int = LENGTH, seed: int = 1) -> Tensor:
+    """Random ids without the special ones."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(5, VOCABULARY, (batch, length), generator=generator)
+
+
+def patched(name: str, scheme: Any, **overrides: Any) -> Any:
+    """A fresh model of one row, patched; `None` leaves it stock."""
+    model = ARCHITECTURES[name].build(**overrides)
+    if scheme is None:
+        return model
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        torch.manual_seed(7)
+        patch_model(model, scheme)
+    strengthen(model)
+    return model
+
+
+def strengthen(model: Any) -> None:
+    """Makes freshly drawn tables large enough to see."""
+    with torch.no_grad():
+        for parameter in model.position_encoding.parameters():
+            if parameter.dim() == 2 and parameter.std() < 0.1:
+                parameter.normal_(std=0.5, generator=torch.Generator().manual_seed(3))
+
+
+def outputs(model: Any, row: ArchitectureRow, input_ids: Tensor, **kwargs: Any) -> Tensor:
+    """Logits, or hidden states of a model without a head: `(batch, length, width)`."""
+    if row.encoder_decoder:
+        kwargs = {"decoder_input_ids": input_ids} | kwargs
+    result = model(input_ids=input_ids, **kwargs)
+    return result.logits if hasattr(result, "logits") else result.last_hidden_state
+
+
+def distance(first: Tensor, second: Tensor) -> float:
+    """Largest difference, relative to the size of the outputs."""
+    return float((first - second).abs().max() / second.abs().max().clamp(min=1.0))

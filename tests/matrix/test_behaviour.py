@@ -1,0 +1,227 @@
+"""Every scheme in every build of architecture: what a patch promises."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from hf_posenc import native_scheme, patch_model, unpatch_model
+from hf_posenc import ComposedConfig, LearnedConfig, SchemeConfig
+from hf_posenc.errors import UnsupportedError
+from tests.schemes.table import TABLE
+
+from .architectures import ARCHITECTURES
+from .running import LENGTH, distance, outputs, patched, tokens
+
+#: fp32 with two tiny layers: sums of some hundred terms in another order.
+CLOSE = 2e-5
+#: what a position must change to count as an effect; three orders above rounding.
+VISIBLE = 1e-3
+
+
+def _sized(config: SchemeConfig) -> SchemeConfig:
+    """A table gets a length, for architectures that have none of their own."""
+    if isinstance(config, ComposedConfig):
+        return ComposedConfig(parts=tuple(_sized(part) for part in config.parts))
+    if isinstance(config, LearnedConfig) and config.num_positions is None:
+        return dataclasses.replace(config, num_positions=64)
+    return config
+
+
+SCHEMES = {name: _sized(row.variants[0]) for name, row in TABLE.items()}
+CAUSAL = [name for name, row in ARCHITECTURES.items() if row.causal]
+ENCODERS = [name for name, row in ARCHITECTURES.items() if not row.causal]
+
+every_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES)
+every_scheme = pytest.mark.parametrize("scheme", SCHEMES)
+every_decoder = pytest.mark.parametrize("architecture", CAUSAL)
+
+
+def _length_dependent(model: Any) -> bool:
+    return any(getattr(module, "length_dependent", False) for module in model.position_encoding.modules())
+
+
+@every_architecture
+@torch.no_grad()
+def test_native_round_trip(architecture: str) -> None:
+    row, model = ARCHITECTURES[architecture], patched(architecture, None)
+    stock = outputs(model, row, tokens())
+    patch_model(model, native_scheme(model))
+    assert distance(outputs(model, row, tokens()), stock) <= CLOSE
+
+
+@every_architecture
+@every_scheme
+@torch.no_grad()
+def test_effect_and_undo(architecture: str, scheme: str) -> None:
+    row, model = ARCHITECTURES[architecture], patched(architecture, None)
+    stock, before = outputs(model, row, tokens()), {key: value.clone() for key, value in model.state_dict().items()}
+    native = native_scheme(model)
+    patch_model(model, SCHEMES[scheme])
+    changed = distance(outputs(model, row, tokens()), stock)
+    if type(native) is not type(SCHEMES[scheme]):
+        assert changed > VISIBLE
+    unpatch_model(model)
+    assert torch.equal(outputs(model, row, tokens()), stock)
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    assert all(parameter.requires_grad for name, parameter in model.named_parameters() if "embed_positions" not in name)
+
+
+@every_architecture
+@torch.no_grad()
+def test_order_is_invisible_without_positions(architecture: str) -> None:
+    """Encoders commute with permutations; the last token of one causal layer does not see the order of the others."""
+    row = ARCHITECTURES[architecture]
+    if row.causal:
+        layers = {"n_layer": 1} if architecture in ("gpt2", "gptj", "bloom") else {"num_hidden_layers": 1}
+        if "gemma3" in architecture or "cohere2" in architecture:
+            layers |= {"layer_types": ["full_attention"]}
+        if "mistral" in architecture:
+            layers |= {"sliding_window": None}
+        model = patched(architecture, "none", **layers)
+    else:
+        wide = {"local_attention": 128} if architecture == "modernbert" else {}
+        model = patched(architecture, "none", **wide)
+    ids = tokens()
+    order = torch.randperm(LENGTH - 1, generator=torch.Generator().manual_seed(5))
+    order = torch.cat((order, torch.tensor([LENGTH - 1])))
+    plain, permuted = outputs(model, row, ids), outputs(model, row, ids[:, order])
+    if row.encoder_decoder:
+        pytest.skip("the decoder's causal mask sees order after its first layer")
+    if row.causal:
+        assert distance(permuted[:, -1], plain[:, -1]) <= CLOSE
+        unpatch_model(model)
+        if architecture != "cohere2_interleaved":  # its full-attention layers have no positions natively
+            stock = outputs(model, row, ids), outputs(model, row, ids[:, order])
+            assert distance(stock[1][:, -1], stock[0][:, -1]) > VISIBLE
+    else:
+        assert distance(permuted, plain[:, order]) <= CLOSE
+        unpatch_model(model)
+        assert distance(outputs(model, row, ids[:, order]), outputs(model, row, ids)[:, order]) > VISIBLE
+
+
+@every_decoder
+@every_scheme
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@torch.no_grad()
+def test_decoding_equals_the_full_forward(architecture: str, scheme: str, cache: str) -> None:
+    row, model = ARCHITECTURES[architecture], patched(architecture, SCHEMES[scheme])
+    ids = tokens()
+    full = outputs(model, row, ids, use_cache=False)
+    if cache == "static":
+        past: Any = StaticCache(config=model.config, max_cache_len=LENGTH + 4)
+    else:
+        past = DynamicCache(config=model.config)
+    steps = [outputs(model, row, ids[:, :5], past_key_values=past, use_cache=True)]
+    if _length_dependent(model):
+        with pytest.raises(UnsupportedError, match="use_cache=False"):
+            outputs(model, row, ids[:, 5:6], past_key_values=past, use_cache=True)
+        return
+    chunks = [ids[:, 5:9], *ids[:, 9:].split(1, dim=1)]
+    steps += [outputs(model, row, chunk, past_key_values=past, use_cache=True) for chunk in chunks]
+    assert distance(torch.cat(steps, dim=1), full) <= 1e-4
+
+
+@every_architecture
+@every_scheme
+@torch.no_grad()
+def test_left_padding_changes_nothing(architecture: str, scheme: str) -> None:
+    row, model = ARCHITECTURES[architecture], patched(architecture, SCHEMES[scheme])
+    ids, pads = tokens(), 3
+    padding = torch.full((2, pads), model.config.pad_token_id or 0)
+    mask = torch.cat((torch.zeros_like(padding), torch.ones_like(ids)), dim=1)
+    arguments: dict[str, Any] = {"attention_mask": mask}
+    if row.position_ids:
+        arguments["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    if row.encoder_decoder:
+        arguments["decoder_input_ids"] = ids
+        padded = outputs(model, row, torch.cat((padding, ids), dim=1), **arguments)
+    else:
+        padded = outputs(model, row, torch.cat((padding, ids), dim=1), **arguments)[:, pads:]
+    assert distance(padded, outputs(model, row, ids, attention_mask=torch.ones_like(ids))) <= 1e-4
+
+
+@pytest.mark.parametrize("architecture", [name for name in CAUSAL if ARCHITECTURES[name].position_ids])
+@every_scheme
+@torch.no_grad()
+def test_packed_documents_equal_separate_ones(architecture: str, scheme: str) -> None:
+    row = ARCHITECTURES[architecture]
+    if not row.packs:
+        pytest.skip("stock attends across packed documents here, whatever the positions")
+    model = patched(architecture, SCHEMES[scheme])
+    if _length_dependent(model):
+        pytest.skip("a scheme that depends on the length has no meaning in a packed row")
+    first, second = tokens(1, 6, seed=2), tokens(1, 8, seed=3)
+    position_ids = torch.cat((torch.arange(6), torch.arange(8))).unsqueeze(0)
+    packed = outputs(
+        model, row, torch.cat((first, second), dim=1), position_ids=position_ids, attention_mask=None, use_cache=False
+    )
+    separate = torch.cat((outputs(model, row, first), outputs(model, row, second)), dim=1)
+    assert distance(packed, separate) <= 1e-4
+
+
+@every_architecture
+@every_scheme
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_changes_nothing(architecture: str, scheme: str, reentrant: bool) -> None:
+    """Two forwards before one backward, of different lengths: each layer is recomputed under its own positions."""
+    row = ARCHITECTURES[architecture]
+    gradients = []
+    for checkpointing in (False, True):
+        model = patched(architecture, SCHEMES[scheme]).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        arguments = {} if row.encoder_decoder or not row.causal else {"use_cache": False}
+        long, short = outputs(model, row, tokens(2, 12), **arguments), outputs(model, row, tokens(2, 5), **arguments)
+        (long.float().pow(2).mean() + short.float().pow(2).mean()).backward()
+        gradients.append(
+            {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+        )
+    plain, recomputed = gradients
+    assert plain.keys() == recomputed.keys()
+    learned = [name for name in plain if "position_encoding" in name]
+    assert len(learned) == len(list(model.position_encoding.parameters()))
+    assert all(distance(recomputed[name], plain[name]) <= CLOSE for name in plain)
+    assert all(plain[name].abs().sum() > 0 for name in learned)
+
+
+@every_architecture
+@every_scheme
+@torch.no_grad()
+def test_eager_equals_sdpa(architecture: str, scheme: str) -> None:
+    row = ARCHITECTURES[architecture]
+    if not row.sdpa:
+        pytest.skip("the class has eager attention only")
+    model = patched(architecture, SCHEMES[scheme])
+    mask = torch.ones_like(tokens())
+    mask[0, -3:] = 0
+    eager = outputs(model, row, tokens(), attention_mask=mask)
+    model.set_attn_implementation("sdpa")
+    keep = slice(0, LENGTH - 3)
+    assert distance(outputs(model, row, tokens(), attention_mask=mask)[:, keep], eager[:, keep]) <= 1e-4
+    eager_free = patched(architecture, SCHEMES[scheme])
+    assert distance(outputs(model, row, tokens()), outputs(eager_free, row, tokens())) <= 1e-4
+
+
+@every_architecture
+@every_scheme
+@torch.no_grad()
+def test_bfloat16_keeps_exact_phases(architecture: str, scheme: str) -> None:
+    """A cast model differs from the fp32 one by rounding only: as much as the same model without positions does."""
+    row = ARCHITECTURES[architecture]
+    model = patched(architecture, SCHEMES[scheme])
+    full = outputs(model, row, tokens())
+    half = outputs(model.to(torch.bfloat16), row, tokens()).float()
+    plain = patched(architecture, "none")
+    reference = outputs(plain, row, tokens())
+    rounding = (outputs(plain.to(torch.bfloat16), row, tokens()).float() - reference).abs().mean() / reference.std()
+    assert (half - full).abs().mean() / full.std() <= 6 * rounding + 0.05

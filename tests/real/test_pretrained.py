@@ -1,0 +1,139 @@
+"""Weights that were really trained: a scheme put where the stock one was must give the same model back."""
+
+import math
+import pydoc_data.topics
+
+import pytest
+import torch
+
+from hf_posenc import native_scheme, patch_model, unpatch_model
+
+pytestmark = pytest.mark.assets
+
+WINDOW = 512
+
+
+def perplexity(model, input_ids):
+    """Over non-overlapping windows; `input_ids` is `(1, tokens)`."""
+    losses = []
+    with torch.no_grad():
+        for start in range(0, input_ids.shape[1], WINDOW):
+            ids = input_ids[:, start : start + WINDOW]
+            losses.append(model(ids, labels=ids, use_cache=False).loss.item())
+    return math.exp(sum(losses) / len(losses))
+
+
+SENTENCES = [
+    "A man is eating food.",
+    "A man eats a meal.",
+    "The stock market fell today.",
+    "The dog bites the man.",
+    "The man bites the dog.",
+]
+
+
+def embed(model, tokenizer):
+    """Mean-pooled unit vectors, `(sentences, hidden)`."""
+    inputs = tokenizer(SENTENCES, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        states = model(**inputs).last_hidden_state
+    mask = inputs["attention_mask"].unsqueeze(-1)
+    return torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_folder):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def text(smollm2_folder):
+    """1,024 tokens of the language reference that ships with Python."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_folder)
+    prose = "\n\n".join(pydoc_data.topics.topics[name] for name in ("objects", "naming", "exceptions"))
+    return tokenizer(prose, return_tensors="pt")["input_ids"][:, : 2 * WINDOW]
+
+
+@pytest.fixture(scope="module")
+def stock(smollm2, text):
+    return perplexity(smollm2, text)
+
+
+@pytest.fixture(scope="module")
+def minilm(minilm_folder):
+    from transformers import AutoModel
+
+    return AutoModel.from_pretrained(minilm_folder).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(minilm_folder):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(minilm_folder)
+
+
+class TestSmolLM2:
+    def test_the_weights_are_trained_and_the_scheme_is_known(self, smollm2, text, stock):
+        assert text.shape == (1, 2 * WINDOW)
+        assert stock < 20
+        assert native_scheme(smollm2).to_dict()["theta"] == 100_000.0
+
+    def test_rope_at_its_own_theta_gives_the_stock_perplexity(self, smollm2, text, stock):
+        patch_model(smollm2, "rope", theta=smollm2.config.rope_parameters["rope_theta"])
+        try:
+            assert perplexity(smollm2, text) == pytest.approx(stock, rel=5e-5)
+        finally:
+            unpatch_model(smollm2)
+
+    def test_rope_at_another_theta_does_not(self, smollm2, text, stock):
+        patch_model(smollm2, "rope", theta=10_000.0)
+        try:
+            assert perplexity(smollm2, text) > 1.02 * stock
+        finally:
+            unpatch_model(smollm2)
+
+    def test_without_positions_the_perplexity_is_several_times_worse_and_undone_the_same_again(
+        self, smollm2, text, stock
+    ):
+        before = smollm2(text[:, :32]).logits
+        patch_model(smollm2, "none")
+        try:
+            assert perplexity(smollm2, text) > 4 * stock
+        finally:
+            unpatch_model(smollm2)
+        assert perplexity(smollm2, text) == stock
+        assert torch.equal(smollm2(text[:, :32]).logits, before)
+
+
+class TestMiniLM:
+    def test_the_weights_are_trained(self, minilm, tokenizer):
+        vectors = embed(minilm, tokenizer)
+        assert vectors[0] @ vectors[1] > 0.85
+        assert vectors[0] @ vectors[2] < 0.1
+        assert native_scheme(minilm).name == "learned"
+
+    def test_its_own_scheme_gives_the_stock_embeddings(self, minilm, tokenizer):
+        stock = embed(minilm, tokenizer)
+        patch_model(minilm, native_scheme(minilm))
+        try:
+            torch.testing.assert_close(embed(minilm, tokenizer), stock, atol=1e-5, rtol=0)
+        finally:
+            unpatch_model(minilm)
+
+    def test_without_positions_word_order_is_gone_and_undone_it_is_back(self, minilm, tokenizer):
+        stock = embed(minilm, tokenizer)
+        assert stock[3] @ stock[4] < 0.9999
+        patch_model(minilm, "none")
+        try:
+            blind = embed(minilm, tokenizer)
+        finally:
+            unpatch_model(minilm)
+        # The same words in another order are the same sentence now, and no sentence is what it was.
+        assert blind[3] @ blind[4] > 1 - 1e-5
+        assert ((stock * blind).sum(-1) < 0.99).all()
+        assert torch.equal(embed(minilm, tokenizer), stock)

@@ -1,0 +1,311 @@
+"""RoPE scalings against `ROPE_INIT_FUNCTIONS` and the live rotary module, reductions, lengths and caches."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.schemes import (
+    BuildContext,
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    NtkScaling,
+    Positions,
+    PRopeConfig,
+    QueryKeyMap,
+    RopeConfig,
+    RopeScaling,
+    YarnScaling,
+)
+from hf_posenc.schemes.p_rope import p_rope_inverse_frequencies
+from hf_posenc.schemes.scaling import rope_inverse_frequencies
+
+from . import references
+from .table import positions_of
+
+widths = st.sampled_from([4, 8, 16, 64, 128])
+thetas = st.sampled_from([100.0, 10000.0, 500_000.0, 1e6])
+factors = st.floats(1.0, 64.0)
+originals = st.sampled_from([16, 64, 2048, 8192, 131072])
+grid = settings(max_examples=80, deadline=None)
+
+
+def stock_config(parameters: dict[str, Any], width: int, max_positions: int) -> LlamaConfig:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return LlamaConfig(
+            hidden_size=2 * width,
+            num_attention_heads=2,
+            head_dim=width,
+            max_position_embeddings=max_positions,
+            rope_parameters=parameters,
+        )
+
+
+def stock_spectrum(
+    parameters: dict[str, Any], width: int, max_positions: int = 2048, length: Any = None
+) -> tuple[torch.Tensor, float]:
+    function = ROPE_INIT_FUNCTIONS[parameters["rope_type"]]
+    return function(stock_config(parameters, width, max_positions), seq_len=length)
+
+
+def assert_same(ours: tuple[torch.Tensor, float], theirs: tuple[torch.Tensor, float], rtol: float = 1e-7) -> None:
+    assert ours[0].dtype == torch.float32
+    torch.testing.assert_close(ours[0], theirs[0], rtol=rtol, atol=0)
+    assert ours[1] == pytest.approx(theirs[1], rel=1e-12)
+
+
+@given(theta=thetas, width=widths, factor=factors)
+@grid
+def test_linear_equals_transformers(theta, width, factor):
+    parameters = {"rope_type": "linear", "rope_theta": theta, "factor": factor}
+    assert_same(LinearScaling(factor).spectrum(theta, width), stock_spectrum(parameters, width), rtol=0)
+
+
+@given(theta=thetas, width=widths, factor=factors, original=originals, stretch=st.floats(0.1, 40.0))
+@grid
+def test_dynamic_equals_transformers(theta, width, factor, original, stretch):
+    parameters = {"rope_type": "dynamic", "rope_theta": theta, "factor": factor}
+    length = max(int(original * stretch), 1)
+    ours = DynamicScaling(factor, original).spectrum(theta, width, length)
+    # A rotary module passes the length as a tensor, and so computes the base in float32.
+    assert_same(ours, stock_spectrum(parameters, width, original, torch.tensor(length)), rtol=5e-7)
+    assert_same(ours, stock_spectrum(parameters, width, original, length), rtol=2e-5)
+
+
+@given(
+    theta=thetas,
+    width=widths,
+    factor=factors,
+    original=originals,
+    fast=st.floats(1.5, 64.0),
+    slow=st.floats(0.25, 1.25),
+    truncate=st.booleans(),
+    mscales=st.sampled_from([(None, None), (1.0, 1.0), (0.707, 1.0), (0.0, 1.0), (0.5, None)]),
+    attention=st.sampled_from([None, 1.3]),
+)
+@grid
+def test_yarn_equals_transformers(theta, width, factor, original, fast, slow, truncate, mscales, attention):
+    scaling = YarnScaling(factor, original, fast, slow, attention, *mscales, truncate)
+    parameters = {
+        "rope_type": "yarn",
+        "rope_theta": theta,
+        "factor": factor,
+        "original_max_position_embeddings": original,
+        "beta_fast": fast,
+        "beta_slow": slow,
+        "attention_factor": attention,
+        "mscale": mscales[0],
+        "mscale_all_dim": mscales[1],
+        "truncate": truncate,
+    }
+    assert_same(scaling.spectrum(theta, width), stock_spectrum(parameters, width))
+
+
+@given(
+    theta=thetas,
+    width=widths,
+    factor=factors,
+    original=originals,
+    low=st.floats(0.5, 2.0),
+    gap=st.floats(0.1, 8.0),
+)
+@grid
+def test_llama3_equals_transformers(theta, width, factor, original, low, gap):
+    scaling = Llama3Scaling(factor, low, low + gap, original)
+    parameters = {
+        "rope_type": "llama3",
+        "rope_theta": theta,
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": low + gap,
+        "original_max_position_embeddings": original,
+    }
+    assert_same(scaling.spectrum(theta, width), stock_spectrum(parameters, width))
+
+
+@given(
+    theta=thetas,
+    width=widths,
+    original=originals,
+    factor=st.one_of(st.none(), factors),
+    attention=st.sampled_from([None, 1.2]),
+    long=st.booleans(),
+    data=st.data(),
+)
+@grid
+def test_longrope_equals_transformers(theta, width, original, factor, attention, long, data):
+    divisors = st.lists(st.floats(1.0, 60.0), min_size=width // 2, max_size=width // 2)
+    short_factor, long_factor = data.draw(divisors), data.draw(divisors)
+    scaling = LongRopeScaling(tuple(short_factor), tuple(long_factor), original, factor, attention)
+    parameters = {
+        "rope_type": "longrope",
+        "rope_theta": theta,
+        "short_factor": short_factor,
+        "long_factor": long_factor,
+        "factor": factor,
+        "attention_factor": attention,
+        "original_max_position_embeddings": original,
+    }
+    length = original + 1 if long else original
+    max_positions = 4 * original
+    assert_same(
+        scaling.spectrum(theta, width, length, max_positions),
+        stock_spectrum(parameters, width, max_positions, length),
+    )
+
+
+@given(theta=thetas, width=widths, fraction=st.floats(0.0, 1.0))
+@example(theta=1e6, width=128, fraction=0.75)
+@grid
+def test_p_rope_equals_proportional(theta, width, fraction):
+    parameters = {"rope_type": "proportional", "rope_theta": theta, "partial_rotary_factor": fraction}
+    theirs = stock_spectrum(parameters, width)
+    assert_same((p_rope_inverse_frequencies(theta, width, fraction), 1.0), theirs, rtol=0)
+
+
+@given(theta=thetas, width=widths, factor=factors)
+@grid
+def test_ntk_keeps_the_highest_frequency_and_divides_the_lowest_by_the_factor(theta, width, factor):
+    plain = rope_inverse_frequencies(theta, width)
+    scaled, attention = NtkScaling(factor).spectrum(theta, width)
+    assert scaled[0] == plain[0] == 1.0
+    assert scaled[-1].item() == pytest.approx(plain[-1].item() / factor, rel=1e-5)
+    assert attention == 1.0
+
+
+@given(theta=thetas, width=widths, original=originals)
+@grid
+def test_factor_one_is_plain_rope(theta, width, original):
+    plain = (rope_inverse_frequencies(theta, width), 1.0)
+    ones = (1.0,) * (width // 2)
+    for scaling in (
+        LinearScaling(1.0),
+        NtkScaling(1.0),
+        YarnScaling(1.0, original),
+        Llama3Scaling(1.0, original_max_positions=original),
+        LongRopeScaling(ones, ones, original, factor=1.0),
+        DynamicScaling(1.0, original),
+    ):
+        # Dynamic NTK with factor 1 still grows past the original length: its base then is theta * T / L to a power.
+        assert_same(scaling.spectrum(theta, width, length=original), plain, rtol=2e-7)
+    assert not torch.equal(DynamicScaling(1.0, original).spectrum(theta, width, 2 * original)[0], plain[0])
+
+
+@given(theta=thetas, width=widths, factor=factors, original=originals)
+@grid
+def test_llama3_is_ntk_by_parts_with_one_and_four_turns(theta, width, factor, original):
+    ours, _ = Llama3Scaling(factor, 1.0, 4.0, original).spectrum(theta, width)
+    plain = rope_inverse_frequencies(theta, width).tolist()
+    expected = torch.tensor([references.by_parts(frequency, factor, original, 1, 4) for frequency in plain])
+    torch.testing.assert_close(ours, expected, rtol=2e-5, atol=0)
+
+
+def test_yarn_multiplies_norms_by_its_temperature():
+    part = rotary(YarnScaling(8.0, 64))
+    query = torch.randn(1, 2, 5, 16)
+    ratio = part.map_query(query, part.phases(positions_of(5))).norm() / query.norm()
+    assert ratio.item() == pytest.approx(1 + 0.1 * math.log(8), rel=1e-6)
+
+
+def rotary(scaling: RopeScaling | None, width: int = 16) -> QueryKeyMap:
+    part = RopeConfig(scaling=scaling).build(BuildContext(32, 2, width, max_positions=64)).query_key_map
+    assert part is not None
+    return part
+
+
+LIVE = {
+    "default": (None, {}),
+    "linear": (LinearScaling(4.0), {"factor": 4.0}),
+    "dynamic": (DynamicScaling(3.0, 64), {"factor": 3.0}),
+    "yarn": (YarnScaling(4.0, 64), {"factor": 4.0, "original_max_position_embeddings": 64}),
+    "llama3": (
+        Llama3Scaling(4.0, original_max_positions=32),
+        {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32},
+    ),
+    "longrope": (
+        LongRopeScaling((1.0,) * 8, tuple(1.5 + pair for pair in range(8)), 32, factor=2.0),
+        {
+            "short_factor": [1.0] * 8,
+            "long_factor": [1.5 + pair for pair in range(8)],
+            "factor": 2.0,
+            "original_max_position_embeddings": 32,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("rope_type", LIVE)
+@pytest.mark.parametrize("length", [16, 32, 33, 64, 65, 200])
+def test_phases_are_bit_equal_to_the_rotary_module_of_transformers(rope_type, length):
+    scaling, options = LIVE[rope_type]
+    config = stock_config({"rope_type": rope_type, "rope_theta": 10000.0, **options}, 16, 64)
+    theirs = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(length).unsqueeze(0))
+    for value, expected in zip(rotary(scaling).phases(positions_of(length)), theirs, strict=True):
+        assert torch.equal(value, expected)
+
+
+def test_only_dynamic_and_longrope_depend_on_the_length():
+    assert {name for name, (scaling, _) in LIVE.items() if rotary(scaling).length_dependent} == {"dynamic", "longrope"}
+
+
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+@given(cached=st.integers(1, 100), new=st.integers(1, 60))
+@settings(max_examples=60, deadline=None)
+def test_caches_are_refused_exactly_where_cached_keys_would_be_wrong(name, cached, new):
+    part = rotary(LIVE[name][0])
+    total = cached + new
+    ids = torch.arange(cached).unsqueeze(0)
+    then, now = (part.phases(Positions(ids, torch.tensor([[length]]))) for length in (cached, total))
+    still_right = torch.equal(then[0], now[0])
+    if cached == 1:
+        # A single cached key, at position 0, is right in any spectrum; refusing it is the safe side.
+        still_right = total <= (64 if name == "dynamic" else 32) or (name == "longrope" and cached > 32)
+    if still_right:
+        part.check_cache(cached, total)
+    else:
+        with pytest.raises(UnsupportedError, match="use_cache=False"):
+            part.check_cache(cached, total)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: LinearScaling(0.5), "LinearScaling.factor is 0.5; expected a finite number at least 1"),
+        (lambda: NtkScaling(float("nan")), "NtkScaling.factor is nan"),
+        (lambda: DynamicScaling(2.0, 0), "original_max_positions is 0; expected an integer at least 1"),
+        (lambda: DynamicScaling(2.0, 64.0), "original_max_positions is 64.0; expected an integer"),
+        (lambda: YarnScaling("4", 64), "YarnScaling.factor is '4'"),
+        (lambda: YarnScaling(4.0, 64, beta_fast=1.0, beta_slow=2.0), "beta_fast is 1.0; expected more than"),
+        (lambda: YarnScaling(4.0, 64, truncate=1), "truncate is 1; expected True or False"),
+        (lambda: Llama3Scaling(8.0, 4.0, 1.0), "high_freq_factor is 1.0; expected more than"),
+        (lambda: LongRopeScaling((1.0,), (1.0, 2.0), 64), "1 short factors and 2 long ones"),
+        (lambda: LongRopeScaling((), (), 64), "non-empty sequence"),
+        (lambda: LongRopeScaling((0.0,), (1.0,), 64), "greater than 0"),
+        (lambda: rotary(NtkScaling(2.0), width=2), "rotary width of at least 4"),
+        (lambda: rotary(LongRopeScaling((1.0,), (1.0,), 64, 2.0)), "16 rotated dimensions make 8 pairs"),
+        (lambda: YarnScaling(2.0, 64).spectrum(1.0, 16), "theta greater than 1"),
+        (lambda: LongRopeScaling((1.0,), (1.0,), 64).spectrum(1e4, 2), "factor is None .* attention_factor="),
+    ],
+)
+def test_values_out_of_range_are_refused(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_p_rope_has_no_cache_limits():
+    part = PRopeConfig().build(BuildContext(32, 2, 16)).query_key_map
+    assert not part.length_dependent
+    part.check_cache(10, 100_000)
