@@ -17,7 +17,7 @@ from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase, get_cosine_schedule_with_warmup
 
-from hf_posenc import UnsupportedError
+from hf_posenc import SequenceLengthError
 from hf_posenc.metrics import MeasurementError, dog_test
 from training.batches import Collator, TrainingWindows, validation_batch, validation_windows
 from training.corpus import Corpus, load_tokenizer
@@ -92,7 +92,8 @@ def run_training(training: Training, on_step: OnStep) -> dict[str, Any]:
         warnings.simplefilter("always")
         try:
             model = build_model(training.task, training.scheme, training.options, tokenizer, settings)
-        except UnsupportedError as error:
+            _check_length(model, settings.max_length)
+        except (ValueError, SequenceLengthError) as error:
             return _conclude(training, accelerator, {**head, "status": UNSUPPORTED, "reason": str(error)})
     notes = sorted({str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)})
     head |= {"notes": notes, "parameters": trainable_parameters(model)}
@@ -102,6 +103,16 @@ def run_training(training: Training, on_step: OnStep) -> dict[str, Any]:
         accelerator.unwrap_model(model).save_pretrained(target)
         tokenizer.save_pretrained(target)
     return _conclude(training, accelerator, {**head, **result})
+
+
+@torch.no_grad()
+def _check_length(model: Any, length: int) -> None:
+    """Reads a sequence of the longest evaluated length, before any time goes into training.
+
+    Raises:
+        SequenceLengthError: if the scheme cannot represent that length.
+    """
+    model(input_ids=torch.zeros(1, length, dtype=torch.int64))
 
 
 def _train(

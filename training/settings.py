@@ -8,7 +8,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_posenc import get_scheme
+from hf_posenc import PositionEncodingError, get_scheme
 
 TASKS = ("causal", "masked")
 
@@ -59,25 +59,25 @@ class CompareSettings:
     validation_fraction: float = field(
         default=0.05, metadata={"help": "Share of the documents that is kept for validation, whole documents only."}
     )
-    train_length: int = field(default=64, metadata={"help": "Tokens per training sequence."})
+    train_length: int = field(default=32, metadata={"help": "Tokens per training sequence."})
     length_factor: int = field(
         default=4, metadata={"help": "Evaluate up to this many times the training length. A power of two."}
     )
     hidden_size: int = field(default=128, metadata={"help": "Width of both models."})
     num_layers: int = field(default=2, metadata={"help": "Layers of both models."})
     num_heads: int = field(default=4, metadata={"help": "Attention heads of both models."})
-    max_steps: int = field(default=500, metadata={"help": "Optimiser steps of each training."})
+    max_steps: int = field(default=1000, metadata={"help": "Optimiser steps of each training."})
     batch_size: int = field(default=32, metadata={"help": "Sequences per step, over all processes together."})
-    learning_rate: float = field(default=3e-3, metadata={"help": "Peak rate of AdamW; cosine decay to zero."})
-    warmup_steps: int = field(default=30, metadata={"help": "Steps over which the rate rises to its peak."})
+    learning_rate: float = field(default=2e-3, metadata={"help": "Peak rate of AdamW; cosine decay to zero."})
+    warmup_steps: int = field(default=50, metadata={"help": "Steps over which the rate rises to its peak."})
     weight_decay: float = field(default=0.01, metadata={"help": "Weight decay of AdamW."})
     max_grad_norm: float = field(default=1.0, metadata={"help": "Gradients are clipped to this norm."})
     mlm_probability: float = field(default=0.15, metadata={"help": "Share of tokens masked in the masked task."})
     eval_every: int = field(default=50, metadata={"help": "Steps between points of the validation curve."})
     eval_windows: int = field(
-        default=128, metadata={"help": "Validation windows, each of length_factor x train_length tokens."}
+        default=192, metadata={"help": "Validation windows, each of length_factor x train_length tokens."}
     )
-    checkpoint_every: int = field(default=50, metadata={"help": "Steps between checkpoints."})
+    checkpoint_every: int = field(default=100, metadata={"help": "Steps between checkpoints."})
     seed: int = field(default=0, metadata={"help": "Seed of weights, data order and masks."})
     workers: int = field(
         default=0,
@@ -164,11 +164,16 @@ class CompareSettings:
 
         Raises:
             UnknownNameError: for an unknown scheme or option.
-            ValueError: for a value out of range.
+            SettingsError: for a value out of range.
         """
         options = self.options_by_scheme()
         for name in self.scheme_names():
-            get_scheme(name).from_options(options.get(name, {}))
+            try:
+                get_scheme(name).from_options(options.get(name, {}))
+            except PositionEncodingError:
+                raise
+            except ValueError as error:
+                raise SettingsError(f"--scheme_options for {name!r}: {error}") from error
 
     def worker_count(self, jobs: int, has_accelerator: bool) -> int:
         """How many trainings run at the same time."""

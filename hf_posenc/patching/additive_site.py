@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from hf_posenc.patching.attention_site import check_cache
 from hf_posenc.patching.runtime import StackRuntime
+from hf_posenc.patching.state import ForwardState
 from hf_posenc.schemes.base import AdditiveEncoding
 
 
@@ -30,7 +31,11 @@ class AddToHiddenStates:
 
     def _add(self, hidden_states: Tensor) -> Tensor:
         time_axis = 0 if self.runtime.time_major else -2
-        state = self.runtime.state_for(hidden_states.shape[time_axis])
+        length = hidden_states.shape[time_axis]
+        state = self.runtime.state_for(length)
+        if state.query_length != length:
+            # The architecture puts tokens of its own in front (CPM-Ant's prompt); all slots count then.
+            state = ForwardState(length, offset=state.offset)
         if self.additive.length_dependent:
             check_cache(self.additive, state)
         encoded = self.additive(state.positions(hidden_states.device)).to(hidden_states.dtype)

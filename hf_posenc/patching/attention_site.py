@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_posenc.attention.distances import dense_bias, first_key_slot
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.rotary_calls import rotary_call
+from hf_posenc.patching.rotary_calls import RotaryCall
 from hf_posenc.patching.runtime import StackRuntime
 from hf_posenc.patching.state import ForwardState
 from hf_posenc.schemes.base import LogitBias, Positions, QueryKeyMap
@@ -74,11 +73,9 @@ class AttentionSite:
         """The state of the stack's call in progress; a plain one for a layer that is called on its own."""
         return self.runtime.state_for(query_length)
 
-    def rotate(
-        self, call: LayerCall, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def rotate(self, call: LayerCall, rotary: RotaryCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stands in for a rotary function of the architecture: maps its tensors, or hands them back as they are."""
-        first, second, time_axis = rotary_call(function).tensors(args, kwargs)
+        first, second, time_axis = rotary.tensors(args, kwargs)
         return self.rotate_tensors(call, first, second, time_axis)
 
     def rotate_tensors(self, call: LayerCall, first: Tensor, second: Tensor | None, time_axis: int) -> Any:

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.architectures import Architecture, architecture_of
-from hf_posenc.patching.interface_attention import INTERFACE, rotary_names
+from hf_posenc.patching.interface_attention import INTERFACE
+from hf_posenc.patching.rebinding import rotary_names
 from hf_posenc.patching.sites import FoundAttention, FoundModule, Stack
 from hf_posenc.patching.table_site import table_weight
 

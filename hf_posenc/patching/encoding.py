@@ -12,7 +12,13 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.attention_site import LayerEncoding
 from hf_posenc.patching.instance import InstancePatches
 from hf_posenc.patching.report import PatchReport
-from hf_posenc.patching.rotary_calls import inverse_frequencies_of, pairing, rotary_output
+from hf_posenc.patching.rotary_calls import (
+    has_inverse_frequencies,
+    inverse_frequencies_of,
+    pairing,
+    rotary_output,
+    rotating_layer_types,
+)
 from hf_posenc.patching.runtime import StackRuntime
 from hf_posenc.patching.sites import FoundAttention, Stack
 from hf_posenc.patching.table_site import table_origin, table_weight
@@ -130,6 +136,9 @@ def native_rotary_dim(stack: Stack, attention: FoundAttention) -> int | None:
     if not stack.rotaries:
         return own if isinstance(own, int) and own > 0 else None
     rotary = stack.rotaries[0].module
+    if rotating_layer_types(rotary) and not has_inverse_frequencies(rotary, attention.layer_type):
+        # An architecture may leave layers of one type without rotation.
+        return None
     return 2 * int(inverse_frequencies_of(rotary, attention.layer_type).shape[-1])
 
 
@@ -157,8 +166,12 @@ def native_pairing(stack: Stack, attention: FoundAttention) -> str | None:
     function = forward.__globals__[native_rotary_function(attention)]
     kind = "full"
     if stack.rotaries:
-        kind, _ = rotary_output(stack.rotaries[0].module, layer_type=attention.layer_type)
-    return pairing(function, kind)
+        rotary = stack.rotaries[0].module
+        known = attention.layer_type
+        if not has_inverse_frequencies(rotary, known):
+            known = next(iter(rotating_layer_types(rotary)), None)
+        kind, _ = rotary_output(rotary, layer_type=known)
+    return pairing(function, kind).layout
 
 
 def native_rotary_function(attention: FoundAttention) -> str:

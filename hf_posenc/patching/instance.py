@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
-
+from torch import Tensor, nn
 
 
 @dataclass
@@ -32,6 +31,11 @@ class InstancePatches:
         self.changes.append(_Change(target, attribute, attribute in own, own.get(attribute)))
         own[attribute] = value
 
+    def set_buffer(self, module: nn.Module, name: str, value: Tensor) -> None:
+        """Exchanges a buffer. One that the module's forward assigns to cannot be hidden behind an attribute."""
+        self.changes.append(_Change(module._buffers, name, True, module._buffers[name]))
+        module._buffers[name] = value
+
     def set_forward(self, module: nn.Module, value: Any) -> None:
         """Replaces the module's forward; where accelerate has hooked the module, the one inside its hook."""
         hooked = "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__
@@ -47,6 +51,8 @@ class InstancePatches:
         for change in reversed(self.changes):
             if isinstance(change.target, nn.Parameter):
                 change.target.requires_grad_(change.value)
+            elif isinstance(change.target, dict):
+                change.target[change.attribute] = change.value
             elif change.had_value:
                 change.target.__dict__[change.attribute] = change.value
             else:

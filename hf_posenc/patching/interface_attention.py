@@ -18,16 +18,12 @@ from torch import Tensor, nn
 from hf_posenc.attention.backends import attend_with_bias
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.attention_site import AttentionSite, LayerCall, LayerEncoding
+from hf_posenc.patching.rebinding import rebind, rotary_names
+from hf_posenc.patching.rotary_calls import rotary_call
 from hf_posenc.patching.runtime import StackRuntime
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 _CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
-
-
-def rotary_names(forward: types.FunctionType) -> list[str]:
-    """Names of the rotary functions a forward calls."""
-    names = forward.__code__.co_names
-    return [name for name in names if name.startswith("apply_rotary") and callable(forward.__globals__.get(name))]
 
 
 class InterfaceAttention(AttentionSite):
@@ -76,14 +72,7 @@ class InterfaceAttention(AttentionSite):
         replaced: dict[str, Any] = {INTERFACE: _Interface(function.__globals__[INTERFACE], self)}
         for name in rotary_names(function):
             replaced[name] = _Rotary(function.__globals__[name], self)
-        namespace = function.__globals__ | replaced
-        # With its name the copy would pass for the module itself, whose globals dynamo would then guard.
-        namespace.pop("__name__", None)
-        rebound = types.FunctionType(
-            function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__
-        )
-        rebound.__kwdefaults__ = function.__kwdefaults__
-        return rebound
+        return rebind(function, replaced)
 
     def _watch_cache(
         self, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -157,11 +146,11 @@ class _Rotary:
     """The rotary function as one patched module sees it."""
 
     def __init__(self, function: Callable[..., Any], site: InterfaceAttention) -> None:
-        self.function = function
+        self.rotary = rotary_call(function)
         self.site = site
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.site.rotate(self.site.calls[-1], self.function, args, kwargs)
+        return self.site.rotate(self.site.calls[-1], self.rotary, args, kwargs)
 
 
 class _WatchedCache:

@@ -119,8 +119,9 @@ def _rotation_scheme(
     rotation = rotations.get(f"{stack.name}:{attention.path}")
     if rotation is None:
         return NoneConfig()
-    if architecture.native is not None:
-        return architecture.native(stack)
+    declared = None if architecture.native is None else architecture.native(stack)
+    if declared is not None:
+        return declared
     rotary, layer_type = _source(stack, rotation)
     return _rotary_config(stack, attention, rotary, layer_type, rotation)
 
@@ -145,7 +146,7 @@ def _source(stack: Stack, rotation: Rotation) -> tuple[nn.Module, str | None]:
 
 def _phases(module: nn.Module, hidden: Tensor, position_ids: Tensor, layer_type: str | None) -> Tensor | None:
     takes_type = "layer_type" in inspect.signature(type(module).forward).parameters
-    if takes_type and (layer_type is None or not hasattr(module, f"{layer_type}_inv_freq")):
+    if takes_type and not hasattr(module, "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"):
         return None
     if not takes_type and layer_type is not None:
         return None
@@ -160,7 +161,8 @@ def _rotary_config(
 ) -> SchemeConfig:
     frequencies = inverse_frequencies_of(rotary, layer_type).detach().float().cpu()
     kind, width = rotary_output(rotary, layer_type=layer_type)
-    layout = pairing(rotation.function, kind)
+    turn = pairing(rotation.function, kind)
+    layout, frequencies = turn.layout, frequencies * turn.direction
     scaling = _of_layer_type(rotary, "attention_scaling", layer_type)
     context = build_context(stack, attention)
     config = _from_parameters(stack.config, layer_type, width, layout)

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.instance import InstancePatches
+from hf_posenc.patching.rebinding import rebind
 from hf_posenc.patching.sites import FoundAttention, Stack
 
 _TOKENS = 3
@@ -81,10 +82,7 @@ def _recorder(attention: FoundAttention, path: str, seen: dict[str, Rotation]) -
     replaced = {
         name: _recording(forward.__globals__[name], path, seen) for name in attention.rotary_functions
     }
-    rebound = types.FunctionType(
-        forward.__code__, forward.__globals__ | replaced, forward.__name__, forward.__defaults__, forward.__closure__
-    )
-    rebound.__kwdefaults__ = forward.__kwdefaults__
+    rebound = rebind(forward, replaced)
     return types.MethodType(rebound, attention.module)
 
 

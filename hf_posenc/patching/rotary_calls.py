@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
 
-Layout = Literal["half", "interleaved"]
+Layout = Literal["half", "half_reversed", "interleaved"]
 
 _QUERY_NAMES = ("q", "xq", "query", "x", "tensor")
 _KEY_NAMES = ("k", "xk", "key")
@@ -135,9 +135,33 @@ def inverse_frequencies_of(module: torch.nn.Module, layer_type: str | None = Non
     )
 
 
+def rotating_layer_types(module: torch.nn.Module) -> list[str]:
+    """The layer types a rotary module holds frequencies for; empty for a module with one set for all, or with none."""
+    names = [name.removesuffix("_inv_freq") for name, _ in module.named_buffers() if name.endswith("_inv_freq")]
+    return [name for name in names if not name.endswith("original")]
+
+
+def has_inverse_frequencies(module: torch.nn.Module, layer_type: str | None) -> bool:
+    """Whether `inverse_frequencies_of` finds any."""
+    return hasattr(module, "inv_freq") or layer_type in rotating_layer_types(module)
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """Which dimensions a rotary function rotates together, and which way.
+
+    Args:
+        layout: "half" or "interleaved".
+        direction: 1 where positive angles turn the first of a pair towards the second, -1 the other way.
+    """
+
+    layout: Layout
+    direction: int
+
+
 @functools.lru_cache(maxsize=256)
-def pairing(function: Callable[..., Any], output_kind: str) -> Layout:
-    """Which dimensions a rotary function rotates together, found with unit vectors.
+def pairing(function: Callable[..., Any], output_kind: str) -> Pairing:
+    """The pairing of a rotary function, found with unit vectors.
 
     With cos = 1, sin = 0 a linear function returns a permutation P of its input; with cos = 0, sin = 1 it returns
     P G, where G turns each pair by 90 degrees. So `inverse(P) (P G)` shows the pairs whatever the function
@@ -147,13 +171,14 @@ def pairing(function: Callable[..., Any], output_kind: str) -> Layout:
         UnsupportedError: for a pairing that is neither half nor interleaved.
     """
     identity, quarter = _probe(function, output_kind, 1.0, 0.0), _probe(function, output_kind, 0.0, 1.0)
-    generator = torch.linalg.solve(identity, quarter)
-    image = generator[:, 0]
-    for layout, partner in (("half", _PROBE_DIM // 2), ("interleaved", 1)):
-        expected = torch.zeros(_PROBE_DIM)
-        expected[partner] = 1.0
-        if torch.allclose(image, expected, atol=1e-6):
-            return layout  # type: ignore[return-value]
+    image = torch.linalg.solve(identity, quarter)[:, 0]
+    layouts: tuple[tuple[Layout, int], ...] = (("half", _PROBE_DIM // 2), ("interleaved", 1))
+    for layout, partner in layouts:
+        for direction in (1, -1):
+            expected = torch.zeros(_PROBE_DIM)
+            expected[partner] = float(direction)
+            if torch.allclose(image, expected, atol=1e-6):
+                return Pairing(layout, direction)
     raise UnsupportedError(
         f"The rotary function {getattr(function, '__name__', function)} turns dimension 0 into {image.tolist()}, which "
         "is neither the half nor the interleaved pairing. Declare the architecture with "

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from hf_posenc.attention.scores import ScoresMode
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.attention_site import AttentionSite, LayerCall, LayerEncoding
-from hf_posenc.patching.interface_attention import rotary_names
+from hf_posenc.patching.rebinding import rebind, rotary_names
+from hf_posenc.patching.rotary_calls import rotary_call
 from hf_posenc.patching.runtime import StackRuntime
 from hf_posenc.patching.state import ForwardState
 
@@ -102,16 +103,13 @@ class ScoresAttention(AttentionSite):
         names = rotary_names(forward)
         if not names:
             return forward
-        replaced = {name: self._rotary(forward.__globals__[name], call) for name in names}
-        rebound = types.FunctionType(
-            forward.__code__, forward.__globals__ | replaced, forward.__name__, forward.__defaults__, forward.__closure__
-        )
-        rebound.__kwdefaults__ = forward.__kwdefaults__
-        return rebound
+        return rebind(forward, {name: self._rotary(forward.__globals__[name], call) for name in names})
 
     def _rotary(self, function: Any, call: LayerCall) -> Any:
+        rotary = rotary_call(function)
+
         def rotate(*args: Any, **kwargs: Any) -> Any:
-            return self.rotate(call, function, args, kwargs)
+            return self.rotate(call, rotary, args, kwargs)
 
         return rotate
 

@@ -38,7 +38,7 @@ def table_origin(module: nn.Module) -> int:
     OPT and BART keep an `offset`; fairseq's tables (RoBERTa, M2M100) start behind the padding row.
     """
     offset = getattr(module, "offset", None)
-    if isinstance(offset, int) and offset > 0:
+    if isinstance(offset, int) and offset > 0 and not hasattr(module, "create_position_ids_from_input_ids"):
         return offset
     padding_idx = getattr(module, "padding_idx", None)
     return 0 if padding_idx is None else int(padding_idx) + 1

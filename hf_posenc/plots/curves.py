@@ -69,7 +69,7 @@ def _draw_curves(axes: Axes, results: dict[str, Any], task: str) -> None:
             curve["step"],
             curve["validation_loss"],
             label=training["scheme"],
-            markevery=max(1, len(curve["step"]) // 6),
+            markevery=_marked(results, training, len(curve["step"])),
             **style,
         )
     _unigram(axes, results)
@@ -108,7 +108,7 @@ def _draw_positions(axes: Axes, results: dict[str, Any], task: str) -> None:
             middles,
             _numbers(training["by_length"]["position_loss"]),
             label=training["scheme"],
-            markevery=max(1, len(middles) // 8),
+            markevery=_marked(results, training, len(middles)),
             **style,
         )
     _unigram(axes, results)
@@ -136,6 +136,13 @@ def _draw_dogs(axes: Axes, results: dict[str, Any], task: str) -> None:
 
 def _unigram(axes: Axes, results: dict[str, Any]) -> None:
     axes.axhline(results["unigram_cross_entropy"], label="token frequencies", **_REFERENCE)
+
+
+def _marked(results: dict[str, Any], training: dict[str, Any], points: int) -> tuple[int, int]:
+    """Which points carry a marker: a few per line, and other ones on each line, so that equal lines can be told."""
+    every = max(1, points // 4)
+    place = _schemes(results).index(training["scheme"]) / len(_schemes(results))
+    return int(place * every), every
 
 
 def _numbers(values: list[float | None]) -> list[float]:

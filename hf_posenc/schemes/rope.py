@@ -14,7 +14,7 @@ from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.scaling import RopeScaling, rope_inverse_frequencies
 from hf_posenc.schemes.validation import check_choice, check_integer, check_number, check_numbers
 
-ROPE_LAYOUTS = ("auto", "half", "interleaved")
+ROPE_LAYOUTS = ("auto", "half", "half_reversed", "interleaved")
 
 
 class RotaryMap(QueryKeyMap):
@@ -22,7 +22,8 @@ class RotaryMap(QueryKeyMap):
 
     Args:
         inverse_frequencies: `(rotary_dim / 2,)` float32, radians per position.
-        layout: "half" pairs dimension `m` with `m + rotary_dim / 2`, "interleaved" pairs `2m` with `2m + 1`.
+        layout: "half" pairs dimension `m` with `m + rotary_dim / 2`, "half_reversed" too but turns the other way,
+            "interleaved" pairs `2m` with `2m + 1`.
         attention_scaling: factor of cosine and sine.
     """
 
@@ -40,7 +41,10 @@ class RotaryMap(QueryKeyMap):
     def phases(self, positions: Positions) -> tuple[Tensor, ...]:
         """Returns cosine and sine, each `(batch or 1, query_len, rotary_dim)` in float32."""
         angles = positions.ids.unsqueeze(-1).float() * self.inverse_frequencies(positions.lengths)
-        angles = torch.cat((angles, angles), dim=-1) if self.layout == "half" else angles.repeat_interleave(2, dim=-1)
+        if self.layout == "interleaved":
+            angles = angles.repeat_interleave(2, dim=-1)
+        else:
+            angles = torch.cat((angles, angles), dim=-1)
         return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
 
     def map_query(self, query: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
@@ -59,10 +63,11 @@ class RotaryMap(QueryKeyMap):
         return torch.cat((rotated * cosine + self._quarter_turn(rotated) * sine, passed), dim=-1)
 
     def _quarter_turn(self, x: Tensor) -> Tensor:
-        """Each pair `(a, b)` -> `(-b, a)`."""
-        if self.layout == "half":
+        """Each pair `(a, b)` -> `(-b, a)`; reversed, `(b, -a)`."""
+        if self.layout != "interleaved":
             first, second = x.chunk(2, dim=-1)
-            return torch.cat((-second, first), dim=-1)
+            pair = (-second, first) if self.layout == "half" else (second, -first)
+            return torch.cat(pair, dim=-1)
         return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
 
 
@@ -107,7 +112,8 @@ class RopeConfig(SchemeConfig):
             else what the architecture itself rotates, else the whole head.
         partial_rotary_factor: the rotated share of a head, rounded down to an even number of dimensions.
         layout: "half" pairs dimension `m` with `m + rotary_dim / 2` (Llama), "interleaved" pairs `2m` with `2m + 1`
-            (GPT-J). "auto" is the pairing of the architecture, "half" where it has none.
+            (GPT-J), "half_reversed" pairs like "half" and turns the other way (nanochat). "auto" is the pairing of the
+            architecture, "half" where it has none.
         scaling: a stretch to longer sequences, such as `YarnScaling(factor=4.0, original_max_positions=2048)`.
         inverse_frequencies: the frequencies themselves, radians per position for each pair, for spectra that no
             formula here gives; `theta` is then not used, and a `scaling` not allowed.

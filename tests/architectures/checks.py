@@ -12,11 +12,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from tiny import FIRST_TOKEN, VOCABULARY, Pair, one_layer_models, tiny_model
+from tiny import FIRST_TOKEN, VOCABULARY, WITHOUT_POSITIONS, Pair, one_layer_models, tiny_model
 from torch import Tensor
-from transformers import PreTrainedModel, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
 
 from hf_posenc import UnsupportedError, native_scheme, patch_model, unpatch_model
+from hf_posenc.patching.architectures import architecture_of
 from hf_posenc.patching.discovery import find_stacks
 
 LENGTH = 20
@@ -26,6 +27,10 @@ PADDING = 5
 NATIVE_BOUND = 1e-5
 SAME_BOUND = 1e-4
 EFFECT_BOUND = 1e-3
+#: Uniform attention shows rounding errors only, about 1e-7.
+CONTENT_BOUND = 1e-5
+#: For architectures that keep a position-dependent temperature (declared as `kept`).
+KEPT_BOUND = 1e-2
 SCHEMES = ("native", "none", "alibi", "t5", "rope", "sinusoidal")
 
 
@@ -124,13 +129,15 @@ class Checker:
     def _probe_stock(self) -> None:
         """What the stock model can do by itself, and in which way of calling it."""
         full = self.stock
-        self.decode_mode = next((mode for mode in (True, False) if self._holds(lambda: self._decode(mode), full)), None)
-        self.static = self.decode_mode is not None and self._holds(
-            lambda: self._decode(bool(self.decode_mode), static=True), full
+        modes = [(mask, given) for mask in (True, False) for given in (False, True)]
+        self.decode_mode = next((mode for mode in modes if self._holds(lambda mode=mode: self._decode(*mode), full)), None)
+        self.static_mode = next(
+            (mask for mask in (True, False) if self._holds(lambda mask=mask: self._decode(mask, static=True), full)), None
         )
         self.padding_modes = [mode for mode in (True, False) if self._padding_holds(mode)]
         self.switches = bool(getattr(self.model, "_supports_sdpa", False)) and self._holds(self._eager, full)
         self.attention_path = _first_attention(self.model)
+        self.own = _own_scheme(self.model)
         self.one_layer = one_layer_models(self.pair)
         self.positional = [self._permuted(model) > EFFECT_BOUND for model in self.one_layer]
 
@@ -139,7 +146,10 @@ class Checker:
             config: Any = native_scheme(self.model) if scheme == "native" else scheme
             if scheme == "native":
                 self.record.native = _brief(config)
-            self._patch(self.model, scheme, config)
+            if scheme == "native":
+                patch_model(self.model, config)
+            else:
+                self._patch(self.model, scheme, config)
         except Exception as error:  # the table names whatever went wrong
             found["patch"] = Finding("fail", note=f"{type(error).__name__}: {error}")
             if scheme == "native":
@@ -159,11 +169,13 @@ class Checker:
             return
         if scheme == "none":
             self.without = full
-            native_none = not any(self.positional) and changed <= EFFECT_BOUND
-            found["effect"] = Finding("skip", changed, "natively without positions") if native_none else _above(changed)
+            if self.pair.model_type in WITHOUT_POSITIONS:
+                found["effect"] = _at_most(changed, 0.0)
+            else:
+                found["effect"] = _above(changed)
             found["content"] = self._depends_on_content()
         else:
-            found["effect"] = _above(changed)
+            found["effect"] = Finding("skip", changed, "its own") if self.own == scheme == "alibi" else _above(changed)
             if self.without is not None:
                 found["not none"] = _above(self._distance(full, self.without))
                 found["every layer"] = self._every_layer(scheme, config)
@@ -180,14 +192,19 @@ class Checker:
         finally:
             unpatch_model(model)
         if scheme == "none":
-            return _at_most(value, SAME_BOUND)
+            kept = architecture_of(self.model.config).kept
+            finding = _at_most(value, KEPT_BOUND if kept else SAME_BOUND)
+            finding.note = "; ".join(kept) if value > SAME_BOUND else ""
+            return finding
         return _above(value)
 
     def _check_consistency(self, full: Tensor, found: dict[str, Finding]) -> None:
         if self.pair.kind in ("causal", "seq2seq"):
-            mode = bool(self.decode_mode)
-            found["decode"] = self._same(lambda: self._decode(mode), full, self.decode_mode is not None)
-            found["static"] = self._same(lambda: self._decode(mode, static=True), full, self.static)
+            mode, static_mode = self.decode_mode or (True, False), bool(self.static_mode)
+            found["decode"] = self._same(lambda: self._decode(*mode), full, self.decode_mode is not None)
+            found["static"] = self._same(
+                lambda: self._decode(static_mode, static=True), full, self.static_mode is not None
+            )
         for mode in self.padding_modes or [False]:
             name = "left padding" + (" with ids" if mode else "")
             found[name] = self._same(lambda mode=mode: self._padded(mode), self._alone(), bool(self.padding_modes))
@@ -251,7 +268,7 @@ class Checker:
         module = self.model.get_submodule(self.attention_path)
 
         def keep(module: Any, args: Any, output: Any) -> None:
-            outputs.append(output[0] if isinstance(output, tuple) else output)
+            outputs.append(_first_tensor(output))
 
         hook = module.register_forward_hook(keep)
         try:
@@ -260,13 +277,13 @@ class Checker:
                 changed[0, 6], changed[0, 8] = first, second
                 outputs.clear()
                 self._run(changed)
-                axis = list(outputs[0].shape).index(tokens.shape[1])
-                ends.append(outputs[0].select(axis, -1).flatten())
+                ends.append(_last_token(outputs[0], tokens.shape[1]))
         finally:
             hook.remove()
         a, b, c, d = ends
         interaction = (a - b - c + d).abs().max() / (a - d).abs().max().clamp(min=1e-12)
-        return _above(float(interaction))
+        value = float(interaction)
+        return Finding("pass" if value > CONTENT_BOUND else "fail", value)
 
     def _run(self, tokens: Tensor, model: PreTrainedModel | None = None, **options: Any) -> Tensor:
         model = self.model if model is None else model
@@ -284,11 +301,13 @@ class Checker:
         except Exception:
             return False
 
-    def _decode(self, with_mask: bool, static: bool = False) -> Tensor:
+    def _decode(self, with_mask: bool, given_cache: bool = False, static: bool = False) -> Tensor:
         """Logits of the full sequence, computed with a cache: a prefill, then one token at a time."""
-        cache = StaticCache(config=self.model.config, max_cache_len=LENGTH + 4) if static else None
         if self.pair.kind == "seq2seq":
             return self._decode_decoder(static)
+        cache: Any = StaticCache(config=self.model.config, max_cache_len=LENGTH + 4) if static else None
+        if given_cache and not static:
+            cache = DynamicCache(config=self.model.config)
         pieces = []
         bounds = [0, *range(PREFILL, LENGTH + 1)]
         for start, end in zip(bounds, bounds[1:], strict=False):
@@ -300,17 +319,16 @@ class Checker:
                 if "position_ids" in inspect.signature(type(self.model).forward).parameters:
                     options["position_ids"] = torch.arange(start, end).expand(2, -1)
             output = self.model(input_ids=self.tokens[:, start:end], **options)
-            cache = output.past_key_values
+            cache = getattr(output, "past_key_values", cache)
             pieces.append(output_of(output))
         return torch.cat(pieces, dim=1)
 
     def _decode_decoder(self, static: bool) -> Tensor:
-        from transformers import EncoderDecoderCache
-
         encoder_outputs = self.model.get_encoder()(input_ids=self.tokens)
         cache: Any = None
         if static:
-            own, cross = (StaticCache(config=self.model.config, max_cache_len=LENGTH + 4) for _ in range(2))
+            config = self.model.config.get_text_config(decoder=True)
+            own, cross = (StaticCache(config=config, max_cache_len=length) for length in (LENGTH + 4, LENGTH))
             cache = EncoderDecoderCache(own, cross)
         target = self.tokens.flip(-1)
         pieces = []
@@ -373,13 +391,26 @@ def output_of(output: Any) -> Tensor:
 
 
 def stir(model: PreTrainedModel) -> None:
-    """Gives every learned part of a scheme that did not take over native weights values of size 1."""
+    """Gives every learned part of a scheme values of size 1."""
     encoding = model.position_encoding
-    if any(stack.adopted for stack in encoding.report.stacks):
-        return
     torch.manual_seed(3)
     for parameter in encoding.parameters():
         parameter.data.normal_(0.0, 1.0)
+
+
+def _first_tensor(output: Any) -> Tensor:
+    """The attention output among whatever a module returns."""
+    while not isinstance(output, Tensor):
+        values = list(output.values()) if isinstance(output, dict) else list(output)
+        output = values[0]
+    return output
+
+
+def _last_token(output: Tensor, length: int) -> Tensor:
+    """What belongs to the last of `length` tokens, whichever axis is time; some models add tokens in front."""
+    shape = list(output.shape)
+    axis = shape.index(length) if length in shape else shape.index(max(shape[1:-1]))
+    return output.select(axis, -1).flatten()
 
 
 def _brief(config: Any) -> str:
@@ -392,6 +423,13 @@ def _brief(config: Any) -> str:
 
 def _pad_token(model: PreTrainedModel) -> int:
     return getattr(model.config, "pad_token_id", None) or 0
+
+
+def _own_scheme(model: PreTrainedModel) -> str:
+    try:
+        return str(native_scheme(model).name)
+    except UnsupportedError:
+        return ""
 
 
 def _first_attention(model: PreTrainedModel) -> str:

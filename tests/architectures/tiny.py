@@ -179,7 +179,9 @@ def default_pairs() -> list[Pair]:
 
 def extra_pairs() -> list[Pair]:
     """Encoder-decoders, encoders, and options that a default config hides."""
-    seq2seq = "t5 mt5 umt5 switch_transformers bart mbart marian pegasus m2m_100 blenderbot plbart".split()
+    seq2seq = "t5 mt5 umt5 switch_transformers bart mbart marian pegasus m2m_100 blenderbot blenderbot-small plbart mvp nllb-moe "
+    seq2seq += "pegasus_x bigbird_pegasus fsmt led longt5 prophetnet"
+
     ropes: list[tuple[str, dict[str, Any]]] = [
         ("linear", {"factor": 4.0}),
         ("dynamic", {"factor": 4.0}),
@@ -190,7 +192,7 @@ def extra_pairs() -> list[Pair]:
     ]
     relative = (("relative_attention", True), ("pos_att_type", ["c2p", "p2c"]), ("position_biased_input", False))
     return [
-        *(Pair("seq2seq", name) for name in seq2seq),
+        *(Pair("seq2seq", name) for name in seq2seq.split()),
         Pair("encoder", "t5"),
         Pair("encoder", "umt5"),
         *(
@@ -201,6 +203,9 @@ def extra_pairs() -> list[Pair]:
         Pair("masked", "deberta", "relative", relative),
         Pair("masked", "deberta-v2", "relative", relative),
         Pair("causal", "falcon", "new decoder", (("new_decoder_architecture", True),)),
+        Pair("masked", "big_bird", "full", (("attention_type", "original_full"),)),
+        Pair("causal", "big_bird", "full", (("attention_type", "original_full"),)),
+        Pair("seq2seq", "bigbird_pegasus", "full", (("attention_type", "original_full"),)),
         Pair("causal", "falcon", "alibi", (("alibi", True),)),
         Pair("causal", "xlnet", "unidirectional", (("attn_type", "uni"),)),
         Pair("masked", "distilbert", "sinusoidal", (("sinusoidal_pos_embds", True),)),
@@ -286,8 +291,11 @@ _NOT_ATTENTION = frozenset(("linear_attention", "conv", "recurrent", "mamba", "m
 
 #: Architectures in which even one layer mixes neighbours, or attends twice, so that order is visible without positions.
 MIXING = frozenset(
-    "convbert falcon_h1 hrm_text inkling_text inkling2_text longcat_flash zamba zamba2 zaya bigbird_pegasus".split()
+    "convbert falcon_h1 hrm_text inkling_text inkling2_text longcat_flash zamba zamba2 zaya bigbird_pegasus olmo_hybrid".split()
 )
+
+#: Architectures whose attention has no positions to begin with; their recurrent layers know the order.
+WITHOUT_POSITIONS = frozenset(("jamba", "kimi_linear", "nemotron_h", "zamba"))
 
 _WINDOWS = tuple(name for name, value in _SHRUNK.items() if value == WINDOW and "window" in name or name == "local_attention")
 
@@ -295,6 +303,7 @@ _WINDOWS = tuple(name for name, value in _SHRUNK.items() if value == WINDOW and 
 _ONE_LAYER: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [0]},
     "jamba": {"attn_layer_period": 1, "attn_layer_offset": 0},
+    "recurrent_gemma": {"block_types": ["attention"]},
     "gpt_neo": {"attention_types": [[["global"], 1]]},
     "gemma4_text": {"per_layer_config": None},
     "gemma4_unified_text": {"per_layer_config": None},
@@ -307,7 +316,7 @@ def one_layer_models(pair: Pair) -> list[PreTrainedModel]:
     Causal ones have a single layer, one model for each kind of attention layer, since a second layer sees prefixes and
     so an order. Bidirectional ones are as deep as ever. Windows are wider than the input.
     """
-    if pair.model_type in MIXING or pair.kind == "seq2seq":
+    if pair.model_type in MIXING or pair.kind == "seq2seq" or (pair.kind == "masked" and tiny_config(pair).is_encoder_decoder):
         return []
     known = CONFIG_MAPPING[pair.model_type]().to_dict()
     wide = {name: 64 for name in _WINDOWS if _counts(known.get(name))}

@@ -116,7 +116,8 @@ def rotate(vector: list[float], frequencies: list[float], layout: str, position:
     rotated = list(vector)
     for pair, frequency in enumerate(frequencies):
         first, second = (2 * pair, 2 * pair + 1) if layout == "interleaved" else (pair, pair + len(frequencies))
-        cosine, sine = math.cos(position * frequency), math.sin(position * frequency)
+        angle = -position * frequency if layout == "half_reversed" else position * frequency
+        cosine, sine = math.cos(angle), math.sin(angle)
         rotated[first] = factor * (vector[first] * cosine - vector[second] * sine)
         rotated[second] = factor * (vector[first] * sine + vector[second] * cosine)
     return rotated

@@ -56,6 +56,7 @@ ROPE_VARIANTS = (
     RopeConfig(layout="half"),
     RopeConfig(theta=500_000.0, layout="interleaved"),
     RopeConfig(rotary_dim=8, layout="half"),
+    RopeConfig(rotary_dim=12, layout="half_reversed"),
     RopeConfig(partial_rotary_factor=0.7, layout="interleaved"),
     RopeConfig(inverse_frequencies=(1.0, 0.5, 0.0), layout="half", attention_scaling=1.25),
     RopeConfig(scaling=LinearScaling(4.0), layout="half"),

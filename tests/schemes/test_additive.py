@@ -185,8 +185,9 @@ def test_learned_without_any_length_asks_for_one():
         LearnedConfig().build(BuildContext(8, 1, 8))
 
 
-def test_learned_padding_falls_on_the_rows_below_the_offset():
-    part = encoding(LearnedConfig(num_positions=10, offset=2))
+@pytest.mark.parametrize("extension", ["error", "interpolate"])
+def test_learned_padding_falls_on_the_rows_below_the_offset(extension):
+    part = encoding(LearnedConfig(10, 2, extension))
     padded = part(positions_of(4, 6))
     assert torch.equal(padded[0, :2], part.weight[1].expand(2, -1))
     assert torch.equal(padded[0, 2:], part.weight[2:6])

@@ -82,7 +82,7 @@ CONTEXT = BuildContext(24, 4, 6, max_positions=32)
         (PRopeConfig, {"fraction": -0.1}, "at least 0"),
         (PRopeConfig, {"fraction": 1.1}, "at most 1"),
         (PRopeConfig, {"rotary_dim": 3}, "even number"),
-        (PRopeConfig, {"layout": "halves"}, "Did you mean 'half'"),
+        (PRopeConfig, {"layout": "halves"}, "Known: auto, half, half_reversed, interleaved"),
         (ComposedConfig, {"parts": ()}, "non-empty sequence"),
         (ComposedConfig, {"parts": ("alibi",)}, "expected scheme configs, for example AlibiConfig"),
     ],

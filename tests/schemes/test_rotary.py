@@ -12,6 +12,7 @@ from transformers.models.glm import modeling_glm as glm
 from transformers.models.gpt_neox import modeling_gpt_neox as gpt_neox
 from transformers.models.gptj import modeling_gptj as gptj
 from transformers.models.llama import modeling_llama as llama
+from transformers.models.nanochat import modeling_nanochat as nanochat
 from transformers.models.phi import modeling_phi as phi
 
 from hf_posenc.schemes import BuildContext, Positions, PRopeConfig, QueryKeyMap, RopeConfig, SchemeConfig
@@ -70,6 +71,13 @@ def test_interleaved_layout_is_bit_equal_to_cohere():
     assert_bit_equal(mapped(map_of(RopeConfig(layout="interleaved")), query, key), expected)
 
 
+def test_reversed_half_layout_is_bit_equal_to_nanochat():
+    query, key = query_and_key()
+    cos, sin = map_of(RopeConfig()).phases(positions_of(LENGTH))
+    ours = mapped(map_of(RopeConfig(layout="half_reversed")), query, key)
+    assert_bit_equal(ours, nanochat.apply_rotary_pos_emb(query, key, cos, sin))
+
+
 def test_partial_interleaved_equals_gptj():
     rotary_dim = 16
     query, key = query_and_key()
@@ -113,7 +121,7 @@ def test_partial_half_is_bit_equal_to_gpt_neox_and_phi(module, config_class, rot
     first=st.integers(0, 500),
     second=st.integers(0, 500),
     shift=st.integers(1, 500),
-    layout=st.sampled_from(["half", "interleaved"]),
+    layout=st.sampled_from(["half", "half_reversed", "interleaved"]),
     scheme=st.sampled_from([RopeConfig, PRopeConfig]),
 )
 @settings(max_examples=50, deadline=None)

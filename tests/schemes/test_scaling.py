@@ -280,6 +280,17 @@ def test_caches_are_refused_exactly_where_cached_keys_would_be_wrong(name, cache
             part.check_cache(cached, total)
 
 
+@pytest.mark.parametrize(("name", "original"), [("dynamic", 64), ("longrope", 32)])
+def test_the_original_length_itself_is_the_last_that_a_cache_may_reach(name, original):
+    part = rotary(LIVE[name][0])
+    part.check_cache(original - 1, original)
+    for cached in (original - 1, original):
+        with pytest.raises(UnsupportedError, match="use_cache=False"):
+            part.check_cache(cached, original + 1)
+    if name == "longrope":
+        part.check_cache(original + 1, original + 2)
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [

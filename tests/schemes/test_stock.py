@@ -62,12 +62,14 @@ def test_a_stock_module_computes_what_was_written(config, length):
             assert torch.equal(value, expected)
 
 
-@pytest.mark.parametrize("width", range(2, 130, 2))
-def test_partial_factors_never_lose_a_dimension_to_rounding(width):
-    context = BuildContext(130, 1, 130)
-    parameters = to_rope_parameters(RopeConfig(rotary_dim=width), context)
-    assert int(130 * parameters.get("partial_rotary_factor", 1.0)) == width
-    assert from_rope_parameters(parameters).build(context).query_key_map.rotary_dim == width
+# Among these are shares, such as 30 of 44, whose plain quotient times the head truncates to one less.
+@pytest.mark.parametrize("head_dim", [44, 46, 49, 52, 64, 130])
+def test_partial_factors_never_lose_a_dimension_to_rounding(head_dim):
+    context = BuildContext(head_dim, 1, head_dim)
+    for width in range(2, head_dim + 1, 2):
+        parameters = to_rope_parameters(RopeConfig(rotary_dim=width), context)
+        assert int(head_dim * parameters["partial_rotary_factor"]) == width
+        assert from_rope_parameters(parameters).build(context).query_key_map.rotary_dim == width
 
 
 def test_inferred_lengths_and_factors():

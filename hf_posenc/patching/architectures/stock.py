@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.architectures.declaration import Architecture, register_architecture
 from hf_posenc.patching.architectures.silencers import (
     NoBias,
@@ -37,9 +38,8 @@ def _silence_mpnet(stack: Stack, patches: InstancePatches) -> None:
 
 
 def _silence_ctrl(stack: Stack, patches: InstancePatches) -> None:
-    native = stack.module.pos_encoding
-    # Rows without memory of their own, more than any sequence has.
-    patches.set(stack.module, "pos_encoding", native.new_zeros(1, native.shape[1]).expand(1 << 24, -1))
+    # One column is enough for an addition; a million rows are more than any sequence has.
+    patches.set_buffer(stack.module, "pos_encoding", stack.module.pos_encoding.new_zeros(1 << 20, 1))
 
 
 def _silence_xlnet(stack: Stack, patches: InstancePatches) -> None:
@@ -104,13 +104,36 @@ def _gptj_native(stack: Stack) -> SchemeConfig:
     return RopeConfig(theta=10_000.0, rotary_dim=int(width), layout="interleaved")
 
 
-def _falcon_refusal(config: Any) -> str | None:
-    if not getattr(config, "alibi", False):
+def _silence_falcon(stack: Stack, patches: InstancePatches) -> None:
+    if stack.module.use_alibi:
+        # Without its bias the model calls its rotary function instead, and the scheme stands in for that.
+        patches.set(stack.module, "use_alibi", False)
+
+
+def _falcon_native(stack: Stack) -> SchemeConfig | None:
+    if not stack.module.use_alibi:
         return None
-    return (
-        "with `alibi=True` its bias is added inside the model's own forward (and twice with eager attention), where it "
-        "cannot be taken out. Falcon without `alibi` is supported."
+    raise UnsupportedError(
+        "Falcon with `alibi=True` rounds its slopes and positions to bfloat16, divides the bias by sqrt(head_dim) and, with "
+        "eager attention, adds it twice; no scheme describes that. It can be replaced, and unpatch_model brings it back."
     )
+
+
+def _silence_inkling(stack: Stack, patches: InstancePatches) -> None:
+    """The layers hand their bias to the attention function as `position_bias`, where it is left out."""
+    for attention in stack.attentions:
+        for parameter in attention.module.rel_logits_proj.parameters():
+            patches.freeze(parameter)
+
+
+def _big_bird_refusal(config: Any) -> str | None:
+    return None if config.attention_type == "original_full" else f"{_NO_SCORES} With attention_type='original_full' it has."
+
+
+def _bigbird_pegasus_refusal(config: Any) -> str | None:
+    if config.attention_type == "original_full" or not config.is_encoder_decoder:
+        return None
+    return f"in its encoder, {_NO_SCORES} With attention_type='original_full' it has."
 
 
 def _roformer_refusal(config: Any) -> str | None:
@@ -131,7 +154,7 @@ def _convbert_heads(module: nn.Module, config: Any) -> tuple[int, int]:
 def declare_stock_architectures() -> None:
     """Registers everything below; called once on import."""
     for reason, names in (
-        (_NO_SCORES, ("big_bird", "longformer", "led", "mra", "nystromformer", "reformer", "yoso", "longt5")),
+        (_NO_SCORES, ("longformer", "led", "mra", "nystromformer", "reformer", "yoso", "longt5", "pegasus_x")),
         (_NO_ATTENTION, ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "fnet")),
         (
             "its keys are selected by an indexer or compressed before attention, with rotary positions of its own.",
@@ -169,7 +192,22 @@ def declare_stock_architectures() -> None:
     )
     register_architecture("deberta", "deberta-v2", architecture=Architecture(mechanism="disentangled attention", silence=_silence_deberta))
     register_architecture("cpmant", architecture=Architecture(
-            mechanism="segment position bias", bias_arguments=("position_bias",), silence=_silence_cpmant
+            mechanism="segment position bias", bias_arguments=("position_bias",), silence=_silence_cpmant,
+            kept=("its prompt tokens stand before left padding, so distances between prompt and text count padding",),
         ))
-    register_architecture("falcon", architecture=Architecture(unsupported=_falcon_refusal))
+    register_architecture(
+        "falcon", architecture=Architecture(mechanism="ALiBi, if configured", silence=_silence_falcon, native=_falcon_native)
+    )
+    register_architecture("fsmt", architecture=Architecture(time_major=True))
+    register_architecture("big_bird", architecture=Architecture(unsupported=_big_bird_refusal))
+    register_architecture("bigbird_pegasus", architecture=Architecture(unsupported=_bigbird_pegasus_refusal))
+    temperature = "queries are scaled by a slow function of their position"
+    register_architecture("beam", "llama4_text", "ministral3", "mistral4", architecture=Architecture(kept=(temperature,)))
+    register_architecture(
+        "inkling_text",
+        "inkling2_text",
+        architecture=Architecture(
+            mechanism="relative bias that depends on the query", silence=_silence_inkling, kept=(temperature,)
+        ),
+    )
     register_architecture("convbert", architecture=Architecture(head_shape=_convbert_heads))

@@ -1,0 +1,250 @@
+"""What `patch_model` promises whatever the scheme: bad input, failures, repetition, schedules, third parties."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hf_posenc
+from hf_posenc import (
+    AlibiConfig,
+    NoneConfig,
+    RopeConfig,
+    ScheduleConfig,
+    SinusoidalConfig,
+    UnsupportedError,
+    native_scheme,
+    patch_model,
+    unpatch_model,
+)
+from hf_posenc.patching import Architecture, install, register_architecture
+from hf_posenc.schemes import BuildContext, LogitBias, SchemeConfig, SchemeParts, register_scheme
+from tests.matrix.architectures import ARCHITECTURES
+from tests.matrix.running import distance, outputs, patched, tokens
+
+LLAMA = ARCHITECTURES["llama_gqa"]
+
+
+def _logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return outputs(model, LLAMA, tokens())
+
+
+def _assert_stock(model: Any, stock: Tensor) -> None:
+    assert torch.equal(_logits(model), stock)
+    assert not hasattr(model, "position_encoding")
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options", "message"),
+    [
+        ("alibbi", {}, "Did you mean 'alibi'"),
+        ("rope", {"thetta": 1.0}, "Did you mean 'theta'"),
+        ("rope", {"theta": -1.0}, "theta"),
+        ("rope", {"rotary_dim": 6000}, "6000"),
+        ("rope", {"scaling": {"type": "yarnn", "factor": 2.0}}, "Did you mean 'yarn'"),
+        (3, {}, "A scheme is a name"),
+        (RopeConfig(), {"theta": 2.0}, "finished config"),
+        ("alibi", {"layers": [5]}, "layers with self-attention are"),
+        ("alibi", {"layers": []}, "names no layer"),
+        ("alibi", {"elsewhere": "none"}, "give `layers` as well"),
+        (ScheduleConfig(layers=(SinusoidalConfig(), NoneConfig())), {}, "acts once, before the first layer"),
+        (ScheduleConfig(layers=(NoneConfig(),)), {}, "names 1 layers"),
+    ],
+)
+def test_bad_input_teaches_and_leaves_the_model_alone(scheme: Any, options: dict[str, Any], message: str) -> None:
+    model = patched("llama_gqa", None)
+    stock = _logits(model)
+    with pytest.raises((ValueError, TypeError), match=message):
+        patch_model(model, scheme, **options)
+    _assert_stock(model, stock)
+
+
+def test_a_failure_half_way_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = patched("llama_gqa", None)
+    stock = _logits(model)
+    original, calls = install._install_attention, []
+
+    def fail_at_the_second_layer(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+        original(*args)
+
+    monkeypatch.setattr(install, "_install_attention", fail_at_the_second_layer)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        patch_model(model, "alibi")
+    _assert_stock(model, stock)
+    monkeypatch.undo()
+    patch_model(model, "t5")
+    before = _logits(model)
+    calls.clear()
+    monkeypatch.setattr(install, "_install_attention", fail_at_the_second_layer)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        patch_model(model, "alibi")
+    monkeypatch.undo()
+    assert model.position_encoding.config.name == "t5"
+    assert torch.equal(_logits(model), before)
+    unpatch_model(model)
+    _assert_stock(model, stock)
+
+
+def test_patching_again_replaces_and_undo_still_returns_to_stock() -> None:
+    model = patched("bert", None)
+    row = ARCHITECTURES["bert"]
+    with torch.no_grad():
+        stock = outputs(model, row, tokens())
+        patch_model(patch_model(model, "alibi"), "rope")
+        assert model.position_encoding.config.name == "rope"
+        alone = outputs(patched("bert", "rope"), row, tokens())
+        assert torch.equal(outputs(model, row, tokens()), alone)
+        assert torch.equal(outputs(unpatch_model(unpatch_model(model)), row, tokens()), stock)
+
+
+def test_other_models_are_untouched() -> None:
+    first, second = patched("llama_gqa", None), patched("llama_gqa", None)
+    stock = _logits(second)
+    patch_model(first, "alibi")
+    assert torch.equal(_logits(second), stock)
+    assert not torch.equal(_logits(first), stock)
+
+
+def test_layers_keep_their_native_scheme_elsewhere() -> None:
+    model = patched("llama_gqa", None)
+    native = native_scheme(model)
+    patch_model(model, "none", layers=[1])
+    assert model.position_encoding.config == ScheduleConfig(layers=(native, NoneConfig()))
+    mixed = _logits(model)
+    assert distance(mixed, _logits(patched("llama_gqa", "none"))) > 1e-3
+    assert distance(mixed, _logits(patched("llama_gqa", None))) > 1e-3
+    patch_model(model, native, layers=[1])
+    assert distance(_logits(model), _logits(patched("llama_gqa", None))) <= 2e-5
+
+
+def test_native_scheme_sees_layers_without_rotation() -> None:
+    """Cohere2 rotates in its sliding layers only, Gemma3 with another base in each kind of layer."""
+    cohere = native_scheme(patched("cohere2_interleaved", None))
+    assert isinstance(cohere, ScheduleConfig)
+    assert [layer.name for layer in cohere.layers] == ["rope", "none"]
+    assert cohere.layers[0].layout == "interleaved"
+    gemma = native_scheme(patched("gemma3_two_rotaries", None))
+    assert [layer.theta for layer in gemma.layers] == [10_000.0, 1_000_000.0]
+
+
+def test_native_scheme_of_a_patched_model_is_that_of_the_stock_model() -> None:
+    model = patched("llama_gqa", None)
+    native = native_scheme(model)
+    patch_model(model, "alibi")
+    logits = _logits(model)
+    assert native_scheme(model) == native
+    assert torch.equal(_logits(model), logits)
+
+
+def test_copies_are_independent() -> None:
+    model = patched("bert", "t5")
+    row = ARCHITECTURES["bert"]
+    clones = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    with torch.no_grad():
+        expected = outputs(model, row, tokens())
+        for parameter in model.parameters():
+            parameter.zero_()
+        for clone in clones:
+            assert torch.equal(outputs(clone, row, tokens()), expected)
+            unpatch_model(clone)
+            assert "position_encoding" not in dict(clone.named_modules())
+
+
+def test_a_third_party_scheme_needs_no_change_here() -> None:
+    class Distance(LogitBias):
+        def forward(self, distance: Tensor) -> Tensor:
+            return -0.5 * distance.abs().float().unsqueeze(0).expand(4, *distance.shape)
+
+    @register_scheme
+    @dataclass(frozen=True)
+    class SteepConfig(SchemeConfig):
+        name: ClassVar[str] = "steep_for_tests"
+
+        def build(self, context: BuildContext) -> SchemeParts:
+            return SchemeParts(logit_bias=Distance())
+
+    model = patched("llama_gqa", "steep_for_tests")
+    assert "steep_for_tests" in hf_posenc.list_schemes()
+    assert distance(_logits(model), _logits(patched("llama_gqa", "none"))) > 1e-3
+    from hf_posenc.schemes import registry
+
+    registry._SCHEMES.pop("steep_for_tests")
+
+
+def test_a_declared_refusal_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = patched("llama_gqa", None)
+    stock = _logits(model)
+    from hf_posenc.patching.architectures import declaration
+
+    monkeypatch.setattr(declaration, "_ARCHITECTURES", dict(declaration._ARCHITECTURES))
+    register_architecture("llama", architecture=Architecture(unsupported="it was declared so."))
+    with pytest.raises(UnsupportedError, match="it was declared so"):
+        patch_model(model, "alibi")
+    _assert_stock(model, stock)
+
+
+def test_what_is_no_transformers_model_is_refused() -> None:
+    with pytest.raises(TypeError, match="PreTrainedModel"):
+        patch_model(nn.Linear(2, 2), "alibi")
+
+
+def test_a_sequence_past_a_table_names_length_and_remedy() -> None:
+    model = patched("bert", hf_posenc.LearnedConfig(num_positions=10))
+    with pytest.raises(hf_posenc.SequenceLengthError, match=r"14.*num_positions"):
+        outputs(model, ARCHITECTURES["bert"], tokens())
+
+
+@pytest.mark.parametrize("architecture", ["bert", "roberta", "gpt2", "opt", "bart"])
+@torch.no_grad()
+def test_schemes_without_a_table_go_past_the_native_length(architecture: str) -> None:
+    row = ARCHITECTURES[architecture]
+    long = tokens(1, 100)
+    with pytest.raises((IndexError, RuntimeError)):
+        outputs(patched(architecture, None), row, long)
+    model = patched(architecture, "alibi")
+    result = outputs(model, row, long)
+    assert result.shape[:2] == (1, 100)
+    assert distance(outputs(model, row, long[:, :14]), outputs(patched(architecture, "alibi"), row, long[:, :14])) == 0
+
+
+def test_constant_positions_under_layer_norm_warn_with_the_remedy() -> None:
+    with pytest.warns(UserWarning, match="direction="):
+        patch_model(ARCHITECTURES["bert"].build(), "integer")
+
+
+def test_bias_on_a_flash_backend_is_refused() -> None:
+    model = patched("llama_gqa", AlibiConfig())
+    from transformers import AttentionInterface
+
+    AttentionInterface.register("flash_for_tests", lambda *args, **kwargs: (args[1].transpose(1, 2), None))
+    model.config._attn_implementation = "flash_for_tests"
+    with pytest.raises(UnsupportedError, match="set_attn_implementation"):
+        model(tokens())
+    unpatch_model(model)
+
+
+def test_a_path_around_the_attention_interface_is_refused() -> None:
+    model = patched("gpt2", "alibi", reorder_and_upcast_attn=True)
+    with pytest.raises(UnsupportedError, match="reorder_and_upcast_attn"):
+        model(tokens())
+
+
+def test_the_report_says_what_was_replaced() -> None:
+    model = patched("bert", "alibi")
+    report = model.position_encoding.report
+    text = str(report)
+    assert "position table" in text
+    assert "logit_bias" in text
+    assert report.to_dict()["stacks"][0]["attention_layers"] == [0, 1]
+    assert "alibi" in repr(model).lower()

@@ -1,0 +1,119 @@
+"""Patched models among the tools around them: generate, compile, flex attention, accelerate hooks, PEFT."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from hf_posenc import patch_model, unpatch_model
+from tests.matrix.architectures import ARCHITECTURES
+from tests.matrix.running import distance, outputs, patched, tokens
+
+SCHEMES = ["none", "alibi", "t5", "rope", "sinusoidal"]
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, "normalized_integer"])
+@pytest.mark.parametrize("architecture", ["llama_gqa", "gpt2", "gemma3_two_rotaries", "bloom"])
+@torch.no_grad()
+def test_generate_equals_argmax_over_full_forwards(architecture: str, scheme: str) -> None:
+    row, model = ARCHITECTURES[architecture], patched(architecture, scheme)
+    prompt = tokens(2, 6)
+    padding = torch.full((2, 2), 0)
+    padded = torch.cat((padding, prompt), dim=1)
+    mask = torch.cat((torch.zeros_like(padding), torch.ones_like(prompt)), dim=1)
+    expected = prompt
+    for _ in range(5):
+        logits = outputs(model, row, expected, use_cache=False)
+        expected = torch.cat((expected, logits[:, -1:].argmax(-1)), dim=1)
+    settings: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
+        left = model.generate(padded, attention_mask=mask, **settings)
+    assert torch.equal(plain, expected)
+    assert torch.equal(left[:, 2:], expected)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@torch.no_grad()
+def test_beam_and_prompt_lookup_decoding(scheme: str) -> None:
+    model = patched("llama_gqa", scheme)
+    settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    prompt = tokens(1, 8)
+    greedy = model.generate(prompt, **settings)
+    assert torch.equal(model.generate(prompt, prompt_lookup_num_tokens=2, **settings), greedy)
+    cached = model.generate(prompt, num_beams=3, **settings)
+    assert torch.equal(model.generate(prompt, num_beams=3, use_cache=False, **settings), cached)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("architecture", ["llama_gqa", "bert", "gpt2"])
+@torch.no_grad()
+def test_compiled_equals_eager(architecture: str, scheme: str) -> None:
+    """Without inductor: what matters here is that the graph is whole and says the same."""
+    row, model = ARCHITECTURES[architecture], patched(architecture, scheme)
+    expected = outputs(model, row, tokens())
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    arguments = {"use_cache": False} if row.causal else {}
+    assert distance(outputs(compiled, row, tokens(), **arguments), expected) <= 1e-4
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@torch.no_grad()
+def test_flex_attention_equals_eager(scheme: str) -> None:
+    row = ARCHITECTURES["llama_gqa"]
+    overrides = {"hidden_size": 64, "head_dim": 16}
+    expected = outputs(patched("llama_gqa", scheme, **overrides), row, tokens())
+    model = patched("llama_gqa", scheme, **overrides)
+    model.set_attn_implementation("flex_attention")
+    assert distance(outputs(model, row, tokens()), expected) <= 1e-4
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "rope", "learned"])
+@torch.no_grad()
+def test_accelerate_hooks_stay_in_place(scheme: str) -> None:
+    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+
+    class Count(ModelHook):
+        calls = 0
+
+        def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+            Count.calls += 1
+            return args, kwargs
+
+    row, model = ARCHITECTURES["gpt2"], patched("gpt2", None)
+    stock = outputs(model, row, tokens())
+    expected = outputs(patch_model(patched("gpt2", None), scheme), row, tokens()) if scheme != "learned" else stock
+    for block in model.transformer.h:
+        add_hook_to_module(block.attn, Count())
+    patch_model(model, scheme)
+    assert distance(outputs(model, row, tokens()), expected) <= 1e-6
+    assert Count.calls == 2
+    unpatch_model(model)
+    assert torch.equal(outputs(model, row, tokens()), stock)
+    for block in model.transformer.h:
+        remove_hook_from_module(block.attn)
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "rope", "t5"])
+def test_lora_on_top_trains_and_leaves_positions_right(scheme: str) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    row, model = ARCHITECTURES["bert"], patched("bert", scheme)
+    with torch.no_grad():
+        expected = outputs(model, row, tokens())
+    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["query", "key", "value"]))
+    with torch.no_grad():
+        assert torch.equal(outputs(wrapped, row, tokens()), expected)
+    outputs(wrapped, row, tokens()).sum().backward()
+    trained = [name for name, parameter in wrapped.named_parameters() if parameter.grad is not None]
+    assert trained
+    assert all("lora" in name for name in trained)
+    late = get_peft_model(patched("bert", None), LoraConfig(r=2, target_modules=["query"]))
+    patch_model(late, "alibi")
+    assert late.position_encoding.config.name == "alibi"
+    unpatch_model(late)

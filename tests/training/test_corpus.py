@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from training import compare
+from training.corpus import load_corpus, load_tokenizer, unigram_cross_entropy
+from training.settings import CompareSettings, SettingsError
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(None)
+
+
+def settings(source, **changes) -> CompareSettings:
+    options = {"train_length": 16, "validation_fraction": 0.25} | changes
+    return CompareSettings(dataset_name=str(source), **options)
+
+
+def test_split_is_by_whole_documents_and_loses_nothing(text_folder, tokenizer):
+    corpus = load_corpus(settings(text_folder), tokenizer)
+    end = tokenizer.eos_token
+    parts = {name: tokenizer.decode(getattr(corpus, name)).split(end)[:-1] for name in ("train", "validation")}
+    texts = sorted(path.read_text() for path in text_folder.iterdir())
+    assert sorted(parts["train"] + parts["validation"]) == texts
+    assert len(parts["validation"]) == 2 == corpus.summary["validation_documents"]
+
+
+def test_split_depends_on_the_seed_alone(text_folder, tokenizer):
+    first, again, other = (load_corpus(settings(text_folder, seed=seed), tokenizer) for seed in (1, 1, 2))
+    assert first.summary["digest"] == again.summary["digest"] != other.summary["digest"]
+
+
+@pytest.mark.parametrize("ending", ["txt", "jsonl", "csv", "parquet"])
+def test_local_files(tmp_path, tokenizer, ending):
+    import pandas
+
+    texts = ["First document, with some words in it, " * 4, "Second document, with other words in it, " * 4]
+    frame = pandas.DataFrame({"body": texts})
+    path = tmp_path / f"data.{ending}"
+    if ending == "jsonl":
+        frame.to_json(path, orient="records", lines=True)
+    elif ending == "csv":
+        frame.to_csv(path, index=False)
+    elif ending == "parquet":
+        frame.to_parquet(path)
+    else:
+        (tmp_path / "texts").mkdir()
+        for index, text in enumerate(texts):
+            (tmp_path / "texts" / f"{index}.txt").write_text(text)
+        path = tmp_path / "texts"
+    column = "text" if ending == "txt" else "body"
+    corpus = load_corpus(settings(path, text_column=column), tokenizer)
+    assert len(corpus.train) + len(corpus.validation) == sum(len(text) + 1 for text in texts)
+
+
+def test_unknown_column_names_the_columns(tmp_path, tokenizer):
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(json.dumps({"body": "words " * 50, "year": 1900}) for _ in range(3)))
+    with pytest.raises(SettingsError, match=r"no column 'text'. Its columns: body, year"):
+        load_corpus(settings(path), tokenizer)
+
+
+def test_too_small_corpus_says_how_many_tokens_there_are(tmp_path, tokenizer, capsys):
+    for index in range(3):
+        (tmp_path / f"{index}.txt").write_text("short text")
+    with pytest.raises(SettingsError, match=r"11 tokens in 1 document.*needs 64"):
+        load_corpus(settings(tmp_path), tokenizer)
+    out = tmp_path / "out"
+    assert compare.main([f"--dataset_name={tmp_path}", f"--output_dir={out}"]) == 2
+    assert "shorter --train_length" in capsys.readouterr().err
+    assert not (out / "results.json").exists()
+
+
+def test_a_single_document_cannot_be_split(tmp_path, tokenizer):
+    (tmp_path / "only.txt").write_text("words " * 500)
+    (tmp_path / "blank.txt").write_text("  \n")
+    with pytest.raises(SettingsError, match="holds 1 document"):
+        load_corpus(settings(tmp_path), tokenizer)
+
+
+def test_missing_dataset_and_unreadable_file(tmp_path, tokenizer):
+    (tmp_path / "image.png").write_bytes(b"\x89PNG")
+    with pytest.raises(SettingsError, match="file types known here"):
+        load_corpus(settings(tmp_path / "image.png"), tokenizer)
+
+
+def test_byte_tokenizer_gets_a_sentinel_as_mask(tokenizer):
+    assert tokenizer.mask_token == "<extra_id_0>"
+    assert tokenizer.mask_token_id == tokenizer.convert_tokens_to_ids("<extra_id_0>") == 259
+    assert tokenizer.mask_token_id in tokenizer.all_special_ids
+    assert len(tokenizer) == 384
+
+
+def test_unigram_cross_entropy_of_a_known_distribution():
+    train = np.array([0] * 59 + [1] * 29 + [2] * 9, dtype=np.int32)
+    expected = -(np.log(0.6) + np.log(0.3)) / 2
+    assert unigram_cross_entropy(train, np.array([0, 1]), vocabulary=3) == pytest.approx(expected)
