@@ -1,7 +1,7 @@
 """Writes docs/architectures.md by running every check of tests/architectures on every architecture.
 
-    python docs/generate_architectures.py            # everything, a few minutes on two cores
-    python docs/generate_architectures.py --only llama bert --no-write
+python docs/generate_architectures.py            # everything, a few minutes on two cores
+python docs/generate_architectures.py --only llama bert --no-write
 """
 
 from __future__ import annotations
@@ -17,13 +17,20 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests" / "architectures")]
+sys.path.insert(0, str(HERE.parent))
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from tiny import Pair, all_pairs  # noqa: E402
+from tests.architectures.checks import NATIVE_BOUND, SAME_BOUND, check_pair  # noqa: E402
+from tests.architectures.tiny import Pair, all_pairs  # noqa: E402
 
 OUTPUT = HERE / "architectures.md"
+KINDS = (
+    ("causal", "Causal language models"),
+    ("masked", "Masked language models"),
+    ("seq2seq", "Encoder-decoders"),
+    ("encoder", "Encoders"),
+)
 COLUMNS = ("native", "none", "alibi", "t5", "rope", "sinusoidal")
 
 
@@ -86,8 +93,6 @@ def _run_one(pair: Pair, results: Any) -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    from checks import check_pair
-
     try:
         results.put(check_pair(pair).to_dict())
     except Exception:
@@ -109,7 +114,107 @@ def failures(record: dict[str, Any]) -> list[tuple[str, str]]:
 
 def document(records: list[dict[str, Any]]) -> str:
     """The page."""
-    return ""
+    parts = [_introduction(), _summary(records)]
+    for kind, title in KINDS:
+        parts.append(
+            f"## {title}\n\n" + _table([record for record in records if record["pair"].startswith(kind + "-")])
+        )
+    parts.append(_refusals(records))
+    parts.append(_failures(records))
+    return "\n\n".join(parts) + "\n"
+
+
+def _introduction() -> str:
+    return f"""# Architectures
+
+<!-- Written by docs/generate_architectures.py. Edits are lost. -->
+
+Written by `python docs/generate_architectures.py`, which builds a tiny random model (64 wide, 4 heads, window 8, every gate
+open) of each text architecture in transformers' causal-LM and masked-LM mappings, of encoder-decoders, and of variants
+that a default config hides, and runs the checks in `tests/architectures/checks.py` for each scheme. Last run: transformers
+{transformers.__version__}, torch {torch.__version__.split("+")[0]}, float32 on a CPU.
+
+A cell says `yes` if every check holds:
+
+- **native**: `patch_model(model, native_scheme(model))` gives the stock logits to {NATIVE_BOUND:g} of their standard deviation;
+- **none**: the outputs differ from stock, the order of tokens has become invisible (last token of a one-layer causal
+  model, or any bidirectional model; {SAME_BOUND:g}), and attention still depends on content;
+- **alibi, t5, rope (theta 100), sinusoidal**: the outputs differ from stock and from `none`, in every layer taken alone
+  (`sinusoidal` acts before the layers), and order is visible in one layer;
+- all of them: decoding with a dynamic and with a static cache, left padding, and eager attention give the logits of the
+  full, unpadded, default forward ({SAME_BOUND:g}); `unpatch_model` gives bit-equal logits and leaves no trace on weights,
+  instances, classes, modules or the config.
+
+A check that the stock model fails too is not held against a scheme; the last column names it. `-` in it stands for none."""
+
+
+def _summary(records: list[dict[str, Any]]) -> str:
+    lines = [
+        "## Summary",
+        "",
+        "| kind | architectures | refused | with a scheme | " + " | ".join(COLUMNS) + " |",
+        "|---" * (4 + len(COLUMNS)) + "|",
+    ]
+    for kind, title in (*KINDS, ("", "all")):
+        chosen = [record for record in records if record["pair"].startswith(kind)]
+        placed = [record for record in chosen if not record.get("refusal")]
+        passed = [sum(_passes(record, scheme) for record in placed) for scheme in COLUMNS]
+        cells = [f"{count} ({100 * count / max(len(placed), 1):.0f} %)" for count in passed]
+        lines.append(
+            f"| {title} | {len(chosen)} | {len(chosen) - len(placed)} | {len(placed)} | " + " | ".join(cells) + " |"
+        )
+    return "\n".join(lines)
+
+
+def _table(records: list[dict[str, Any]]) -> str:
+    lines = [
+        "| architecture | native scheme | " + " | ".join(COLUMNS) + " | the stock model itself fails |",
+        "|---" * (3 + len(COLUMNS)) + "|",
+    ]
+    for record in records:
+        if record.get("refusal"):
+            continue
+        native = "no name" if record.get("native", "").startswith("(") else record.get("native", "")
+        cells = ["yes" if _passes(record, scheme) else "**no**" for scheme in COLUMNS]
+        lines.append(f"| {_name(record)} | {native} | " + " | ".join(cells) + f" | {_stock_limits(record)} |")
+    return "\n".join(lines)
+
+
+def _stock_limits(record: dict[str, Any]) -> str:
+    found = record.get("findings", {}).get("none", {})
+    return ", ".join(name for name, finding in found.items() if finding["verdict"] == "stock") or "-"
+
+
+def _refusals(records: list[dict[str, Any]]) -> str:
+    lines = [
+        "## Refused",
+        "",
+        "`UnsupportedError`, whatever the scheme; the model stays untouched.",
+        "",
+        "| architecture | reason |",
+        "|---|---|",
+    ]
+    lines += [f"| {record['pair']} | {record['refusal']} |" for record in records if record.get("refusal")]
+    return "\n".join(lines)
+
+
+def _failures(records: list[dict[str, Any]]) -> str:
+    lines = ["## What fails", ""]
+    for record in records:
+        notes: dict[str, list[str]] = {}
+        for scheme, note in failures(record):
+            notes.setdefault(note, []).append(scheme)
+        lines += [f"- {record['pair']}, {', '.join(schemes)}: {note}" for note, schemes in notes.items()]
+    return "\n".join(lines if len(lines) > 2 else [*lines, "Nothing."])
+
+
+def _passes(record: dict[str, Any], scheme: str) -> bool:
+    found = record.get("findings", {}).get(scheme)
+    return bool(found) and all(finding["verdict"] != "fail" for finding in found.values())
+
+
+def _name(record: dict[str, Any]) -> str:
+    return str(record["pair"].split("-", 1)[1])
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from training.corpus import Corpus, load_corpus, load_tokenizer, unigram_cross_e
 from training.evaluation import TAIL
 from training.files import latest_checkpoint, write_json, write_text
 from training.loop import FAILED, FINISHED, Training
+from training.models import DEFAULT_OPTIONS
 from training.output_folder import check_settings, check_training, clear, lock
 from training.report import format_tables
 from training.settings import CompareSettings, SettingsError
@@ -108,7 +109,7 @@ def _prepare(settings: CompareSettings, state: PartialState) -> Corpus:
 def _trainings(settings: CompareSettings) -> list[Training]:
     options = settings.options_by_scheme()
     return [
-        Training(settings, task, scheme, options.get(scheme, {}))
+        Training(settings, task, scheme, DEFAULT_OPTIONS.get(scheme, {}) | options.get(scheme, {}))
         for task in settings.task_names()
         for scheme in settings.scheme_names()
     ]

@@ -63,6 +63,7 @@ class Progress:
 
     step: int = 0
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     train_loss_sum: float = 0.0
     curve: dict[str, list[float]] = field(default_factory=lambda: {"step": [], "train_loss": [], "validation_loss": []})
 
@@ -143,6 +144,7 @@ def _train(
         on_step(progress.step)
     prepared.train()
     started = time.monotonic() - progress.seconds
+    cpu_started = time.process_time() - progress.cpu_seconds
     for batch in accelerator.skip_first_batches(loader, progress.step):
         loss = prepared(**batch).loss
         value = float(accelerator.reduce(loss.detach(), "mean"))
@@ -161,6 +163,7 @@ def _train(
                 return _diverged("validation", value, progress, started)
             _record(progress, value)
         progress.seconds = time.monotonic() - started
+        progress.cpu_seconds = time.process_time() - cpu_started
         if progress.step % settings.checkpoint_every == 0 and progress.step < settings.max_steps:
             save_checkpoint(accelerator, training.folder, progress.step)
         on_step(progress.step)
@@ -170,6 +173,7 @@ def _train(
     return {
         "status": FINISHED,
         "seconds": round(time.monotonic() - started, 1),
+        "cpu_seconds": round(time.process_time() - cpu_started, 1),
         "curve": progress.curve,
         "by_length": lengths,
         "dog": dog,
@@ -207,7 +211,6 @@ def _dog(model: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         "layers": [float(f"{distance.relative_l2:.4g}") for distance in row.layers],
         "probe": None if row.probe is None else float(f"{row.probe:.4g}"),
         "told_apart": row.told_apart,
-        "notes": list(result.notes),
     }
 
 

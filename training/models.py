@@ -20,6 +20,11 @@ from training.settings import CompareSettings
 #: Larger than BERT's 0.02, which is meant for 768 dimensions: at 128 it leaves attention uniform for too long.
 INITIALIZER_RANGE = 0.05
 
+#: Used where `--scheme_options` says nothing else. The paper's sinusoids have the size of its token vectors, because it
+#: multiplies those by sqrt(hidden) (arXiv:1706.03762, section 3.4). Neither of these models does, so the sinusoids come
+#: down to the tokens instead: at scale 1 they would drown them.
+DEFAULT_OPTIONS: dict[str, dict[str, Any]] = {"sinusoidal": {"scale": 0.07}}
+
 
 def build_model(
     task: str, scheme: str, options: dict[str, Any], tokenizer: PreTrainedTokenizerBase, settings: CompareSettings

@@ -8,6 +8,17 @@ from training.loop import FINISHED
 
 _TITLES = {"causal": "Causal language model (Llama)", "masked": "Masked language model (BERT)"}
 
+#: Relative distances below this one are float32 rounding.
+_ROUNDING = 1e-5
+
+_DOG_NOTES = {
+    "causal": "Dogs: distance between the two dogs of 'The dog chased another dog' (relative L2). The causal mask "
+    "alone tells them apart, with or without positions; the probe, random attention without a mask over the model's "
+    "embeddings, shows what the scheme adds.",
+    "masked": "Dogs: distance between the two dogs of 'The dog chased another dog' (relative L2), in the model and in "
+    "random attention over its embeddings (probe). Without positions there is none.",
+}
+
 
 def format_tables(results: dict[str, Any]) -> str:
     """One Markdown table per task, losses in nats per token, and what could not be trained, with its reason."""
@@ -35,7 +46,8 @@ def _task_table(task: str, results: dict[str, Any]) -> str:
         "scheme",
         *(f"loss at {length}" for length in lengths),
         *(f"last {tail} at {length}" for length in (first, last)),
-        "dog distance",
+        "dogs, last layer",
+        "dogs, probe",
         "parameters",
         "seconds",
     ]
@@ -56,21 +68,28 @@ def _task_table(task: str, results: dict[str, Any]) -> str:
                 *map(_number, by_length["loss"]),
                 _number(by_length["tail_loss"][0]),
                 _number(by_length["tail_loss"][-1]),
-                "-" if "error" in dog else f"{dog['layers'][-1]:.2g}",
+                "-" if "error" in dog else _short(dog["layers"][-1]),
+                "-" if "error" in dog else _short(dog["probe"]),
                 f"{training['parameters']:,}",
                 f"{training['seconds']:.0f}",
             ]
         )
         footnotes += [f"`{name}`: {note}" for note in training["notes"]]
         footnotes += [f"`{name}`, dog test: {dog['error']}"] if "error" in dog else []
-    dog_notes = sorted({note for training in trainings for note in training.get("dog", {}).get("notes", [])})
-    footnotes += [f"Dog distance: {note}" for note in dog_notes]
+    if any("dog" in training for training in trainings):
+        footnotes.append(_DOG_NOTES[task])
     table = _markdown(headers, rows)
     return "\n\n".join([f"## {_TITLES[task]}", table, *(f"- {note}" for note in footnotes)])
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
+
+
+def _short(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return "0" if value < _ROUNDING else f"{value:.2g}"
 
 
 def _markdown(headers: list[str], rows: list[list[str]]) -> str:

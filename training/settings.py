@@ -40,7 +40,10 @@ class CompareSettings:
     )
     scheme_options: str = field(
         default="{}",
-        metadata={"help": 'Options per scheme, as JSON: \'{"rope": {"theta": 500000.0}}\'.'},
+        metadata={
+            "help": 'Options per scheme, as JSON: \'{"rope": {"theta": 500000.0}}\'. Unless given, sinusoidal has '
+            "scale 0.07, the size of the token vectors of these models."
+        },
     )
     dataset_name: str | None = field(
         default=None,

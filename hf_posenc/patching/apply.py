@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -30,16 +31,23 @@ def current_encoding(model: nn.Module) -> PositionEncoding | None:
 
 
 def unwrapped(model: nn.Module) -> PreTrainedModel:
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    """The transformers model itself, out of the PEFT model around it.
+
+    Raises:
+        TypeError: for anything else.
+    """
+    base: Any = getattr(model, "get_base_model", None)
+    inner = model if base is None else base()
     if not isinstance(inner, PreTrainedModel):
         raise TypeError(
-            f"Expected a transformers PreTrainedModel, got {type(inner).__name__}. Patch the model before it is wrapped "
-            "(DistributedDataParallel, torch.compile), or pass what the wrapper holds."
+            f"Expected a transformers PreTrainedModel, got {type(inner).__name__}. Patch the model before it is "
+            "wrapped (DistributedDataParallel, torch.compile), or pass what the wrapper holds."
         )
     return inner
 
 
 def build_encoding(config: SchemeConfig, model: PreTrainedModel, stacks: list[Stack]) -> PositionEncoding:
+    """Builds the parts of a scheme for every stack, on the model's device and in its dtype; places nothing yet."""
     architecture = architecture_of(model.config)
     built = {stack.name: StackEncoding(config, stack, architecture.pairing) for stack in stacks}
     encoding = PositionEncoding(config, built)
@@ -74,6 +82,10 @@ def install(encoding: PositionEncoding, model: PreTrainedModel) -> None:
 
 
 def uninstall(encoding: PositionEncoding) -> None:
+    """Takes everything back that `install` did."""
+    for stack in encoding.stacks.values():
+        assert isinstance(stack, StackEncoding)
+        stack.runtime.slots.restore()
     for hook in encoding.hooks:
         hook.remove()
     encoding.hooks.clear()
@@ -94,8 +106,9 @@ def _disable_unsafe_cache(encoding: PositionEncoding, model: PreTrainedModel) ->
         return
     encoding.journal.set(generation_config, "use_cache", False)
     warnings.warn(
-        f"Scheme {encoding.config.name!r} encodes a token differently once the sequence has grown, so cached keys become "
-        "wrong. generate() now recomputes the whole sequence for every token (generation_config.use_cache=False).",
+        f"Scheme {encoding.config.name!r} encodes a token differently once the sequence has grown, so cached keys "
+        "become wrong. generate() now recomputes the whole sequence for every token "
+        "(generation_config.use_cache=False).",
         UserWarning,
         stacklevel=4,
     )

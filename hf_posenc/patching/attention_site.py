@@ -163,4 +163,4 @@ def mapped(map_one: Any, tensor: Tensor, phases: Phases, time_axis: int) -> Tens
     if time_axis == 2:
         result: Tensor = map_one(tensor, phases)
         return result
-    return map_one(tensor.transpose(1, 2), phases).transpose(1, 2)  # type: ignore[no-any-return]
+    return map_one(tensor.transpose(1, 2), phases).transpose(1, 2)

@@ -89,6 +89,7 @@ def _read_stack(path: str, module: PreTrainedModel, architecture: Architecture) 
         elif "Rotary" in type(candidate).__name__ and "position_ids" in _parameters(candidate):
             stack.rotaries.append(FoundModule(place, candidate))
     if stack.attentions:
+        _refuse_two_sequences(stack)
         stack.first_layer = _first_layer(module, stack.attentions[0].path)
         stack.hidden_size = _hidden_size(module, stack)
     return stack
@@ -140,6 +141,15 @@ def _refuse_indexer(path: str, module: nn.Module) -> None:
                 f"{path} ({type(module).__name__}) attends to the keys that a {type(child).__name__} selects by rotary "
                 "scores of its own: sparse attention whose selection would keep the native positions."
             )
+
+
+def _refuse_two_sequences(stack: Stack) -> None:
+    sides = {attention.path.split(".")[0] for attention in stack.attentions} & {"encoder", "decoder"}
+    if len(sides) == 2:
+        raise UnsupportedError(
+            f"The encoder and the decoder of {type(stack.module).__name__} are no models of their own (PreTrainedModel), "
+            "so the positions of the two sequences in one call cannot be told apart."
+        )
 
 
 def _is_cross_attention(path: str, module: nn.Module) -> bool:

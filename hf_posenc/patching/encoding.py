@@ -14,6 +14,7 @@ from hf_posenc.patching.instance import InstancePatches
 from hf_posenc.patching.report import PatchReport
 from hf_posenc.patching.rotary_calls import (
     has_inverse_frequencies,
+    has_layer_types,
     inverse_frequencies_of,
     pairing,
     rotary_output,
@@ -136,7 +137,7 @@ def native_rotary_dim(stack: Stack, attention: FoundAttention) -> int | None:
     if not stack.rotaries:
         return own if isinstance(own, int) and own > 0 else None
     rotary = stack.rotaries[0].module
-    if rotating_layer_types(rotary) and not has_inverse_frequencies(rotary, attention.layer_type):
+    if not has_inverse_frequencies(rotary, attention.layer_type) and has_layer_types(rotary):
         # An architecture may leave layers of one type without rotation.
         return None
     return 2 * int(inverse_frequencies_of(rotary, attention.layer_type).shape[-1])
@@ -153,7 +154,8 @@ def with_layout(
         return dataclasses.replace(config, parts=parts)
     if getattr(config, "layout", None) != "auto" or not hasattr(config, "rotary_dim"):
         return config
-    return dataclasses.replace(config, layout=pairing_override or native_pairing(stack, attention) or "half")
+    rotary: Any = config
+    return dataclasses.replace(rotary, layout=pairing_override or native_pairing(stack, attention) or "half")
 
 
 def native_pairing(stack: Stack, attention: FoundAttention) -> str | None:
@@ -167,10 +169,10 @@ def native_pairing(stack: Stack, attention: FoundAttention) -> str | None:
     kind = "full"
     if stack.rotaries:
         rotary = stack.rotaries[0].module
-        known = attention.layer_type
-        if not has_inverse_frequencies(rotary, known):
-            known = next(iter(rotating_layer_types(rotary)), None)
-        kind, _ = rotary_output(rotary, layer_type=known)
+        known = [attention.layer_type, *rotating_layer_types(rotary)]
+        known = [layer_type for layer_type in known if has_inverse_frequencies(rotary, layer_type)]
+        if known or not has_layer_types(rotary):
+            kind, _ = rotary_output(rotary, layer_type=known[0] if known else None)
     return pairing(function, kind).layout
 
 

@@ -60,8 +60,8 @@ def install_stack(
     if encoding.additive is not None and not stack.tables:
         if stack.first_layer is None:
             raise UnsupportedError(
-                f"{type(stack.module).__name__} has neither a position table nor a list of layers, so there is no place "
-                "to add positions to its embeddings."
+                f"{type(stack.module).__name__} has neither a position table nor a list of layers, so there is no "
+                "place to add positions to its embeddings."
             )
         hook = AddToHiddenStates(runtime, encoding.additive)
         hooks.append(stack.first_layer.register_forward_pre_hook(hook, with_kwargs=True))

@@ -161,7 +161,7 @@ class _WatchedCache:
         self._site = site
         self._call = call
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """The class of the cache itself: models ask `isinstance(cache, EncoderDecoderCache)`."""
         return type(self._cache)

@@ -49,7 +49,8 @@ def native_scheme(model: PreTrainedModel) -> SchemeConfig:
     if any(scheme != schemes[0] for scheme in schemes):
         raise UnsupportedError(
             f"The stacks of {type(target).__name__} know about position in different ways "
-            f"({'; '.join(f'{s.name}: {c}' for s, c in zip(stacks, schemes, strict=True))}), which one config cannot say."
+            f"({'; '.join(f'{s.name}: {c}' for s, c in zip(stacks, schemes, strict=True))}), which one config "
+            "cannot say."
         )
     return schemes[0]
 
@@ -60,7 +61,9 @@ def _stack_scheme(stack: Stack, architecture: Architecture, rotations: dict[str,
         if declared is not None:
             return declared
     additive = [_table_scheme(table) for table in stack.tables]
-    layers = {attention.layer: _rotation_scheme(stack, attention, architecture, rotations) for attention in stack.attentions}
+    layers = {
+        attention.layer: _rotation_scheme(stack, attention, architecture, rotations) for attention in stack.attentions
+    }
     distinct = set(layers.values())
     if len(distinct) == 1:
         return _composed([*additive, next(iter(distinct))])
@@ -73,8 +76,8 @@ def _stack_scheme(stack: Stack, architecture: Architecture, rotations: dict[str,
 def _declared(stack: Stack, architecture: Architecture) -> SchemeConfig | None:
     if architecture.native is None:
         raise UnsupportedError(
-            f"The native mechanism of {type(stack.module).__name__} ({architecture.mechanism or 'its own'}) is not among "
-            "the schemes of this library. It can be replaced, and unpatch_model brings it back."
+            f"The native mechanism of {type(stack.module).__name__} ({architecture.mechanism or 'its own'}) is not "
+            "among the schemes of this library. It can be replaced, and unpatch_model brings it back."
         )
     return architecture.native(stack)
 
@@ -191,8 +194,9 @@ def _from_parameters(config: Any, layer_type: str | None, width: int, layout: st
         return None
     try:
         found = from_rope_parameters(parameters, getattr(config, "max_position_embeddings", None))
-        partial = {"partial_rotary_factor": None} if isinstance(found, RopeConfig) else {}
-        return dataclasses.replace(found, rotary_dim=width, layout=layout, **partial)
+        if isinstance(found, RopeConfig):
+            return dataclasses.replace(found, rotary_dim=width, layout=layout, partial_rotary_factor=None)
+        return dataclasses.replace(found, rotary_dim=width, layout=layout)
     except (PositionEncodingError, ValueError, KeyError, TypeError):
         # Said in a way this library has no config for: the frequencies themselves say it too.
         return None

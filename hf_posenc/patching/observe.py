@@ -44,8 +44,8 @@ def observe_rotations(model: PreTrainedModel, stacks: list[Stack]) -> dict[str, 
     """
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         raise UnsupportedError(
-            "The native scheme of a rotary model is found by running it, and this model is on the meta device. Load its "
-            "weights first."
+            "The native scheme of a rotary model is found by running it, and this model is on the meta device. Load "
+            "its weights first."
         )
     seen: dict[str, Rotation] = {}
     journal = InstancePatches()
@@ -79,9 +79,7 @@ def _tokens(model: PreTrainedModel) -> dict[str, Any]:
 
 def _recorder(attention: FoundAttention, path: str, seen: dict[str, Rotation]) -> Any:
     forward = inspect.unwrap(type(attention.module).forward)
-    replaced = {
-        name: _recording(forward.__globals__[name], path, seen) for name in attention.rotary_functions
-    }
+    replaced = {name: _recording(forward.__globals__[name], path, seen) for name in attention.rotary_functions}
     rebound = rebind(forward, replaced)
     return types.MethodType(rebound, attention.module)
 

@@ -11,7 +11,7 @@ from torch import nn
 from hf_posenc.patching.apply import build_encoding, current_encoding, install, uninstall, unwrapped
 from hf_posenc.patching.discovery import find_stacks
 from hf_posenc.patching.native import native_scheme
-from hf_posenc.patching.plan import schedule, scheme_config
+from hf_posenc.patching.plan import SchemeLike, schedule, scheme_config
 from hf_posenc.patching.sites import Stack
 from hf_posenc.schemes import ScheduleConfig
 from hf_posenc.schemes.base import SchemeConfig
@@ -21,21 +21,23 @@ ModelType = TypeVar("ModelType", bound=nn.Module)
 
 def patch_model(
     model: ModelType,
-    scheme: str | SchemeConfig | type[SchemeConfig] | dict[str, Any],
+    scheme: SchemeLike,
     *,
     layers: Iterable[int] | None = None,
-    elsewhere: str | SchemeConfig | None = None,
+    elsewhere: SchemeLike | None = None,
     **options: Any,
 ) -> ModelType:
     """Replaces how a transformers model knows about position. In place, on this instance only.
 
-    The native mechanisms (rotary functions, position tables, relative biases) are put out of action and the scheme takes
-    their place. Their weights stay in the model, frozen, so that `unpatch_model` gives the stock model back exactly.
+    The native mechanisms (rotary functions, position tables, relative biases) are put out of action and the scheme
+    takes their place. Their weights stay in the model, frozen, so that `unpatch_model` gives the stock model back
+    exactly.
     A model that is already patched gets the new scheme instead of the old one.
 
     Args:
         model: any `PreTrainedModel` with softmax self-attention, or a PEFT model around one.
-        scheme: a name from `list_schemes()`, a config such as `RopeConfig(theta=5e5)`, or a config's dictionary.
+        scheme: a name from `list_schemes()`, a config such as `RopeConfig(theta=5e5)`, a config's dictionary, or a list
+            of these that act together.
         layers: indices of the layers that get the scheme; all by default.
         elsewhere: the scheme of the other layers; by default they keep what they have natively.
         **options: fields of the scheme's config, for a scheme given by name.

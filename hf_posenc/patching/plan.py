@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hf_posenc.patching.sites import Stack
-from hf_posenc.schemes import ScheduleConfig, get_scheme
+from hf_posenc.schemes import ComposedConfig, ScheduleConfig, get_scheme
 from hf_posenc.schemes.base import SchemeConfig
 
+#: Every form a scheme can be given in; a sequence stands for several at once.
+SchemeLike = str | SchemeConfig | type[SchemeConfig] | dict[str, Any] | Sequence[Any]
 
-def scheme_config(scheme: str | SchemeConfig | type[SchemeConfig] | dict[str, Any], options: dict[str, Any]) -> SchemeConfig:
+
+def scheme_config(scheme: SchemeLike, options: dict[str, Any]) -> SchemeConfig:
     """The config behind any form a scheme can be given in.
 
     Args:
-        scheme: a name, a config, a config class or the dictionary of a config.
+        scheme: a name, a config, a config class, the dictionary of a config, or a sequence of these, which are
+            composed.
         options: fields of the config, for a name or a class.
 
     Raises:
@@ -37,6 +41,8 @@ def scheme_config(scheme: str | SchemeConfig | type[SchemeConfig] | dict[str, An
                 "Give them to its constructor, or use dataclasses.replace."
             )
         return scheme
+    if isinstance(scheme, Sequence) and not options:
+        return ComposedConfig(parts=tuple(scheme_config(part, {}) for part in scheme))
     raise TypeError(f"A scheme is a name, a config or the dictionary of one; got {type(scheme).__name__}.")
 
 
@@ -60,16 +66,12 @@ def schedule(
     available = sorted({layer for stack in stacks for layer in stack.layers()})
     unknown = [layer for layer in chosen if layer not in available]
     if unknown or not chosen:
-        raise ValueError(
-            f"layers={chosen} names {unknown or 'no layer'}; layers with self-attention are {available}."
-        )
+        raise ValueError(f"layers={chosen} names {unknown or 'no layer'}; layers with self-attention are {available}.")
     if isinstance(config, ScheduleConfig):
         raise ValueError("A schedule already says what every layer does; `layers` cannot be combined with it.")
     assert elsewhere is not None
     return ScheduleConfig(
-        layers=tuple(
-            config if layer in chosen else _at(elsewhere, layer) for layer in range(available[-1] + 1)
-        )
+        layers=tuple(config if layer in chosen else _at(elsewhere, layer) for layer in range(available[-1] + 1))
     )
 
 

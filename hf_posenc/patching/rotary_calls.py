@@ -108,9 +108,8 @@ def rotary_output(module: torch.nn.Module, *, layer_type: str | None = None) -> 
     width = 2 * frequencies.shape[-1]
     hidden = torch.zeros(1, 1, 1, device=frequencies.device)
     position_ids = torch.zeros(1, 1, dtype=torch.int64, device=frequencies.device)
-    parameters = inspect.signature(type(module).forward).parameters
     with torch.no_grad():
-        arguments = (layer_type,) if layer_type is not None and "layer_type" in parameters else ()
+        arguments = (layer_type,) if layer_type is not None and has_layer_types(module) else ()
         output = type(module).forward(module, hidden, position_ids, *arguments)
     if isinstance(output, Tensor):
         return "complex", width
@@ -139,6 +138,11 @@ def rotating_layer_types(module: torch.nn.Module) -> list[str]:
     """The layer types a rotary module holds frequencies for; empty for a module with one set for all, or with none."""
     names = [name.removesuffix("_inv_freq") for name, _ in module.named_buffers() if name.endswith("_inv_freq")]
     return [name for name in names if not name.endswith("original")]
+
+
+def has_layer_types(module: torch.nn.Module) -> bool:
+    """Whether a rotary module is asked for the phases of a layer type."""
+    return "layer_type" in inspect.signature(type(module).forward).parameters
 
 
 def has_inverse_frequencies(module: torch.nn.Module, layer_type: str | None) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.slot_buffers import extend_slot_buffers, longest_slot
+from hf_posenc.patching.slot_buffers import SlotBuffers
 from hf_posenc.patching.state import ForwardState
 
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "mems", "cache", "cache_params")
@@ -28,6 +28,7 @@ class StackRuntime:
     def __init__(self) -> None:
         self.states: list[ForwardState] = []
         self.time_major = False
+        self.slots = SlotBuffers()
 
     @property
     def state(self) -> ForwardState | None:
@@ -35,11 +36,11 @@ class StackRuntime:
         return self.states[-1] if self.states else None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"states": [], "time_major": self.time_major}
+        return self.__dict__ | {"states": []}
 
     def state_for(self, query_length: int) -> ForwardState:
         """The current state, or a plain one for a layer that is called on its own."""
-        return self.state if self.states else ForwardState(query_length, offset=None)
+        return self.states[-1] if self.states else ForwardState(query_length, offset=None)
 
 
 class EnterStack:
@@ -47,7 +48,6 @@ class EnterStack:
 
     def __init__(self, runtime: StackRuntime) -> None:
         self.runtime = runtime
-        self._slots: int | None = None
 
     def __call__(self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Pushes the state of this call.
@@ -70,7 +70,7 @@ class EnterStack:
         query_length = 0 if tokens is None else tokens.shape[1]
         offset = _cached_length(arguments)
         if isinstance(offset, int):
-            self._make_room(stack, offset + query_length)
+            self.runtime.slots.reach(stack, offset + query_length)
         self.runtime.states.append(
             ForwardState(
                 query_length=query_length,
@@ -81,14 +81,6 @@ class EnterStack:
         )
         if stack.training:
             keep_state_for_recomputation(stack, self.runtime)
-
-
-    def _make_room(self, stack: nn.Module, length: int) -> None:
-        if self._slots is None:
-            self._slots = longest_slot(stack) or -1
-        if 0 < self._slots < length:
-            extend_slot_buffers(stack, length)
-            self._slots = longest_slot(stack) or -1
 
 
 class LeaveStack:

@@ -121,4 +121,4 @@ class ScoresAttention(AttentionSite):
 def _over_leading_axes(map_one: Any, tensor: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
     """Applies a map to `(..., length, head_dim)` whatever stands before."""
     flat = tensor.reshape(1, -1, *tensor.shape[-2:])
-    return map_one(flat, phases).reshape(tensor.shape)  # type: ignore[no-any-return]
+    return map_one(flat, phases).reshape(tensor.shape)

@@ -25,7 +25,7 @@ class FoundAttention:
     """
 
     path: str
-    module: nn.Module
+    module: Any
     layer: int
     uses_interface: bool
     rotary_functions: list[str]
@@ -40,7 +40,7 @@ class FoundModule:
     """A position table or a rotary module."""
 
     path: str
-    module: nn.Module
+    module: Any
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Stack:
 
     name: str
     path: str
-    module: nn.Module
+    module: Any
     hidden_size: int
     attentions: list[FoundAttention] = field(default_factory=list)
     tables: list[FoundModule] = field(default_factory=list)

@@ -6,45 +6,55 @@ still not go past the length of the one it replaced.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 
 _BUFFERS = ("position_ids", "token_type_ids")
 
 
-def longest_slot(stack: nn.Module) -> int | None:
-    """The shortest index buffer of a stack, in slots; `None` where it has none."""
-    lengths = [buffer.shape[1] for _, _, buffer in _slot_buffers(stack)]
-    return min(lengths, default=None)
+class SlotBuffers:
+    """The index buffers of one stack, none of them part of its state dict."""
 
+    def __init__(self) -> None:
+        self.native_lengths: list[tuple[nn.Module, str, int]] = []
+        self.shortest: int | None = None
 
-def extend_slot_buffers(stack: nn.Module, length: int) -> None:
-    """Makes the index buffers of a stack at least `length` long.
+    def reach(self, stack: nn.Module, length: int) -> None:
+        """Makes every buffer at least `length` slots long; the slots it had keep their values."""
+        if self.shortest is None:
+            self.shortest = min((buffer.shape[1] for _, _, buffer in _slot_buffers(stack)), default=0)
+        if not 0 < self.shortest < length:
+            return
+        for module, name, buffer in _slot_buffers(stack):
+            if buffer.shape[1] >= length:
+                continue
+            self.native_lengths.append((module, name, buffer.shape[1]))
+            rows = buffer.new_zeros(1, max(length, 2 * buffer.shape[1]))
+            if name == "position_ids":
+                rows = buffer[:, :1] + arange_like(rows)
+            module._buffers[name] = rows
+        self.shortest = None
 
-    The first slots keep their values, so a stock model does not notice; the buffers are not part of the state dict.
-    """
-    for module, name, buffer in _slot_buffers(stack):
-        if buffer.shape[1] >= length:
-            continue
-        rows = max(length, 2 * buffer.shape[1])
-        if name == "position_ids":
-            extended = buffer[:, :1] + _arange_like(buffer, rows)
-        else:
-            extended = buffer.new_zeros(1, rows)
-        module._buffers[name] = extended
+    def restore(self) -> None:
+        """Gives every buffer its native length back, on whatever device it has moved to."""
+        for module, name, length in reversed(self.native_lengths):
+            buffer = module._buffers[name]
+            assert buffer is not None
+            module._buffers[name] = buffer[:, :length].clone()
+        self.native_lengths.clear()
+        self.shortest = None
 
 
 def _slot_buffers(stack: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
     found = []
     for module in stack.modules():
         for name in _BUFFERS:
-            buffer: Any = module._buffers.get(name)
+            buffer = module._buffers.get(name)
             transient = name in module._non_persistent_buffers_set
             if isinstance(buffer, Tensor) and buffer.dim() == 2 and buffer.shape[0] == 1 and transient:
                 found.append((module, name, buffer))
     return found
 
 
-def _arange_like(buffer: Tensor, rows: int) -> Tensor:
-    return buffer.new_ones(1, rows).cumsum(-1) - 1
+def arange_like(rows: Tensor) -> Tensor:
+    """`(1, length)`: 0, 1, 2, ... in the dtype and on the device of `rows`."""
+    return rows.new_ones(rows.shape).cumsum(-1) - 1

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from tiny import FIRST_TOKEN, VOCABULARY, WITHOUT_POSITIONS, Pair, one_layer_models, tiny_model
+from .tiny import FIRST_TOKEN, VOCABULARY, WITHOUT_POSITIONS, Pair, one_layer_models, tiny_model
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
 
@@ -130,9 +130,12 @@ class Checker:
         """What the stock model can do by itself, and in which way of calling it."""
         full = self.stock
         modes = [(mask, given) for mask in (True, False) for given in (False, True)]
-        self.decode_mode = next((mode for mode in modes if self._holds(lambda mode=mode: self._decode(*mode), full)), None)
+        self.decode_mode = next(
+            (mode for mode in modes if self._holds(lambda mode=mode: self._decode(*mode), full)), None
+        )
         self.static_mode = next(
-            (mask for mask in (True, False) if self._holds(lambda mask=mask: self._decode(mask, static=True), full)), None
+            (mask for mask in (True, False) if self._holds(lambda mask=mask: self._decode(mask, static=True), full)),
+            None,
         )
         self.padding_modes = [mode for mode in (True, False) if self._padding_holds(mode)]
         self.switches = bool(getattr(self.model, "_supports_sdpa", False)) and self._holds(self._eager, full)
@@ -235,7 +238,9 @@ class Checker:
         changed = _difference(self.trace, _trace(self.model))
         if changed:
             return Finding("fail", note=changed)
-        return Finding("pass") if torch.equal(self._run(self.tokens), self.stock) else Finding("fail", note="other logits")
+        return (
+            Finding("pass") if torch.equal(self._run(self.tokens), self.stock) else Finding("fail", note="other logits")
+        )
 
     def _patch(self, model: PreTrainedModel, scheme: str, config: Any) -> None:
         options = {"theta": 100.0} if scheme == "rope" else {}
@@ -288,7 +293,9 @@ class Checker:
     def _run(self, tokens: Tensor, model: PreTrainedModel | None = None, **options: Any) -> Tensor:
         model = self.model if model is None else model
         if self.pair.kind == "seq2seq":
-            options["decoder_input_ids"] = tokens.flip(-1) if "decoder_input_ids" not in options else options["decoder_input_ids"]
+            options["decoder_input_ids"] = (
+                tokens.flip(-1) if "decoder_input_ids" not in options else options["decoder_input_ids"]
+            )
         return output_of(model(input_ids=tokens, **options))
 
     def _distance(self, ours: Tensor, theirs: Tensor | None) -> float:
@@ -473,4 +480,3 @@ def _difference(before: dict[str, Any], after: dict[str, Any]) -> str:
         if not same:
             return key
     return ""
-

@@ -23,29 +23,33 @@ FIRST_TOKEN = 8
 #: Entries of the mappings that are not text models of their own: wrappers around a text model that has its own entry,
 #: models that also need pixels, audio, bytes in patches or entities.
 COMPOSITE = frozenset(
-    (
-        "blt dots3_note emu3 fuyu gemma3 gemma3n gemma4 gemma4_assistant gemma4_unified gemma4_unified_assistant git "
-        "got_ocr2 llama4 mllama moshi moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal qwen3_5 "
-        "qwen3_5_moe qwen4_exp trocr whisper layoutlm luke modernvbert perceiver tapas ultravbert"
-    ).split()
+    ["blt", "dots3_note", "emu3", "fuyu", "gemma3", "gemma3n", "gemma4", "gemma4_assistant", "gemma4_unified", "gemma4_unified_assistant", "git", "got_ocr2", "llama4", "mllama", "moshi", "moss_transcribe_diarize", "musicgen", "musicgen_melody", "phi4_multimodal", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "trocr", "whisper", "layoutlm", "luke", "modernvbert", "perceiver", "tapas", "ultravbert"]
 )
 #: The same class under another name.
 ALIASES = frozenset(("gpt-sw3", "internlm3", "iquestcoder"))
 
 #: What a config attribute of this name becomes, wherever a config has it.
 _SHRUNK: dict[str, Any] = {
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size", "decoder_vocab_size"), VOCABULARY),
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "emb_dim", "dim", "embedding_size", "word_embed_proj_dim"), 64),
+    **dict.fromkeys(
+        ("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size", "decoder_vocab_size"), VOCABULARY
+    ),
+    **dict.fromkeys(
+        ("hidden_size", "d_model", "n_embd", "emb_dim", "dim", "embedding_size", "word_embed_proj_dim"), 64
+    ),
     **dict.fromkeys(("attention_hidden_size", "pooler_hidden_size", "prediction_head_size", "lru_width"), 64),
     **dict.fromkeys(("input_embedding_size", "output_embedding_size", "embedding_dim", "true_hidden_size"), 64),
-    **dict.fromkeys(("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads", "n_head", "n_heads"), 4),
+    **dict.fromkeys(
+        ("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads", "n_head", "n_heads"), 4
+    ),
     **dict.fromkeys(("attention_heads", "num_heads", "swa_num_attention_heads", "num_query_groups"), 4),
     **dict.fromkeys(("num_encoder_attention_heads", "num_decoder_attention_heads"), 4),
     **dict.fromkeys(("num_key_value_heads", "swa_num_key_value_heads", "num_kv_heads"), 2),
     **dict.fromkeys(("head_dim", "swa_head_dim", "dim_head", "d_head", "d_kv", "global_head_dim"), 16),
     **dict.fromkeys(("kv_channels", "attention_head_size"), 16),
     **dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_dim", "d_inner", "dim_ff"), 64),
-    **dict.fromkeys(("dff", "d_ff", "hidden_dim", "ffn_hidden_size", "shared_intermediate_size", "intermediate_size_mlp"), 64),
+    **dict.fromkeys(
+        ("dff", "d_ff", "hidden_dim", "ffn_hidden_size", "shared_intermediate_size", "intermediate_size_mlp"), 64
+    ),
     **dict.fromkeys(("dense_intermediate_size", "feed_forward_size", "n_inner"), 64),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "moe_ffn_hidden_size"), 32),
     **dict.fromkeys(("shared_experts_intermediate_size", "expert_ffn_hidden_size"), 32),
@@ -59,10 +63,14 @@ _SHRUNK: dict[str, Any] = {
     **dict.fromkeys(("hc_lowrank", "gated_norm_rank", "d_rel", "ple_embed_dim", "adapter_rank", "embedding_rank"), 16),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "model_max_length"), 64),
     **dict.fromkeys(("max_target_positions", "max_source_positions", "context_length"), 64),
-    **dict.fromkeys(("sliding_window", "local_attention", "attention_window_size", "sliding_window_size", "window_size"), WINDOW),
+    **dict.fromkeys(
+        ("sliding_window", "local_attention", "attention_window_size", "sliding_window_size", "window_size"), WINDOW
+    ),
     **dict.fromkeys(("rel_extent", "attention_chunk_size", "keep_window_size"), 64),
     **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "linear_num_heads"), 8),
-    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim", "linear_head_dim", "ssm_state_size", "state_size"), 16),
+    **dict.fromkeys(
+        ("mamba_d_head", "mamba_head_dim", "mamba_headdim", "linear_head_dim", "ssm_state_size", "state_size"), 16
+    ),
     **dict.fromkeys(("mamba_d_state", "time_step_rank", "mamba_dt_rank"), 16),
     **dict.fromkeys(("mamba_chunk_size", "chunk_size", "mamba_n_groups", "n_groups", "mamba_ngroups"), 4),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 4),
@@ -91,7 +99,10 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
             "full_attention": None,
         },
     },
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0}, "ffn_config": {"moe_num_experts": 4, "ffn_hidden_size": 64}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0},
+        "ffn_config": {"moe_num_experts": 4, "ffn_hidden_size": 64},
+    },
     "deepseek_v2": {"num_experts_per_tok": 2},
     "deepseek_v4": {"o_groups": 2, "o_lora_rank": 16, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 4},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
@@ -134,7 +145,12 @@ _OVERRIDES: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 48]},
     "xlstm": {"chunk_size": 16},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 3, "attention_hidden_size": 128, "attention_head_dim": 32},
+    "zamba": {
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+        "num_hidden_layers": 3,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+    },
     "zamba2": {
         "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
         "num_hidden_layers": 3,
@@ -186,8 +202,19 @@ def extra_pairs() -> list[Pair]:
         ("linear", {"factor": 4.0}),
         ("dynamic", {"factor": 4.0}),
         ("yarn", {"factor": 4.0, "original_max_position_embeddings": 16}),
-        ("longrope", {"factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 64}),
-        ("llama3", {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}),
+        (
+            "longrope",
+            {
+                "factor": 4.0,
+                "short_factor": [1.0] * 8,
+                "long_factor": [4.0] * 8,
+                "original_max_position_embeddings": 64,
+            },
+        ),
+        (
+            "llama3",
+            {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16},
+        ),
         ("proportional", {"partial_rotary_factor": 0.5}),
     ]
     relative = (("relative_attention", True), ("pos_att_type", ["c2p", "p2c"]), ("position_biased_input", False))
@@ -291,13 +318,15 @@ _NOT_ATTENTION = frozenset(("linear_attention", "conv", "recurrent", "mamba", "m
 
 #: Architectures in which even one layer mixes neighbours, or attends twice, so that order is visible without positions.
 MIXING = frozenset(
-    "convbert falcon_h1 hrm_text inkling_text inkling2_text longcat_flash zamba zamba2 zaya bigbird_pegasus olmo_hybrid".split()
+    ["convbert", "falcon_h1", "hrm_text", "inkling_text", "inkling2_text", "longcat_flash", "zamba", "zamba2", "zaya", "bigbird_pegasus", "olmo_hybrid"]
 )
 
 #: Architectures whose attention has no positions to begin with; their recurrent layers know the order.
 WITHOUT_POSITIONS = frozenset(("jamba", "kimi_linear", "nemotron_h", "zamba"))
 
-_WINDOWS = tuple(name for name, value in _SHRUNK.items() if value == WINDOW and "window" in name or name == "local_attention")
+_WINDOWS = tuple(
+    name for name, value in _SHRUNK.items() if (value == WINDOW and "window" in name) or name == "local_attention"
+)
 
 #: How to get one layer of attention where the number of layers alone does not do it.
 _ONE_LAYER: dict[str, dict[str, Any]] = {
@@ -316,7 +345,11 @@ def one_layer_models(pair: Pair) -> list[PreTrainedModel]:
     Causal ones have a single layer, one model for each kind of attention layer, since a second layer sees prefixes and
     so an order. Bidirectional ones are as deep as ever. Windows are wider than the input.
     """
-    if pair.model_type in MIXING or pair.kind == "seq2seq" or (pair.kind == "masked" and tiny_config(pair).is_encoder_decoder):
+    if (
+        pair.model_type in MIXING
+        or pair.kind == "seq2seq"
+        or (pair.kind == "masked" and tiny_config(pair).is_encoder_decoder)
+    ):
         return []
     known = CONFIG_MAPPING[pair.model_type]().to_dict()
     wide = {name: 64 for name in _WINDOWS if _counts(known.get(name))}
@@ -325,7 +358,11 @@ def one_layer_models(pair: Pair) -> list[PreTrainedModel]:
     full = tiny_config(pair).to_dict()
     lists = [name for name in _PER_LAYER if isinstance(full.get(name), list | tuple)]
     kinds = [kind for name in lists if name != "mlp_layer_types" for kind in _distinct(full[name])]
-    counts = {name: 1 for name in ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers") if name in known}
+    counts = {
+        name: 1
+        for name in ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers")
+        if name in known
+    }
     models = []
     for kind in [kind for kind in dict.fromkeys(kinds) if kind not in _NOT_ATTENTION] or [None]:
         per_layer = {name: [full[name][-1]] if name == "mlp_layer_types" else [kind] for name in lists}

@@ -189,9 +189,7 @@ ARCHITECTURES: dict[str, ArchitectureRow] = {
         ),
         causal=False,
     ),
-    "t5_encoder": ArchitectureRow(
-        _builder("T5EncoderModel", "T5Config", **_T5), causal=False, position_ids=False
-    ),
+    "t5_encoder": ArchitectureRow(_builder("T5EncoderModel", "T5Config", **_T5), causal=False, position_ids=False),
     "bart": ArchitectureRow(
         _builder(
             "BartForConditionalGeneration",

@@ -9,8 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-from hf_posenc import native_scheme, patch_model, unpatch_model
-from hf_posenc import ComposedConfig, LearnedConfig, SchemeConfig
+from hf_posenc import ComposedConfig, LearnedConfig, SchemeConfig, native_scheme, patch_model, unpatch_model
 from hf_posenc.errors import UnsupportedError
 from tests.schemes.table import TABLE
 

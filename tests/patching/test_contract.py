@@ -213,9 +213,12 @@ def test_schemes_without_a_table_go_past_the_native_length(architecture: str) ->
     with pytest.raises((IndexError, RuntimeError)):
         outputs(patched(architecture, None), row, long)
     model = patched(architecture, "alibi")
+    native = {name: buffer.shape for name, buffer in model.named_buffers()}
     result = outputs(model, row, long)
     assert result.shape[:2] == (1, 100)
     assert distance(outputs(model, row, long[:, :14]), outputs(patched(architecture, "alibi"), row, long[:, :14])) == 0
+    unpatch_model(model)
+    assert {name: buffer.shape for name, buffer in model.named_buffers()} == native
 
 
 def test_constant_positions_under_layer_norm_warn_with_the_remedy() -> None:

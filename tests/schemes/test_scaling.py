@@ -75,14 +75,20 @@ def test_linear_equals_transformers(theta, width, factor):
 
 
 @given(theta=thetas, width=widths, factor=factors, original=originals, stretch=st.floats(0.1, 40.0))
+@example(theta=100.0, width=4, factor=8.49386653150895, original=16, stretch=1.0)
 @grid
 def test_dynamic_equals_transformers(theta, width, factor, original, stretch):
     parameters = {"rope_type": "dynamic", "rope_theta": theta, "factor": factor}
     length = max(int(original * stretch), 1)
     ours = DynamicScaling(factor, original).spectrum(theta, width, length)
-    # A rotary module passes the length as a tensor, and so computes the base in float32.
-    assert_same(ours, stock_spectrum(parameters, width, original, torch.tensor(length)), rtol=5e-7)
-    assert_same(ours, stock_spectrum(parameters, width, original, length), rtol=2e-5)
+    if length <= original:
+        # Here a rotary module keeps the spectrum of its construction, computed in float64.
+        assert_same(ours, stock_spectrum(parameters, width, original))
+        assert torch.equal(ours[0], rope_inverse_frequencies(theta, width))
+    else:
+        # Here it passes the length as a tensor, and so computes the base in float32.
+        assert_same(ours, stock_spectrum(parameters, width, original, torch.tensor(length)), rtol=2e-7)
+        assert_same(ours, stock_spectrum(parameters, width, original, length), rtol=2e-5)
 
 
 @given(

@@ -75,12 +75,12 @@ def _relative_bias_table(stack: Stack, attention: FoundAttention) -> Tensor | No
     for module in (attention.module, stack.attentions[0].module):
         table = getattr(module, "relative_attention_bias", None)
         if table is not None:
-            return table.weight  # type: ignore[no-any-return]
+            return table.weight
     return None
 
 
 def _mpnet_bias_table(stack: Stack, attention: FoundAttention) -> Tensor | None:
-    return stack.module.encoder.relative_attention_bias.weight  # type: ignore[no-any-return]
+    return stack.module.encoder.relative_attention_bias.weight
 
 
 def _mpnet_native(stack: Stack) -> SchemeConfig:
@@ -127,7 +127,11 @@ def _silence_inkling(stack: Stack, patches: InstancePatches) -> None:
 
 
 def _big_bird_refusal(config: Any) -> str | None:
-    return None if config.attention_type == "original_full" else f"{_NO_SCORES} With attention_type='original_full' it has."
+    return (
+        None
+        if config.attention_type == "original_full"
+        else f"{_NO_SCORES} With attention_type='original_full' it has."
+    )
 
 
 def _bigbird_pegasus_refusal(config: Any) -> str | None:
@@ -164,7 +168,12 @@ def declare_stock_architectures() -> None:
         ("its n-gram streams share one attention and shift positions against each other.", ("prophetnet",)),
     ):
         register_architecture(*names, architecture=Architecture(unsupported=reason))
-    relative = Architecture(mechanism="T5 relative bias", silence=_silence_relative_table, native=_relative_table, bias_table=_relative_bias_table)
+    relative = Architecture(
+        mechanism="T5 relative bias",
+        silence=_silence_relative_table,
+        native=_relative_table,
+        bias_table=_relative_bias_table,
+    )
     register_architecture("t5", "mt5", "umt5", "switch_transformers", "udop", "pop2piano", architecture=relative)
     alibi = Architecture(
         mechanism="ALiBi", bias_arguments=("alibi", "position_bias"), native=lambda stack: AlibiConfig(variant="causal")
@@ -172,9 +181,13 @@ def declare_stock_architectures() -> None:
     register_architecture("bloom", "mpt", architecture=alibi)
     register_architecture(
         "mpnet",
-        architecture=Architecture(mechanism="T5 relative bias", silence=_silence_mpnet, native=_mpnet_native, bias_table=_mpnet_bias_table),
+        architecture=Architecture(
+            mechanism="T5 relative bias", silence=_silence_mpnet, native=_mpnet_native, bias_table=_mpnet_bias_table
+        ),
     )
-    register_architecture("ctrl", architecture=Architecture(mechanism="sinusoidal table", silence=_silence_ctrl, native=_ctrl_native))
+    register_architecture(
+        "ctrl", architecture=Architecture(mechanism="sinusoidal table", silence=_silence_ctrl, native=_ctrl_native)
+    )
     register_architecture("gptj", "codegen", architecture=Architecture(native=_gptj_native))
     register_architecture(
         "roformer",
@@ -188,21 +201,32 @@ def declare_stock_architectures() -> None:
     )
     register_architecture(
         "xlnet",
-        architecture=Architecture(time_major=True, mechanism="Transformer-XL bias", silence=_silence_xlnet, head_shape=_xlnet_heads),
+        architecture=Architecture(
+            time_major=True, mechanism="Transformer-XL bias", silence=_silence_xlnet, head_shape=_xlnet_heads
+        ),
     )
-    register_architecture("deberta", "deberta-v2", architecture=Architecture(mechanism="disentangled attention", silence=_silence_deberta))
-    register_architecture("cpmant", architecture=Architecture(
-            mechanism="segment position bias", bias_arguments=("position_bias",), silence=_silence_cpmant,
-            kept=("its prompt tokens stand before left padding, so distances between prompt and text count padding",),
-        ))
     register_architecture(
-        "falcon", architecture=Architecture(mechanism="ALiBi, if configured", silence=_silence_falcon, native=_falcon_native)
+        "deberta", "deberta-v2", architecture=Architecture(mechanism="disentangled attention", silence=_silence_deberta)
     )
-    register_architecture("fsmt", architecture=Architecture(time_major=True))
+    register_architecture(
+        "cpmant",
+        architecture=Architecture(
+            mechanism="segment position bias",
+            bias_arguments=("position_bias",),
+            silence=_silence_cpmant,
+            kept=("its prompt tokens stand before left padding, so distances between prompt and text count padding",),
+        ),
+    )
+    register_architecture(
+        "falcon",
+        architecture=Architecture(mechanism="ALiBi, if configured", silence=_silence_falcon, native=_falcon_native),
+    )
     register_architecture("big_bird", architecture=Architecture(unsupported=_big_bird_refusal))
     register_architecture("bigbird_pegasus", architecture=Architecture(unsupported=_bigbird_pegasus_refusal))
     temperature = "queries are scaled by a slow function of their position"
-    register_architecture("beam", "llama4_text", "ministral3", "mistral4", architecture=Architecture(kept=(temperature,)))
+    register_architecture(
+        "beam", "llama4_text", "ministral3", "mistral4", architecture=Architecture(kept=(temperature,))
+    )
     register_architecture(
         "inkling_text",
         "inkling2_text",

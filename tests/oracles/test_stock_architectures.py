@@ -1,0 +1,157 @@
+"""Each scheme against architectures of transformers that have it natively.
+
+The scheme is named here with its options spelled out, never read off the model: a stock model patched with the scheme
+its paper gives it has to stay as it was.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from hf_posenc import (
+    AlibiConfig,
+    ComposedConfig,
+    LearnedConfig,
+    PRopeConfig,
+    RopeConfig,
+    SchemeConfig,
+    SinusoidalConfig,
+    T5Config,
+    YarnScaling,
+    patch_model,
+)
+
+#: fp32, two layers: the same numbers summed in another order. Biases enter BLOOM and MPT as `slope * j` up to a shift.
+CLOSE = 1e-5
+
+_SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+}
+_GPT: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 96}
+_SEQ2SEQ: dict[str, Any] = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "vocab_size": 96,
+    "max_position_embeddings": 64,
+    "decoder_start_token_id": 0,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+}
+_T5: dict[str, Any] = {
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_heads": 4,
+    "vocab_size": 96,
+    "decoder_start_token_id": 0,
+}
+
+ORACLES: dict[str, tuple[str, dict[str, Any], SchemeConfig]] = {
+    "bloom_12_heads": (
+        "Bloom",
+        {"hidden_size": 48, "n_layer": 2, "n_head": 12, "vocab_size": 96},
+        AlibiConfig(variant="causal"),
+    ),
+    "mpt": ("Mpt", {"d_model": 48, "n_layers": 2, "n_heads": 6, "vocab_size": 96, "max_seq_len": 64}, AlibiConfig()),
+    "t5": ("T5", _T5, T5Config()),
+    "umt5_per_layer": ("UMT5", _T5, T5Config(shared=False)),
+    "mpnet": (
+        "MPNet",
+        _SMALL,
+        ComposedConfig(parts=(LearnedConfig(num_positions=62, offset=2), T5Config(bidirectional=True))),
+    ),
+    "gptj": ("GPTJ", _GPT | {"rotary_dim": 4}, RopeConfig(rotary_dim=4, layout="interleaved")),
+    "cohere": ("Cohere", _SMALL, RopeConfig(layout="interleaved", theta=500_000.0)),
+    "roformer": ("RoFormer", _SMALL | {"embedding_size": 32}, RopeConfig(layout="interleaved")),
+    "gpt_neox_quarter": (
+        "GPTNeoX",
+        _SMALL | {"hidden_size": 64, "rotary_pct": 0.25},
+        RopeConfig(partial_rotary_factor=0.25, layout="half"),
+    ),
+    "phi_half": ("Phi", _SMALL, RopeConfig(partial_rotary_factor=0.5, layout="half")),
+    "llama_yarn": (
+        "Llama",
+        _SMALL
+        | {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "rope_theta": 5000.0,
+            }
+        },
+        RopeConfig(theta=5000.0, scaling=YarnScaling(factor=4.0, original_max_positions=16), layout="half"),
+    ),
+    "llama_proportional": (
+        "Llama",
+        _SMALL
+        | {
+            "rope_parameters": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e4},
+            "head_dim": 16,
+        },
+        PRopeConfig(fraction=0.5, layout="half"),
+    ),
+    "marian": ("Marian", _SEQ2SEQ, SinusoidalConfig(frequencies="vaswani", layout="concatenated")),
+    "xlm": (
+        "XLM",
+        {"emb_dim": 32, "n_layers": 2, "n_heads": 4, "n_words": 96, "max_position_embeddings": 64}
+        | {"sinusoidal_embeddings": True, "n_langs": 1},
+        SinusoidalConfig(frequencies="vaswani", layout="interleaved"),
+    ),
+    "m2m_100": (
+        "M2M100",
+        _SEQ2SEQ | {"pad_token_id": 1},
+        SinusoidalConfig(frequencies="tensor2tensor", layout="concatenated", offset=2),
+    ),
+    "bert": ("Bert", _SMALL, LearnedConfig()),
+    "roberta": ("Roberta", _SMALL | {"pad_token_id": 1}, LearnedConfig(num_positions=62, offset=2)),
+    "opt": (
+        "OPT",
+        {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+        | {"max_position_embeddings": 64, "word_embed_proj_dim": 32},
+        LearnedConfig(num_positions=64, offset=2),
+    ),
+}
+
+
+def _model(family: str, settings: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{family}Model")(getattr(transformers, f"{family}Config")(**settings))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            formula = "positions" in name or (family == "XLM" and "position_embeddings" in name)
+            if parameter.dim() >= 2 and not formula:
+                parameter.normal_(std=0.6 if "relative_attention_bias" in name else 0.25)
+    return model.eval()
+
+
+@pytest.mark.parametrize("oracle", ORACLES)
+@torch.no_grad()
+def test_scheme_equals_the_architecture_that_has_it(oracle: str) -> None:
+    family, settings, scheme = ORACLES[oracle]
+    model = _model(family, settings)
+    tokens = torch.randint(5, 96, (2, 24), generator=torch.Generator().manual_seed(1))
+    arguments = {"input_ids": tokens}
+    if model.config.is_encoder_decoder:
+        arguments["decoder_input_ids"] = tokens
+    stock = model(**arguments).last_hidden_state
+    patch_model(model, scheme)
+    result = model(**arguments).last_hidden_state
+    assert (result - stock).abs().max() <= CLOSE * stock.abs().max().clamp(min=1.0)
+    patch_model(model, "none")
+    assert (model(**arguments).last_hidden_state - stock).abs().max() > 1e-2
