@@ -17,12 +17,14 @@ from __future__ import annotations
 import builtins
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnknownNameError
+
+ConfigType = TypeVar("ConfigType")
 
 
 @dataclass(frozen=True)
@@ -165,11 +167,7 @@ class SchemeConfig:
             UnknownNameError: for an option this scheme does not have.
             ValueError: for a value out of range.
         """
-        known = {field.name for field in dataclasses.fields(cls)}
-        for option in options:
-            if option not in known:
-                raise UnknownNameError(f"option of scheme {cls.name!r}", option, known)
-        return cls(**{option: _decode(value) for option, value in options.items()})
+        return _construct(cls, f"scheme {cls.name!r}", options)
 
 
 @dataclass(frozen=True)
@@ -202,12 +200,22 @@ class SubConfig:
         kind = str(options.pop("type"))
         if kind not in SubConfig._types:
             raise UnknownNameError("type of sub-config", kind, SubConfig._types)
-        cls = SubConfig._types[kind]
-        known = {field.name for field in dataclasses.fields(cls)}
-        for option in options:
-            if option not in known:
-                raise UnknownNameError(f"option of {kind!r}", option, known)
-        return cls(**{option: _decode(value) for option, value in options.items()})
+        return _construct(SubConfig._types[kind], repr(kind), options)
+
+
+def _construct(cls: builtins.type[ConfigType], owner: str, options: dict[str, Any]) -> ConfigType:
+    """Calls a config's constructor after checking the names of its options."""
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    for option in options:
+        if option not in fields:
+            raise UnknownNameError(f"option of {owner}", option, fields)
+    required = [name for name, field in fields.items() if field.default is field.default_factory is dataclasses.MISSING]
+    missing = [name for name in required if name not in options]
+    if missing:
+        raise ValueError(
+            f"{owner[0].upper()}{owner[1:]} needs the option{'s'[: len(missing) - 1]} {', '.join(missing)}."
+        )
+    return cls(**{option: _decode(value) for option, value in options.items()})
 
 
 def _encode(value: Any) -> Any:

@@ -50,6 +50,7 @@ def _assert_stock(model: Any, stock: Tensor) -> None:
         ("rope", {"theta": -1.0}, "theta"),
         ("rope", {"rotary_dim": 6000}, "6000"),
         ("rope", {"scaling": {"type": "yarnn", "factor": 2.0}}, "Did you mean 'yarn'"),
+        ("rope", {"scaling": {"type": "linear"}}, "needs the option factor"),
         (3, {}, "A scheme is a name"),
         (RopeConfig(), {"theta": 2.0}, "finished config"),
         ("alibi", {"layers": [5]}, "layers with self-attention are"),
