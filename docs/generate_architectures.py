@@ -21,8 +21,10 @@ sys.path.insert(0, str(HERE.parent))
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from tests.architectures.checks import NATIVE_BOUND, SAME_BOUND, check_pair  # noqa: E402
-from tests.architectures.tiny import Pair, all_pairs  # noqa: E402
+
+from tests.architectures.checks import check_pair  # noqa: E402
+from tests.architectures.findings import NATIVE_BOUND, SAME_BOUND  # noqa: E402
+from tests.architectures.population import Pair, all_pairs  # noqa: E402
 
 OUTPUT = HERE / "architectures.md"
 KINDS = (
@@ -120,6 +122,7 @@ def document(records: list[dict[str, Any]]) -> str:
             f"## {title}\n\n" + _table([record for record in records if record["pair"].startswith(kind + "-")])
         )
     parts.append(_refusals(records))
+    parts.append(_partial_refusals(records))
     parts.append(_failures(records))
     return "\n\n".join(parts) + "\n"
 
@@ -129,23 +132,25 @@ def _introduction() -> str:
 
 <!-- Written by docs/generate_architectures.py. Edits are lost. -->
 
-Written by `python docs/generate_architectures.py`, which builds a tiny random model (64 wide, 4 heads, window 8, every gate
-open) of each text architecture in transformers' causal-LM and masked-LM mappings, of encoder-decoders, and of variants
-that a default config hides, and runs the checks in `tests/architectures/checks.py` for each scheme. Last run: transformers
-{transformers.__version__}, torch {torch.__version__.split("+")[0]}, float32 on a CPU.
+Written by `python docs/generate_architectures.py`, which builds a tiny random model (64 wide, 4 heads, window 8, every
+gate open) of each text architecture in transformers' causal-LM and masked-LM mappings, of encoder-decoders, and of
+variants that a default config hides, and runs the checks in `tests/architectures/checks.py` for each scheme. Last run:
+transformers {transformers.__version__}, torch {torch.__version__.split("+")[0]}, float32 on a CPU.
 
 A cell says `yes` if every check holds:
 
-- **native**: `patch_model(model, native_scheme(model))` gives the stock logits to {NATIVE_BOUND:g} of their standard deviation;
+- **native**: `patch_model(model, native_scheme(model))` gives the stock logits to {NATIVE_BOUND:g} of their
+  standard deviation;
 - **none**: the outputs differ from stock, the order of tokens has become invisible (last token of a one-layer causal
   model, or any bidirectional model; {SAME_BOUND:g}), and attention still depends on content;
 - **alibi, t5, rope (theta 100), sinusoidal**: the outputs differ from stock and from `none`, in every layer taken alone
   (`sinusoidal` acts before the layers), and order is visible in one layer;
 - all of them: decoding with a dynamic and with a static cache, left padding, and eager attention give the logits of the
-  full, unpadded, default forward ({SAME_BOUND:g}); `unpatch_model` gives bit-equal logits and leaves no trace on weights,
-  instances, classes, modules or the config.
+  full, unpadded, default forward ({SAME_BOUND:g}); `unpatch_model` gives bit-equal logits and leaves no trace on
+  weights, instances, classes, modules or the config.
 
-A check that the stock model fails too is not held against a scheme; the last column names it. `-` in it stands for none."""
+A check that the stock model fails too is not held against a scheme; the last column names it. Nor is a refusal: an
+`UnsupportedError` instead of a wrong answer, listed under "Refused in part"."""
 
 
 def _summary(records: list[dict[str, Any]]) -> str:
@@ -159,11 +164,14 @@ def _summary(records: list[dict[str, Any]]) -> str:
         chosen = [record for record in records if record["pair"].startswith(kind)]
         placed = [record for record in chosen if not record.get("refusal")]
         passed = [sum(_passes(record, scheme) for record in placed) for scheme in COLUMNS]
-        cells = [f"{count} ({100 * count / max(len(placed), 1):.0f} %)" for count in passed]
+        cells = [f"{count} ({100 * count / max(len(placed), 1):.1f} %)" for count in passed]
         lines.append(
             f"| {title} | {len(chosen)} | {len(chosen) - len(placed)} | {len(placed)} | " + " | ".join(cells) + " |"
         )
-    return "\n".join(lines)
+    ordinary = [record for record in records if not record.get("refusal")]
+    whole = sum(all(_passes(record, scheme) for scheme in COLUMNS) for record in ordinary)
+    share = 100 * whole / max(len(ordinary), 1)
+    return "\n".join([*lines, "", f"In every column: {whole} of {len(ordinary)} ({share:.1f} %)."])
 
 
 def _table(records: list[dict[str, Any]]) -> str:
@@ -196,6 +204,20 @@ def _refusals(records: list[dict[str, Any]]) -> str:
     ]
     lines += [f"| {record['pair']} | {record['refusal']} |" for record in records if record.get("refusal")]
     return "\n".join(lines)
+
+
+def _partial_refusals(records: list[dict[str, Any]]) -> str:
+    lines = ["## Refused in part", ""]
+    for record in records:
+        notes: dict[tuple[str, str], list[str]] = {}
+        for scheme, found in record.get("findings", {}).items():
+            for name, finding in found.items():
+                if finding["verdict"] == "refused":
+                    notes.setdefault((name, finding["note"]), []).append(scheme)
+        lines += [
+            f"- {record['pair']}, {name} with {', '.join(schemes)}: {note}" for (name, note), schemes in notes.items()
+        ]
+    return "\n".join(lines if len(lines) > 2 else [*lines, "Nothing."])
 
 
 def _failures(records: list[dict[str, Any]]) -> str:

@@ -72,7 +72,7 @@ def loss_by_length(model: Any, batch: dict[str, Tensor], settings: CompareSettin
         mean.append(float(losses.nanmean()))
         last_piece = losses.view(-1, settings.max_length)[:, -tail:]
         tail_mean.append(float(last_piece.nanmean()))
-    edges = [*range(0, settings.max_length, max(1, settings.train_length // 8)), settings.max_length]
+    edges = [*range(0, settings.max_length, max(1, settings.train_length // 4)), settings.max_length]
     bins = [float(losses[:, start:stop].nanmean()) for start, stop in itertools.pairwise(edges)]
     return {
         "lengths": lengths,

@@ -9,7 +9,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from training.files import read_json, write_json
-from training.loop import Training
+from training.loop import FINISHED, Training
 from training.settings import CompareSettings, SettingsError
 
 _CONTENTS = ("data", "trainings", "models", "plots", "settings.json", "results.json", "table.md")
@@ -69,7 +69,7 @@ def check_training(training: Training) -> None:
     """Compares the scheme's options with those that this training began with, or records them.
 
     Raises:
-        SettingsError: if they differ.
+        SettingsError: if they differ, or if the training has ended without the model that is now asked for.
     """
     path = training.folder / "scheme.json"
     earlier = read_json(path)
@@ -81,6 +81,13 @@ def check_training(training: Training) -> None:
                 training.settings.output_dir,
                 [f"the options of {training.scheme!r} were {earlier} and are now {training.options}"],
             )
+        )
+    result = training.result()
+    model = Path(training.settings.output_dir) / "models" / training.name
+    if training.settings.save_models and result and result["status"] == FINISHED and not model.exists():
+        raise SettingsError(
+            f"{training.name} has ended in {training.settings.output_dir} without --save_models, so its model is gone. "
+            "Drop --save_models, name another --output_dir, or start anew with --overwrite."
         )
 
 

@@ -78,7 +78,7 @@ class CompareSettings:
     mlm_probability: float = field(default=0.15, metadata={"help": "Share of tokens masked in the masked task."})
     eval_every: int = field(default=50, metadata={"help": "Steps between points of the validation curve."})
     eval_windows: int = field(
-        default=192, metadata={"help": "Validation windows, each of length_factor x train_length tokens."}
+        default=256, metadata={"help": "Validation windows, each of length_factor x train_length tokens."}
     )
     checkpoint_every: int = field(default=100, metadata={"help": "Steps between checkpoints."})
     seed: int = field(default=0, metadata={"help": "Seed of weights, data order and masks."})

@@ -170,22 +170,16 @@ class _Built:
     """
 
     def __init__(self, model: Any) -> None:
-        self.parameter_names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.parameters = list(model.parameters())  # keeps the ids above from being used again
         self.generation_config = getattr(model, "generation_config", None)
 
     def follow(self, model: Any) -> None:
         """Applies what the patch did to the old objects to the new ones, and lets its journal undo it there."""
         for change in model.position_encoding.journal.changes:
-            new: Any = None
-            if id(change.target) in self.parameter_names:
-                new = model.get_parameter(self.parameter_names[id(change.target)])
-                new.requires_grad_(change.target.requires_grad)
+            if change.kind == "frozen":
+                change.target._parameters[change.attribute].requires_grad_(False)
             elif change.target is self.generation_config:
-                new = model.generation_config
-                new.__dict__[change.attribute] = change.target.__dict__[change.attribute]
-            if new is not None:
-                change.target = new
+                change.target = model.generation_config
+                change.target.__dict__[change.attribute] = self.generation_config.__dict__[change.attribute]
 
 
 @contextlib.contextmanager

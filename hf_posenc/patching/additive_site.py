@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.attention_site import check_cache
 from hf_posenc.patching.runtime import StackRuntime
 from hf_posenc.patching.state import ForwardState
@@ -33,6 +34,11 @@ class AddToHiddenStates:
         time_axis = 0 if self.runtime.time_major else -2
         length = hidden_states.shape[time_axis]
         state = self.runtime.state_for(length)
+        if self.runtime.time_major and state.offset:
+            raise UnsupportedError(
+                "The memory of this architecture holds the input of its first layer as it was before positions were "
+                "added, so an additive scheme would miss the remembered tokens. Call it with use_mems=False."
+            )
         if state.query_length != length:
             # The architecture puts tokens of its own in front (CPM-Ant's prompt); all slots count then.
             state = ForwardState(length, offset=state.offset)

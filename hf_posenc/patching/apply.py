@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.architectures import architecture_of
 from hf_posenc.patching.config_entry import attach_entry, detach_entry
 from hf_posenc.patching.discovery import find_stacks
-from hf_posenc.patching.encoding import PositionEncoding, StackEncoding, parameter_count, placed_like
+from hf_posenc.patching.encoding import PositionEncoding, StackEncoding, parameter_count, place_like
 from hf_posenc.patching.install import install_stack
 from hf_posenc.patching.report import PatchReport
 from hf_posenc.patching.runtime import forget_recomputation
@@ -38,7 +38,9 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
     """
     base: Any = getattr(model, "get_base_model", None)
     inner = model if base is None else base()
-    if not isinstance(inner, PreTrainedModel):
+    if isinstance(inner, PreTrainedModel):
+        _refuse_part(inner)
+    else:
         raise TypeError(
             f"Expected a transformers PreTrainedModel, got {type(inner).__name__}. Patch the model before it is "
             "wrapped (DistributedDataParallel, torch.compile), or pass what the wrapper holds."
@@ -46,12 +48,24 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
     return inner
 
 
+def _refuse_part(model: PreTrainedModel) -> None:
+    """Refuses encoders and decoders that cannot be saved on their own: transformers does not export them."""
+    import transformers
+
+    name = type(model).__name__
+    if type(model).__module__.startswith("transformers.models.") and not hasattr(transformers, name):
+        raise UnsupportedError(
+            f"{name} is a part of a model and is saved with it; a scheme in the part alone would be lost there. Patch "
+            "the whole model (`layers=` and `elsewhere=` choose layers)."
+        )
+
+
 def build_encoding(config: SchemeConfig, model: PreTrainedModel, stacks: list[Stack]) -> PositionEncoding:
     """Builds the parts of a scheme for every stack, on the model's device and in its dtype; places nothing yet."""
     architecture = architecture_of(model.config)
     built = {stack.name: StackEncoding(config, stack, architecture.pairing) for stack in stacks}
     encoding = PositionEncoding(config, built)
-    placed_like(encoding, model)
+    place_like(encoding, model)
     for stack in stacks:
         built[stack.name].runtime.time_major = architecture.time_major
     return encoding
@@ -99,16 +113,13 @@ def uninstall(encoding: PositionEncoding) -> None:
         detach_entry(config)
 
 
+def is_length_dependent(encoding: PositionEncoding) -> bool:
+    """Whether some part encodes a token differently once the sequence has grown."""
+    return any(getattr(module, "length_dependent", False) for module in encoding.modules())
+
+
 def _disable_unsafe_cache(encoding: PositionEncoding, model: PreTrainedModel) -> None:
-    unsafe = any(getattr(module, "length_dependent", False) for module in encoding.modules())
     generation_config = getattr(model, "generation_config", None)
-    if not unsafe or generation_config is None:
+    if generation_config is None or not is_length_dependent(encoding):
         return
     encoding.journal.set(generation_config, "use_cache", False)
-    warnings.warn(
-        f"Scheme {encoding.config.name!r} encodes a token differently once the sequence has grown, so cached keys "
-        "become wrong. generate() now recomputes the whole sequence for every token "
-        "(generation_config.use_cache=False).",
-        UserWarning,
-        stacklevel=4,
-    )

@@ -143,7 +143,17 @@ class AttentionSite:
 
 
 def check_cache(part: Any, state: ForwardState) -> None:
-    """Lets a part whose encoding depends on the length refuse a cache that has become wrong."""
+    """Lets a part whose encoding depends on the length refuse a cache that has become wrong.
+
+    Raises:
+        UnsupportedError: for such a cache, and for several documents in one row, which have no single length.
+    """
+    ids = state.position_ids
+    if ids is not None and not torch.compiler.is_compiling() and bool((ids.diff(dim=-1) < 0).any()):
+        raise UnsupportedError(
+            "position_ids start again within a row (packed documents), but this scheme encodes a token by the length "
+            "of its sequence, and a packed row has several. Pass the documents as separate rows."
+        )
     offset = state.offset
     if offset is None:
         return

@@ -147,8 +147,8 @@ def _refuse_two_sequences(stack: Stack) -> None:
     sides = {attention.path.split(".")[0] for attention in stack.attentions} & {"encoder", "decoder"}
     if len(sides) == 2:
         raise UnsupportedError(
-            f"The encoder and the decoder of {type(stack.module).__name__} are no models of their own (PreTrainedModel), "
-            "so the positions of the two sequences in one call cannot be told apart."
+            f"The encoder and the decoder of {type(stack.module).__name__} are no models of their own "
+            "(PreTrainedModel), so the positions of the two sequences in one call cannot be told apart."
         )
 
 

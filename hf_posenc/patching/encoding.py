@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Hashable
 from typing import Any
 
@@ -108,6 +109,24 @@ class PositionEncoding(nn.Module):
         """The scheme, for `print(model)`."""
         return repr(self.config)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> PositionEncoding:
+        """Copies the encoding as a part of its model.
+
+        Raises:
+            UnsupportedError: for a copy of the encoding alone (PEFT's `modules_to_save`), which no layer would use.
+        """
+        holder = self.__dict__.get("holder")
+        if holder is not None and id(holder) not in memo:
+            raise UnsupportedError(
+                "A copy of position_encoding without its model would be trained and saved, but no layer would use it. "
+                "To train a scheme beside LoRA, leave it out of `modules_to_save` and set requires_grad on the "
+                "parameters of model.position_encoding instead; save it with model.save_pretrained."
+            )
+        clone = type(self).__new__(type(self))
+        memo[id(self)] = clone
+        clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return clone
+
 
 def build_context(stack: Stack, attention: FoundAttention) -> BuildContext:
     """What a part may know about one attention layer."""
@@ -173,7 +192,7 @@ def native_pairing(stack: Stack, attention: FoundAttention) -> str | None:
         known = [layer_type for layer_type in known if has_inverse_frequencies(rotary, layer_type)]
         if known or not has_layer_types(rotary):
             kind, _ = rotary_output(rotary, layer_type=known[0] if known else None)
-    return pairing(function, kind).layout
+    return pairing(function, kind)
 
 
 def native_rotary_function(attention: FoundAttention) -> str:
@@ -208,10 +227,17 @@ def parameter_count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def placed_like(module: nn.Module, model: nn.Module) -> torch.device:
-    """The device and dtype of a model, taken by `module`; returns the device."""
-    reference = next((p for p in model.parameters() if p.is_floating_point()), None)
-    if reference is None:
-        return torch.device("cpu")
-    module.to(device=reference.device, dtype=reference.dtype)
-    return reference.device
+def execution_device(model: nn.Module) -> torch.device:
+    """Where a model computes: for weights that accelerate keeps elsewhere, the device its hooks bring them to."""
+    for module in model.modules():
+        device = getattr(module.__dict__.get("_hf_hook"), "execution_device", None)
+        if device is not None:
+            return torch.device(device)
+    first = next(model.parameters(), None)
+    return torch.device("cpu") if first is None else first.device
+
+
+def place_like(module: nn.Module, model: nn.Module) -> None:
+    """Moves `module` to where `model` computes, in its dtype."""
+    reference = next((parameter for parameter in model.parameters() if parameter.is_floating_point()), None)
+    module.to(device=execution_device(model), dtype=None if reference is None else reference.dtype)

@@ -52,8 +52,8 @@ def install_stack(
         journal.set_forward(rotary.module, RotaryModuleSite(rotary.module, runtime))
     for table in stack.tables:
         journal.set_forward(table.module, TableSite(table.module, runtime, encoding.additive))
-        for parameter in table.module.parameters():
-            journal.freeze(parameter)
+        for name in table.module._parameters:
+            journal.freeze(table.module, name)
         report.replaced.append(f"{table.path}: position table ({type(table.module).__name__})")
         if encoding.additive is not None:
             report.placed.append(f"additive: {table.path}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -14,6 +14,7 @@ class _Change:
     attribute: str
     had_value: bool
     value: Any
+    kind: Literal["attribute", "buffer", "frozen"] = "attribute"
 
 
 @dataclass
@@ -33,7 +34,7 @@ class InstancePatches:
 
     def set_buffer(self, module: nn.Module, name: str, value: Tensor) -> None:
         """Exchanges a buffer. One that the module's forward assigns to cannot be hidden behind an attribute."""
-        self.changes.append(_Change(module._buffers, name, True, module._buffers[name]))
+        self.changes.append(_Change(module, name, True, module._buffers[name], "buffer"))
         module._buffers[name] = value
 
     def set_forward(self, module: nn.Module, value: Any) -> None:
@@ -41,18 +42,23 @@ class InstancePatches:
         hooked = "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__
         self.set(module, "_old_forward" if hooked else "forward", value)
 
-    def freeze(self, parameter: nn.Parameter) -> None:
-        """Stops training a native weight that the new scheme leaves without effect."""
-        self.changes.append(_Change(parameter, "requires_grad", True, parameter.requires_grad))
-        parameter.requires_grad_(False)
+    def freeze(self, module: nn.Module, name: str) -> None:
+        """Stops training a native weight that the new scheme leaves without effect.
+
+        It is remembered by its place: loading a state dict may put another parameter there.
+        """
+        parameter = module._parameters[name]
+        if parameter is not None:
+            self.changes.append(_Change(module, name, True, parameter.requires_grad, "frozen"))
+            parameter.requires_grad_(False)
 
     def undo(self) -> None:
         """Restores everything in reverse order."""
         for change in reversed(self.changes):
-            if isinstance(change.target, nn.Parameter):
-                change.target.requires_grad_(change.value)
-            elif isinstance(change.target, dict):
-                change.target[change.attribute] = change.value
+            if change.kind == "frozen":
+                change.target._parameters[change.attribute].requires_grad_(change.value)
+            elif change.kind == "buffer":
+                change.target._buffers[change.attribute] = change.value
             elif change.had_value:
                 change.target.__dict__[change.attribute] = change.value
             else:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hf_posenc.attention.backends import attend_with_bias
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.attention_site import AttentionSite, LayerCall, LayerEncoding
+from hf_posenc.patching.per_thread import PerThread
 from hf_posenc.patching.rebinding import rebind, rotary_names
 from hf_posenc.patching.rotary_calls import rotary_call
 from hf_posenc.patching.runtime import StackRuntime
@@ -41,11 +42,11 @@ class InterfaceAttention(AttentionSite):
     ) -> None:
         super().__init__(module, runtime, encoding)
         self.drop_native_bias = drop_native_bias
-        self.calls: list[LayerCall] = []
+        self.calls: PerThread[LayerCall] = PerThread()
         self._function: types.FunctionType | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_function": None, "calls": []}
+        return self.__dict__ | {"_function": None}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward under its exchanged globals."""
@@ -53,13 +54,16 @@ class InterfaceAttention(AttentionSite):
             self._function = self._rebind(type(self.module).forward)
         hidden_states = args[0] if args else next(iter(kwargs.values()))
         call = LayerCall(self.current_state(hidden_states.shape[1]))
-        if self.encoding.query_key_map is not None:
-            args, kwargs = self._watch_cache(call, args, kwargs)
-        self.calls.append(call)
+        cache = self._own_cache(args, kwargs) if self.encoding.query_key_map is not None else None
+        if cache is not None:
+            cache.update = _MappedUpdate(cache.update, self, call)
+        self.calls.push(call)
         try:
             output = self._function(self.module, *args, **kwargs)
         finally:
             self.calls.pop()
+            if cache is not None:
+                del cache.update
         if not call.attended:
             raise UnsupportedError(
                 f"{type(self.module).__name__} computed its attention without the attention interface (for example "
@@ -74,18 +78,21 @@ class InterfaceAttention(AttentionSite):
             replaced[name] = _Rotary(function.__globals__[name], self)
         return rebind(function, replaced)
 
-    def _watch_cache(
-        self, call: LayerCall, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Lets keys be mapped on their way into the cache, where nothing rotated them before."""
-        for name in _CACHE_NAMES:
-            if kwargs.get(name) is not None:
-                return args, kwargs | {name: _WatchedCache(kwargs[name], self, call)}
-        parameters = list(inspect.signature(type(self.module).forward).parameters)[1:]
-        for index, (name, value) in enumerate(zip(parameters, args, strict=False)):
-            if name in _CACHE_NAMES and value is not None:
-                return (*args[:index], _WatchedCache(value, self, call), *args[index + 1 :]), kwargs
-        return args, kwargs
+    def _own_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The cache this layer's keys go into, or `None`; of an encoder-decoder's two, that of self-attention."""
+        given = next((kwargs[name] for name in _CACHE_NAMES if kwargs.get(name) is not None), None)
+        if given is None and len(args) > 1:
+            parameters = list(inspect.signature(type(self.module).forward).parameters)[1:]
+            positional = dict(zip(parameters, args, strict=False))
+            given = next((positional[name] for name in _CACHE_NAMES if positional.get(name) is not None), None)
+        return getattr(given, "self_attention_cache", given)
+
+    @property
+    def call(self) -> LayerCall:
+        """The call in progress on this thread."""
+        call = self.calls.top
+        assert call is not None
+        return call
 
     def map_new_keys(self, call: LayerCall, key: Tensor) -> Tensor:
         """Maps keys that no rotary function of the architecture has seen."""
@@ -97,7 +104,7 @@ class InterfaceAttention(AttentionSite):
 
     def attend(self, implementation: str | None, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Stands in for the attention function."""
-        call = self.calls[-1]
+        call = self.call
         call.attended = True
         names = ("module", "query", "key", "value", "attention_mask")
         given = dict(zip(names, args, strict=False)) | {name: kwargs.pop(name) for name in names if name in kwargs}
@@ -150,28 +157,16 @@ class _Rotary:
         self.site = site
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.site.rotate(self.site.calls[-1], self.rotary, args, kwargs)
+        return self.site.rotate(self.site.call, self.rotary, args, kwargs)
 
 
-class _WatchedCache:
-    """A cache, or one of an encoder-decoder pair, as one patched module sees it."""
+class _MappedUpdate:
+    """A cache's `update` while one patched layer runs: keys that nothing has rotated yet are mapped on their way in."""
 
-    def __init__(self, cache: Any, site: InterfaceAttention, call: LayerCall) -> None:
-        self._cache = cache
-        self._site = site
-        self._call = call
+    def __init__(self, update: Callable[..., Any], site: InterfaceAttention, call: LayerCall) -> None:
+        self.update = update
+        self.site = site
+        self.call = call
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        """The class of the cache itself: models ask `isinstance(cache, EncoderDecoderCache)`."""
-        return type(self._cache)
-
-    @property
-    def self_attention_cache(self) -> Any:
-        return _WatchedCache(self._cache.self_attention_cache, self._site, self._call)
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return self._cache.update(self._site.map_new_keys(self._call, key_states), value_states, *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._cache, name)
+    def __call__(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self.update(self.site.map_new_keys(self.call, key_states), value_states, *args, **kwargs)

@@ -21,7 +21,9 @@ from hf_posenc.patching.suspend import suspended
 from hf_posenc.patching.table_site import table_origin, table_weight
 from hf_posenc.schemes import (
     ComposedConfig,
+    DynamicScaling,
     LearnedConfig,
+    LongRopeScaling,
     NoneConfig,
     RopeConfig,
     ScheduleConfig,
@@ -164,12 +166,20 @@ def _rotary_config(
 ) -> SchemeConfig:
     frequencies = inverse_frequencies_of(rotary, layer_type).detach().float().cpu()
     kind, width = rotary_output(rotary, layer_type=layer_type)
-    turn = pairing(rotation.function, kind)
-    layout, frequencies = turn.layout, frequencies * turn.direction
+    layout = pairing(rotation.function, kind)
     scaling = _of_layer_type(rotary, "attention_scaling", layer_type)
     context = build_context(stack, attention)
     config = _from_parameters(stack.config, layer_type, width, layout)
     if config is not None and _same_spectrum(config, frequencies, float(scaling), context):
+        return config
+    if isinstance(getattr(config, "scaling", None), DynamicScaling | LongRopeScaling):
+        # Fixed frequencies would lose what these do past their length. A cast model only has rounded ones.
+        if not _same_spectrum(config, frequencies, float(scaling), context, tolerance=1e-2):  # type: ignore[arg-type]
+            raise UnsupportedError(
+                f"The frequencies in {type(rotary).__name__} are not those of its config's rope_parameters, whose type "
+                "depends on the length of the sequence; no scheme describes such a module."
+            )
+        assert config is not None
         return config
     return RopeConfig(
         rotary_dim=width,
@@ -202,13 +212,15 @@ def _from_parameters(config: Any, layer_type: str | None, width: int, layout: st
         return None
 
 
-def _same_spectrum(config: SchemeConfig, frequencies: Tensor, scaling: float, context: BuildContext) -> bool:
+def _same_spectrum(
+    config: SchemeConfig, frequencies: Tensor, scaling: float, context: BuildContext, tolerance: float = 1e-6
+) -> bool:
     try:
         query_key_map: Any = config.build(context).query_key_map
     except (ValueError, PositionEncodingError):
         return False
     lengths = torch.ones(1, 1, dtype=torch.int64)
     own = query_key_map.inverse_frequencies(lengths).reshape(-1)
-    if own.shape != frequencies.shape or not torch.allclose(own, frequencies, rtol=1e-6, atol=0.0):
+    if own.shape != frequencies.shape or not torch.allclose(own, frequencies, rtol=tolerance, atol=0.0):
         return False
     return abs(query_key_map.attention_scaling - scaling) < 1e-6

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.encoding import execution_device
 from hf_posenc.patching.instance import InstancePatches
 from hf_posenc.patching.rebinding import rebind
 from hf_posenc.patching.sites import FoundAttention, Stack
@@ -42,7 +43,8 @@ def observe_rotations(model: PreTrainedModel, stacks: list[Stack]) -> dict[str, 
     Raises:
         UnsupportedError: for a model without data (meta device), or one that does not run on plain token ids.
     """
-    if any(parameter.device.type == "meta" for parameter in model.parameters()):
+    hooked = any("_hf_hook" in module.__dict__ for module in model.modules())
+    if not hooked and any(parameter.device.type == "meta" for parameter in model.parameters()):
         raise UnsupportedError(
             "The native scheme of a rotary model is found by running it, and this model is on the meta device. Load "
             "its weights first."
@@ -54,19 +56,20 @@ def observe_rotations(model: PreTrainedModel, stacks: list[Stack]) -> dict[str, 
             if attention.rotary_functions:
                 path = f"{stack.name}:{attention.path}"
                 journal.set_forward(attention.module, _recorder(attention, path, seen))
-    training = model.training
+    training = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
         with torch.no_grad():
             model(**_tokens(model))
     finally:
-        model.train(training)
+        for module, mode in training:
+            module.training = mode
         journal.undo()
     return seen
 
 
 def _tokens(model: PreTrainedModel) -> dict[str, Any]:
-    device = next(model.parameters()).device
+    device = execution_device(model)
     tokens = torch.tensor([[5, 6, 7]], device=device)[:, :_TOKENS]
     given: dict[str, Any] = {"input_ids": tokens}
     parameters = inspect.signature(type(model).forward).parameters

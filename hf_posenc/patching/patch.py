@@ -7,9 +7,18 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from torch import nn
+from transformers import PreTrainedModel
 
-from hf_posenc.patching.apply import build_encoding, current_encoding, install, uninstall, unwrapped
+from hf_posenc.patching.apply import (
+    build_encoding,
+    current_encoding,
+    install,
+    is_length_dependent,
+    uninstall,
+    unwrapped,
+)
 from hf_posenc.patching.discovery import find_stacks
+from hf_posenc.patching.encoding import PositionEncoding
 from hf_posenc.patching.native import native_scheme
 from hf_posenc.patching.plan import SchemeLike, schedule, scheme_config
 from hf_posenc.patching.sites import Stack
@@ -57,10 +66,13 @@ def patch_model(
     if elsewhere is not None and layers is None:
         raise ValueError("`elsewhere` says what the layers outside `layers` do: give `layers` as well.")
     stacks = find_stacks(target)
-    if layers is not None:
-        other = native_scheme(target) if elsewhere is None else scheme_config(elsewhere, {})
-        config = schedule(config, stacks, layers, other)
+    other = None if elsewhere is None else scheme_config(elsewhere, {})
+    if layers is not None and other is None:
+        other = native_scheme(target)
+    config = schedule(config, stacks, layers, other)
     encoding = build_encoding(config, target, stacks)
+    _warn_if_invisible(config, stacks)
+    _warn_if_uncacheable(encoding, target)
     previous = current_encoding(target)
     if previous is not None:
         uninstall(previous)
@@ -71,7 +83,6 @@ def patch_model(
         if previous is not None:
             install(previous, target)
         raise
-    _warn_if_invisible(config, stacks)
     return model
 
 
@@ -93,6 +104,17 @@ def _warn_if_invisible(config: SchemeConfig, stacks: list[Stack]) -> None:
             f"Scheme {config.name!r} adds the same number to every component of a vector, and this model's LayerNorm "
             "subtracts the mean over components: the positions are exactly invisible, as with 'none'. Pass "
             "direction='random', 'one_hot' or 'learned' to make them act.",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _warn_if_uncacheable(encoding: PositionEncoding, model: PreTrainedModel) -> None:
+    if is_length_dependent(encoding) and getattr(model, "generation_config", None) is not None:
+        warnings.warn(
+            f"Scheme {encoding.config.name!r} encodes a token differently once the sequence has grown, so cached keys "
+            "become wrong. generate() recomputes the whole sequence for every token "
+            "(generation_config.use_cache=False).",
             UserWarning,
             stacklevel=3,
         )

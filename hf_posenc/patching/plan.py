@@ -60,6 +60,12 @@ def schedule(
     Raises:
         ValueError: for a layer the model does not have, or that holds no attention.
     """
+    if isinstance(config, ScheduleConfig):
+        deepest = max(layer for stack in stacks for layer in stack.layers())
+        if len(config.layers) > deepest + 1:
+            raise ValueError(
+                f"The schedule names {len(config.layers)} layers, the last one with attention here is {deepest}."
+            )
     if layers is None:
         return config
     chosen = sorted(set(layers))

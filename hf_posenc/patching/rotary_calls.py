@@ -36,19 +36,17 @@ class RotaryCall:
         query_name: parameter that holds queries (or either of the two, where `key_name` is `None`).
         key_name: parameter that holds keys, or `None` for a function that takes one tensor at a time.
         time_axis: axis of the tokens in those tensors unless the call says otherwise, 1 or 2.
-        signature: of the function.
+        parameters: names of the function's parameters, in order.
     """
 
     query_name: str
     key_name: str | None
     time_axis: int
-    signature: inspect.Signature
+    parameters: tuple[str, ...]
 
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None, int]:
         """The query, the key (or `None`) and the token axis of one call."""
-        bound = self.signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
+        given = dict(zip(self.parameters, args, strict=False)) | kwargs
         axis = self.time_axis
         if "unsqueeze_dim" in given:
             axis = 2 if given["unsqueeze_dim"] in (1, -3) else 1
@@ -73,7 +71,7 @@ def rotary_call(function: Callable[..., Any]) -> RotaryCall:
         )
     key = next((name for name in _KEY_NAMES if name in names), None)
     if "unsqueeze_dim" in names:
-        time_axis = 2
+        time_axis = 2 if signature.parameters["unsqueeze_dim"].default in (1, -3) else 1
     elif "freqs_cis" in names:
         time_axis = _complex_time_axis(function)
     elif names[:3] == ["tensor", "sin", "cos"]:
@@ -83,7 +81,7 @@ def rotary_call(function: Callable[..., Any]) -> RotaryCall:
             f"The rotary function {getattr(function, '__name__', function)}{signature} does not say which axis of "
             "its tensors is time. Declare the architecture with hf_posenc.register_architecture."
         )
-    return RotaryCall(query, key, time_axis, signature)
+    return RotaryCall(query, key, time_axis, tuple(names))
 
 
 def _complex_time_axis(function: Callable[..., Any]) -> int:
@@ -150,39 +148,30 @@ def has_inverse_frequencies(module: torch.nn.Module, layer_type: str | None) -> 
     return hasattr(module, "inv_freq") or layer_type in rotating_layer_types(module)
 
 
-@dataclass(frozen=True)
-class Pairing:
-    """Which dimensions a rotary function rotates together, and which way.
-
-    Args:
-        layout: "half" or "interleaved".
-        direction: 1 where positive angles turn the first of a pair towards the second, -1 the other way.
-    """
-
-    layout: Layout
-    direction: int
-
-
 @functools.lru_cache(maxsize=256)
-def pairing(function: Callable[..., Any], output_kind: str) -> Pairing:
-    """The pairing of a rotary function, found with unit vectors.
+def pairing(function: Callable[..., Any], output_kind: str) -> Layout:
+    """Which dimensions a rotary function rotates together, and which way, found with unit vectors.
 
     With cos = 1, sin = 0 a linear function returns a permutation P of its input; with cos = 0, sin = 1 it returns
     P G, where G turns each pair by 90 degrees. So `inverse(P) (P G)` shows the pairs whatever the function
     permutes.
 
     Raises:
-        UnsupportedError: for a pairing that is neither half nor interleaved.
+        UnsupportedError: for a pairing that is neither half, in either direction, nor interleaved.
     """
     identity, quarter = _probe(function, output_kind, 1.0, 0.0), _probe(function, output_kind, 0.0, 1.0)
     image = torch.linalg.solve(identity, quarter)[:, 0]
-    layouts: tuple[tuple[Layout, int], ...] = (("half", _PROBE_DIM // 2), ("interleaved", 1))
-    for layout, partner in layouts:
-        for direction in (1, -1):
-            expected = torch.zeros(_PROBE_DIM)
-            expected[partner] = float(direction)
-            if torch.allclose(image, expected, atol=1e-6):
-                return Pairing(layout, direction)
+    half = _PROBE_DIM // 2
+    layouts: tuple[tuple[Layout, int, float], ...] = (
+        ("half", half, 1.0),
+        ("half_reversed", half, -1.0),
+        ("interleaved", 1, 1.0),
+    )
+    for layout, partner, direction in layouts:
+        expected = torch.zeros(_PROBE_DIM)
+        expected[partner] = direction
+        if torch.allclose(image, expected, atol=1e-6):
+            return layout
     raise UnsupportedError(
         f"The rotary function {getattr(function, '__name__', function)} turns dimension 0 into {image.tolist()}, which "
         "is neither the half nor the interleaved pairing. Declare the architecture with "
@@ -201,7 +190,7 @@ def _probe(function: Callable[..., Any], output_kind: str, cosine: float, sine: 
     arguments: dict[str, Any] = {call.query_name: tensor}
     if call.key_name:
         arguments[call.key_name] = tensor
-    if "freqs_cis" in call.signature.parameters:
+    if "freqs_cis" in call.parameters:
         arguments["freqs_cis"] = torch.complex(cos, sin)
     elif call.query_name == "tensor":
         arguments |= {"sin": sin[..., : _PROBE_DIM // 2], "cos": cos[..., : _PROBE_DIM // 2]}

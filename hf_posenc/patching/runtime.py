@@ -16,31 +16,44 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.per_thread import PerThread
 from hf_posenc.patching.slot_buffers import SlotBuffers
-from hf_posenc.patching.state import ForwardState
+from hf_posenc.patching.state import ForwardState, one_axis
 
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "mems", "cache", "cache_params")
+#: Of transformers' layers, and of the wrappers that FSDP puts around them.
+_CHECKPOINT_FUNCTIONS = ("_gradient_checkpointing_func", "checkpoint_fn")
 
 
 class StackRuntime:
     """Holds the `ForwardState` of the call in progress of one stack."""
 
     def __init__(self) -> None:
-        self.states: list[ForwardState] = []
+        self.states: PerThread[ForwardState] = PerThread()
         self.time_major = False
         self.slots = SlotBuffers()
 
     @property
     def state(self) -> ForwardState | None:
         """The state of the innermost call in progress, or `None` outside any call."""
-        return self.states[-1] if self.states else None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"states": []}
+        return self.states.top
 
     def state_for(self, query_length: int) -> ForwardState:
-        """The current state, or a plain one for a layer that is called on its own."""
-        return self.states[-1] if self.states else ForwardState(query_length, offset=None)
+        """The current state, or a plain one for a layer that is called on its own.
+
+        Raises:
+            UnsupportedError: if a layer is recomputed by a checkpointing function that did not keep its state.
+        """
+        state = self.states.top
+        if state is not None:
+            return state
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+            raise UnsupportedError(
+                "A layer is being recomputed in the backward pass by a checkpointing function that does not know the "
+                "positions of its forward. Use model.gradient_checkpointing_enable(), or torch's checkpoint_wrapper "
+                "around layers before the first forward."
+            )
+        return ForwardState(query_length, offset=None)
 
 
 class EnterStack:
@@ -71,12 +84,14 @@ class EnterStack:
         offset = _cached_length(arguments)
         if isinstance(offset, int):
             self.runtime.slots.reach(stack, offset + query_length)
-        self.runtime.states.append(
+        position_ids, mask = arguments.get("position_ids"), arguments.get("attention_mask")
+        self.runtime.states.push(
             ForwardState(
                 query_length=query_length,
                 offset=offset,
-                position_ids=_batched(arguments.get("position_ids")),
-                attention_mask=arguments.get("attention_mask"),
+                position_ids=None if position_ids is None else one_axis(position_ids),
+                # generate() may hand over masks it has prepared already, one for each kind of layer.
+                attention_mask=mask if isinstance(mask, Tensor) and mask.dim() == 2 else None,
             )
         )
         if stack.training:
@@ -91,8 +106,7 @@ class LeaveStack:
 
     def __call__(self, stack: nn.Module, args: Any, output: Any) -> None:
         """Pops the state of this call."""
-        if self.runtime.states:
-            self.runtime.states.pop()
+        self.runtime.states.pop()
 
 
 class CheckpointWithState:
@@ -109,7 +123,7 @@ class CheckpointWithState:
         def replay(*inputs: Any, **options: Any) -> Any:
             if state is None or runtime.state is state:
                 return function(*inputs, **options)
-            runtime.states.append(state)
+            runtime.states.push(state)
             try:
                 return function(*inputs, **options)
             finally:
@@ -121,19 +135,19 @@ class CheckpointWithState:
 def keep_state_for_recomputation(stack: nn.Module, runtime: StackRuntime) -> None:
     """Wraps the checkpointing function of every layer of the stack that has one switched on."""
     for module in stack.modules():
-        if not getattr(module, "gradient_checkpointing", False):
-            continue
-        checkpoint = module.__dict__.get("_gradient_checkpointing_func")
-        if checkpoint is not None and not isinstance(checkpoint, CheckpointWithState):
-            module.__dict__["_gradient_checkpointing_func"] = CheckpointWithState(checkpoint, runtime)
+        for name in _CHECKPOINT_FUNCTIONS:
+            checkpoint = module.__dict__.get(name)
+            if checkpoint is not None and not isinstance(checkpoint, CheckpointWithState):
+                module.__dict__[name] = CheckpointWithState(checkpoint, runtime)
 
 
 def forget_recomputation(stack: nn.Module) -> None:
     """Takes back what `keep_state_for_recomputation` did."""
     for module in stack.modules():
-        checkpoint = module.__dict__.get("_gradient_checkpointing_func")
-        if isinstance(checkpoint, CheckpointWithState):
-            module.__dict__["_gradient_checkpointing_func"] = checkpoint.checkpoint
+        for name in _CHECKPOINT_FUNCTIONS:
+            checkpoint = module.__dict__.get(name)
+            if isinstance(checkpoint, CheckpointWithState):
+                module.__dict__[name] = checkpoint.checkpoint
 
 
 def _named_arguments(stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -141,14 +155,6 @@ def _named_arguments(stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         return kwargs
     names = list(inspect.signature(type(stack).forward).parameters)[1:]
     return dict(zip(names, args, strict=False)) | kwargs
-
-
-def _batched(position_ids: Tensor | None) -> Tensor | None:
-    if position_ids is None:
-        return None
-    if position_ids.dim() == 3:
-        return position_ids[0]
-    return position_ids if position_ids.dim() == 2 else position_ids.unsqueeze(0)
 
 
 def _cached_length(arguments: dict[str, Any]) -> int | Tensor | None:

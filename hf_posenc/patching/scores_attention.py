@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hf_posenc.attention.scores import ScoresMode
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.attention_site import AttentionSite, LayerCall, LayerEncoding
+from hf_posenc.patching.per_thread import PerThread
 from hf_posenc.patching.rebinding import rebind, rotary_names
 from hf_posenc.patching.rotary_calls import rotary_call
 from hf_posenc.patching.runtime import StackRuntime
@@ -35,10 +36,7 @@ class ScoresAttention(AttentionSite):
     ) -> None:
         super().__init__(module, runtime, encoding)
         self.bias_arguments = bias_arguments
-        self.calls: list[LayerCall] = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"calls": []}
+        self.calls: PerThread[LayerCall] = PerThread()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward under a `ScoresMode`."""
@@ -61,7 +59,7 @@ class ScoresAttention(AttentionSite):
             bias if self.encoding.logit_bias is not None else None,
         )
         function = self._rebind(forward, call)
-        self.calls.append(call)
+        self.calls.push(call)
         try:
             with mode:
                 output = function(self.module, *args, **kwargs)
@@ -115,7 +113,9 @@ class ScoresAttention(AttentionSite):
 
     def rotate_pair(self, query: Tensor, key: Tensor) -> Any:
         """Maps a query and a key `(batch, heads, query_len, head_dim)` that the module hands to its rotary method."""
-        return self.rotate_tensors(self.calls[-1], query, key, 2)
+        call = self.calls.top
+        assert call is not None
+        return self.rotate_tensors(call, query, key, 2)
 
 
 def _over_leading_axes(map_one: Any, tensor: Tensor, phases: tuple[Tensor, ...]) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.base import Positions
 
 
@@ -37,13 +38,16 @@ class ForwardState:
 
     def mask_positions(self) -> Tensor | None:
         """`(batch, query_len)` counted over real tokens only, -1 at padding; `None` without a usable mask."""
-        mask = self.attention_mask
-        if mask is None or mask.dim() != 2 or mask.shape[1] < self.query_length:
-            return None
-        if not isinstance(self.offset, int) or mask.shape[1] != self.offset + self.query_length:
+        mask, offset = self.attention_mask, self.offset
+        if mask is None or offset is None:
             return None
         counted = mask.to(torch.int64).cumsum(-1) * mask.to(torch.int64) - 1
-        return counted[:, -self.query_length :]
+        if isinstance(offset, Tensor):
+            slots = torch.arange(self.query_length, device=mask.device) + offset.to(mask.device)
+            return counted.index_select(1, slots.clamp(max=mask.shape[1] - 1))
+        if mask.shape[1] < offset + self.query_length:
+            return None
+        return counted[:, offset : offset + self.query_length]
 
     def positions(self, device: torch.device) -> Positions:
         """The positions of the new tokens, for parts that act outside any native mechanism."""
@@ -63,12 +67,12 @@ class ForwardState:
         ids = self.rotary_position_ids
         if ids is None:
             return self.positions(device)
-        return self.shared(("rotary", id(ids)), lambda: self.with_lengths(_one_axis(ids).to(device)))
+        return self.shared(("rotary", id(ids)), lambda: self.with_lengths(one_axis(ids).to(device)))
 
     def with_lengths(self, ids: Tensor) -> Positions:
         """Attaches the number of real tokens per sequence: from the mask, else from the last position."""
         mask = self.attention_mask
-        if mask is not None and mask.dim() == 2:
+        if mask is not None:
             lengths = mask.to(torch.int64).sum(-1, keepdim=True).to(ids.device)
         else:
             lengths = ids.amax(-1, keepdim=True) + 1
@@ -89,9 +93,18 @@ class ForwardState:
         return value
 
 
-def _one_axis(position_ids: Tensor) -> Tensor:
-    """`(batch, query_len)` from `(axes, batch, query_len)`: for text all axes of M-RoPE are equal."""
+def one_axis(position_ids: Tensor) -> Tensor:
+    """`(batch, query_len)` from `(axes, batch, query_len)`: for text all axes of M-RoPE are equal.
+
+    Raises:
+        UnsupportedError: if they are not, as for the patches of an image.
+    """
     if position_ids.dim() == 3:
+        if not torch.compiler.is_compiling() and not bool((position_ids == position_ids[:1]).all()):
+            raise UnsupportedError(
+                f"position_ids have {position_ids.shape[0]} axes that differ (images or video); the schemes here place "
+                "tokens on one axis. Unpatch the model for such inputs."
+            )
         return position_ids[0]
     return position_ids if position_ids.dim() == 2 else position_ids.unsqueeze(0)
 

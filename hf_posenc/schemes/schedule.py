@@ -28,6 +28,7 @@ class ScheduleConfig(SchemeConfig):
     layers: tuple[SchemeConfig, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
         if not self.layers:
             raise ValueError("A schedule needs at least one layer.")
         for index, config in enumerate(self.layers):

@@ -6,13 +6,12 @@ A check that the stock model fails as well says nothing about a scheme and is ma
 from __future__ import annotations
 
 import inspect
-import sys
+import itertools
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from .tiny import FIRST_TOKEN, VOCABULARY, WITHOUT_POSITIONS, Pair, one_layer_models, tiny_model
 from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
 
@@ -20,58 +19,16 @@ from hf_posenc import UnsupportedError, native_scheme, patch_model, unpatch_mode
 from hf_posenc.patching.architectures import architecture_of
 from hf_posenc.patching.discovery import find_stacks
 
+from .findings import CONTENT_BOUND, EFFECT_BOUND, KEPT_BOUND, NATIVE_BOUND, SAME_BOUND, Finding, Record, above, at_most
+from .population import Pair
+from .shrinking import FIRST_TOKEN, VOCABULARY
+from .tiny import WITHOUT_POSITIONS, one_layer_models, tiny_model
+from .traces import difference, trace_of
+
 LENGTH = 20
 PREFILL = 13
 PADDING = 5
-#: Bounds on differences of logits whose standard deviation is 1.
-NATIVE_BOUND = 1e-5
-SAME_BOUND = 1e-4
-EFFECT_BOUND = 1e-3
-#: Uniform attention shows rounding errors only, about 1e-7.
-CONTENT_BOUND = 1e-5
-#: For architectures that keep a position-dependent temperature (declared as `kept`).
-KEPT_BOUND = 1e-2
 SCHEMES = ("native", "none", "alibi", "t5", "rope", "sinusoidal")
-
-
-@dataclass
-class Finding:
-    """One check of one scheme.
-
-    Args:
-        verdict: "pass", "fail", "stock" (the stock model fails too) or "skip".
-        value: what was measured, `None` where nothing was.
-        note: the error, or why the check does not apply.
-    """
-
-    verdict: str
-    value: float | None = None
-    note: str = ""
-
-
-@dataclass
-class Record:
-    """Everything found for one pair.
-
-    Args:
-        pair: its name.
-        native: the native scheme as text, or why it has no name.
-        refusal: the reason of an `UnsupportedError` that rules out every scheme, or empty.
-        findings: scheme -> check -> finding.
-    """
-
-    pair: str
-    native: str = ""
-    refusal: str = ""
-    findings: dict[str, dict[str, Finding]] = field(default_factory=dict)
-
-    def failed(self, scheme: str) -> list[str]:
-        """Names of the checks a scheme fails."""
-        return [name for name, finding in self.findings.get(scheme, {}).items() if finding.verdict == "fail"]
-
-    def to_dict(self) -> dict[str, Any]:
-        """A JSON-ready dictionary."""
-        return asdict(self)
 
 
 def check_pair(pair: Pair, schemes: tuple[str, ...] = SCHEMES) -> Record:
@@ -104,8 +61,8 @@ class Checker:
             self.stock = self._run(self.tokens)
             self.scale = float(self.stock.std())
             self._probe_stock()
-            self.trace = _trace(self.model)
-            self.without = None
+            self.trace = trace_of(self.model)
+            self.without: Tensor | None = None
             for scheme in ("none", *(name for name in schemes if name != "none")):
                 found: dict[str, Finding] = {}
                 self.record.findings[scheme] = found
@@ -115,12 +72,12 @@ class Checker:
     def _check_refusal(self, error: UnsupportedError, schemes: tuple[str, ...]) -> None:
         """Every scheme is refused, and the refusal leaves no trace."""
         self.record.refusal = str(error)
-        trace = _trace(self.model)
+        trace = trace_of(self.model)
         for scheme in schemes:
             try:
                 patch_model(self.model, "rope" if scheme == "native" else scheme)
             except UnsupportedError:
-                changed = _difference(trace, _trace(self.model))
+                changed = difference(trace, trace_of(self.model))
                 finding = Finding("fail", note=changed) if changed else Finding("pass")
             else:
                 finding = Finding("fail", note="was not refused")
@@ -130,11 +87,9 @@ class Checker:
         """What the stock model can do by itself, and in which way of calling it."""
         full = self.stock
         modes = [(mask, given) for mask in (True, False) for given in (False, True)]
-        self.decode_mode = next(
-            (mode for mode in modes if self._holds(lambda mode=mode: self._decode(*mode), full)), None
-        )
+        self.decode_mode = next((mode for mode in modes if self._holds(partial(self._decode, *mode), full)), None)
         self.static_mode = next(
-            (mask for mask in (True, False) if self._holds(lambda mask=mask: self._decode(mask, static=True), full)),
+            (mask for mask in (True, False) if self._holds(partial(self._decode, mask, static=True), full)),
             None,
         )
         self.padding_modes = [mode for mode in (True, False) if self._padding_holds(mode)]
@@ -149,7 +104,6 @@ class Checker:
             config: Any = native_scheme(self.model) if scheme == "native" else scheme
             if scheme == "native":
                 self.record.native = _brief(config)
-            if scheme == "native":
                 patch_model(self.model, config)
             else:
                 self._patch(self.model, scheme, config)
@@ -168,19 +122,19 @@ class Checker:
     def _check_effect(self, scheme: str, config: Any, full: Tensor, found: dict[str, Finding]) -> None:
         changed = self._distance(full, self.stock)
         if scheme == "native":
-            found["stock"] = _at_most(changed, NATIVE_BOUND)
+            found["stock"] = at_most(changed, NATIVE_BOUND)
             return
         if scheme == "none":
             self.without = full
             if self.pair.model_type in WITHOUT_POSITIONS:
-                found["effect"] = _at_most(changed, 0.0)
+                found["effect"] = at_most(changed, 0.0)
             else:
-                found["effect"] = _above(changed)
+                found["effect"] = above(changed)
             found["content"] = self._depends_on_content()
         else:
-            found["effect"] = Finding("skip", changed, "its own") if self.own == scheme == "alibi" else _above(changed)
+            found["effect"] = Finding("skip", changed, "its own") if self.own == scheme == "alibi" else above(changed)
             if self.without is not None:
-                found["not none"] = _above(self._distance(full, self.without))
+                found["not none"] = above(self._distance(full, self.without))
                 found["every layer"] = self._every_layer(scheme, config)
         for index, model in enumerate(self.one_layer):
             found[f"order {index}"] = self._check_order(scheme, config, model, self.positional[index])
@@ -196,10 +150,10 @@ class Checker:
             unpatch_model(model)
         if scheme == "none":
             kept = architecture_of(self.model.config).kept
-            finding = _at_most(value, KEPT_BOUND if kept else SAME_BOUND)
+            finding = at_most(value, KEPT_BOUND if kept else SAME_BOUND)
             finding.note = "; ".join(kept) if value > SAME_BOUND else ""
             return finding
-        return _above(value)
+        return above(value)
 
     def _check_consistency(self, full: Tensor, found: dict[str, Finding]) -> None:
         if self.pair.kind in ("causal", "seq2seq"):
@@ -208,18 +162,20 @@ class Checker:
             found["static"] = self._same(
                 lambda: self._decode(static_mode, static=True), full, self.static_mode is not None
             )
-        for mode in self.padding_modes or [False]:
-            name = "left padding" + (" with ids" if mode else "")
-            found[name] = self._same(lambda mode=mode: self._padded(mode), self._alone(), bool(self.padding_modes))
+        for with_ids in self.padding_modes or [False]:
+            name = "left padding" + (" with ids" if with_ids else "")
+            found[name] = self._same(partial(self._padded, with_ids), self._alone(), bool(self.padding_modes))
         if self.switches:
             found["eager"] = self._same(self._eager, full, True)
 
     def _same(self, compute: Callable[[], Tensor], expected: Tensor, stock_holds: bool) -> Finding:
         try:
             value = self._distance(compute(), expected)
+        except UnsupportedError as error:
+            return Finding("refused", note=str(error))
         except Exception as error:
             return Finding("fail" if stock_holds else "stock", note=f"{type(error).__name__}: {error}"[:300])
-        finding = _at_most(value, SAME_BOUND)
+        finding = at_most(value, SAME_BOUND)
         if finding.verdict == "fail" and not stock_holds:
             finding.verdict = "stock"
         return finding
@@ -235,7 +191,7 @@ class Checker:
 
     def _undo(self) -> Finding:
         unpatch_model(self.model)
-        changed = _difference(self.trace, _trace(self.model))
+        changed = difference(self.trace, trace_of(self.model))
         if changed:
             return Finding("fail", note=changed)
         return (
@@ -243,7 +199,7 @@ class Checker:
         )
 
     def _patch(self, model: PreTrainedModel, scheme: str, config: Any) -> None:
-        options = {"theta": 100.0} if scheme == "rope" else {}
+        options: dict[str, Any] = {"theta": 100.0} if scheme == "rope" else {}
         patch_model(model, config, **options)
         stir(model)
 
@@ -251,7 +207,7 @@ class Checker:
         """The scheme in one layer and nothing elsewhere differs from nothing, for every layer."""
         if scheme == "sinusoidal":
             return Finding("skip", note="acts before the layers")
-        options = {"theta": 100.0} if scheme == "rope" else {}
+        options: dict[str, Any] = {"theta": 100.0} if scheme == "rope" else {}
         layers = sorted({layer for stack in find_stacks(self.model) for layer in stack.layers()})
         smallest = float("inf")
         try:
@@ -263,7 +219,7 @@ class Checker:
             return Finding("fail", note=f"{type(error).__name__}: {error}"[:300])
         finally:
             self._patch(self.model, scheme, config)
-        return _above(smallest)
+        return above(smallest)
 
     def _depends_on_content(self) -> Finding:
         """Attention that is uniform adds up the effects of two tokens; real attention does not."""
@@ -315,10 +271,14 @@ class Checker:
         cache: Any = StaticCache(config=self.model.config, max_cache_len=LENGTH + 4) if static else None
         if given_cache and not static:
             cache = DynamicCache(config=self.model.config)
+        has_mems = "mems" in inspect.signature(type(self.model).forward).parameters
+        if has_mems and static:
+            raise TypeError("This architecture remembers in `mems` and takes no cache.")
+        memory: dict[str, Any] | None = {"use_mems": True} if has_mems else None
         pieces = []
         bounds = [0, *range(PREFILL, LENGTH + 1)]
-        for start, end in zip(bounds, bounds[1:], strict=False):
-            options: dict[str, Any] = {"use_cache": True}
+        for start, end in itertools.pairwise(bounds):
+            options: dict[str, Any] = {"use_cache": True} if memory is None else dict(memory)
             if cache is not None:
                 options["past_key_values"] = cache
             if with_mask:
@@ -327,6 +287,8 @@ class Checker:
                     options["position_ids"] = torch.arange(start, end).expand(2, -1)
             output = self.model(input_ids=self.tokens[:, start:end], **options)
             cache = getattr(output, "past_key_values", cache)
+            if hasattr(output, "mems"):
+                memory = {"mems": output.mems, "use_mems": True}
             pieces.append(output_of(output))
         return torch.cat(pieces, dim=1)
 
@@ -340,7 +302,7 @@ class Checker:
         target = self.tokens.flip(-1)
         pieces = []
         bounds = [0, *range(PREFILL, LENGTH + 1)]
-        for start, end in zip(bounds, bounds[1:], strict=False):
+        for start, end in itertools.pairwise(bounds):
             output = self.model(
                 encoder_outputs=encoder_outputs,
                 decoder_input_ids=target[:, start:end],
@@ -442,41 +404,3 @@ def _own_scheme(model: PreTrainedModel) -> str:
 def _first_attention(model: PreTrainedModel) -> str:
     stack = find_stacks(model)[0]
     return ".".join(part for part in (stack.path, stack.attentions[0].path) if part)
-
-
-def _at_most(value: float, bound: float) -> Finding:
-    return Finding("pass" if value <= bound else "fail", value)
-
-
-def _above(value: float) -> Finding:
-    return Finding("pass" if value > EFFECT_BOUND else "fail", value)
-
-
-def _trace(model: PreTrainedModel) -> dict[str, Any]:
-    """Everything a patch could leave behind: on instances, on classes, in modules, in weights and in the config."""
-    trace: dict[str, Any] = {"config": (type(model.config), model.config.to_dict())}
-    classes = {type(module) for module in model.modules()}
-    for name, module in model.named_modules():
-        own = {key: value for key, value in vars(module).items() if not key.startswith("_")}
-        hooks = [len(value) for key, value in vars(module).items() if key.endswith("hooks")]
-        trace[f"instance {name}"] = (sorted(own), hooks, list(module._modules), list(module._buffers), type(module))
-    for name, tensor in model.state_dict().items():
-        trace[f"weight {name}"] = tensor.clone()
-    for name, parameter in model.named_parameters():
-        trace[f"requires_grad {name}"] = parameter.requires_grad
-    for one in classes:
-        trace[f"class {one}"] = {key: id(value) for key, value in vars(one).items() if not key.startswith("__")}
-        if one.__module__.startswith("transformers"):
-            values = vars(sys.modules[one.__module__])
-            trace[f"module {one.__module__}"] = {key: id(value) for key, value in values.items()}
-    return trace
-
-
-def _difference(before: dict[str, Any], after: dict[str, Any]) -> str:
-    if before.keys() != after.keys():
-        return f"entries {sorted(before.keys() ^ after.keys())[:4]}"
-    for key, value in before.items():
-        same = torch.equal(value, after[key]) if isinstance(value, Tensor) else value == after[key]
-        if not same:
-            return key
-    return ""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -252,3 +254,83 @@ def test_the_report_says_what_was_replaced() -> None:
     assert "logit_bias" in text
     assert report.to_dict()["stacks"][0]["attention_layers"] == [0, 1]
     assert "alibi" in repr(model).lower()
+
+
+@pytest.mark.parametrize("scaling", [{"rope_type": "dynamic", "factor": 4.0}, {"rope_type": "default"}])
+def test_native_scheme_of_a_cast_model(scaling: dict[str, Any]) -> None:
+    """Casting rounds a stock rotary module's frequencies; a scaling that follows the length must not get lost in it."""
+    model = patched("llama_gqa", None, rope_parameters=scaling | {"rope_theta": 1e4}).to(torch.bfloat16)
+    native = native_scheme(model)
+    assert isinstance(native, RopeConfig)
+    assert (native.scaling is not None) == (scaling["rope_type"] == "dynamic")
+
+
+def test_looking_at_a_model_leaves_its_modes_alone() -> None:
+    model = patched("llama_gqa", None).train()
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    hf_posenc.inspect_model(model)
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_a_part_of_a_model_is_refused() -> None:
+    model = patched("bart", None)
+    with pytest.raises(UnsupportedError, match="Patch the whole model"):
+        patch_model(model.model.encoder, "alibi")
+
+
+def test_the_encoding_alone_cannot_be_copied() -> None:
+    model = patched("bert", "t5")
+    with pytest.raises(UnsupportedError, match="modules_to_save"):
+        copy.deepcopy(model.position_encoding)
+
+
+def test_unpatch_after_weights_were_assigned_thaws_what_is_there_now() -> None:
+    model = patched("bert", None)
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    patch_model(model, "alibi")
+    model.load_state_dict(weights, assign=True)
+    unpatch_model(model)
+    assert model.bert.embeddings.position_embeddings.weight.requires_grad
+
+
+def test_a_warning_turned_into_an_error_leaves_the_model_alone() -> None:
+    model = patched("bert", None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="direction="):
+            patch_model(model, "integer")
+    assert not hasattr(model, "position_encoding")
+
+
+def test_a_schedule_longer_than_the_model_is_refused() -> None:
+    with pytest.raises(ValueError, match="names 3 layers"):
+        patch_model(patched("llama_gqa", None), ScheduleConfig(layers=[NoneConfig()] * 3))
+
+
+def test_packed_rows_are_refused_where_the_length_decides() -> None:
+    model = patched("llama_gqa", "normalized_integer")
+    with pytest.raises(UnsupportedError, match="separate rows"):
+        model(tokens(1, 6), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
+
+
+def test_axes_that_differ_are_refused() -> None:
+    model = patched("llama_gqa", "rope")
+    axes = torch.arange(6).expand(3, 1, 6).clone()
+    axes[1] += 1
+    with pytest.raises(UnsupportedError, match="axes that differ"):
+        model.model(input_ids=tokens(1, 6), position_ids=axes)
+
+
+@torch.no_grad()
+def test_two_threads_can_run_one_model() -> None:
+    model = patched("llama_gqa", "sinusoidal")
+    inputs = [tokens(1, 4 + size, seed=size) for size in range(8)]
+    expected = [outputs(model, LLAMA, ids) for ids in inputs]
+
+    def run(index: int) -> bool:
+        with torch.no_grad():
+            return all(torch.equal(outputs(model, LLAMA, inputs[index]), expected[index]) for _ in range(10))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(run, range(8)))

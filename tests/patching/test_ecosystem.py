@@ -117,3 +117,83 @@ def test_lora_on_top_trains_and_leaves_positions_right(scheme: str) -> None:
     patch_model(late, "alibi")
     assert late.position_encoding.config.name == "alibi"
     unpatch_model(late)
+
+
+@pytest.mark.parametrize("scheme", ["rope", "sinusoidal", "t5"])
+def test_checkpoint_wrappers_around_layers(scheme: str) -> None:
+    """FSDP's activation checkpointing, two packed forwards before one backward."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    row, gradients = ARCHITECTURES["llama_gqa"], []
+    packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    for wrapped in (False, True):
+        model = patched("llama_gqa", scheme).train()
+        if wrapped:
+            apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, LlamaDecoderLayer))
+        first = outputs(model, row, tokens(1, 8), position_ids=packed, use_cache=False)
+        second = outputs(model, row, tokens(1, 5), use_cache=False)
+        (first.pow(2).mean() + second.pow(2).mean()).backward()
+        gradients.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+    assert len(gradients[0]) == len(gradients[1])
+    assert all(distance(after, before) <= 2e-5 for before, after in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("scheme", ["rope", "alibi", "sinusoidal"])
+@pytest.mark.parametrize("architecture", ["llama_gqa", "gpt2"])
+@torch.no_grad()
+def test_compiled_decoding_with_a_static_cache(architecture: str, scheme: str) -> None:
+    from transformers import StaticCache
+
+    row, model = ARCHITECTURES[architecture], patched(architecture, scheme)
+    ids = tokens(1, 10)
+    expected = outputs(model, row, ids, use_cache=False)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    steps = [outputs(compiled, row, ids[:, :6], past_key_values=cache, use_cache=True)]
+    steps += [outputs(compiled, row, ids[:, i : i + 1], past_key_values=cache, use_cache=True) for i in range(6, 10)]
+    assert distance(torch.cat(steps, dim=1), expected) <= 1e-4
+
+
+@pytest.mark.parametrize("scheme", ["rope", "sinusoidal", "alibi"])
+@torch.no_grad()
+def test_static_generation_with_prepared_masks(scheme: str) -> None:
+    """Models with two kinds of layers get their masks from generate() as a dictionary."""
+    model = patched("gemma3_two_rotaries", scheme)
+    prompt = torch.cat((torch.zeros(1, 2, dtype=torch.int64), tokens(1, 6)), dim=1)
+    mask = (torch.arange(8) >= 2).long().unsqueeze(0)
+    settings: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    static = model.generate(prompt, attention_mask=mask, cache_implementation="static", **settings)
+    assert torch.equal(static, model.generate(prompt, attention_mask=mask, use_cache=False, **settings))
+
+
+@torch.no_grad()
+def test_static_cache_with_left_padding_and_no_position_ids() -> None:
+    from transformers import StaticCache
+
+    row, model = ARCHITECTURES["llama_gqa"], patched("llama_gqa", "sinusoidal")
+    ids = tokens(1, 8)
+    padded = torch.cat((torch.zeros(1, 2, dtype=torch.int64), ids), dim=1)
+    mask = (torch.arange(10) >= 2).long().unsqueeze(0)
+    cache = StaticCache(config=model.config, max_cache_len=12)
+    outputs(model, row, padded[:, :7], attention_mask=mask[:, :7], past_key_values=cache)
+    rest = outputs(model, row, padded[:, 7:], attention_mask=mask, past_key_values=cache)
+    assert distance(rest, outputs(model, row, ids)[:, 5:]) <= 1e-4
+
+
+@pytest.mark.parametrize("scheme", ["t5", "rope", "learned"])
+@torch.no_grad()
+def test_cpu_offload(scheme: str) -> None:
+    from accelerate import cpu_offload
+
+    row = ARCHITECTURES["llama_gqa"]
+    expected = outputs(patched("llama_gqa", scheme), row, tokens())
+    model = patched("llama_gqa", None)
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    torch.manual_seed(7)
+    patch_model(model, scheme)
+    from tests.matrix.running import strengthen
+
+    strengthen(model)
+    assert distance(outputs(model, row, tokens()), expected) <= 1e-6

@@ -194,6 +194,13 @@ def test_schemes_can_be_added_but_other_settings_cannot_change(tiny, capsys):
     assert compare.main([*tiny(tasks="causal", schemes="none", max_steps=3), "--overwrite"]) == 0
 
 
+def test_models_cannot_be_asked_for_afterwards(tiny, capsys):
+    arguments = tiny(tasks="causal", schemes="none", max_steps=1, eval_every=1)
+    assert compare.main(arguments) == 0
+    assert compare.main([*arguments, "--save_models"]) == 2
+    assert "causal-none has ended" in capsys.readouterr().err
+
+
 def test_changed_scheme_options_are_an_error(tiny, capsys):
     assert compare.main(tiny(tasks="causal", schemes="rope", max_steps=2)) == 0
     changed = tiny(tasks="causal", schemes="rope", max_steps=2, scheme_options='{"rope": {"theta": 100.0}}')

@@ -28,13 +28,13 @@ def _silence_relative_table(stack: Stack, patches: InstancePatches) -> None:
         table = getattr(attention.module, "relative_attention_bias", None)
         if table is not None:
             patches.set(attention.module, "compute_bias", ZeroBias())
-            patches.freeze(table.weight)
+            patches.freeze(table, "weight")
 
 
 def _silence_mpnet(stack: Stack, patches: InstancePatches) -> None:
     encoder = stack.module.encoder
     patches.set(encoder, "compute_position_bias", ZeroBias())
-    patches.freeze(encoder.relative_attention_bias.weight)
+    patches.freeze(encoder.relative_attention_bias, "weight")
 
 
 def _silence_ctrl(stack: Stack, patches: InstancePatches) -> None:
@@ -45,8 +45,8 @@ def _silence_ctrl(stack: Stack, patches: InstancePatches) -> None:
 def _silence_xlnet(stack: Stack, patches: InstancePatches) -> None:
     for attention in stack.attentions:
         patches.set(attention.module, "rel_shift_bnij", ZeroRelativeShift())
-        patches.freeze(attention.module.r)
-        patches.freeze(attention.module.r_r_bias)
+        patches.freeze(attention.module, "r")
+        patches.freeze(attention.module, "r_r_bias")
 
 
 def _silence_deberta(stack: Stack, patches: InstancePatches) -> None:
@@ -56,8 +56,17 @@ def _silence_deberta(stack: Stack, patches: InstancePatches) -> None:
                 patches.set(attention.module, method, NoBias())
 
 
+def _deberta_native(stack: Stack) -> SchemeConfig | None:
+    if not getattr(stack.config, "relative_attention", False):
+        return None
+    raise UnsupportedError(
+        "Disentangled attention (relative_attention=True) lets queries and keys meet embeddings of their distance, "
+        "which no scheme of this library does. It can be replaced, and unpatch_model brings it back."
+    )
+
+
 def _silence_cpmant(stack: Stack, patches: InstancePatches) -> None:
-    patches.freeze(stack.module.position_bias.relative_attention_bias)
+    patches.freeze(stack.module.position_bias, "relative_attention_bias")
 
 
 def _relative_table(stack: Stack) -> SchemeConfig:
@@ -114,16 +123,18 @@ def _falcon_native(stack: Stack) -> SchemeConfig | None:
     if not stack.module.use_alibi:
         return None
     raise UnsupportedError(
-        "Falcon with `alibi=True` rounds its slopes and positions to bfloat16, divides the bias by sqrt(head_dim) and, with "
-        "eager attention, adds it twice; no scheme describes that. It can be replaced, and unpatch_model brings it back."
+        "Falcon with `alibi=True` rounds its slopes and positions to bfloat16, divides the bias by sqrt(head_dim) and, "
+        "with eager attention, adds it twice; no scheme describes that. It can be replaced, and unpatch_model "
+        "brings it back."
     )
 
 
 def _silence_inkling(stack: Stack, patches: InstancePatches) -> None:
     """The layers hand their bias to the attention function as `position_bias`, where it is left out."""
     for attention in stack.attentions:
-        for parameter in attention.module.rel_logits_proj.parameters():
-            patches.freeze(parameter)
+        for module in attention.module.rel_logits_proj.modules():
+            for name in module._parameters:
+                patches.freeze(module, name)
 
 
 def _big_bird_refusal(config: Any) -> str | None:
@@ -206,7 +217,9 @@ def declare_stock_architectures() -> None:
         ),
     )
     register_architecture(
-        "deberta", "deberta-v2", architecture=Architecture(mechanism="disentangled attention", silence=_silence_deberta)
+        "deberta",
+        "deberta-v2",
+        architecture=Architecture(mechanism="disentangled attention", silence=_silence_deberta, native=_deberta_native),
     )
     register_architecture(
         "cpmant",

@@ -1,0 +1,64 @@
+"""What a check found, and the bounds it is held against."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+#: Bounds on differences of logits whose standard deviation is 1.
+NATIVE_BOUND = 1e-5
+SAME_BOUND = 1e-4
+EFFECT_BOUND = 1e-3
+#: Uniform attention shows rounding errors only, about 1e-7.
+CONTENT_BOUND = 1e-5
+#: For architectures that keep a position-dependent temperature (declared as `kept`).
+KEPT_BOUND = 1e-2
+
+
+@dataclass
+class Finding:
+    """One check of one scheme.
+
+    Args:
+        verdict: "pass", "fail", "stock" (the stock model fails too), "refused" (with a reason, instead of a wrong
+            answer) or "skip".
+        value: what was measured, `None` where nothing was.
+        note: the error, or why the check does not apply.
+    """
+
+    verdict: str
+    value: float | None = None
+    note: str = ""
+
+
+@dataclass
+class Record:
+    """Everything found for one pair.
+
+    Args:
+        pair: its name.
+        native: the native scheme as text, or why it has no name.
+        refusal: the reason of an `UnsupportedError` that rules out every scheme, or empty.
+        findings: scheme -> check -> finding.
+    """
+
+    pair: str
+    native: str = ""
+    refusal: str = ""
+    findings: dict[str, dict[str, Finding]] = field(default_factory=dict)
+
+    def failed(self, scheme: str) -> list[str]:
+        """Names of the checks a scheme fails."""
+        return [name for name, finding in self.findings.get(scheme, {}).items() if finding.verdict == "fail"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-ready dictionary."""
+        return asdict(self)
+
+
+def at_most(value: float, bound: float) -> Finding:
+    return Finding("pass" if value <= bound else "fail", value)
+
+
+def above(value: float) -> Finding:
+    return Finding("pass" if value > EFFECT_BOUND else "fail", value)
