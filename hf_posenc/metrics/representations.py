@@ -64,8 +64,9 @@ def is_causal(model: Any, pair: TokenizedPair) -> bool:
     last = pair.first[-1]
     other = pair.input_ids.clone()
     tail = other[0, last + 1 :]
-    flipped = tail.flip(0)
-    other[0, last + 1 :] = flipped if not torch.equal(flipped, tail) else other[0, 0]
+    # Other tokens, not another order: a bidirectional model without positions does not see order.
+    first = int(other[0, 0])
+    other[0, last + 1 :] = first if bool((tail != first).any()) else first + 1
     before, after = (hidden_states(model, ids)[-1][: last + 1] for ids in (pair.input_ids, other))
     return relative_l2(before, after) <= rounding(before.dtype)
 

@@ -40,12 +40,27 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
     inner = model if base is None else base()
     if isinstance(inner, PreTrainedModel):
         _refuse_part(inner)
+        _refuse_other_modalities(inner)
     else:
         raise TypeError(
             f"Expected a transformers PreTrainedModel, got {type(inner).__name__}. Patch the model before it is "
             "wrapped (DistributedDataParallel, torch.compile), or pass what the wrapper holds."
         )
     return inner
+
+
+def _refuse_other_modalities(model: PreTrainedModel) -> None:
+    """Refuses what is not text: positions of pixels and frames are not those of tokens."""
+    if model.main_input_name != "input_ids":
+        raise UnsupportedError(
+            f"{type(model).__name__} takes {model.main_input_name}, not input_ids: the schemes here place text tokens."
+        )
+    parts = [name for name in ("vision_config", "audio_config") if getattr(model.config, name, None) is not None]
+    if parts:
+        raise UnsupportedError(
+            f"{type(model).__name__} joins several modalities ({', '.join(parts)}), whose tokens have positions on "
+            "more than one axis. Patch a text-only model."
+        )
 
 
 def _refuse_part(model: PreTrainedModel) -> None:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.architectures import Architecture, architecture_of
+from hf_posenc.patching.encoding import PositionEncoding
 from hf_posenc.patching.interface_attention import INTERFACE
 from hf_posenc.patching.rebinding import rotary_names
 from hf_posenc.patching.sites import FoundAttention, FoundModule, Stack
@@ -61,7 +62,7 @@ def _own_modules(stack: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         prefix, module = pending.pop()
         children = []
         for name, child in module.named_children():
-            if isinstance(child, PreTrainedModel):
+            if isinstance(child, PreTrainedModel | PositionEncoding):
                 continue
             path = f"{prefix}.{name}" if prefix else name
             children.append((path, child))

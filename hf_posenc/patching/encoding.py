@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import inspect
 from collections.abc import Hashable
 from typing import Any
 
@@ -68,6 +70,18 @@ class StackEncoding(nn.Module):
                 LayerEncoding(query_key_map, logit_bias, attention.causal, attention.num_heads, attention.head_dim)
             )
         self.additive = _one_additive(additive_layers)
+        self._check_shared_keys(stack)
+
+    def _check_shared_keys(self, stack: Stack) -> None:
+        """Layers that read another layer's keys find them mapped by that layer's scheme."""
+        maps = {found.layer: layer.query_key_map for found, layer in zip(stack.attentions, self.layers, strict=True)}
+        for attention in stack.attentions:
+            source = getattr(attention.module, "kv_shared_layer_index", None)
+            if isinstance(source, int) and maps.get(source) is not maps[attention.layer]:
+                raise UnsupportedError(
+                    f"Layer {attention.layer} reads the keys of layer {source}, so both need the same rotation; the "
+                    "schedule gives them different ones."
+                )
 
     def adopt(self, stack: Stack, native_bias: Any) -> list[str]:
         """Takes over native weights where a part can; returns what was adopted."""
@@ -166,8 +180,6 @@ def with_layout(
     config: SchemeConfig, stack: Stack, attention: FoundAttention, pairing_override: str | None
 ) -> SchemeConfig:
     """The config with `layout="auto"` resolved to the pairing the architecture was trained with."""
-    import dataclasses
-
     if isinstance(config, ComposedConfig):
         parts = tuple(with_layout(part, stack, attention, pairing_override) for part in config.parts)
         return dataclasses.replace(config, parts=parts)
@@ -181,8 +193,6 @@ def native_pairing(stack: Stack, attention: FoundAttention) -> str | None:
     """The pairing of the layer's own rotary function, or `None` where it has none."""
     if not attention.rotary_functions:
         return None
-    import inspect
-
     forward = inspect.unwrap(type(attention.module).forward)
     function = forward.__globals__[native_rotary_function(attention)]
     kind = "full"

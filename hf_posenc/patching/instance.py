@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ class _Change:
     attribute: str
     had_value: bool
     value: Any
-    kind: Literal["attribute", "buffer", "frozen"] = "attribute"
+    kind: Literal["attribute", "forward", "buffer", "frozen"] = "attribute"
 
 
 @dataclass
@@ -39,8 +40,10 @@ class InstancePatches:
 
     def set_forward(self, module: nn.Module, value: Any) -> None:
         """Replaces the module's forward; where accelerate has hooked the module, the one inside its hook."""
-        hooked = "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__
-        self.set(module, "_old_forward" if hooked else "forward", value)
+        own = module.__dict__
+        place = "_old_forward" if "_hf_hook" in own and "_old_forward" in own else "forward"
+        self.changes.append(_Change(module, place, place in own, (value, own.get(place)), "forward"))
+        own[place] = value
 
     def freeze(self, module: nn.Module, name: str) -> None:
         """Stops training a native weight that the new scheme leaves without effect.
@@ -55,7 +58,9 @@ class InstancePatches:
     def undo(self) -> None:
         """Restores everything in reverse order."""
         for change in reversed(self.changes):
-            if change.kind == "frozen":
+            if change.kind == "forward":
+                _restore_forward(change)
+            elif change.kind == "frozen":
                 change.target._parameters[change.attribute].requires_grad_(change.value)
             elif change.kind == "buffer":
                 change.target._buffers[change.attribute] = change.value
@@ -64,3 +69,16 @@ class InstancePatches:
             else:
                 change.target.__dict__.pop(change.attribute, None)
         self.changes.clear()
+
+
+def _restore_forward(change: _Change) -> None:
+    """Takes a forward out from where it is now: hooks come and go around it while a model is patched."""
+    own, (ours, before) = change.target.__dict__, change.value
+    stock = types.MethodType(type(change.target).forward, change.target)
+    if own.get("_old_forward") is ours:
+        own["_old_forward"] = before if change.attribute == "_old_forward" else stock
+    elif own.get("forward") is ours:
+        if change.had_value and change.attribute == "forward":
+            own["forward"] = before
+        else:
+            del own["forward"]

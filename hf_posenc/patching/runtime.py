@@ -90,8 +90,7 @@ class EnterStack:
                 query_length=query_length,
                 offset=offset,
                 position_ids=None if position_ids is None else one_axis(position_ids),
-                # generate() may hand over masks it has prepared already, one for each kind of layer.
-                attention_mask=mask if isinstance(mask, Tensor) and mask.dim() == 2 else None,
+                attention_mask=_padding_mask(mask, stack),
             )
         )
         if stack.training:
@@ -155,6 +154,24 @@ def _named_arguments(stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
         return kwargs
     names = list(inspect.signature(type(stack).forward).parameters)[1:]
     return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _padding_mask(mask: Any, stack: nn.Module) -> Tensor | None:
+    """`(batch, key_len)`, 1 at real tokens, from any form of mask; `None` where it does not say.
+
+    generate() may hand over masks it has prepared already, `(batch, 1, query_len, key_len)`, one for each kind of
+    layer. The last query of a layer without a window sees exactly the real tokens.
+    """
+    if isinstance(mask, dict):
+        mask = mask.get("full_attention")
+    elif isinstance(mask, Tensor) and mask.dim() == 4 and getattr(stack.config, "sliding_window", None):
+        return None
+    if not isinstance(mask, Tensor):
+        return None
+    if mask.dim() == 4:
+        last = mask[:, 0, -1]
+        return last.to(torch.int64) if last.dtype == torch.bool else (last == 0).to(torch.int64)
+    return mask if mask.dim() == 2 else None
 
 
 def _cached_length(arguments: dict[str, Any]) -> int | Tensor | None:

@@ -38,8 +38,9 @@ class ScoresAttention(AttentionSite):
         self.bias_arguments = bias_arguments
         self.calls: PerThread[LayerCall] = PerThread()
 
+    @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's forward under a `ScoresMode`."""
+        """Runs the module's forward under a `ScoresMode`, which torch.compile cannot trace and runs as it is."""
         hidden_states = args[0] if args else next(iter(kwargs.values()))
         time_axis = 0 if self.runtime.time_major else 1
         state = self.current_state(hidden_states.shape[time_axis])

@@ -197,3 +197,47 @@ def test_cpu_offload(scheme: str) -> None:
 
     strengthen(model)
     assert distance(outputs(model, row, tokens()), expected) <= 1e-6
+
+
+@pytest.mark.parametrize("hook_first", [True, False])
+@torch.no_grad()
+def test_hooks_may_come_and_go_while_a_model_is_patched(hook_first: bool) -> None:
+    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+
+    row, model = ARCHITECTURES["gpt2"], patched("gpt2", None)
+    stock = outputs(model, row, tokens())
+    attention = model.transformer.h[0].attn
+    if hook_first:
+        add_hook_to_module(attention, ModelHook())
+        patch_model(model, "alibi")
+        remove_hook_from_module(attention)
+    else:
+        patch_model(model, "alibi")
+        add_hook_to_module(attention, ModelHook())
+    assert distance(outputs(model, row, tokens()), outputs(patched("gpt2", "alibi"), row, tokens())) <= 1e-6
+    unpatch_model(model)
+    assert torch.equal(outputs(model, row, tokens()), stock)
+    assert ("_hf_hook" in attention.__dict__) is not hook_first
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@torch.no_grad()
+def test_compiling_attention_outside_the_interface(scheme: str) -> None:
+    row, model = ARCHITECTURES["gptj"], patched("gptj", scheme)
+    expected = outputs(model, row, tokens())
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager")
+    assert distance(outputs(compiled, row, tokens(), use_cache=False), expected) <= 1e-5
+
+
+@torch.no_grad()
+def test_left_padding_in_static_generation_without_position_ids() -> None:
+    """BLOOM takes no position ids, and generate() hands it masks it has already prepared."""
+    model = patched("bloom", "sinusoidal")
+    ids = tokens(1, 6)
+    padded = torch.cat((torch.zeros(1, 3, dtype=torch.int64), ids), dim=1)
+    mask = (torch.arange(9) >= 3).long().unsqueeze(0)
+    settings: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    alone = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    static = model.generate(padded, attention_mask=mask, cache_implementation="static", **settings)
+    assert torch.equal(static[:, 3:], alone)
