@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_posenc.metrics.dog_result import DogResult
+from hf_posenc.metrics.dog_result import DogResult, DogRow
+from hf_posenc.plots.style import line_style, styled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,25 +27,29 @@ def plot_dog(result: DogResult, path: str | Path | None = None) -> Figure:
     Raises:
         ValueError: if no scheme of the result could be applied.
     """
-    import matplotlib
-    from matplotlib.figure import Figure
-
     rows = [row for row in result.rows if row.error is None]
     if not rows:
         raise ValueError(f"Nothing to plot: none of the schemes could be applied to {result.model}.")
+    with styled():
+        figure = _drawn(result, rows)
+        if path is not None:
+            figure.savefig(path, dpi=110)
+    return figure
+
+
+def _drawn(result: DogResult, rows: list[DogRow]) -> Figure:
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8.5, 0.6 + max(3.4, 0.3 * len(rows))), layout="constrained")
     layers_axes, probe_axes = figure.subplots(1, 2, sharey=True, width_ratios=[3, 1])
-    colors = matplotlib.colormaps["tab10"]
-    markers = "osD^vP*X"
+    labels = [row.label for row in rows]
     for index, row in enumerate(rows):
-        style = {"color": colors(index % 10), "marker": markers[index % len(markers)], "clip_on": False}
+        style = line_style(row.label, labels) | {"clip_on": False}
         layers = [distance.layer for distance in row.layers]
         heights = [max(distance.relative_l2, FLOOR) for distance in row.layers]
-        layers_axes.plot(
-            layers, heights, label=row.label, markersize=5, linestyle=("-", "--")[index // 10 % 2], **style
-        )
+        layers_axes.plot(layers, heights, label=row.label, **style)
         if row.probe is not None:
-            probe_axes.plot([index], [max(row.probe, FLOOR)], linestyle="none", markersize=7, **style)
+            probe_axes.plot([index], [max(row.probe, FLOOR)], **(style | {"linestyle": "none", "markersize": 7}))
     layers_axes.axhspan(FLOOR, rows[0].tolerance, color="0.92", zorder=0)
     layers_axes.set_yscale("log")
     layers_axes.set_ylim(FLOOR, 3)
@@ -58,10 +63,7 @@ def plot_dog(result: DogResult, path: str | Path | None = None) -> Figure:
     probe_axes.set_title("probe", fontsize=10)
     probe_axes.set_xticks([])
     for axes in (layers_axes, probe_axes):
-        axes.grid(axis="y", color="0.88", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(visible=False, axis="x")
     figure.legend(*layers_axes.get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
     figure.suptitle(f"\u201c{result.sentence}\u201d (grey: rounding)", fontsize=11)
-    if path is not None:
-        figure.savefig(path, dpi=150)
     return figure

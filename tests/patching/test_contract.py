@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -334,3 +335,12 @@ def test_two_threads_can_run_one_model() -> None:
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(run, range(8)))
+
+
+def test_schedules_survive_json() -> None:
+    from hf_posenc.schemes import scheme_from_dict
+
+    config = ScheduleConfig(layers=(RopeConfig(theta=5e5, scaling=hf_posenc.LinearScaling(2.0)), NoneConfig()))
+    assert scheme_from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert hash(config) == hash(ScheduleConfig(layers=list(config.layers)))
+    assert "schedule" not in hf_posenc.list_schemes()
