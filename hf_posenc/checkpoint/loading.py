@@ -1,13 +1,14 @@
 """Loading patched checkpoints through transformers' own `from_pretrained`.
 
-`install` wraps five methods, once per process. Each wrapper looks for an entry and, where there is none, is
+`install` wraps six methods, once per process. Each wrapper looks for an entry and, where there is none, is
 the stock method:
 
 - `PreTrainedConfig.get_config_dict` turns the form of `config.json` into the one in memory;
 - `PreTrainedConfig.__post_init__` gives a config built with an entry the class that also saves it;
 - `PreTrainedModel.from_pretrained` and `_from_config` build the model with its scheme already in place, so
   that weights, dtypes, shards, device maps and low-memory loading are handled by the stock code;
-- `PreTrainedModel.__init__` refuses an entry that reaches it, because the stock class would ignore it.
+- `PreTrainedModel.__init__` refuses an entry that reaches it, because the stock class would ignore it;
+- `PreTrainedModel.save_pretrained` refuses a model that runs a scheme its config does not carry.
 
 What only patched models need is imported by the functions that use it: `import hf_posenc` stays cheap.
 """
@@ -19,6 +20,7 @@ import copy
 import functools
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,7 @@ def install() -> None:
     _wrap(PreTrainedModel, "from_pretrained", _from_pretrained)
     _wrap(PreTrainedModel, "_from_config", _from_config)
     _wrap(PreTrainedModel, "__init__", _model_init)
+    _wrap(PreTrainedModel, "save_pretrained", _save_pretrained)
 
 
 def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
@@ -95,6 +98,19 @@ def _model_init(original: Callable[..., Any], model: Any, config: Any, *args: An
     if entry is not None:
         raise EntryIgnoredError(type(model), entry["scheme"])
     original(model, config, *args, **kwargs)
+
+
+def _save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    if read_entry(model.config) is None and "hf_posenc.patching" in sys.modules:
+        from hf_posenc.patching.apply import runs_a_scheme
+
+        if runs_a_scheme(model):
+            raise UnsupportedError(
+                f"This {type(model).__name__} runs a position encoding that its config does not carry: it shares its "
+                "layers with a model that was patched, or a part of it was. Saved as it is, it would come back with "
+                "the stock positions. Save the model that was patched, or unpatch that one and patch this one."
+            )
+    return original(model, *args, **kwargs)
 
 
 def _from_config(original: Callable[..., Any], model_class: Any, config: Any, **kwargs: Any) -> Any:

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.architectures import architecture_of
+from hf_posenc.patching.attention_site import AttentionSite
 from hf_posenc.patching.config_entry import attach_entry, detach_entry
 from hf_posenc.patching.discovery import find_stacks
 from hf_posenc.patching.encoding import PositionEncoding, StackEncoding, parameter_count, place_like
@@ -21,13 +22,25 @@ from hf_posenc.schemes.base import SchemeConfig
 ATTRIBUTE = "position_encoding"
 
 
-def current_encoding(model: nn.Module) -> PositionEncoding | None:
-    """The encoding in force, or `None` for a stock model."""
-    for module in (model, *model.modules()):
-        found = module.__dict__.get(ATTRIBUTE) or module._modules.get(ATTRIBUTE)
-        if isinstance(found, PositionEncoding):
-            return found
-    return None
+def encodings(model: nn.Module) -> list[PositionEncoding]:
+    """Every encoding in a model; more than one where parts of it were patched on their own."""
+    return [module for module in model.modules() if isinstance(module, PositionEncoding)]
+
+
+def current_encoding(model: PreTrainedModel) -> PositionEncoding | None:
+    """The encoding in force, or `None` for a stock model.
+
+    Raises:
+        UnsupportedError: if a part of the model was patched on its own.
+    """
+    found = encodings(model)
+    for encoding in found:
+        if encoding.__dict__.get("holder") is not model.base_model:
+            raise UnsupportedError(
+                f"A part of this {type(model).__name__} was patched on its own with {encoding.config.name!r}. Call "
+                "unpatch_model on it first; a scheme belongs to a whole model."
+            )
+    return found[0] if found else None
 
 
 def unwrapped(model: nn.Module) -> PreTrainedModel:
@@ -138,3 +151,12 @@ def _disable_unsafe_cache(encoding: PositionEncoding, model: PreTrainedModel) ->
     if generation_config is None or not is_length_dependent(encoding):
         return
     encoding.journal.set(generation_config, "use_cache", False)
+
+
+def runs_a_scheme(model: nn.Module) -> bool:
+    """Whether any attention layer of a model, or of a part it shares with another model, carries a scheme."""
+    return any(
+        isinstance(module.__dict__.get(place), AttentionSite)
+        for module in model.modules()
+        for place in ("forward", "_old_forward")
+    )

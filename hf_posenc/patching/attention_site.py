@@ -148,8 +148,7 @@ def check_cache(part: Any, state: ForwardState) -> None:
     Raises:
         UnsupportedError: for such a cache, and for several documents in one row, which have no single length.
     """
-    ids = state.position_ids
-    if ids is not None and not torch.compiler.is_compiling() and bool((ids.diff(dim=-1) < 0).any()):
+    if not torch.compiler.is_compiling() and _is_packed(state):
         raise UnsupportedError(
             "position_ids start again within a row (packed documents), but this scheme encodes a token by the length "
             "of its sequence, and a packed row has several. Pass the documents as separate rows."
@@ -160,6 +159,18 @@ def check_cache(part: Any, state: ForwardState) -> None:
     cached = int(offset)
     if cached > 0:
         part.check_cache(cached, cached + state.query_length)
+
+
+def _is_packed(state: ForwardState) -> bool:
+    """Whether positions start again between two real tokens of a row."""
+    ids, mask = state.position_ids, state.attention_mask
+    if ids is None:
+        return False
+    restarts = ids.diff(dim=-1) < 0
+    if mask is not None and mask.shape[1] >= ids.shape[1]:
+        real = mask[:, -ids.shape[1] :].bool().to(ids.device)
+        restarts = restarts & real[:, 1:] & real[:, :-1]
+    return bool(restarts.any())
 
 
 def _fits(query_key_map: QueryKeyMap, tensor: Tensor) -> bool:

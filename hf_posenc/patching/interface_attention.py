@@ -55,6 +55,7 @@ class InterfaceAttention(AttentionSite):
         hidden_states = args[0] if args else next(iter(kwargs.values()))
         call = LayerCall(self.current_state(hidden_states.shape[1]))
         cache = self._own_cache(args, kwargs) if self.encoding.query_key_map is not None else None
+        own_update = None if cache is None else vars(cache).get("update")
         if cache is not None:
             cache.update = _MappedUpdate(cache.update, self, call)
         self.calls.push(call)
@@ -62,7 +63,9 @@ class InterfaceAttention(AttentionSite):
             output = self._function(self.module, *args, **kwargs)
         finally:
             self.calls.pop()
-            if cache is not None:
+            if cache is not None and own_update is not None:
+                cache.update = own_update
+            elif cache is not None:
                 del cache.update
         if not call.attended:
             raise UnsupportedError(

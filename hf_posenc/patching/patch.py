@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from hf_posenc.patching.apply import (
     build_encoding,
     current_encoding,
+    encodings,
     install,
     is_length_dependent,
     uninstall,
@@ -89,8 +90,7 @@ def patch_model(
 def unpatch_model(model: ModelType) -> ModelType:
     """Gives the stock model back, bit for bit. A model that is not patched is returned as it is."""
     target = unwrapped(model)
-    encoding = current_encoding(target)
-    if encoding is not None:
+    for encoding in encodings(target):
         uninstall(encoding)
     return model
 

@@ -9,6 +9,8 @@ import torch
 
 Value = TypeVar("Value")
 
+_MAIN_THREAD = threading.main_thread().ident
+
 
 class PerThread(Generic[Value]):
     """`push`, `pop` and `top` act on the calling thread's own stack."""
@@ -20,8 +22,9 @@ class PerThread(Generic[Value]):
         return {"_values": {}}
 
     def _own(self) -> list[Value]:
-        # A thread's number cannot be traced; a compiled graph is one call in any case.
-        key = 0 if torch.compiler.is_compiling() else threading.get_ident()
+        # A thread's number cannot be traced, so compiled code stands for the main thread.
+        main = torch.compiler.is_compiling() or threading.get_ident() == _MAIN_THREAD
+        key = 0 if main else threading.get_ident()
         if key not in self._values:
             self._values[key] = []
         return self._values[key]

@@ -41,7 +41,11 @@ def scheme_config(scheme: SchemeLike, options: dict[str, Any]) -> SchemeConfig:
                 "Give them to its constructor, or use dataclasses.replace."
             )
         return scheme
-    if isinstance(scheme, Sequence) and not options:
+    if isinstance(scheme, Sequence):
+        if options:
+            raise TypeError(
+                f"For several schemes give each its options itself; {sorted(options)} belong to none of them."
+            )
         return ComposedConfig(parts=tuple(scheme_config(part, {}) for part in scheme))
     raise TypeError(f"A scheme is a name, a config or the dictionary of one; got {type(scheme).__name__}.")
 
@@ -68,6 +72,8 @@ def schedule(
             )
     if layers is None:
         return config
+    if isinstance(layers, int):
+        raise TypeError(f"`layers` is a collection of layer indices, for example layers=[{layers}]; got {layers}.")
     chosen = sorted(set(layers))
     available = sorted({layer for stack in stacks for layer in stack.layers()})
     unknown = [layer for layer in chosen if layer not in available]

@@ -42,12 +42,18 @@ class StackRuntime:
         """The current state, or a plain one for a layer that is called on its own.
 
         Raises:
-            UnsupportedError: if a layer is recomputed by a checkpointing function that did not keep its state.
+            UnsupportedError: if a layer is recomputed by a checkpointing function that did not keep its state, or if
+                a compiled layer has none.
         """
         state = self.states.top
         if state is not None:
             return state
-        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+        if torch.compiler.is_compiling():
+            raise UnsupportedError(
+                "A compiled layer was called without the model around it, or from another thread than the main one, "
+                "so the positions of its tokens are unknown. Compile the whole model, or call it from the main thread."
+            )
+        if torch._C._current_graph_task_id() != -1:
             raise UnsupportedError(
                 "A layer is being recomputed in the backward pass by a checkpointing function that does not know the "
                 "positions of its forward. Use model.gradient_checkpointing_enable(), or torch's checkpoint_wrapper "
@@ -93,7 +99,7 @@ class EnterStack:
                 attention_mask=_padding_mask(mask, stack),
             )
         )
-        if stack.training:
+        if torch.is_grad_enabled():
             keep_state_for_recomputation(stack, self.runtime)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_posenc import patch_model, unpatch_model
+from hf_posenc import UnsupportedError, patch_model, unpatch_model
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
 
@@ -241,3 +241,56 @@ def test_left_padding_in_static_generation_without_position_ids() -> None:
     alone = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
     static = model.generate(padded, attention_mask=mask, cache_implementation="static", **settings)
     assert torch.equal(static[:, 3:], alone)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@torch.no_grad()
+def test_compiled_layers_under_an_eager_model(scheme: str) -> None:
+    row, model = ARCHITECTURES["llama_gqa"], patched("llama_gqa", scheme)
+    packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    expected = outputs(model, row, tokens(1, 8), position_ids=packed, use_cache=False)
+    torch._dynamo.reset()
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+    assert distance(outputs(model, row, tokens(1, 8), position_ids=packed, use_cache=False), expected) <= 1e-4
+
+
+def test_a_head_that_shares_a_patched_base_is_not_saved_as_stock(tmp_path: Any) -> None:
+    from transformers import BertConfig, BertForMaskedLM, BertForTokenClassification
+
+    config = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32, vocab_size=64)
+    first, second = BertForMaskedLM(config), BertForTokenClassification(BertConfig(**config.to_dict()))
+    second.bert = first.bert
+    patch_model(first, "alibi")
+    with pytest.raises(UnsupportedError, match="come back with"):
+        second.save_pretrained(tmp_path / "second")
+    unpatch_model(first)
+    second.save_pretrained(tmp_path / "second")
+
+
+def test_parts_patched_on_their_own() -> None:
+    from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel
+
+    size: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
+    both = EncoderDecoderConfig.from_encoder_decoder_configs(BertConfig(**size), BertConfig(**size))
+    model = EncoderDecoderModel(config=both).eval()
+    ids = torch.arange(5, 11).unsqueeze(0)
+    with torch.no_grad():
+        stock = model(input_ids=ids, decoder_input_ids=ids).logits
+        patch_model(model.encoder, "alibi")
+        patch_model(model.decoder, "rope")
+        with pytest.raises(UnsupportedError, match="patched on its own"):
+            patch_model(model, "none")
+        unpatch_model(model)
+        assert torch.equal(model(input_ids=ids, decoder_input_ids=ids).logits, stock)
+
+
+@torch.no_grad()
+def test_padding_positions_are_no_packing() -> None:
+    row, model = ARCHITECTURES["llama_gqa"], patched("llama_gqa", "normalized_integer")
+    ids = tokens(1, 6)
+    padded = torch.cat((torch.zeros(1, 2, dtype=torch.int64), ids), dim=1)
+    mask = (torch.arange(8) >= 2).long().unsqueeze(0)
+    position_ids = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+    result = outputs(model, row, padded, attention_mask=mask, position_ids=position_ids)
+    assert distance(result[:, 2:], outputs(model, row, ids)) <= 1e-4
