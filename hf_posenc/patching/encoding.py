@@ -73,11 +73,14 @@ class StackEncoding(nn.Module):
         self._check_shared_keys(stack)
 
     def _check_shared_keys(self, stack: Stack) -> None:
-        """Layers that read another layer's keys find them mapped by that layer's scheme."""
-        maps = {found.layer: layer.query_key_map for found, layer in zip(stack.attentions, self.layers, strict=True)}
-        for attention in stack.attentions:
-            source = getattr(attention.module, "kv_shared_layer_index", None)
-            if isinstance(source, int) and maps.get(source) is not maps[attention.layer]:
+        """Layers that read an earlier layer's keys find them mapped by that layer's scheme (Gemma 3n and 4)."""
+        owners: dict[str | None, tuple[int, Any]] = {}
+        for attention, layer in zip(stack.attentions, self.layers, strict=True):
+            if not getattr(attention.module, "is_kv_shared_layer", False):
+                owners[attention.layer_type] = (attention.layer, layer.query_key_map)
+                continue
+            source, query_key_map = owners.get(attention.layer_type, (None, layer.query_key_map))
+            if query_key_map is not layer.query_key_map:
                 raise UnsupportedError(
                     f"Layer {attention.layer} reads the keys of layer {source}, so both need the same rotation; the "
                     "schedule gives them different ones."

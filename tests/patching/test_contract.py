@@ -344,3 +344,28 @@ def test_schedules_survive_json() -> None:
     assert scheme_from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert hash(config) == hash(ScheduleConfig(layers=list(config.layers)))
     assert "schedule" not in hf_posenc.list_schemes()
+
+
+def test_layers_that_share_keys_need_one_rotation() -> None:
+    from transformers import Gemma3nForCausalLM, Gemma3nTextConfig
+
+    config = Gemma3nTextConfig(
+        vocab_size=96,
+        vocab_size_per_layer_input=96,
+        hidden_size=32,
+        hidden_size_per_layer_input=8,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        laurel_rank=8,
+        altup_num_inputs=2,
+        activation_sparsity_pattern=[0.0] * 4,
+    )
+    model = Gemma3nForCausalLM(config).eval()
+    with pytest.raises(UnsupportedError, match="reads the keys of layer 0"):
+        patch_model(model, "rope", layers=[2, 3], elsewhere="none")
+    patch_model(model, native_scheme(model))
