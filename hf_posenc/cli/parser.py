@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from hf_posenc.cli.errors import UsageError
 from hf_posenc.errors import PositionEncodingError
 
-_SCHEME_HELP = "a scheme, with options after a colon: rope  rope:theta=500000,interleaved=true"
+_SCHEME_HELP = "a scheme, with options after a colon: rope  rope:theta=500000,layout=interleaved"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

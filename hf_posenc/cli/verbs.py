@@ -113,7 +113,7 @@ def eval_dog(options: argparse.Namespace) -> int:
     if options.schemes is not None:
         complete = [name for name in hf_posenc.list_schemes() if _REQUIRED not in _defaults(name).values()]
         names = itertools.chain.from_iterable(
-            ["native", *complete] if name == "all" else [name] for name in options.schemes
+            ["native", *complete] if name == "all" else [name] for name in _one_by_one(options.schemes)
         )
         wanted = [name if name == "native" else parse_scheme(name) for name in names]
     if options.plot is not None and not Path(options.plot).absolute().parent.is_dir():
@@ -144,3 +144,8 @@ def compare(options: argparse.Namespace) -> int:
         f"There is no training/compare.py in {' or '.join(map(str, folders))}. The training scripts are not part of "
         f"the installed package: clone the repository and run this command in its root folder."
     )
+
+
+def _one_by_one(names: list[str]) -> list[str]:
+    """Schemes given with commas between them; a comma behind a colon stands between options."""
+    return [name for item in names for name in ([item] if ":" in item else item.split(",")) if name]

@@ -43,7 +43,8 @@ def find_stacks(model: PreTrainedModel) -> list[Stack]:
         raise UnsupportedError(
             f"{type(model).__name__} has no softmax self-attention (modules looked at: "
             f"{', '.join(sorted({type(module).__name__ for module in model.modules()})[:12])}), so there is nothing a "
-            "position encoding could be placed in."
+            "position encoding could be placed in. If one of them is attention, declare its class (`attention_classes`) "
+            "with hf_posenc.register_architecture."
         )
     _name_stacks(stacks)
     return stacks
@@ -85,7 +86,8 @@ def _read_stack(path: str, module: PreTrainedModel, architecture: Architecture) 
         else:
             stack.attentions.append(_read_attention(place, candidate, module, len(stack.attentions), architecture))
     for place, candidate in modules:
-        if _TABLE_NAME.search(place) and table_weight(candidate) is not None and not architecture.table_is_rotary:
+        named = place in architecture.tables or (_TABLE_NAME.search(place) and not architecture.table_is_rotary)
+        if named and table_weight(candidate) is not None:
             stack.tables.append(FoundModule(place, candidate))
         elif "Rotary" in type(candidate).__name__ and "position_ids" in _parameters(candidate):
             stack.rotaries.append(FoundModule(place, candidate))
@@ -117,7 +119,7 @@ def _read_attention(
         num_heads=num_heads,
         head_dim=head_dim,
         layer_type=layer_type if isinstance(layer_type, str) else None,
-        causal=_is_causal(module, stack),
+        causal=_is_causal(module, stack) if architecture.causal is None else architecture.causal,
     )
 
 
@@ -166,8 +168,7 @@ def _is_causal(module: nn.Module, stack: PreTrainedModel) -> bool:
     config = stack.config
     if getattr(config, "is_decoder", False) or getattr(stack, "is_decoder", False):
         return True
-    architectures = (type(stack).__name__,)
-    if any("Encoder" in name for name in architectures):
+    if "Encoder" in type(stack).__name__:
         return False
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 

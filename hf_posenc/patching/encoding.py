@@ -136,8 +136,8 @@ class PositionEncoding(nn.Module):
         if holder is not None and id(holder) not in memo:
             raise UnsupportedError(
                 "A copy of position_encoding without its model would be trained and saved, but no layer would use it. "
-                "To train a scheme beside LoRA, leave it out of `modules_to_save` and set requires_grad on the "
-                "parameters of model.position_encoding instead; save it with model.save_pretrained."
+                "To train a scheme beside LoRA, leave it out of `modules_to_save`, set requires_grad on the parameters "
+                "of model.position_encoding after get_peft_model, and save merge_and_unload()."
             )
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone

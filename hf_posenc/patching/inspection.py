@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import PositionEncodingError
+from hf_posenc.patching.apply import current_encoding, unwrapped
 from hf_posenc.patching.architectures import architecture_of
 from hf_posenc.patching.discovery import find_stacks
 from hf_posenc.patching.encoding import native_pairing, native_rotary_dim
@@ -56,12 +57,14 @@ class Inspection:
         model_class: class of the model.
         model_type: its config's model type.
         native: the stock scheme, as a dictionary, or the reason why it has no name here.
+        in_force: the scheme the model is patched with, as a dictionary; `None` for a stock model.
         stacks: one entry per stack of attention layers.
     """
 
     model_class: str
     model_type: str
     native: dict[str, Any] | str
+    in_force: dict[str, Any] | None
     stacks: list[StackInspection]
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,6 +73,8 @@ class Inspection:
 
     def __str__(self) -> str:
         lines = [f"{self.model_class} ({self.model_type})", f"  native scheme: {self.native}"]
+        if self.in_force is not None:
+            lines.append(f"  patched with: {self.in_force}")
         for stack in self.stacks:
             kind = "causal" if stack.causal else "bidirectional"
             lines.append(
@@ -88,13 +93,15 @@ def inspect_model(model: PreTrainedModel) -> Inspection:
     Raises:
         UnsupportedError: for an architecture that cannot be patched, with the reason.
     """
+    encoding = current_encoding(unwrapped(model))
+    in_force = None if encoding is None else encoding.config.to_dict()
     with suspended(model) as target:
         stacks = [_inspect_stack(stack) for stack in find_stacks(target)]
         try:
             native: dict[str, Any] | str = native_scheme(target).to_dict()
         except PositionEncodingError as error:
             native = str(error)
-        return Inspection(type(target).__name__, target.config.model_type, native, stacks)
+        return Inspection(type(target).__name__, target.config.model_type, native, in_force, stacks)
 
 
 def _inspect_stack(stack: Stack) -> StackInspection:

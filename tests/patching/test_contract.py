@@ -369,3 +369,21 @@ def test_layers_that_share_keys_need_one_rotation() -> None:
     with pytest.raises(UnsupportedError, match="reads the keys of layer 0"):
         patch_model(model, "rope", layers=[2, 3], elsewhere="none")
     patch_model(model, native_scheme(model))
+
+
+def test_a_declared_table_and_direction_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_posenc.patching.architectures import declaration
+
+    monkeypatch.setattr(declaration, "_ARCHITECTURES", dict(declaration._ARCHITECTURES))
+    model = patched("bert", None)
+    model.bert.embeddings.add_module("pos", nn.Embedding(64, 32))
+    register_architecture("bert", architecture=Architecture(tables=("embeddings.pos",), causal=True))
+    assert any("embeddings.pos " in table for table in hf_posenc.inspect_model(model).stacks[0].tables)
+    assert hf_posenc.inspect_model(model).stacks[0].causal
+
+
+def test_inspecting_a_patched_model_names_the_scheme_in_force() -> None:
+    model = patched("bert", "alibi")
+    text = str(hf_posenc.inspect_model(model))
+    assert "patched with: {'scheme': 'alibi'" in text
+    assert "native scheme: {'scheme': 'learned'" in text
