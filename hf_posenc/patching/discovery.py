@@ -43,8 +43,8 @@ def find_stacks(model: PreTrainedModel) -> list[Stack]:
         raise UnsupportedError(
             f"{type(model).__name__} has no softmax self-attention (modules looked at: "
             f"{', '.join(sorted({type(module).__name__ for module in model.modules()})[:12])}), so there is nothing a "
-            "position encoding could be placed in. If one of them is attention, declare its class (`attention_classes`) "
-            "with hf_posenc.register_architecture."
+            "position encoding could be placed in. If one of them is attention, declare its class as one of the "
+            "`attention_classes` with hf_posenc.register_architecture."
         )
     _name_stacks(stacks)
     return stacks
