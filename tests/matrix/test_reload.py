@@ -1,0 +1,63 @@
+"""Every scheme in every build of architecture, saved here and loaded in a fresh process: bit-equal outputs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from .architectures import ARCHITECTURES
+from .running import outputs, patched, tokens
+from .test_behaviour import SCHEMES
+
+_LOAD_ALL = "import sys; from tests.matrix.test_reload import load_all; load_all(sys.argv[1])"
+
+
+def load_all(folder: str) -> None:
+    """Runs in the fresh process: loads each checkpoint with its stock class and keeps its outputs."""
+    import hf_posenc  # noqa: F401  (teaches from_pretrained)
+
+    for place in sorted(Path(folder).iterdir()):
+        architecture, scheme = place.name.split("--")
+        name = (place / "class.txt").read_text()
+        model: Any = getattr(transformers, name).from_pretrained(place, attn_implementation="eager")
+        assert model.position_encoding.config.name == scheme, (place.name, model.position_encoding.config)
+        with torch.no_grad():
+            torch.save(outputs(model, ARCHITECTURES[architecture], tokens()), place / "reloaded.pt")
+
+
+@pytest.fixture(scope="module")
+def reloaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reload")
+    for architecture, row in ARCHITECTURES.items():
+        for scheme, config in SCHEMES.items():
+            model, place = patched(architecture, config), folder / f"{architecture}--{scheme}"
+            model.save_pretrained(place)
+            (place / "class.txt").write_text(type(model).__name__)
+            with torch.no_grad():
+                torch.save(outputs(model, row, tokens()), place / "saved.pt")
+    root = Path(__file__).parents[2]
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(root)}
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _LOAD_ALL, str(folder)],
+        cwd=root,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return folder
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_reload_in_a_fresh_process(reloaded: Path, architecture: str, scheme: str) -> None:
+    place = reloaded / f"{architecture}--{scheme}"
+    assert torch.equal(torch.load(place / "reloaded.pt"), torch.load(place / "saved.pt"))
