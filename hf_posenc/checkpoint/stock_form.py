@@ -16,7 +16,7 @@ from hf_posenc.entry import ATTRIBUTE
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.config_entry import detach_entry
 from hf_posenc.patching.discovery import find_stacks
-from hf_posenc.patching.encoding import build_context
+from hf_posenc.patching.placement import build_context
 from hf_posenc.patching.sites import Stack
 from hf_posenc.patching.table_site import table_origin, table_weight
 from hf_posenc.schemes import (

@@ -11,8 +11,8 @@ from hf_posenc.errors import PositionEncodingError
 from hf_posenc.patching.apply import current_encoding, unwrapped
 from hf_posenc.patching.architectures import architecture_of
 from hf_posenc.patching.discovery import find_stacks
-from hf_posenc.patching.encoding import native_pairing, native_rotary_dim
 from hf_posenc.patching.native import native_scheme
+from hf_posenc.patching.placement import native_pairing, native_rotary_dim
 from hf_posenc.patching.sites import Stack
 from hf_posenc.patching.suspend import suspended
 from hf_posenc.patching.table_site import table_origin, table_weight

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
 from hf_posenc.patching.architectures import Architecture, architecture_of
 from hf_posenc.patching.discovery import find_stacks
-from hf_posenc.patching.encoding import build_context
 from hf_posenc.patching.observe import Rotation, observe_rotations
+from hf_posenc.patching.placement import build_context
 from hf_posenc.patching.rotary_calls import inverse_frequencies_of, pairing, rotary_output
 from hf_posenc.patching.sites import FoundAttention, FoundModule, Stack
 from hf_posenc.patching.suspend import suspended
