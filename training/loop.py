@@ -172,8 +172,8 @@ def _train(
     dog = _dog(trained, tokenizer)
     return {
         "status": FINISHED,
-        "seconds": round(time.monotonic() - started, 1),
-        "cpu_seconds": round(time.process_time() - cpu_started, 1),
+        "seconds": round(time.monotonic() - started, 3),
+        "cpu_seconds": round(time.process_time() - cpu_started, 3),
         "curve": progress.curve,
         "by_length": lengths,
         "dog": dog,
@@ -184,7 +184,7 @@ def _diverged(which: str, value: float, progress: Progress, started: float) -> d
     return {
         "status": DIVERGED,
         "reason": f"The {which} loss became {value} at step {progress.step}; try a lower --learning_rate.",
-        "seconds": round(time.monotonic() - started, 1),
+        "seconds": round(time.monotonic() - started, 3),
         "curve": progress.curve,
     }
 
