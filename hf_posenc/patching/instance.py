@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from hf_posenc.errors import UnsupportedError
+
 
 @dataclass
 class _Change:
@@ -39,9 +41,18 @@ class InstancePatches:
         module._buffers[name] = value
 
     def set_forward(self, module: nn.Module, value: Any) -> None:
-        """Replaces the module's forward; where accelerate has hooked the module, the one inside its hook."""
+        """Replaces the module's forward; where accelerate has hooked the module, the one inside its hook.
+
+        Raises:
+            UnsupportedError: if the instance has another forward than its class already, which would be passed over.
+        """
         own = module.__dict__
         place = "_old_forward" if "_hf_hook" in own and "_old_forward" in own else "forward"
+        if place == "forward" and place in own:
+            raise UnsupportedError(
+                f"This {type(module).__name__} has a forward of its own, set on the instance by another library or by "
+                "hand; a patch would pass it over. Take it off first, and put it on again afterwards if it has to be."
+            )
         self.changes.append(_Change(module, place, place in own, (value, own.get(place)), "forward"))
         own[place] = value
 

@@ -387,3 +387,16 @@ def test_inspecting_a_patched_model_names_the_scheme_in_force() -> None:
     text = str(hf_posenc.inspect_model(model))
     assert "patched with: {'scheme': 'alibi'" in text
     assert "native scheme: {'scheme': 'learned'" in text
+
+
+def test_a_forward_that_somebody_set_on_an_instance_is_not_passed_over() -> None:
+    model = patched("llama_gqa", None)
+    attention = model.model.layers[1].self_attn
+    attention.forward = attention.forward
+    stock = _logits(model)
+    with pytest.raises(UnsupportedError, match="a forward of its own"):
+        patch_model(model, "alibi")
+    assert torch.equal(_logits(model), stock)
+    assert "forward" not in model.model.layers[0].self_attn.__dict__
+    del attention.forward
+    _assert_stock(unpatch_model(patch_model(model, "alibi")), stock)
