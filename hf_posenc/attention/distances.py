@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes.base import LogitBias
+from hf_posenc.schemes.parts import LogitBias
 
 
 def first_key_slot(offset: int | Tensor, query_length: int, key_length: int) -> int | Tensor:

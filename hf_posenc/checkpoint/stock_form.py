@@ -28,8 +28,8 @@ from hf_posenc.schemes import (
     T5Config,
     to_rope_parameters,
 )
-from hf_posenc.schemes.learned import LearnedEncoding
-from hf_posenc.schemes.t5 import T5Bias
+from hf_posenc.schemes.additive.learned import LearnedEncoding
+from hf_posenc.schemes.bias.t5 import T5Bias
 
 
 def stock_form(model: PreTrainedModel) -> tuple[Any, dict[str, Tensor]]:

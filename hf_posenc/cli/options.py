@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from hf_posenc.cli.errors import UsageError
-from hf_posenc.schemes.base import SchemeConfig
+from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.registry import get_scheme
 
 

@@ -21,7 +21,8 @@ from hf_posenc.metrics.words import TokenizedPair, tokenize_pair
 from hf_posenc.patching import native_scheme, patch_model, unpatch_model
 from hf_posenc.patching.apply import current_encoding, unwrapped
 from hf_posenc.patching.suspend import suspended
-from hf_posenc.schemes.base import Positions, SchemeConfig, integer_range
+from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.positions import Positions, integer_range
 from hf_posenc.schemes.registry import get_scheme
 
 SENTENCE = "The dog chased another dog"

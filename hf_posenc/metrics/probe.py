@@ -9,7 +9,10 @@ from torch import Tensor, nn
 
 from hf_posenc.metrics.distance import relative_l2
 from hf_posenc.metrics.preserve import isolated_rng
-from hf_posenc.schemes.base import BuildContext, Positions, SchemeConfig, SchemeParts, integer_range
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.logits import pairwise_bias
+from hf_posenc.schemes.parts import LogitBias, PairwiseBias, SchemeParts
+from hf_posenc.schemes.positions import AttentionPairs, Positions, integer_range
 
 
 class AttentionProbe(nn.Module):
@@ -82,10 +85,29 @@ class AttentionProbe(nn.Module):
             key = parts.query_key_map.map_key(key.unsqueeze(0), phases)[0]
         bias = query.new_zeros(self.num_heads, length, length)
         if parts.logit_bias is not None:
-            bias = parts.logit_bias(ids - ids.transpose(0, 1)).double()
+            bias = self._bias(parts.logit_bias, query, key, positions, inputs)
+        if parts.logit_scale is not None:
+            scale = parts.logit_scale(positions)[0].double().unsqueeze(-1)
+            query, bias = query * scale, bias * scale
         return torch.stack(
             [self._attend(query[:, index].contiguous(), key, value, bias[:, index]) for index in range(length)]
         )
+
+    def _bias(self, bias: LogitBias, query: Tensor, key: Tensor, positions: Positions, inputs: Tensor) -> Tensor:
+        """`(heads, length, length)` float64."""
+        features = None
+        if isinstance(bias, PairwiseBias) and bias.num_features:
+            features = bias.key_features(inputs.float().unsqueeze(0))
+        pairs = AttentionPairs(
+            query=query.unsqueeze(0).float(),
+            key=key.unsqueeze(0).float(),
+            query_slots=positions.ids[0],
+            keys=positions,
+            scaling=self.head_dim**-0.5,
+            hidden_states=inputs.float().unsqueeze(0),
+            key_features=features,
+        )
+        return pairwise_bias(bias, pairs)[0].double()
 
     def _project(self, inputs: Tensor, index: int) -> Tensor:
         """`(length, hidden)` -> `(heads, length, head_dim)`, for query, key or value (`index` 0, 1, 2)."""

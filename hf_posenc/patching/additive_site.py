@@ -10,7 +10,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.attention_site import check_cache
 from hf_posenc.patching.runtime import StackRuntime
 from hf_posenc.patching.state import ForwardState
-from hf_posenc.schemes.base import AdditiveEncoding
+from hf_posenc.schemes.parts import AdditiveEncoding
 
 
 class AddToHiddenStates:

@@ -17,7 +17,7 @@ from hf_posenc.patching.install import install_stack
 from hf_posenc.patching.report import PatchReport
 from hf_posenc.patching.runtime import forget_recomputation
 from hf_posenc.patching.sites import Stack
-from hf_posenc.schemes.base import SchemeConfig
+from hf_posenc.schemes.config import SchemeConfig
 
 ATTRIBUTE = "position_encoding"
 

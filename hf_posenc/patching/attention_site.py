@@ -13,7 +13,8 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.rotary_calls import RotaryCall
 from hf_posenc.patching.runtime import StackRuntime
 from hf_posenc.patching.state import ForwardState
-from hf_posenc.schemes.base import LogitBias, Positions, QueryKeyMap
+from hf_posenc.schemes.parts import LogitBias, QueryKeyMap
+from hf_posenc.schemes.positions import Positions
 
 Phases = tuple[Tensor, ...]
 

@@ -18,7 +18,8 @@ from hf_posenc.patching.runtime import StackRuntime
 from hf_posenc.patching.sites import Stack
 from hf_posenc.patching.table_site import table_origin, table_weight
 from hf_posenc.schemes import ScheduleConfig
-from hf_posenc.schemes.base import AdditiveEncoding, SchemeConfig
+from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.parts import AdditiveEncoding
 
 
 class StackEncoding(nn.Module):

@@ -30,7 +30,8 @@ from hf_posenc.schemes import (
     SinusoidalConfig,
     from_rope_parameters,
 )
-from hf_posenc.schemes.base import BuildContext, Positions, SchemeConfig
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.positions import Positions
 
 
 def native_scheme(model: PreTrainedModel) -> SchemeConfig:

@@ -24,7 +24,7 @@ from hf_posenc.patching.native import native_scheme
 from hf_posenc.patching.plan import SchemeLike, schedule, scheme_config
 from hf_posenc.patching.sites import Stack
 from hf_posenc.schemes import ScheduleConfig
-from hf_posenc.schemes.base import SchemeConfig
+from hf_posenc.schemes.config import SchemeConfig
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
 

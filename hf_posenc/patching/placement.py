@@ -18,7 +18,7 @@ from hf_posenc.patching.rotary_calls import (
 from hf_posenc.patching.sites import FoundAttention, Stack
 from hf_posenc.patching.table_site import table_origin, table_weight
 from hf_posenc.schemes import ComposedConfig
-from hf_posenc.schemes.base import BuildContext, SchemeConfig
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
 
 
 def build_context(stack: Stack, attention: FoundAttention) -> BuildContext:

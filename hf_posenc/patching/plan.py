@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_posenc.patching.sites import Stack
 from hf_posenc.schemes import ComposedConfig, ScheduleConfig, get_scheme
-from hf_posenc.schemes.base import SchemeConfig
+from hf_posenc.schemes.config import SchemeConfig
 
 #: Every form a scheme can be given in; a sequence stands for several at once.
 SchemeLike = str | SchemeConfig | type[SchemeConfig] | dict[str, Any] | Sequence[Any]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes.base import Positions
+from hf_posenc.schemes.positions import Positions
 
 
 @dataclass

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from hf_posenc.patching.attention_site import check_cache
 from hf_posenc.patching.runtime import StackRuntime
 from hf_posenc.patching.state import ForwardState
-from hf_posenc.schemes.base import AdditiveEncoding, Positions
+from hf_posenc.schemes.parts import AdditiveEncoding
+from hf_posenc.schemes.positions import Positions
 
 _WEIGHTS = ("weight", "weights")
 #: Rows of a numbered table: half a megabyte, and longer than any table in use.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hf_posenc.schemes.base import BuildContext, SchemeConfig, SchemeParts
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.registry import register_scheme
 
 

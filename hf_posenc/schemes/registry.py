@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from hf_posenc.errors import UnknownNameError
-from hf_posenc.schemes.base import SchemeConfig
+from hf_posenc.schemes.config import SchemeConfig
 
 _SCHEMES: dict[str, type[SchemeConfig]] = {}
 
@@ -50,6 +50,11 @@ def get_scheme(name: str) -> type[SchemeConfig]:
         raise UnknownNameError("scheme", str(name), _SCHEMES) from None
 
 
+def registered_configs() -> list[type[SchemeConfig]]:
+    """The config classes of all registered schemes, combinators included, by name."""
+    return [_SCHEMES[name] for name in sorted(_SCHEMES)]
+
+
 def scheme_from_dict(entry: dict[str, Any]) -> SchemeConfig:
     """The config that `SchemeConfig.to_dict` described.
 
@@ -61,3 +66,19 @@ def scheme_from_dict(entry: dict[str, Any]) -> SchemeConfig:
     if "scheme" not in options:
         raise ValueError(f"Not a scheme: a dictionary with a 'scheme' key is expected, got keys {sorted(options)}.")
     return get_scheme(str(options.pop("scheme"))).from_options(options)
+
+
+def as_scheme(value: Any) -> SchemeConfig:
+    """A config from any form a scheme is nested in: a config, a name, or the dictionary of a config.
+
+    Raises:
+        UnknownNameError: for an unknown scheme or option.
+        ValueError: for anything else.
+    """
+    if isinstance(value, SchemeConfig):
+        return value
+    if isinstance(value, str):
+        return get_scheme(value).from_options({})
+    if isinstance(value, dict):
+        return scheme_from_dict(value)
+    raise ValueError(f"Not a scheme: {value!r}; expected a config such as AlibiConfig(), a name, or a dictionary.")

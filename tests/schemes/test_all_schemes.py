@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import pickle
 from typing import Any
@@ -12,9 +13,33 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import UnknownNameError
-from hf_posenc.schemes import Part, Positions, SchemeConfig, get_scheme, list_schemes, scheme_from_dict
+from hf_posenc.schemes import (
+    AttentionPairs,
+    DistanceBias,
+    PairwiseBias,
+    Part,
+    Positions,
+    QueryKeyMap,
+    SchemeConfig,
+    get_scheme,
+    list_schemes,
+    scheme_from_dict,
+)
+from hf_posenc.schemes.logits import positional_logits
 
-from .table import HEAD_DIM, HEADS, HIDDEN, TABLE, VARIANTS, Row, context_for, positions_of
+from .table import (
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    KEY_VALUE_HEADS,
+    TABLE,
+    VARIANTS,
+    LogitCase,
+    Row,
+    context_for,
+    parts_for,
+    positions_of,
+)
 
 torch.set_num_threads(1)
 
@@ -24,18 +49,44 @@ EVERY_VARIANT = pytest.mark.parametrize(
 
 
 def parts_of(config: SchemeConfig) -> list[Part]:
-    torch.manual_seed(0)
-    return list(config.build(context_for(config)))
+    return list(parts_for(config))
 
 
-def outputs(parts: list[Part], positions: Positions) -> list[Tensor]:
-    """Everything the parts compute for these positions."""
+def heads_of(positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and hidden states that depend on a token's id and position only, for any batch of sequences."""
+    generator = torch.Generator().manual_seed(11)
+    bank = torch.randn(64, (HEADS + KEY_VALUE_HEADS) * HEAD_DIM + HIDDEN, generator=generator)
+    rows = bank[positions.ids % 64]
+    query, key, hidden = rows.split((HEADS * HEAD_DIM, KEY_VALUE_HEADS * HEAD_DIM, HIDDEN), dim=-1)
+    return (
+        query.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2),
+        key.unflatten(-1, (KEY_VALUE_HEADS, HEAD_DIM)).transpose(1, 2),
+        hidden,
+    )
+
+
+def outputs(parts: list[Part], positions: Positions, heads: Any = None) -> list[Tensor]:
+    """Everything the parts compute for these positions; of biases on queries and keys, what a causal mask shows."""
     results: list[Tensor] = []
+    query, key, hidden = heads_of(positions) if heads is None else heads
     for part in parts:
-        if hasattr(part, "phases"):
-            results += part.phases(positions)
-        elif hasattr(part, "slopes") or hasattr(part, "num_buckets") or type(part).__name__ == "SummedBias":
+        if isinstance(part, QueryKeyMap):
+            phases = part.phases(positions)
+            results += phases
+            dtype = next((parameter.dtype for parameter in part.parameters()), torch.float32)
+            results.append(part.map_query(query.to(dtype), phases))
+            results.append(part.map_key(key.to(dtype), phases))
+        elif isinstance(part, DistanceBias):
             results.append(part(torch.arange(-30, 31)))
+        elif isinstance(part, PairwiseBias):
+            dtype = next((parameter.dtype for parameter in part.parameters()), torch.float32)
+            hidden = hidden.to(dtype)
+            features = part.key_features(hidden) if part.num_features else None
+            slots = torch.arange(query.shape[2])
+            pairs = AttentionPairs(query.to(dtype), key.to(dtype), slots, positions, HEAD_DIM**-0.5, hidden, features)
+            real = positions.ids >= 0
+            visible = (pairs.slot_distance <= 0) & real.unsqueeze(-2) & real.unsqueeze(-1)
+            results.append(part(pairs).masked_fill(~visible.unsqueeze(1), 0.0))
         else:
             results.append(part(positions))
     return results
@@ -123,10 +174,15 @@ def test_a_sequence_is_encoded_the_same_in_any_batch(name, config):
     alone = outputs(parts, positions_of(30))
     batched = outputs(parts, positions_of(48, 30, 7))
     for value, other in zip(alone, batched, strict=True):
-        if value.ndim == 3 and other.shape[0] == 3 and value.shape[0] == 1:
-            assert torch.equal(value[0], other[1, -30:])
-        else:
+        if value.shape == other.shape:
             assert torch.equal(value, other)
+        else:
+            # The token axis is the one of 30, twice for pairs.
+            row = other[1]
+            for axis, size in enumerate(row.shape):
+                if size == 48:
+                    row = row.narrow(axis, 18, 30)
+            torch.testing.assert_close(row, value[0], rtol=1e-5, atol=1e-6)
 
 
 @EVERY_VARIANT
@@ -159,9 +215,11 @@ def test_parts_trace_without_a_graph_break(name, config):
         assert name == "none"
         return
     torch.compiler.reset()
-    compiled = torch.compile(lambda positions: outputs(parts, positions), backend="eager", fullgraph=True)
+    compiled = torch.compile(lambda *given: outputs(parts, *given), backend="eager", fullgraph=True)
     for length in (12, 30):
-        for value, other in zip(outputs(parts, positions_of(length)), compiled(positions_of(length)), strict=True):
+        positions = positions_of(length)
+        heads = heads_of(positions)
+        for value, other in zip(outputs(parts, positions), compiled(positions, heads), strict=True):
             torch.testing.assert_close(value, other, rtol=0, atol=1e-6)
 
 
@@ -229,3 +287,35 @@ def test_maps_equal_their_reference(row: Row, config: SchemeConfig):
             torch.testing.assert_close(mapped[1, -1, position], torch.tensor(expected), rtol=1e-4, atol=2e-5)
     half = parts.query_key_map.map_query(query.bfloat16(), phases)
     assert half.dtype == torch.bfloat16
+
+
+@kind("logits")
+def test_logits_equal_their_reference(row: Row, config: SchemeConfig):
+    """The whole formula, for tokens at positions with gaps, under grouped heads."""
+    parts = parts_for(config)
+    positions = Positions(torch.tensor([[0, 1, 2, 3, 5, 8, 13, 21, 34, 55]]), torch.tensor([[56]]))
+    query, key, hidden = heads_of(positions)
+    logits = positional_logits(parts, query, key, positions, hidden)[0]
+    case = LogitCase(
+        query[0].tolist(),
+        key[0].repeat_interleave(HEADS // KEY_VALUE_HEADS, dim=0).tolist(),
+        hidden[0].tolist(),
+        positions.ids[0].tolist(),
+        HEAD_DIM**-0.5,
+        context_for(config).causal,
+    )
+    expected = torch.tensor(row.reference(config, parts, case))
+    visible = positions.ids[0] <= positions.ids[0].unsqueeze(-1) if row.causal_only else torch.tensor(True)
+    torch.testing.assert_close(logits.where(visible, 0.0), expected.where(visible, 0.0), rtol=1e-4, atol=1e-4)
+    plain = query @ key.repeat_interleave(HEADS // KEY_VALUE_HEADS, dim=1).transpose(-1, -2) * HEAD_DIM**-0.5
+    assert (logits - plain[0]).where(visible, 0.0).abs().max() > 1e-3
+
+
+@EVERY_VARIANT
+def test_a_causal_scheme_refuses_a_bidirectional_model(name, config):
+    context = dataclasses.replace(context_for(config), causal=False)
+    if TABLE[name].causal_only:
+        with pytest.raises(ValueError, match="bidirectional"):
+            config.build(context)
+    else:
+        config.build(context)

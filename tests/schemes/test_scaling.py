@@ -29,10 +29,10 @@ from hf_posenc.schemes import (
     RopeScaling,
     YarnScaling,
 )
-from hf_posenc.schemes.p_rope import p_rope_inverse_frequencies
-from hf_posenc.schemes.scaling import rope_inverse_frequencies
+from hf_posenc.schemes.rotary.p_rope import p_rope_inverse_frequencies
+from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
 
-from . import references
+from .references import seeds
 from .table import positions_of
 
 widths = st.sampled_from([4, 8, 16, 64, 128])
@@ -215,7 +215,7 @@ def test_factor_one_is_plain_rope(theta, width, original):
 def test_llama3_is_ntk_by_parts_with_one_and_four_turns(theta, width, factor, original):
     ours, _ = Llama3Scaling(factor, 1.0, 4.0, original).spectrum(theta, width)
     plain = rope_inverse_frequencies(theta, width).tolist()
-    expected = torch.tensor([references.by_parts(frequency, factor, original, 1, 4) for frequency in plain])
+    expected = torch.tensor([seeds.by_parts(frequency, factor, original, 1, 4) for frequency in plain])
     torch.testing.assert_close(ours, expected, rtol=2e-5, atol=0)
 
 

@@ -16,7 +16,7 @@ from hf_posenc.patching.architectures.silencers import (
 from hf_posenc.patching.instance import InstancePatches
 from hf_posenc.patching.sites import FoundAttention, Stack
 from hf_posenc.schemes import AlibiConfig, ComposedConfig, LearnedConfig, RopeConfig, SinusoidalConfig, T5Config
-from hf_posenc.schemes.base import SchemeConfig
+from hf_posenc.schemes.config import SchemeConfig
 
 _NO_SCORES = "its attention is sparse or approximate, so there are no dense logits a scheme could act on."
 _NO_ATTENTION = "it has no softmax attention."

@@ -8,7 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes.base import AdditiveEncoding, BuildContext, Positions, SchemeConfig, SchemeParts
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.parts import AdditiveEncoding, SchemeParts
+from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import check_integer, check_number, check_positions_below
 

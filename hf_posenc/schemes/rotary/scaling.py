@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes.base import SubConfig
+from hf_posenc.schemes.config import SubConfig
 from hf_posenc.schemes.validation import check_boolean, check_integer, check_number, check_numbers
 
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes.base import BuildContext, SchemeConfig
-from hf_posenc.schemes.p_rope import PRopeConfig
-from hf_posenc.schemes.rope import RopeConfig, resolve_rotary_dim
-from hf_posenc.schemes.scaling import (
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.rotary.p_rope import PRopeConfig
+from hf_posenc.schemes.rotary.rope import RopeConfig, resolve_rotary_dim
+from hf_posenc.schemes.rotary.scaling import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,

@@ -8,10 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes.base import BuildContext, SchemeConfig, SchemeParts
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.rope import ROPE_LAYOUTS, RotaryMap, check_rotary_dim, resolve_rotary_dim
-from hf_posenc.schemes.scaling import rope_exponents
+from hf_posenc.schemes.rotary.rope import ROPE_LAYOUTS, RotaryMap, check_rotary_dim, resolve_rotary_dim
+from hf_posenc.schemes.rotary.scaling import rope_exponents
 from hf_posenc.schemes.validation import check_choice, check_number
 
 

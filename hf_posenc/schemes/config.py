@@ -1,16 +1,4 @@
-"""What a position encoding is made of.
-
-A scheme is a frozen config (its options, and nothing else) that builds at most three parts:
-
-======================  ==========================================================================
-`AdditiveEncoding`      positions -> vectors added to the token representations, once per forward
-`QueryKeyMap`           positions -> a linear map of every query and every key, before the cache
-`LogitBias`             key position minus query position -> a number added to the attention logits
-======================  ==========================================================================
-
-Nothing in this package knows about transformers: a part receives positions and tensors, and the code
-that places it inside a model lives in `hf_posenc.patching`.
-"""
+"""The options of a scheme: frozen, validated, and a round trip through JSON."""
 
 from __future__ import annotations
 
@@ -19,10 +7,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
-import torch
-from torch import Tensor, nn
-
 from hf_posenc.errors import UnknownNameError
+from hf_posenc.schemes.parts import SchemeParts
 
 ConfigType = TypeVar("ConfigType")
 
@@ -40,6 +26,7 @@ class BuildContext:
         causal: whether queries see only keys at or before their own position.
         max_positions: the length the stock model was built for, or `None` where it has no such limit.
         initializer_range: standard deviation for newly created tables (BERT, arXiv:1810.04805: 0.02).
+        num_key_value_heads: number of key heads, `key_value_heads`; `None` for as many as query heads.
     """
 
     hidden_size: int
@@ -49,89 +36,7 @@ class BuildContext:
     causal: bool = True
     max_positions: int | None = None
     initializer_range: float = 0.02
-
-
-@dataclass(frozen=True)
-class Positions:
-    """Where the tokens of one forward call stand.
-
-    Args:
-        ids: `(batch or 1, query_len)` int64. The first real token of a sequence has position 0; padding
-            tokens may carry any negative value.
-        lengths: `(batch or 1, 1)` int64, the number of real tokens of each sequence, cached ones included.
-    """
-
-    ids: Tensor
-    lengths: Tensor
-
-
-class Part(nn.Module):
-    """Common to all parts: what a cache may assume, and how native weights are taken over."""
-
-    #: True where the encoding of a token depends on how long the sequence has become since. Such a part
-    #: cannot extend a cache unless `check_cache` says that the cached tokens are still right.
-    length_dependent: bool = False
-
-    def check_cache(self, cached_length: int, total_length: int) -> None:
-        """Refuses to extend a cache of `cached_length` tokens to `total_length` if that would be wrong.
-
-        Raises:
-            UnsupportedError: where tokens computed at `cached_length` are no longer right at `total_length`.
-        """
-
-    def adopt(self, native: Tensor) -> bool:
-        """Takes over the weight of the stock mechanism this part replaces; returns whether it could."""
-        return False
-
-
-class AdditiveEncoding(Part):
-    """Positions -> vectors added to the token representations."""
-
-    def forward(self, positions: Positions) -> Tensor:
-        """Returns `(batch or 1, query_len, hidden)` in float32, or in the dtype of the learned table."""
-        raise NotImplementedError
-
-
-class QueryKeyMap(Part):
-    """A linear map of queries and keys that depends on their own position only."""
-
-    def phases(self, positions: Positions) -> tuple[Tensor, ...]:
-        """Everything that depends on positions but not on q or k; computed once per forward for all layers.
-
-        Returns float32 tensors, `(batch or 1, query_len, ...)`.
-        """
-        raise NotImplementedError
-
-    def map_query(self, query: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
-        """`query` is `(batch, heads, query_len, head_dim)`; the result has the same shape and dtype."""
-        raise NotImplementedError
-
-    def map_key(self, key: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
-        """`key` is `(batch, key_value_heads, query_len, head_dim)`; the result has the same shape and dtype."""
-        raise NotImplementedError
-
-
-class LogitBias(Part):
-    """A number added to every attention logit, as a function of distance."""
-
-    def forward(self, distance: Tensor) -> Tensor:
-        """`distance` is key position minus query position, int64 of any shape (negative: in the past).
-
-        Returns `(heads, *distance.shape)` in float32.
-        """
-        raise NotImplementedError
-
-
-@dataclass
-class SchemeParts:
-    """The parts a config was built into; `None` stands for "this scheme does not act there"."""
-
-    additive: AdditiveEncoding | None = None
-    query_key_map: QueryKeyMap | None = None
-    logit_bias: LogitBias | None = None
-
-    def __iter__(self) -> Any:
-        return (part for part in (self.additive, self.query_key_map, self.logit_bias) if part is not None)
+    num_key_value_heads: int | None = None
 
 
 @dataclass(frozen=True)
@@ -236,8 +141,3 @@ def _decode(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return tuple(_decode(item) for item in value)
     return value
-
-
-def integer_range(start: int, length: int, device: torch.device | str | None = None) -> Tensor:
-    """`(1, length)` int64: `start, start + 1, ...`."""
-    return torch.arange(start, start + length, device=device).unsqueeze(0)

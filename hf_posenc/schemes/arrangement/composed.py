@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar, cast
 
+import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.base import (
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.logits import pairwise_bias
+from hf_posenc.schemes.parts import (
     AdditiveEncoding,
-    BuildContext,
+    DistanceBias,
     LogitBias,
+    LogitScale,
+    PairwiseBias,
     Part,
-    Positions,
-    SchemeConfig,
     SchemeParts,
 )
+from hf_posenc.schemes.positions import AttentionPairs, Positions
 from hf_posenc.schemes.registry import register_scheme
 
 PartType = TypeVar("PartType", bound=Part)
@@ -55,8 +61,8 @@ class SummedEncoding(_PartSum[AdditiveEncoding], AdditiveEncoding):
         return cast("Tensor", sum(others, start=first))
 
 
-class SummedBias(_PartSum[LogitBias], LogitBias):
-    """The sum of several logit biases."""
+class SummedDistanceBias(_PartSum[DistanceBias], DistanceBias):
+    """The sum of several functions of distance, which is one itself."""
 
     def forward(self, distance: Tensor) -> Tensor:
         """Returns `(heads, *distance.shape)` in float32."""
@@ -64,10 +70,67 @@ class SummedBias(_PartSum[LogitBias], LogitBias):
         return cast("Tensor", sum(others, start=first))
 
 
+class SummedPairwiseBias(_PartSum[LogitBias], PairwiseBias):
+    """The sum of several biases of which at least one reads more than the distance.
+
+    Args:
+        parts: the summands.
+    """
+
+    def __init__(self, parts: list[LogitBias]) -> None:
+        super().__init__(parts)
+        pairwise = [part for part in parts if isinstance(part, PairwiseBias)]
+        self.num_features = sum(part.num_features for part in pairwise)
+        self.reads_heads = any(part.reads_heads for part in pairwise)
+
+    def key_features(self, hidden_states: Tensor) -> Tensor:
+        """`(batch, heads, length, num_features)`: those of the summands, one after the other."""
+        return torch.cat([part.key_features(hidden_states) for part in self._featured()], dim=-1)
+
+    def forward(self, pairs: AttentionPairs) -> Tensor:
+        """Returns `(batch or 1, heads, query_len, key_len)` in float32."""
+        total: Tensor | None = None
+        start = 0
+        for part in self._summands():
+            width = part.num_features if isinstance(part, PairwiseBias) else 0
+            features = None
+            if width and pairs.key_features is not None:
+                features = pairs.key_features[..., start : start + width]
+                start += width
+            bias = pairwise_bias(part, dataclasses.replace(pairs, key_features=features))
+            total = bias if total is None else total + bias
+        assert total is not None
+        return total
+
+    def _featured(self) -> list[PairwiseBias]:
+        return [part for part in self._summands() if isinstance(part, PairwiseBias) and part.num_features]
+
+
+class MultipliedScale(_PartSum[LogitScale], LogitScale):
+    """The product of several logit scales."""
+
+    def forward(self, positions: Positions) -> Tensor:
+        """Returns `(batch or 1, heads or 1, length)` in float32."""
+        first, *others = (part(positions) for part in self._summands())
+        return cast("Tensor", math.prod(others, start=first))
+
+
+def sum_of_biases(biases: list[LogitBias]) -> LogitBias | None:
+    """One bias that equals the sum of several; `None` of none."""
+    if len(biases) <= 1:
+        return next(iter(biases), None)
+    if all(isinstance(bias, DistanceBias) for bias in biases):
+        return SummedDistanceBias(cast("list[DistanceBias]", biases))
+    return SummedPairwiseBias(biases)
+
+
 @register_scheme
 @dataclass(frozen=True)
 class ComposedConfig(SchemeConfig):
-    """Several schemes at once: additive encodings sum, logit biases sum, and at most one rotates.
+    """Several schemes at once: additive encodings and logit biases sum, scales multiply, at most one maps q and k.
+
+    Biases that read queries or keys (`shaw`, `cope`, `grape`, ...) read those the logits are computed from: rotated
+    ones beside a rotation.
 
     Args:
         parts: configs of other schemes, for example `(SinusoidalConfig(), AlibiConfig())`.
@@ -113,6 +176,7 @@ class ComposedConfig(SchemeConfig):
         additive = [parts.additive for parts in built if parts.additive is not None]
         biases = [parts.logit_bias for parts in built if parts.logit_bias is not None]
         maps = [parts.query_key_map for parts in built if parts.query_key_map is not None]
+        scales = [parts.logit_scale for parts in built if parts.logit_scale is not None]
         if len(maps) > 1:
             rotating = [
                 part.name for part, parts in zip(self.parts, built, strict=True) if parts.query_key_map is not None
@@ -121,8 +185,21 @@ class ComposedConfig(SchemeConfig):
                 f"ComposedConfig.parts holds {len(maps)} schemes that map queries and keys ({', '.join(rotating)}), "
                 "whose order would matter; keep one of them."
             )
+        if maps and maps[0].width_factor != 1:
+            _refuse_head_readers(self.parts, built)
         return SchemeParts(
             additive=SummedEncoding(additive) if len(additive) > 1 else next(iter(additive), None),
             query_key_map=maps[0] if maps else None,
-            logit_bias=SummedBias(biases) if len(biases) > 1 else next(iter(biases), None),
+            logit_bias=sum_of_biases(biases),
+            logit_scale=MultipliedScale(scales) if len(scales) > 1 else next(iter(scales), None),
         )
+
+
+def _refuse_head_readers(configs: tuple[SchemeConfig, ...], built: list[SchemeParts]) -> None:
+    """Raises for a bias that reads heads beside a map that changes their width."""
+    for config, parts in zip(configs, built, strict=True):
+        if isinstance(parts.logit_bias, PairwiseBias) and parts.logit_bias.reads_heads:
+            raise ValueError(
+                f"ComposedConfig.parts holds {config.name!r}, which reads queries or keys of the width of a head, and "
+                "a map that changes that width; keep one of them."
+            )

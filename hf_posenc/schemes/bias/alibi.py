@@ -9,8 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.base import BuildContext, LogitBias, SchemeConfig, SchemeParts
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.constants import DeviceConstant
+from hf_posenc.schemes.parts import DistanceBias, SchemeParts
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import check_boolean, check_choice
 
@@ -31,7 +32,7 @@ def alibi_slopes(num_heads: int) -> list[float]:
     return slopes + between[: num_heads - lower]
 
 
-class AlibiBias(LogitBias):
+class AlibiBias(DistanceBias):
     """`-slope * |distance|` per head, for heads that look both ways or only one.
 
     Args:

@@ -9,7 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.base import BuildContext, LogitBias, SchemeConfig, SchemeParts
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.parts import DistanceBias, SchemeParts
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import check_boolean, check_integer
 
@@ -44,7 +45,7 @@ def relative_position_bucket(distance: Tensor, num_buckets: int, max_distance: i
     return first + torch.where(steps < exact, steps, logarithmic)
 
 
-class T5Bias(LogitBias):
+class T5Bias(DistanceBias):
     """One trainable number per bucket and head.
 
     Args:

@@ -8,10 +8,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes.base import BuildContext, Positions, QueryKeyMap, SchemeConfig, SchemeParts
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.constants import DeviceConstant
+from hf_posenc.schemes.parts import QueryKeyMap, SchemeParts
+from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.scaling import RopeScaling, rope_inverse_frequencies
+from hf_posenc.schemes.rotary.scaling import RopeScaling, rope_inverse_frequencies
 from hf_posenc.schemes.validation import check_choice, check_integer, check_number, check_numbers
 
 ROPE_LAYOUTS = ("auto", "half", "half_reversed", "interleaved")
@@ -26,6 +28,8 @@ class RotaryMap(QueryKeyMap):
             "interleaved" pairs `2m` with `2m + 1`.
         attention_scaling: factor of cosine and sine.
     """
+
+    rotary_dim: int
 
     def __init__(self, inverse_frequencies: Tensor, layout: str, attention_scaling: float = 1.0) -> None:
         super().__init__()

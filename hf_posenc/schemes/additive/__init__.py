@@ -1,0 +1,1 @@
+"""Vectors added to the token representations."""

@@ -1,0 +1,158 @@
+"""Different schemes in different layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.none import NoneConfig
+from hf_posenc.schemes.parts import SchemeParts
+from hf_posenc.schemes.registry import as_scheme, register_scheme
+from hf_posenc.schemes.rotary.rope import RopeConfig
+
+
+@dataclass(frozen=True)
+class LayeredConfig(SchemeConfig):
+    """Base of the configs that give each layer a scheme of its own.
+
+    An additive scheme acts once, before the first layer, so it has to be the same in all layers.
+    """
+
+    combinator: ClassVar[bool] = True
+
+    def for_layer(self, layer: int, layer_type: str | None = None) -> SchemeConfig:
+        """The scheme of one layer.
+
+        Args:
+            layer: its index in its stack.
+            layer_type: its entry in the model's `config.layer_types`, such as "sliding_attention".
+
+        Raises:
+            ValueError: if this config does not say what the layer gets.
+        """
+        raise NotImplementedError
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Always raises: each layer's scheme is built on its own.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"Scheme {self.name!r} has no parts of its own: build the scheme of each layer (`for_layer`). It cannot be "
+            "composed with another scheme either; compose inside its layers."
+        )
+
+
+@register_scheme
+@dataclass(frozen=True)
+class ScheduleConfig(LayeredConfig):
+    """One scheme per layer, as in models that alternate RoPE with no positions (arXiv:2501.18795).
+
+    Args:
+        layers: the scheme of layer 0, 1, ... of every stack.
+
+    Raises:
+        ValueError: if there are no layers, or an entry is no scheme or a schedule itself.
+    """
+
+    name: ClassVar[str] = "schedule"
+
+    layers: tuple[SchemeConfig, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if not self.layers:
+            raise ValueError("A schedule needs at least one layer.")
+        for index, config in enumerate(self.layers):
+            check_not_layered(f"Layer {index} of a schedule", config)
+
+    def for_layer(self, layer: int, layer_type: str | None = None) -> SchemeConfig:
+        """The scheme of one layer.
+
+        Raises:
+            ValueError: if the schedule ends before it.
+        """
+        if layer >= len(self.layers):
+            raise ValueError(f"The schedule names {len(self.layers)} layers, the model has a layer {layer}.")
+        return self.layers[layer]
+
+
+@register_scheme
+@dataclass(frozen=True)
+class InterleavedConfig(LayeredConfig):
+    """Another scheme in every n-th layer: the RNoPE pattern (arXiv:2501.18795), as in SmolLM3 and Llama 4.
+
+    Layers `every - 1`, `2 * every - 1`, ... get `other`, all layers between them `scheme`. The defaults are the
+    published preset: RoPE, and no positions in every fourth layer.
+
+    Args:
+        scheme: of most layers.
+        other: of every n-th layer.
+        every: n.
+    """
+
+    name: ClassVar[str] = "interleaved"
+
+    scheme: SchemeConfig = field(default_factory=RopeConfig)
+    other: SchemeConfig = field(default_factory=NoneConfig)
+    every: int = 4
+
+    def __post_init__(self) -> None:
+        for option in ("scheme", "other"):
+            object.__setattr__(self, option, as_scheme(getattr(self, option)))
+            check_not_layered(f"InterleavedConfig.{option}", getattr(self, option))
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 2:
+            raise ValueError(f"InterleavedConfig.every is {self.every!r}; expected an integer of at least 2.")
+
+    def for_layer(self, layer: int, layer_type: str | None = None) -> SchemeConfig:
+        """`other` for every n-th layer, else `scheme`."""
+        return self.other if (layer + 1) % self.every == 0 else self.scheme
+
+
+@register_scheme
+@dataclass(frozen=True)
+class LocalGlobalConfig(LayeredConfig):
+    """One scheme in layers with a sliding window and another in those that see everything (RNoPE-SWA).
+
+    Local RoPE with no positions in global layers is arXiv:2501.18795 (section 4) and Cohere 2; local and global RoPE of
+    different bases is Gemma 3. Which layers are local is the model's own: its `config.layer_types`.
+
+    Args:
+        local: scheme of the layers with a window.
+        global_: scheme of the layers without one.
+    """
+
+    name: ClassVar[str] = "local_global"
+
+    local: SchemeConfig = field(default_factory=RopeConfig)
+    global_: SchemeConfig = field(default_factory=NoneConfig)
+
+    def __post_init__(self) -> None:
+        for option in ("local", "global_"):
+            object.__setattr__(self, option, as_scheme(getattr(self, option)))
+            check_not_layered(f"LocalGlobalConfig.{option}", getattr(self, option))
+
+    def for_layer(self, layer: int, layer_type: str | None = None) -> SchemeConfig:
+        """The scheme for the layer's type.
+
+        Raises:
+            ValueError: if the model does not say which of its layers have a window.
+        """
+        if layer_type is None:
+            raise ValueError(
+                f"LocalGlobalConfig goes by config.layer_types, and this model has none for layer {layer}: its layers "
+                "do not alternate between a sliding window and full attention. Use InterleavedConfig or ScheduleConfig."
+            )
+        return self.global_ if layer_type == "full_attention" else self.local
+
+
+def check_not_layered(owner: str, config: object) -> None:
+    """Requires the config of a scheme that acts in one layer.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if not isinstance(config, SchemeConfig) or isinstance(config, LayeredConfig):
+        raise ValueError(f"{owner} has to be the config of a scheme for one layer, got {config!r}.")

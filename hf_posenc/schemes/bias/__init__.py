@@ -1,0 +1,1 @@
+"""Numbers added to the attention logits."""

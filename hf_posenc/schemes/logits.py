@@ -1,0 +1,61 @@
+"""What the parts of a scheme make of queries and keys, written out plainly: the formula that every back-end must equal.
+
+Patched models never run this; tests, property measurements and plots do.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_posenc.schemes.parts import DistanceBias, LogitBias, PairwiseBias, SchemeParts
+from hf_posenc.schemes.positions import AttentionPairs, Positions
+
+
+def positional_logits(
+    parts: SchemeParts,
+    query: Tensor,
+    key: Tensor,
+    positions: Positions,
+    hidden_states: Tensor | None = None,
+    scaling: float | None = None,
+) -> Tensor:
+    """The attention logits of tokens that attend to each other and to themselves, before mask and softmax.
+
+    Args:
+        parts: a scheme's parts; what they add to embeddings is the caller's to apply.
+        query: `(batch, heads, length, head_dim)`.
+        key: `(batch, key_value_heads, length, head_dim)`.
+        positions: of the tokens, `(batch or 1, length)`; any positions, in any order.
+        hidden_states: `(batch, length, hidden)`, for schemes that read them.
+        scaling: factor of `query . key`; `head_dim ** -0.5` by default.
+
+    Returns:
+        `(batch, heads, length, length)`, queries before keys, in the dtype of the queries.
+    """
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if parts.query_key_map is not None:
+        phases = parts.query_key_map.phases(positions)
+        query, key = parts.query_key_map.map_query(query, phases), parts.query_key_map.map_key(key, phases)
+    features = None
+    if isinstance(parts.logit_bias, PairwiseBias) and parts.logit_bias.num_features:
+        if hidden_states is None:
+            raise ValueError(f"{type(parts.logit_bias).__name__} reads hidden states: give hidden_states.")
+        features = parts.logit_bias.key_features(hidden_states)
+    slots = torch.arange(query.shape[-2], device=query.device)
+    pairs = AttentionPairs(query, key, slots, positions, scaling, hidden_states, features)
+    logits = query @ pairs.expanded_key.transpose(-1, -2) * scaling
+    if parts.logit_bias is not None:
+        logits = logits + pairwise_bias(parts.logit_bias, pairs).to(logits.dtype)
+    if parts.logit_scale is not None:
+        logits = logits * parts.logit_scale(positions).unsqueeze(-1).to(logits.dtype)
+    return logits
+
+
+def pairwise_bias(bias: LogitBias, pairs: AttentionPairs) -> Tensor:
+    """`(batch or 1, heads, query_len, key_len)` of either kind of bias."""
+    if isinstance(bias, DistanceBias):
+        per_head: Tensor = bias(pairs.distance)
+        return per_head.transpose(0, 1)
+    result: Tensor = bias(pairs)
+    return result

@@ -1,0 +1,145 @@
+"""What a position encoding is made of.
+
+A scheme is a frozen config (its options, and nothing else) that builds at most four parts:
+
+======================  ==========================================================================
+`AdditiveEncoding`      positions -> vectors added to the token representations, once per forward
+`QueryKeyMap`           positions -> a map of every query and of every key, before the cache
+`LogitBias`             a number added to the attention logits: a `DistanceBias`, which is a function of
+                        distance alone, or a `PairwiseBias`, which may read positions, queries and keys
+`LogitScale`            positions -> a factor of all logits of a query
+======================  ==========================================================================
+
+Together they compute, for query i and key j of one head,
+
+    logit[i, j] = scale(i) * (map_query(q_i, i) . map_key(k_j, j) * scaling + bias(i, j))
+
+Nothing in this package knows about transformers: a part receives positions and tensors, and the code
+that places it inside a model lives in `hf_posenc.patching`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from hf_posenc.schemes.positions import AttentionPairs, Positions
+
+
+class Part(nn.Module):
+    """Common to all parts: what a cache may assume, and how native weights are taken over."""
+
+    #: True where the encoding of a token depends on how long the sequence has become since. Such a part
+    #: cannot extend a cache unless `check_cache` says that the cached tokens are still right.
+    length_dependent: bool = False
+    #: Names of the part's own parameters that its paper trains without weight decay.
+    no_weight_decay: frozenset[str] = frozenset()
+
+    def check_cache(self, cached_length: int, total_length: int) -> None:
+        """Refuses to extend a cache of `cached_length` tokens to `total_length` if that would be wrong.
+
+        Raises:
+            UnsupportedError: where tokens computed at `cached_length` are no longer right at `total_length`.
+        """
+
+    def adopt(self, native: Tensor) -> bool:
+        """Takes over the weight of the stock mechanism this part replaces; returns whether it could."""
+        return False
+
+
+class AdditiveEncoding(Part):
+    """Positions -> vectors added to the token representations."""
+
+    def forward(self, positions: Positions) -> Tensor:
+        """Returns `(batch or 1, length, hidden)` in float32, or in the dtype of the learned table."""
+        raise NotImplementedError
+
+
+class QueryKeyMap(Part):
+    """A map of queries and keys that depends on their own position only."""
+
+    #: How many leading dimensions of a head are mapped; `None` where any width is.
+    rotary_dim: int | None = None
+    #: True where queries and keys are mapped by the same function.
+    symmetric: bool = True
+    #: True where the map needs all heads of a layer, or all dimensions of a head: it differs between heads, or changes
+    #: their width. Architectures that rotate a slice, or a key shared by all heads, are then mapped after joining.
+    whole_heads: bool = False
+    #: Width of a mapped head, as a multiple of what it was.
+    width_factor: int = 1
+
+    def phases(self, positions: Positions) -> tuple[Tensor, ...]:
+        """Everything that depends on positions but not on q or k; computed once per forward for all layers.
+
+        Returns float32 tensors, `(batch or 1, length, ...)`.
+        """
+        raise NotImplementedError
+
+    def map_query(self, query: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
+        """`query` is `(batch, heads, length, head_dim)`; the result has the same dtype.
+
+        The last dimension may change, if it does so for keys too.
+        """
+        raise NotImplementedError
+
+    def map_key(self, key: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
+        """`key` is `(batch, key_value_heads, length, head_dim)`; the result has the same dtype."""
+        raise NotImplementedError
+
+
+class LogitBias(Part):
+    """A number added to every attention logit. Subclass `DistanceBias` or `PairwiseBias`."""
+
+
+class DistanceBias(LogitBias):
+    """A bias that is a function of distance alone, evaluated once per distance and never per pair."""
+
+    def forward(self, distance: Tensor) -> Tensor:
+        """`distance` is key position minus query position (negative: in the past), of any shape.
+
+        int64, or float32 where a position map has turned positions into real numbers.
+
+        Returns `(heads, *distance.shape)` in float32.
+        """
+        raise NotImplementedError
+
+
+class PairwiseBias(LogitBias):
+    """A bias that reads more than the distance: positions, queries, keys, or what their tokens were projected from."""
+
+    #: How many numbers per head and token `key_features` returns. They are cached beside the keys.
+    num_features: int = 0
+    #: True where `forward` reads `pairs.query` or `pairs.key`; such a bias fits heads of unchanged width only.
+    reads_heads: bool = False
+
+    def key_features(self, hidden_states: Tensor) -> Tensor:
+        """`(batch, length, hidden)` -> `(batch, heads, length, num_features)` float32, before the cache."""
+        raise NotImplementedError
+
+    def forward(self, pairs: AttentionPairs) -> Tensor:
+        """Returns `(batch or 1, heads, query_len, key_len)` in float32; masked pairs may hold any finite number."""
+        raise NotImplementedError
+
+
+class LogitScale(Part):
+    """A factor of all logits of a query: a temperature that depends on its position."""
+
+    def forward(self, positions: Positions) -> Tensor:
+        """Returns `(batch or 1, heads or 1, length)` in float32."""
+        raise NotImplementedError
+
+
+@dataclass
+class SchemeParts:
+    """The parts a config was built into; `None` stands for "this scheme does not act there"."""
+
+    additive: AdditiveEncoding | None = None
+    query_key_map: QueryKeyMap | None = None
+    logit_bias: LogitBias | None = None
+    logit_scale: LogitScale | None = None
+
+    def __iter__(self) -> Iterator[Part]:
+        parts = (self.additive, self.query_key_map, self.logit_bias, self.logit_scale)
+        return (part for part in parts if part is not None)

@@ -1,0 +1,1 @@
+"""Other positions for a scheme: sampled, grouped, split into segments, stretched."""

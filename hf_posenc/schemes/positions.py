@@ -1,0 +1,84 @@
+"""What parts are told: where the tokens of one call stand, and the queries and keys of one attention layer."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Where the tokens of one forward call stand.
+
+    Args:
+        ids: `(batch or 1, length)`. int64 as the model counts them: the first real token of a sequence has position 0,
+            padding may carry any negative value. A position map may turn them into float32.
+        lengths: `(batch or 1, 1)` int64, the number of real tokens of each sequence, cached ones included.
+        coordinates: `(axes, batch or 1, length)` int64 where the caller placed tokens on several axes (time, height,
+            width), else `None`.
+        token_ids: `(batch, length)` int64, the vocabulary ids of the tokens, where the model was given them.
+        memo: shared by every `Positions` of one forward call of the model, for what has to be drawn or computed only
+            once in it.
+    """
+
+    ids: Tensor
+    lengths: Tensor
+    coordinates: Tensor | None = None
+    token_ids: Tensor | None = None
+    memo: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class AttentionPairs:
+    """The queries and keys whose logits one attention layer is about to compute.
+
+    Args:
+        query: `(batch, heads, query_len, width)`, after the scheme's own query map.
+        key: `(batch, key_value_heads, key_len, width)`, after the scheme's own key map; cached keys included.
+        query_slots: `(query_len,)` int64, which of the keys belongs to the same token as each query.
+        keys: where the key tokens stand, `ids` of shape `(batch or 1, key_len)`.
+        scaling: the factor the layer multiplies `query . key` with, as a rule `head_dim ** -0.5`.
+        hidden_states: `(batch, query_len, hidden)`, what the layer projects queries and keys from; `None` where nobody
+            has it.
+        key_features: `(batch, heads, key_len, features)` float32, what the part itself computed from each key's token
+            (`PairwiseBias.key_features`), cached ones included; `None` for parts without features.
+    """
+
+    query: Tensor
+    key: Tensor
+    query_slots: Tensor
+    keys: Positions
+    scaling: float
+    hidden_states: Tensor | None = None
+    key_features: Tensor | None = None
+
+    @property
+    def query_positions(self) -> Tensor:
+        """`(batch or 1, query_len)`."""
+        return self.keys.ids.index_select(-1, self.query_slots)
+
+    @property
+    def distance(self) -> Tensor:
+        """`(batch or 1, query_len, key_len)`: key position minus query position, negative in the past."""
+        return self.keys.ids.unsqueeze(-2) - self.query_positions.unsqueeze(-1)
+
+    @property
+    def slot_distance(self) -> Tensor:
+        """`(query_len, key_len)` int64: the same, counted in slots; positive exactly where a key comes later."""
+        slots = torch.arange(self.key.shape[-2], device=self.key.device)
+        return slots - self.query_slots.unsqueeze(-1)
+
+    @property
+    def expanded_key(self) -> Tensor:
+        """`(batch, heads, key_len, width)`: the keys, once for every query head that reads them."""
+        groups = self.query.shape[1] // self.key.shape[1]
+        return self.key if groups == 1 else self.key.repeat_interleave(groups, dim=1)
+
+
+def integer_range(start: int, length: int, device: torch.device | str | None = None) -> Tensor:
+    """`(1, length)` int64: `start, start + 1, ...`."""
+    return torch.arange(start, start + length, device=device).unsqueeze(0)

@@ -1,0 +1,1 @@
+"""Maps of queries and keys: rotations above all, and their frequencies."""

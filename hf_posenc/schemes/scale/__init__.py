@@ -1,0 +1,1 @@
+"""Factors of the attention logits that depend on the query's position."""

@@ -1,0 +1,27 @@
+"""Schemes made of schemes."""
+
+from __future__ import annotations
+
+from hf_posenc.schemes import (
+    AlibiConfig,
+    ComposedConfig,
+    LearnedConfig,
+    LinearScaling,
+    RopeConfig,
+    SinusoidalConfig,
+    T5Config,
+)
+
+from .row import Row
+
+ROWS: dict[str, Row] = {
+    "composed": Row(
+        "mixed",
+        None,
+        (
+            ComposedConfig((SinusoidalConfig(), LearnedConfig(), RopeConfig(scaling=LinearScaling(2.0)))),
+            ComposedConfig((T5Config(), AlibiConfig(learnable=True))),
+        ),
+        everywhere=True,
+    ),
+}

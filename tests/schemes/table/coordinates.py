@@ -1,0 +1,7 @@
+"""Rotations over several axes."""
+
+from __future__ import annotations
+
+from .row import Row
+
+ROWS: dict[str, Row] = {}

@@ -1,0 +1,94 @@
+"""What a row of the table of schemes says, and the places its schemes are built at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_posenc.schemes import BuildContext, Positions, SchemeConfig, SchemeParts, get_scheme
+
+HIDDEN, HEADS, KEY_VALUE_HEADS, HEAD_DIM, MAX_POSITIONS = 24, 6, 3, 16, 64
+
+
+@dataclass(frozen=True)
+class Row:
+    """One scheme in the tests.
+
+    Args:
+        kind: which form the reference has.
+            "none": nothing to compute, no reference.
+            "additive": `reference(config, part, hidden, position, length)` -> the vector, a list.
+            "map": `reference(config, head_dim, vector, position, length)` -> the mapped query or key, a list.
+            "bias": `reference(config, part, heads, causal, head, distance)` -> a number.
+            "logits": `reference(config, parts, case)` -> logits `[head][query][key]` of a `LogitCase`.
+            "mixed": an arrangement of other schemes, no reference of its own.
+        reference: the scheme's function in `references`.
+        variants: configs that together reach every option; the first one, which also goes through the matrix of
+            architectures, is small enough for heads of 8 dimensions and sequences of 14 tokens to show it.
+        causal_only: whether the scheme refuses bidirectional models.
+        everywhere: whether the matrix runs it in every build of architecture, not only in a Llama and a BERT: one
+            scheme for each mechanism of the engine.
+    """
+
+    kind: str
+    reference: Callable[..., Any] | None
+    variants: tuple[SchemeConfig, ...]
+    causal_only: bool = False
+    everywhere: bool = False
+
+
+@dataclass(frozen=True)
+class LogitCase:
+    """A small attention problem in plain lists of floats.
+
+    Args:
+        query: `[head][token][component]`.
+        key: `[head][token][component]`, already repeated for grouped heads.
+        hidden: `[token][component]`.
+        positions: of the tokens.
+        scaling: factor of the dot products.
+        causal: whether only keys at or before the query will be compared.
+    """
+
+    query: list[list[list[float]]]
+    key: list[list[list[float]]]
+    hidden: list[list[float]]
+    positions: list[int]
+    scaling: float
+    causal: bool
+
+    def dot_products(self) -> list[list[list[float]]]:
+        """`[head][query][key]`: the scaled dot products, without any positions."""
+        return [
+            [[self.scaling * dot(query, key) for key in keys] for query in queries]
+            for queries, keys in zip(self.query, self.key, strict=True)
+        ]
+
+
+def dot(first: list[float], second: list[float]) -> float:
+    """The inner product of two vectors."""
+    return sum(a * b for a, b in zip(first, second, strict=True))
+
+
+def context_for(config: SchemeConfig, row: Row | None = None) -> BuildContext:
+    """A small place with grouped heads; bidirectional for the variants that need it."""
+    causal = config != get_scheme("alibi")(variant="asymmetric")  # type: ignore[call-arg]
+    return BuildContext(
+        HIDDEN, HEADS, HEAD_DIM, causal=causal, max_positions=MAX_POSITIONS, num_key_value_heads=KEY_VALUE_HEADS
+    )
+
+
+def positions_of(*lengths: int, padded_to: int | None = None) -> Positions:
+    """Left-padded rows of the given lengths; padding has the position -1."""
+    width = padded_to or max(lengths)
+    ids = torch.arange(width).unsqueeze(0) - (width - torch.tensor(lengths).unsqueeze(1))
+    return Positions(ids.clamp(min=-1), torch.tensor(lengths).unsqueeze(1), token_ids=(ids * 7 % 11).clamp(min=0))
+
+
+def parts_for(config: SchemeConfig) -> SchemeParts:
+    """The parts of a config, with weights drawn from seed 0."""
+    torch.manual_seed(0)
+    return config.build(context_for(config))

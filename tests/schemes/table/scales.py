@@ -1,0 +1,7 @@
+"""Temperatures that depend on position."""
+
+from __future__ import annotations
+
+from .row import Row
+
+ROWS: dict[str, Row] = {}
