@@ -20,8 +20,8 @@ from hf_posenc.attention.backends import merge_mask
 TensorPair = tuple[Tensor, Tensor]
 #: (query, key), each `(..., length, head_dim)` -> the same, mapped.
 PairMap = Callable[[Tensor, Tensor], TensorPair]
-#: (query_len, key_len) -> `(1, heads, query_len, key_len)` float32.
-BiasSource = Callable[[int, int], Tensor]
+#: The bias of the product seen last, `(batch or 1, heads, query_len, key_len)` float32.
+BiasSource = Callable[[], Tensor]
 
 _PRODUCTS = {torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm}
 _ADDED_PRODUCTS = {torch.baddbmm, Tensor.baddbmm}
@@ -111,7 +111,7 @@ class ScoresMode(TorchFunctionMode):
         given["query"], given["key"] = self._map(given["query"], given["key"])
         if self.bias is not None:
             query_length, key_length = self.score_shape or (0, 0)
-            bias = self.bias(query_length, key_length)
+            bias = self.bias()
             mask = given.get("attn_mask")
             if given.pop("is_causal", False):
                 mask = torch.ones(query_length, key_length, dtype=torch.bool, device=bias.device).tril()
@@ -121,7 +121,7 @@ class ScoresMode(TorchFunctionMode):
 
     def _bias_like(self, scores: Tensor) -> Tensor:
         assert self.bias is not None
-        bias = self.bias(scores.shape[-2], scores.shape[-1]).to(scores.dtype)
+        bias = self.bias().to(scores.dtype)
         if scores.dim() == 3:
             # Batch and heads share one axis, batch-major.
             return bias.expand(scores.shape[0] // bias.shape[1], -1, -1, -1).flatten(0, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.attention.distances import dense_bias, first_key_slot
+from hf_posenc.attention.key_channels import append_features, split_features
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.length_checks import check_cache
 from hf_posenc.patching.rotary_calls import RotaryCall
 from hf_posenc.patching.runtime import StackRuntime
 from hf_posenc.patching.state import ForwardState
-from hf_posenc.schemes.parts import LogitBias, QueryKeyMap
-from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.parts import DistanceBias, LogitBias, LogitScale, PairwiseBias, QueryKeyMap
+from hf_posenc.schemes.positions import AttentionPairs, Positions
 
 Phases = tuple[Tensor, ...]
 
@@ -26,16 +29,25 @@ class LayerEncoding:
     Args:
         query_key_map: applied to queries and keys, or `None`.
         logit_bias: added to the logits, or `None`.
+        logit_scale: factor of the logits, or `None`.
         causal: whether the layer's queries see only keys at or before them.
         num_heads: number of query heads.
+        num_key_value_heads: number of key heads.
         head_dim: width of the heads the scores are computed from.
     """
 
     query_key_map: QueryKeyMap | None
     logit_bias: LogitBias | None
+    logit_scale: LogitScale | None
     causal: bool
     num_heads: int
+    num_key_value_heads: int
     head_dim: int
+
+    @property
+    def num_features(self) -> int:
+        """How many numbers per head and token the bias keeps beside the keys."""
+        return self.logit_bias.num_features if isinstance(self.logit_bias, PairwiseBias) else 0
 
 
 @dataclass
@@ -44,15 +56,19 @@ class LayerCall:
 
     Args:
         state: of the stack's call it belongs to.
+        hidden_states: `(batch, query_len, hidden)`, the layer's input.
         rotations: how often a rotary function of the architecture was replaced by the scheme's map.
         keys_mapped: whether keys were mapped on their way into the cache.
         attended: whether the attention function was reached.
+        key_features: what the bias keeps of each key's token, cached ones included, once it is known.
     """
 
     state: ForwardState
+    hidden_states: Tensor
     rotations: int = 0
     keys_mapped: bool = False
     attended: bool = False
+    key_features: Tensor | None = None
 
 
 class AttentionSite:
@@ -70,9 +86,10 @@ class AttentionSite:
         """Runs the module's own forward with the scheme in place."""
         raise NotImplementedError
 
-    def current_state(self, query_length: int) -> ForwardState:
-        """The state of the stack's call in progress; a plain one for a layer that is called on its own."""
-        return self.runtime.state_for(query_length)
+    @property
+    def watches_keys(self) -> bool:
+        """Whether keys have to be met on their way into the cache."""
+        return self.encoding.query_key_map is not None or self.encoding.num_features > 0
 
     def rotate(self, call: LayerCall, rotary: RotaryCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stands in for a rotary function of the architecture: maps its tensors, or hands them back as they are."""
@@ -82,28 +99,41 @@ class AttentionSite:
     def rotate_tensors(self, call: LayerCall, first: Tensor, second: Tensor | None, time_axis: int) -> Any:
         """Maps a query and a key, or one tensor of a function that is called once for each."""
         query_key_map = self.encoding.query_key_map
-        if query_key_map is not None and _fits(query_key_map, first):
+        if query_key_map is not None and self._maps_here(query_key_map, first, second, time_axis):
             phases = self.phases(call.state, first.device)
-            map_first = query_key_map.map_key if second is None and call.rotations else query_key_map.map_query
-            first = mapped(map_first, first, phases, time_axis)
+            first = mapped(query_key_map.map_query, first, phases, time_axis)
             if second is not None:
                 second = mapped(query_key_map.map_key, second, phases, time_axis)
             call.rotations += 1
         return first if second is None else (first, second)
 
+    def _maps_here(self, query_key_map: QueryKeyMap, first: Tensor, second: Tensor | None, time_axis: int) -> bool:
+        """Whether a map can act in the place of a rotary function; otherwise it acts on whole heads later."""
+        if query_key_map.rotary_dim is not None and first.shape[-1] < query_key_map.rotary_dim:
+            return False
+        if second is None:
+            # A function that is called once for each tensor does not say which one it was given.
+            return query_key_map.symmetric and not query_key_map.whole_heads
+        if not query_key_map.whole_heads:
+            return True
+        heads_axis = 1 if time_axis == 2 else 2
+        heads = (first.shape[heads_axis], second.shape[heads_axis])
+        return first.shape[-1] == self.encoding.head_dim and heads == (
+            self.encoding.num_heads,
+            self.encoding.num_key_value_heads,
+        )
+
     def phases(self, state: ForwardState, device: torch.device) -> Phases:
         """Phases of the new tokens, computed once per forward for all layers that share the map."""
         query_key_map = self.encoding.query_key_map
         assert query_key_map is not None
-        positions = state.rotary_positions(device)
-        key = ("phases", id(query_key_map), id(positions.ids))
+        positions = state.positions(device)
 
         def compute() -> Phases:
-            if query_key_map.length_dependent:
-                check_cache(query_key_map, state)
+            check_cache(query_key_map, state)
             return query_key_map.phases(positions)
 
-        phases: Phases = state.shared(key, compute)
+        phases: Phases = state.shared(("phases", id(query_key_map)), compute)
         return phases
 
     def slot_phases(self, state: ForwardState, start: int | Tensor, length: int, device: torch.device) -> Phases:
@@ -112,72 +142,130 @@ class AttentionSite:
         assert query_key_map is not None
 
         def compute() -> Phases:
-            if query_key_map.length_dependent:
-                check_cache(query_key_map, state)
+            check_cache(query_key_map, state)
             ids = (torch.arange(length, device=device) + start).unsqueeze(0)
             offset = 0 if state.offset is None else state.offset
             total = torch.as_tensor(offset + state.query_length, device=device).reshape(1, 1)
-            return query_key_map.phases(Positions(ids, torch.maximum(total, ids.amax(-1, keepdim=True) + 1)))
+            lengths = torch.maximum(total, ids.amax(-1, keepdim=True) + 1)
+            return query_key_map.phases(Positions(ids, lengths, memo=state.memo))
 
         slot = start if isinstance(start, int) else "static"
         phases: Phases = state.shared(("slots", id(query_key_map), slot, length), compute)
         return phases
 
-    def bias(self, state: ForwardState, query_length: int, key_length: int, device: torch.device) -> Tensor:
-        """`(1, heads, query_len, key_len)` float32."""
-        logit_bias = self.encoding.logit_bias
-        assert logit_bias is not None
-        offset = state.slot_offset(query_length, key_length)
-        key = ("bias", id(logit_bias), query_length, key_length)
-        result: Tensor = state.shared(key, lambda: dense_bias(logit_bias, offset, query_length, key_length, device))
+    def map_new_keys(self, call: LayerCall, key: Tensor) -> Tensor:
+        """Maps keys that no rotary function of the architecture has seen."""
+        query_key_map = self.encoding.query_key_map
+        if query_key_map is None or call.rotations or call.keys_mapped:
+            return key
+        call.keys_mapped = True
+        if query_key_map.whole_heads and key.shape[1] != self.encoding.num_key_value_heads:
+            raise UnsupportedError(
+                f"{type(self.module).__name__} computes {key.shape[1]} key heads where {type(query_key_map).__name__} "
+                f"was built for {self.encoding.num_key_value_heads}, one set of parameters each."
+            )
+        return query_key_map.map_key(key, self.phases(call.state, key.device))
+
+    def update_cache(
+        self,
+        call: LayerCall,
+        update: Callable[..., Any],
+        key: Tensor,
+        value: Tensor,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Stands in for a cache's `update`: maps keys, and lets what the bias remembers of them travel with them."""
+        key = self.map_new_keys(call, key)
+        if not self.encoding.num_features:
+            return update(key, value, *args, **kwargs)
+        keys, values = update(append_features(key, self.new_features(call)), value, *args, **kwargs)
+        keys, call.key_features = split_features(keys, self.encoding.num_heads, self.encoding.num_features)
+        return keys, values
+
+    def new_features(self, call: LayerCall) -> Tensor:
+        """`(batch, heads, query_len, num_features)` float32 of the new tokens."""
+        bias = self.encoding.logit_bias
+        assert isinstance(bias, PairwiseBias)
+        features: Tensor = bias.key_features(call.hidden_states)
+        return features
+
+    def bias(self, call: LayerCall, query: Tensor, key: Tensor, scaling: float) -> Tensor:
+        """`(batch or 1, heads, query_len, key_len)` float32, the query's scale included.
+
+        Args:
+            call: the call in progress.
+            query: `(batch, heads, query_len, width)`, mapped, before the scale.
+            key: `(batch, key_value_heads, key_len, width)`, mapped.
+            scaling: the layer's factor of `query . key`.
+        """
+        bias, state = self.encoding.logit_bias, call.state
+        assert bias is not None
+        result = self._distance_bias(bias, state, query, key) if isinstance(bias, DistanceBias) else None
+        if result is None:
+            check_cache(bias, state)
+            result = bias(self._pairs(call, query, key, scaling))
         if result.shape[1] != self.encoding.num_heads:
             raise UnsupportedError(
                 f"The bias has {result.shape[1]} heads, the layer {self.encoding.num_heads}: it was built for another "
                 "architecture."
             )
+        if self.encoding.logit_scale is not None:
+            result = result * self.scale(state, query.device).unsqueeze(-1)
         return result
+
+    def _distance_bias(self, bias: DistanceBias, state: ForwardState, query: Tensor, key: Tensor) -> Tensor:
+        query_length, key_length = query.shape[-2], key.shape[-2]
+        offset = state.slot_offset(query_length, key_length)
+        result: Tensor = state.shared(
+            ("bias", id(bias), query_length, key_length),
+            lambda: dense_bias(bias, offset, query_length, key_length, query.device),
+        )
+        return result
+
+    def _pairs(self, call: LayerCall, query: Tensor, key: Tensor, scaling: float) -> AttentionPairs:
+        query_start, key_start = self.key_start(call.state, query.shape[-2], key.shape[-2])
+        if self.encoding.num_features and call.key_features is None:
+            if key.shape[-2] != query.shape[-2]:
+                raise UnsupportedError(
+                    f"{type(self.module).__name__} holds {key.shape[-2]} keys for {query.shape[-2]} queries, but its "
+                    "keys did not pass through a cache that can be watched, and "
+                    f"{type(self.encoding.logit_bias).__name__} has to remember something of each. Use use_cache=False."
+                )
+            call.key_features = self.new_features(call)
+        return AttentionPairs(
+            query=query,
+            key=key,
+            query_slots=torch.arange(query.shape[-2], device=query.device) + (query_start - key_start),
+            keys=call.state.key_positions(key_start, key.shape[-2], query.device),
+            scaling=scaling,
+            hidden_states=call.hidden_states,
+            key_features=call.key_features,
+        )
+
+    def scale(self, state: ForwardState, device: torch.device) -> Tensor:
+        """`(batch or 1, heads or 1, query_len)` float32."""
+        logit_scale = self.encoding.logit_scale
+        assert logit_scale is not None
+
+        def compute() -> Tensor:
+            check_cache(logit_scale, state)
+            factor: Tensor = logit_scale(state.positions(device))
+            return factor
+
+        result: Tensor = state.shared(("scale", id(logit_scale)), compute)
+        return result
+
+    def scaled(self, state: ForwardState, query: Tensor) -> Tensor:
+        """The query times its scale, `(batch, heads, query_len, width)`."""
+        if self.encoding.logit_scale is None:
+            return query
+        return query * self.scale(state, query.device).unsqueeze(-1).to(query.dtype)
 
     def key_start(self, state: ForwardState, query_length: int, key_length: int) -> tuple[int | Tensor, int | Tensor]:
         """Slots of the first query and of the first key."""
         offset = state.slot_offset(query_length, key_length)
         return offset, first_key_slot(offset, query_length, key_length)
-
-
-def check_cache(part: Any, state: ForwardState) -> None:
-    """Lets a part whose encoding depends on the length refuse a cache that has become wrong.
-
-    Raises:
-        UnsupportedError: for such a cache, and for several documents in one row, which have no single length.
-    """
-    if not torch.compiler.is_compiling() and _is_packed(state):
-        raise UnsupportedError(
-            "position_ids start again within a row (packed documents), but this scheme encodes a token by the length "
-            "of its sequence, and a packed row has several. Pass the documents as separate rows."
-        )
-    offset = state.offset
-    if offset is None:
-        return
-    cached = int(offset)
-    if cached > 0:
-        part.check_cache(cached, cached + state.query_length)
-
-
-def _is_packed(state: ForwardState) -> bool:
-    """Whether positions start again between two real tokens of a row."""
-    ids, mask = state.position_ids, state.attention_mask
-    if ids is None:
-        return False
-    restarts = ids.diff(dim=-1) < 0
-    if mask is not None and mask.shape[1] >= ids.shape[1]:
-        real = mask[:, -ids.shape[1] :].bool().to(ids.device)
-        restarts = restarts & real[:, 1:] & real[:, :-1]
-    return bool(restarts.any())
-
-
-def _fits(query_key_map: QueryKeyMap, tensor: Tensor) -> bool:
-    """Whether the slice an architecture hands to its rotary function is as wide as the map."""
-    width = getattr(query_key_map, "rotary_dim", None)
-    return width is None or tensor.shape[-1] >= width
 
 
 def mapped(map_one: Any, tensor: Tensor, phases: Phases, time_axis: int) -> Tensor:

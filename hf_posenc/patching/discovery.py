@@ -117,6 +117,7 @@ def _read_attention(
         uses_interface=_uses_interface(module),
         rotary_functions=rotary_names(forward),
         num_heads=num_heads,
+        num_key_value_heads=_key_value_heads(module, num_heads),
         head_dim=head_dim,
         layer_type=layer_type if isinstance(layer_type, str) else None,
         causal=_is_causal(module, stack) if architecture.causal is None else architecture.causal,
@@ -188,6 +189,14 @@ def _head_shape(module: nn.Module, config: Any, architecture: Architecture) -> t
     if not head_dim:
         head_dim = int(_first_int(config, ("hidden_size", "d_model", "n_embd", "emb_dim", "dim"))) // num_heads
     return num_heads, head_dim
+
+
+def _key_value_heads(module: nn.Module, num_heads: int) -> int:
+    """Key heads as the attention function sees them: those of MLA are expanded before it."""
+    groups = _first_int(module, ("num_key_value_groups", "num_queries_per_kv"))
+    if groups:
+        return num_heads // groups
+    return _first_int(module, ("num_key_value_heads", "num_kv_heads")) or num_heads
 
 
 def _first_int(holder: Any, names: tuple[str, ...]) -> int:

@@ -17,9 +17,9 @@ from hf_posenc.patching.report import PatchReport
 from hf_posenc.patching.runtime import StackRuntime
 from hf_posenc.patching.sites import Stack
 from hf_posenc.patching.table_site import table_origin, table_weight
-from hf_posenc.schemes import ScheduleConfig
+from hf_posenc.schemes import LayeredConfig
 from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.schemes.parts import AdditiveEncoding
+from hf_posenc.schemes.parts import AdditiveEncoding, SchemeParts
 
 
 class StackEncoding(nn.Module):
@@ -43,26 +43,36 @@ class StackEncoding(nn.Module):
         self._build(config, stack, pairing_override)
 
     def _build(self, config: SchemeConfig, stack: Stack, pairing_override: str | None) -> None:
-        built: dict[Hashable, tuple[Any, Any]] = {}
+        built: dict[Hashable, SchemeParts] = {}
         additive_layers: dict[SchemeConfig, AdditiveEncoding | None] = {}
         for attention in stack.attentions:
-            layer_config = config.for_layer(attention.layer) if isinstance(config, ScheduleConfig) else config
+            layer_config = config
+            if isinstance(config, LayeredConfig):
+                layer_config = config.for_layer(attention.layer, attention.layer_type)
             context = build_context(stack, attention)
             layer_config = with_layout(layer_config, stack, attention, pairing_override)
             key = (layer_config, context, attention.path if layer_config.per_layer else None)
             if key not in built:
-                parts = layer_config.build(context)
-                additive_layers.setdefault(layer_config, parts.additive)
-                built[key] = (parts.query_key_map, parts.logit_bias)
-                shared = [part for part in built[key] if part is not None]
-                if shared:
-                    self.groups.append(nn.ModuleList(shared))
-            query_key_map, logit_bias = built[key]
+                built[key] = layer_config.build(context)
+                additive_layers.setdefault(layer_config, built[key].additive)
+                in_layers = [part for part in built[key] if part is not built[key].additive]
+                if in_layers:
+                    self.groups.append(nn.ModuleList(in_layers))
+            parts = built[key]
             self.layers.append(
-                LayerEncoding(query_key_map, logit_bias, attention.causal, attention.num_heads, attention.head_dim)
+                LayerEncoding(
+                    query_key_map=parts.query_key_map,
+                    logit_bias=parts.logit_bias,
+                    logit_scale=parts.logit_scale,
+                    causal=attention.causal,
+                    num_heads=attention.num_heads,
+                    num_key_value_heads=attention.num_key_value_heads,
+                    head_dim=attention.head_dim,
+                )
             )
         self.additive = _one_additive(additive_layers)
         self._check_shared_keys(stack)
+        self.runtime.reads_coordinates = any(getattr(module, "reads_coordinates", False) for module in self.modules())
 
     def _check_shared_keys(self, stack: Stack) -> None:
         """Layers that read an earlier layer's keys find them mapped by that layer's scheme (Gemma 3n and 4)."""
@@ -71,6 +81,11 @@ class StackEncoding(nn.Module):
             if not getattr(attention.module, "is_kv_shared_layer", False):
                 owners[attention.layer_type] = (attention.layer, layer.query_key_map)
                 continue
+            if _meets_keys_late(layer):
+                raise UnsupportedError(
+                    f"Layer {attention.layer} reads the keys of an earlier layer, which cannot be met on their way "
+                    f"into a cache, as {type(layer.query_key_map or layer.logit_bias).__name__} needs."
+                )
             source, query_key_map = owners.get(attention.layer_type, (None, layer.query_key_map))
             if query_key_map is not layer.query_key_map:
                 raise UnsupportedError(
@@ -135,6 +150,13 @@ class PositionEncoding(nn.Module):
         memo[id(self)] = clone
         clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return clone
+
+
+def _meets_keys_late(layer: LayerEncoding) -> bool:
+    """Whether a scheme has to meet keys elsewhere than at the architecture's own rotary function."""
+    query_key_map = layer.query_key_map
+    asymmetric = query_key_map is not None and (query_key_map.whole_heads or not query_key_map.symmetric)
+    return asymmetric or layer.num_features > 0
 
 
 def _one_additive(found: dict[SchemeConfig, AdditiveEncoding | None]) -> AdditiveEncoding | None:

@@ -87,6 +87,6 @@ def _install_attention(
             journal.set(module, architecture.rotary_method, RotaryMethodSite(site))
             report.replaced.append(f"{attention.path}: {architecture.rotary_method}")
     report.replaced.extend(f"{attention.path}: {name}" for name in attention.rotary_functions)
-    for part, name in ((layer.query_key_map, "query_key_map"), (layer.logit_bias, "logit_bias")):
-        if part is not None:
+    for name in ("query_key_map", "logit_bias", "logit_scale"):
+        if getattr(layer, name) is not None:
             report.placed.append(f"{name}: {attention.path}")

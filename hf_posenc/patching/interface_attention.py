@@ -8,6 +8,7 @@ looked up at every call.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Callable
@@ -22,9 +23,9 @@ from hf_posenc.patching.per_thread import PerThread
 from hf_posenc.patching.rebinding import rebind, rotary_names
 from hf_posenc.patching.rotary_calls import rotary_call
 from hf_posenc.patching.runtime import StackRuntime
+from hf_posenc.patching.watched_cache import KeysOnTheirWay, cache_of_call
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
-_CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
 
 
 class InterfaceAttention(AttentionSite):
@@ -53,20 +54,14 @@ class InterfaceAttention(AttentionSite):
         if self._function is None:
             self._function = self._rebind(type(self.module).forward)
         hidden_states = args[0] if args else next(iter(kwargs.values()))
-        call = LayerCall(self.current_state(hidden_states.shape[1]))
-        cache = self._own_cache(args, kwargs) if self.encoding.query_key_map is not None else None
-        own_update = None if cache is None else vars(cache).get("update")
-        if cache is not None:
-            cache.update = _MappedUpdate(cache.update, self, call)
+        call = LayerCall(self.runtime.state_for(hidden_states.shape[1]), hidden_states)
+        cache = cache_of_call(self.module, args, kwargs) if self.watches_keys else None
         self.calls.push(call)
         try:
-            output = self._function(self.module, *args, **kwargs)
+            with KeysOnTheirWay(cache, functools.partial(self.update_cache, call)):
+                output = self._function(self.module, *args, **kwargs)
         finally:
             self.calls.pop()
-            if cache is not None and own_update is not None:
-                cache.update = own_update
-            elif cache is not None:
-                del cache.update
         if not call.attended:
             raise UnsupportedError(
                 f"{type(self.module).__name__} computed its attention without the attention interface (for example "
@@ -81,29 +76,12 @@ class InterfaceAttention(AttentionSite):
             replaced[name] = _Rotary(function.__globals__[name], self)
         return rebind(function, replaced)
 
-    def _own_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The cache this layer's keys go into, or `None`; of an encoder-decoder's two, that of self-attention."""
-        given = next((kwargs[name] for name in _CACHE_NAMES if kwargs.get(name) is not None), None)
-        if given is None and len(args) > 1:
-            parameters = list(inspect.signature(type(self.module).forward).parameters)[1:]
-            positional = dict(zip(parameters, args, strict=False))
-            given = next((positional[name] for name in _CACHE_NAMES if positional.get(name) is not None), None)
-        return getattr(given, "self_attention_cache", given)
-
     @property
     def call(self) -> LayerCall:
         """The call in progress on this thread."""
         call = self.calls.top
         assert call is not None
         return call
-
-    def map_new_keys(self, call: LayerCall, key: Tensor) -> Tensor:
-        """Maps keys that no rotary function of the architecture has seen."""
-        query_key_map = self.encoding.query_key_map
-        if query_key_map is None or call.rotations or call.keys_mapped:
-            return key
-        call.keys_mapped = True
-        return query_key_map.map_key(key, self.phases(call.state, key.device))
 
     def attend(self, implementation: str | None, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Stands in for the attention function."""
@@ -112,24 +90,38 @@ class InterfaceAttention(AttentionSite):
         names = ("module", "query", "key", "value", "attention_mask")
         given = dict(zip(names, args, strict=False)) | {name: kwargs.pop(name) for name in names if name in kwargs}
         rest = args[len(names) :]
-        query, key = given["query"], given["key"]
-        if self.encoding.query_key_map is not None and not call.rotations:
-            phases = self.phases(call.state, query.device)
-            query = self.encoding.query_key_map.map_query(query, phases)
-            if not call.keys_mapped:
-                if key.shape[2] != query.shape[2]:
-                    raise UnsupportedError(
-                        f"{type(self.module).__name__} holds {key.shape[2]} keys for {query.shape[2]} queries, but "
-                        "its keys did not pass through a cache that can be watched. Use use_cache=False."
-                    )
-                key = self.map_new_keys(call, key)
+        query, key = self._mapped_late(call, given["query"], given["key"])
         if self.drop_native_bias:
             kwargs.pop("position_bias", None)
-        arguments = (given["module"], query, key, given["value"], given.get("attention_mask"), *rest)
+        if kwargs.get("scaling") is None and query.shape[-1] != self.encoding.head_dim:
+            # The map has widened the heads, and a kernel goes by the width it sees.
+            kwargs["scaling"] = self._scaling
+        scaled = self.scaled(call.state, query)
+        arguments = (given["module"], scaled, key, given["value"], given.get("attention_mask"), *rest)
         if self.encoding.logit_bias is None:
             return function(*arguments, **kwargs)
-        bias = self.bias(call.state, query.shape[2], key.shape[2], query.device)
+        scaling = kwargs.get("scaling")
+        bias = self.bias(call, query, key, self._scaling if scaling is None else scaling)
         return attend_with_bias(implementation, function, bias, *arguments, **kwargs)
+
+    @property
+    def _scaling(self) -> float:
+        return self.encoding.head_dim**-0.5
+
+    def _mapped_late(self, call: LayerCall, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Query and key, mapped here where no rotary function of the architecture stood in the way."""
+        query_key_map = self.encoding.query_key_map
+        if query_key_map is None or call.rotations:
+            return query, key
+        query = query_key_map.map_query(query, self.phases(call.state, query.device))
+        if not call.keys_mapped:
+            if key.shape[2] != query.shape[2]:
+                raise UnsupportedError(
+                    f"{type(self.module).__name__} holds {key.shape[2]} keys for {query.shape[2]} queries, but "
+                    "its keys did not pass through a cache that can be watched. Use use_cache=False."
+                )
+            key = self.map_new_keys(call, key)
+        return query, key
 
 
 class _Interface:
@@ -161,15 +153,3 @@ class _Rotary:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.site.rotate(self.site.call, self.rotary, args, kwargs)
-
-
-class _MappedUpdate:
-    """A cache's `update` while one patched layer runs: keys that nothing has rotated yet are mapped on their way in."""
-
-    def __init__(self, update: Callable[..., Any], site: InterfaceAttention, call: LayerCall) -> None:
-        self.update = update
-        self.site = site
-        self.call = call
-
-    def __call__(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return self.update(self.site.map_new_keys(self.call, key_states), value_states, *args, **kwargs)

@@ -23,7 +23,7 @@ from hf_posenc.patching.encoding import PositionEncoding
 from hf_posenc.patching.native import native_scheme
 from hf_posenc.patching.plan import SchemeLike, schedule, scheme_config
 from hf_posenc.patching.sites import Stack
-from hf_posenc.schemes import ScheduleConfig
+from hf_posenc.schemes import LayeredConfig
 from hf_posenc.schemes.config import SchemeConfig
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
@@ -96,7 +96,10 @@ def unpatch_model(model: ModelType) -> ModelType:
 
 
 def _warn_if_invisible(config: SchemeConfig, stacks: list[Stack]) -> None:
-    configs = config.layers if isinstance(config, ScheduleConfig) else (config,)
+    configs = [config]
+    if isinstance(config, LayeredConfig):
+        attentions = [attention for stack in stacks for attention in stack.attentions]
+        configs = [config.for_layer(attention.layer, attention.layer_type) for attention in attentions]
     if not any(getattr(one, "invisible_under_layer_norm", False) for one in configs):
         return
     if any(isinstance(module, nn.LayerNorm) for stack in stacks for module in stack.module.modules()):

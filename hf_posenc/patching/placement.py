@@ -17,7 +17,6 @@ from hf_posenc.patching.rotary_calls import (
 )
 from hf_posenc.patching.sites import FoundAttention, Stack
 from hf_posenc.patching.table_site import table_origin, table_weight
-from hf_posenc.schemes import ComposedConfig
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 
 
@@ -37,6 +36,7 @@ def build_context(stack: Stack, attention: FoundAttention) -> BuildContext:
         rotary_dim=native_rotary_dim(stack, attention),
         causal=attention.causal,
         max_positions=max_positions if isinstance(max_positions, int) and max_positions > 0 else None,
+        num_key_value_heads=attention.num_key_value_heads,
         initializer_range=deviation if isinstance(deviation, float) and deviation > 0 else 0.02,
     )
 
@@ -58,14 +58,26 @@ def native_rotary_dim(stack: Stack, attention: FoundAttention) -> int | None:
 def with_layout(
     config: SchemeConfig, stack: Stack, attention: FoundAttention, pairing_override: str | None
 ) -> SchemeConfig:
-    """The config with `layout="auto"` resolved to the pairing the architecture was trained with."""
-    if isinstance(config, ComposedConfig):
-        parts = tuple(with_layout(part, stack, attention, pairing_override) for part in config.parts)
-        return dataclasses.replace(config, parts=parts)
+    """The config with every `layout="auto"` in it resolved to the pairing the architecture was trained with."""
+    nested = {
+        field.name: _with_layout_inside(getattr(config, field.name), stack, attention, pairing_override)
+        for field in dataclasses.fields(config)
+    }
+    changed = {name: value for name, value in nested.items() if value is not getattr(config, name)}
+    if changed:
+        config = dataclasses.replace(config, **changed)
     if getattr(config, "layout", None) != "auto" or not hasattr(config, "rotary_dim"):
         return config
     rotary: Any = config
     return dataclasses.replace(rotary, layout=pairing_override or native_pairing(stack, attention) or "half")
+
+
+def _with_layout_inside(value: Any, stack: Stack, attention: FoundAttention, pairing_override: str | None) -> Any:
+    if isinstance(value, SchemeConfig):
+        return with_layout(value, stack, attention, pairing_override)
+    if isinstance(value, tuple) and any(isinstance(item, SchemeConfig) for item in value):
+        return tuple(_with_layout_inside(item, stack, attention, pairing_override) for item in value)
+    return value
 
 
 def native_pairing(stack: Stack, attention: FoundAttention) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hf_posenc.patching.sites import Stack
-from hf_posenc.schemes import ComposedConfig, ScheduleConfig, get_scheme
+from hf_posenc.schemes import ComposedConfig, LayeredConfig, ScheduleConfig, get_scheme
 from hf_posenc.schemes.config import SchemeConfig
 
 #: Every form a scheme can be given in; a sequence stands for several at once.
@@ -79,13 +79,16 @@ def schedule(
     unknown = [layer for layer in chosen if layer not in available]
     if unknown or not chosen:
         raise ValueError(f"layers={chosen} names {unknown or 'no layer'}; layers with self-attention are {available}.")
-    if isinstance(config, ScheduleConfig):
+    if isinstance(config, LayeredConfig):
         raise ValueError("A schedule already says what every layer does; `layers` cannot be combined with it.")
     assert elsewhere is not None
+    types = {attention.layer: attention.layer_type for stack in stacks for attention in stack.attentions}
     return ScheduleConfig(
-        layers=tuple(config if layer in chosen else _at(elsewhere, layer) for layer in range(available[-1] + 1))
+        layers=tuple(
+            config if layer in chosen else _at(elsewhere, layer, types.get(layer)) for layer in range(available[-1] + 1)
+        )
     )
 
 
-def _at(config: SchemeConfig, layer: int) -> SchemeConfig:
-    return config.for_layer(layer) if isinstance(config, ScheduleConfig) else config
+def _at(config: SchemeConfig, layer: int, layer_type: str | None) -> SchemeConfig:
+    return config.for_layer(layer, layer_type) if isinstance(config, LayeredConfig) else config

@@ -31,6 +31,8 @@ class StackRuntime:
     def __init__(self) -> None:
         self.states: PerThread[ForwardState] = PerThread()
         self.time_major = False
+        #: Whether a part of the scheme reads positions on several axes.
+        self.reads_coordinates = False
         self.slots = SlotBuffers()
 
     @property
@@ -90,17 +92,31 @@ class EnterStack:
         offset = _cached_length(arguments)
         if isinstance(offset, int):
             self.runtime.slots.reach(stack, offset + query_length)
-        position_ids, mask = arguments.get("position_ids"), arguments.get("attention_mask")
+        position_ids, coordinates = self._split_axes(arguments.get("position_ids"))
+        token_ids = arguments.get("input_ids")
         self.runtime.states.push(
             ForwardState(
                 query_length=query_length,
                 offset=offset,
-                position_ids=None if position_ids is None else one_axis(position_ids),
-                attention_mask=_padding_mask(mask, stack),
+                position_ids=position_ids,
+                attention_mask=_padding_mask(arguments.get("attention_mask"), stack),
+                coordinates=coordinates,
+                token_ids=token_ids if isinstance(token_ids, Tensor) and token_ids.dim() == 2 else None,
             )
         )
         if torch.is_grad_enabled():
             keep_state_for_recomputation(stack, self.runtime)
+
+    def _split_axes(self, position_ids: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """`(batch, query_len)` and, for a scheme of several axes, `(axes, batch, query_len)`.
+
+        Qwen's models may put the text position in front of time, height and width.
+        """
+        if position_ids is None:
+            return None, None
+        if position_ids.dim() == 3 and self.runtime.reads_coordinates:
+            return position_ids[0], position_ids[-3:]
+        return one_axis(position_ids), None
 
 
 class LeaveStack:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from typing import Any
@@ -16,15 +17,16 @@ from hf_posenc.patching.per_thread import PerThread
 from hf_posenc.patching.rebinding import rebind, rotary_names
 from hf_posenc.patching.rotary_calls import rotary_call
 from hf_posenc.patching.runtime import StackRuntime
-from hf_posenc.patching.state import ForwardState
+from hf_posenc.patching.watched_cache import KeysOnTheirWay, cache_of_call
+
+_SCALINGS = ("scaling", "softmax_scale", "inv_norm_factor", "scale")
 
 
 class ScoresAttention(AttentionSite):
     """An attention module outside the attention interface; see `hf_posenc.attention.scores`.
 
-    Where the module calls a rotary function of its own, queries and keys are mapped there, before the cache. Elsewhere
-    the mapped keys are those of all slots, after the cache, so positions are slot numbers: enough for every map that
-    depends on distance.
+    Where the module calls a rotary function of its own, queries and keys are mapped there, before the cache; elsewhere
+    keys are mapped on their way into the cache and queries at the product.
     """
 
     def __init__(
@@ -42,27 +44,33 @@ class ScoresAttention(AttentionSite):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward under a `ScoresMode`, which torch.compile cannot trace and runs as it is."""
         hidden_states = args[0] if args else next(iter(kwargs.values()))
-        time_axis = 0 if self.runtime.time_major else 1
-        state = self.current_state(hidden_states.shape[time_axis])
+        if self.runtime.time_major:
+            hidden_states = hidden_states.transpose(0, 1)
+        call = LayerCall(self.runtime.state_for(hidden_states.shape[1]), hidden_states)
         forward = inspect.unwrap(type(self.module).forward)
         args, kwargs = self._without_native_bias(forward, args, kwargs)
-        call = LayerCall(state)
+        seen: list[tuple[Tensor, Tensor]] = []
 
         def pair_map(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-            return (query, key) if call.rotations else self._map_slots(state, query, key)
+            heads = self._mapped_heads(call, *self._as_heads(query, key))
+            seen[:] = [heads]
+            scaled = self.scaled(call.state, heads[0])
+            return scaled.reshape(*query.shape[:-1], -1), heads[1].reshape(*key.shape[:-1], -1)
 
-        def bias(query_length: int, key_length: int) -> Tensor:
-            return self.bias(state, query_length, key_length, hidden_states.device)
+        def bias() -> Tensor:
+            return self.bias(call, *seen[0], self._scaling())
 
+        parts = (self.encoding.query_key_map, self.encoding.logit_bias, self.encoding.logit_scale)
         mode = ScoresMode(
             self.encoding.head_dim,
-            pair_map if self.encoding.query_key_map is not None else None,
+            pair_map if any(part is not None for part in parts) else None,
             bias if self.encoding.logit_bias is not None else None,
         )
         function = self._rebind(forward, call)
+        cache = cache_of_call(self.module, args, kwargs) if self.watches_keys else None
         self.calls.push(call)
         try:
-            with mode:
+            with KeysOnTheirWay(cache, functools.partial(self.update_cache, call)), mode:
                 output = function(self.module, *args, **kwargs)
         finally:
             self.calls.pop()
@@ -86,17 +94,31 @@ class ScoresAttention(AttentionSite):
     def _silenced(self, name: str, value: Any) -> Any:
         return torch.zeros_like(value) if name in self.bias_arguments and isinstance(value, Tensor) else value
 
-    def _map_slots(self, state: ForwardState, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        query_key_map = self.encoding.query_key_map
-        assert query_key_map is not None
-        query_length, key_length = query.shape[-2], key.shape[-2]
-        query_start, key_start = self.key_start(state, query_length, key_length)
-        query_phases = self.slot_phases(state, query_start, query_length, query.device)
-        key_phases = self.slot_phases(state, key_start, key_length, key.device)
-        return (
-            _over_leading_axes(query_key_map.map_query, query, query_phases),
-            _over_leading_axes(query_key_map.map_key, key, key_phases),
-        )
+    def _as_heads(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """`(batch, heads, length, head_dim)` each, from heads that may share an axis with the batch."""
+        query = query.reshape(-1, self.encoding.num_heads, *query.shape[-2:])
+        return query, key.reshape(query.shape[0], -1, *key.shape[-2:])
+
+    def _mapped_heads(self, call: LayerCall, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        query_key_map, state = self.encoding.query_key_map, call.state
+        if query_key_map is None or call.rotations:
+            return query, key
+        if call.keys_mapped or key.shape[-2] == query.shape[-2]:
+            phases = self.phases(state, query.device)
+            return query_key_map.map_query(query, phases), self.map_new_keys(call, key)
+        # The keys of earlier tokens came from a memory that nobody could watch: all are mapped now, by slot.
+        query_start, key_start = self.key_start(state, query.shape[-2], key.shape[-2])
+        query_phases = self.slot_phases(state, query_start, query.shape[-2], query.device)
+        key_phases = self.slot_phases(state, key_start, key.shape[-2], key.device)
+        return query_key_map.map_query(query, query_phases), query_key_map.map_key(key, key_phases)
+
+    def _scaling(self) -> float:
+        """The factor the module multiplies its products with, as its attributes have it."""
+        for name in _SCALINGS:
+            value = getattr(self.module, name, None)
+            if isinstance(value, float) and value > 0:
+                return value
+        return float(self.encoding.head_dim**-0.5)
 
     def _rebind(self, forward: types.FunctionType, call: LayerCall) -> types.FunctionType:
         names = rotary_names(forward)
@@ -117,9 +139,3 @@ class ScoresAttention(AttentionSite):
         call = self.calls.top
         assert call is not None
         return self.rotate_tensors(call, query, key, 2)
-
-
-def _over_leading_axes(map_one: Any, tensor: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
-    """Applies a map to `(..., length, head_dim)` whatever stands before."""
-    flat = tensor.reshape(1, -1, *tensor.shape[-2:])
-    return map_one(flat, phases).reshape(tensor.shape)

@@ -19,6 +19,7 @@ class FoundAttention:
         uses_interface: whether it goes through transformers' attention interface.
         rotary_functions: names of the rotary functions its forward calls.
         num_heads: number of query heads.
+        num_key_value_heads: number of key heads.
         head_dim: width of a head.
         layer_type: the layer's entry in `config.layer_types`, where there is one.
         causal: whether queries see only keys at or before them.
@@ -30,6 +31,7 @@ class FoundAttention:
     uses_interface: bool
     rotary_functions: list[str]
     num_heads: int
+    num_key_value_heads: int
     head_dim: int
     layer_type: str | None
     causal: bool

@@ -22,15 +22,21 @@ class ForwardState:
         offset: number of cached slots before them; a 0-dim tensor for static caches, `None` if unknown.
         position_ids: `(batch or 1, query_len)` as the caller gave them, or `None`.
         attention_mask: `(batch, key_len)` padding mask (1 = real token) as the caller gave it, or `None`.
+        coordinates: `(axes, batch, query_len)` of tokens placed on several axes, or `None`.
+        token_ids: `(batch, query_len)` vocabulary ids of the new tokens, or `None`.
     """
 
     query_length: int
     offset: int | Tensor | None = 0
     position_ids: Tensor | None = None
     attention_mask: Tensor | None = None
+    coordinates: Tensor | None = None
+    token_ids: Tensor | None = None
     #: `position_ids` as the model itself handed them to its rotary module.
     rotary_position_ids: Tensor | None = None
     cache: dict[Hashable, Any] = field(default_factory=dict)
+    #: Handed on with every `Positions` of this call.
+    memo: dict[Hashable, Any] = field(default_factory=dict)
 
     def slot_offset(self, query_length: int, key_length: int) -> int | Tensor:
         """Index of the first query among all slots seen so far."""
@@ -41,16 +47,19 @@ class ForwardState:
         mask, offset = self.attention_mask, self.offset
         if mask is None or offset is None:
             return None
-        counted = mask.to(torch.int64).cumsum(-1) * mask.to(torch.int64) - 1
         if isinstance(offset, Tensor):
             slots = torch.arange(self.query_length, device=mask.device) + offset.to(mask.device)
-            return counted.index_select(1, slots.clamp(max=mask.shape[1] - 1))
+            return counted_tokens(mask).index_select(1, slots.clamp(max=mask.shape[1] - 1))
         if mask.shape[1] < offset + self.query_length:
             return None
-        return counted[:, offset : offset + self.query_length]
+        return counted_tokens(mask)[:, offset : offset + self.query_length]
 
     def positions(self, device: torch.device) -> Positions:
-        """The positions of the new tokens, for parts that act outside any native mechanism."""
+        """The positions of the new tokens: as the caller gave them, else counted over real tokens, else by slot.
+
+        What the model itself handed to its rotary module comes last but one: it knows the slots of a cache that does
+        not say how long it is.
+        """
         return self.shared("positions", lambda: self._resolve(device))
 
     def _resolve(self, device: torch.device) -> Positions:
@@ -59,15 +68,10 @@ class ForwardState:
         counted = self.mask_positions()
         if counted is not None:
             return self.with_lengths(counted.to(device))
+        if self.rotary_position_ids is not None:
+            return self.with_lengths(one_axis(self.rotary_position_ids).to(device))
         start = 0 if self.offset is None else self.offset
         return self.with_lengths((torch.arange(self.query_length, device=device) + start).unsqueeze(0))
-
-    def rotary_positions(self, device: torch.device) -> Positions:
-        """The positions the model's own rotary module was given, else `positions`."""
-        ids = self.rotary_position_ids
-        if ids is None:
-            return self.positions(device)
-        return self.shared(("rotary", id(ids)), lambda: self.with_lengths(one_axis(ids).to(device)))
 
     def with_lengths(self, ids: Tensor) -> Positions:
         """Attaches the number of real tokens per sequence: from the mask, else from the last position."""
@@ -76,7 +80,43 @@ class ForwardState:
             lengths = mask.to(torch.int64).sum(-1, keepdim=True).to(ids.device)
         else:
             lengths = ids.amax(-1, keepdim=True) + 1
-        return Positions(ids=ids, lengths=lengths)
+        return Positions(ids, lengths, self.coordinates, self.token_ids, self.memo)
+
+    def key_positions(self, first_slot: int | Tensor, key_length: int, device: torch.device) -> Positions:
+        """The positions of `key_length` keys from `first_slot` on, cached ones included.
+
+        Raises:
+            UnsupportedError: if the caller's `position_ids` contradict what mask and slots say about cached tokens.
+        """
+        return self.shared(("keys", key_length), lambda: self._resolve_keys(first_slot, key_length, device))
+
+    def _resolve_keys(self, first_slot: int | Tensor, key_length: int, device: torch.device) -> Positions:
+        own = self.positions(device)
+        if isinstance(self.offset, int) and self.offset == 0 and key_length == self.query_length:
+            return own
+        slots = torch.arange(key_length, device=device) + first_slot
+        mask = self.attention_mask
+        if mask is None:
+            ids = slots.unsqueeze(0)
+        else:
+            counted = counted_tokens(mask.to(device))
+            known = slots < mask.shape[1]
+            ids = counted.index_select(1, slots.clamp(max=mask.shape[1] - 1)).where(known, -1)
+        self._check_cached_positions(own, ids, first_slot)
+        return Positions(ids, own.lengths, memo=self.memo)
+
+    def _check_cached_positions(self, own: Positions, ids: Tensor, first_slot: int | Tensor) -> None:
+        """The positions of cached tokens are known from mask and slots only, so the new ones have to continue them."""
+        if torch.compiler.is_compiling() or self.position_ids is None or self.offset is None:
+            return
+        slots = torch.arange(own.ids.shape[1], device=ids.device) + (self.offset - first_slot)
+        expected = ids.index_select(1, slots.clamp(max=ids.shape[1] - 1))
+        if bool(((expected != own.ids) & (expected >= 0)).any()):
+            raise UnsupportedError(
+                "position_ids of the new tokens do not continue the cached ones (counted over the attention mask, or "
+                "by slot), so the positions of cached keys are unknown, and this scheme needs them. Pass the whole "
+                "sequence with use_cache=False, or position_ids that continue it."
+            )
 
     def shared(self, key: Hashable, compute: Callable[[], Any]) -> Any:
         """`compute()`, once per forward.
@@ -93,6 +133,12 @@ class ForwardState:
         return value
 
 
+def counted_tokens(mask: Tensor) -> Tensor:
+    """`(batch, key_len)` int64: 0, 1, 2, ... over the real tokens of each row, -1 at padding."""
+    real = mask.to(torch.int64)
+    return real.cumsum(-1) * real - 1
+
+
 def one_axis(position_ids: Tensor) -> Tensor:
     """`(batch, query_len)` from `(axes, batch, query_len)`: for text all axes of M-RoPE are equal.
 
@@ -102,8 +148,8 @@ def one_axis(position_ids: Tensor) -> Tensor:
     if position_ids.dim() == 3:
         if not torch.compiler.is_compiling() and not bool((position_ids == position_ids[:1]).all()):
             raise UnsupportedError(
-                f"position_ids have {position_ids.shape[0]} axes that differ (images or video); the schemes here place "
-                "tokens on one axis. Unpatch the model for such inputs."
+                f"position_ids have {position_ids.shape[0]} axes that differ (images or video), but this scheme places "
+                "tokens on one axis. Use 'mrope' or 'rope_nd', or unpatch the model for such inputs."
             )
         return position_ids[0]
     return position_ids if position_ids.dim() == 2 else position_ids.unsqueeze(0)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.patching.attention_site import check_cache
+from hf_posenc.patching.length_checks import check_cache
 from hf_posenc.patching.runtime import StackRuntime
 from hf_posenc.patching.state import ForwardState
 from hf_posenc.schemes.parts import AdditiveEncoding
@@ -75,8 +75,7 @@ class TableSite:
             encoded = torch.zeros(1, 1, weight.shape[1], device=weight.device)
         else:
             state = self.runtime.state_for(rows.shape[-1])
-            if self.additive.length_dependent:
-                check_cache(self.additive, state)
+            check_cache(self.additive, state)
             encoded = self.additive(self._positions(state, rows))
         encoded = encoded.to(weight.dtype)
         return encoded if extras is None else (encoded, *extras)

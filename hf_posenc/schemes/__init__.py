@@ -13,7 +13,7 @@ from hf_posenc.schemes.additive.integer import IntegerConfig, NormalizedIntegerC
 from hf_posenc.schemes.additive.learned import LearnedConfig
 from hf_posenc.schemes.additive.sinusoidal import SinusoidalConfig
 from hf_posenc.schemes.arrangement.composed import ComposedConfig
-from hf_posenc.schemes.arrangement.schedule import LayeredConfig, ScheduleConfig
+from hf_posenc.schemes.arrangement.schedule import InterleavedConfig, LayeredConfig, LocalGlobalConfig, ScheduleConfig
 from hf_posenc.schemes.bias.alibi import AlibiConfig
 from hf_posenc.schemes.bias.t5 import T5Config
 from hf_posenc.schemes.config import BuildContext, SchemeConfig, SubConfig
@@ -53,10 +53,12 @@ __all__ = [
     "DistanceBias",
     "DynamicScaling",
     "IntegerConfig",
+    "InterleavedConfig",
     "LayeredConfig",
     "LearnedConfig",
     "LinearScaling",
     "Llama3Scaling",
+    "LocalGlobalConfig",
     "LogitBias",
     "LogitScale",
     "LongRopeScaling",

@@ -34,6 +34,8 @@ class Part(nn.Module):
     #: True where the encoding of a token depends on how long the sequence has become since. Such a part
     #: cannot extend a cache unless `check_cache` says that the cached tokens are still right.
     length_dependent: bool = False
+    #: Whether the part reads `Positions.coordinates` where the caller places tokens on several axes.
+    reads_coordinates: bool = False
     #: Names of the part's own parameters that its paper trains without weight decay.
     no_weight_decay: frozenset[str] = frozenset()
 

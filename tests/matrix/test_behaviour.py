@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -35,9 +36,22 @@ SCHEMES = {name: _sized(row.variants[0]) for name, row in TABLE.items()}
 CAUSAL = [name for name, row in ARCHITECTURES.items() if row.causal]
 ENCODERS = [name for name, row in ARCHITECTURES.items() if not row.causal]
 
+#: One decoder and one encoder see every scheme; the other builds see one scheme for each mechanism of the engine.
+CORE = ("llama_gqa", "bert")
+
+
+def cells(architectures: Iterable[str]) -> Any:
+    """Every pair of a build and a scheme that it can take."""
+    pairs = [
+        (architecture, scheme)
+        for architecture in architectures
+        for scheme, row in TABLE.items()
+        if (row.everywhere or architecture in CORE) and not (row.causal_only and architecture in ENCODERS)
+    ]
+    return pytest.mark.parametrize(("architecture", "scheme"), pairs, ids=["-".join(pair) for pair in pairs])
+
+
 every_architecture = pytest.mark.parametrize("architecture", ARCHITECTURES)
-every_scheme = pytest.mark.parametrize("scheme", SCHEMES)
-every_decoder = pytest.mark.parametrize("architecture", CAUSAL)
 
 
 def _length_dependent(model: Any) -> bool:
@@ -53,8 +67,7 @@ def test_native_round_trip(architecture: str) -> None:
     assert distance(outputs(model, row, tokens()), stock) <= CLOSE
 
 
-@every_architecture
-@every_scheme
+@cells(ARCHITECTURES)
 @torch.no_grad()
 def test_effect_and_undo(architecture: str, scheme: str) -> None:
     row, model = ARCHITECTURES[architecture], patched(architecture, None)
@@ -72,6 +85,17 @@ def test_effect_and_undo(architecture: str, scheme: str) -> None:
     assert all("forward" not in module.__dict__ for module in model.modules())
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
     assert all(parameter.requires_grad for name, parameter in model.named_parameters() if "embed_positions" not in name)
+
+
+@pytest.mark.parametrize("scheme", [name for name, row in TABLE.items() if row.causal_only])
+@torch.no_grad()
+def test_an_encoder_refuses_a_causal_scheme_and_stays_as_it_was(scheme: str) -> None:
+    row, model = ARCHITECTURES["bert"], patched("bert", None)
+    stock = outputs(model, row, tokens())
+    with pytest.raises(ValueError, match="bidirectional"):
+        patch_model(model, SCHEMES[scheme])
+    assert torch.equal(outputs(model, row, tokens()), stock)
+    assert not hasattr(model, "position_encoding")
 
 
 @every_architecture
@@ -107,8 +131,7 @@ def test_order_is_invisible_without_positions(architecture: str) -> None:
         assert distance(outputs(model, row, ids[:, order]), outputs(model, row, ids)[:, order]) > VISIBLE
 
 
-@every_decoder
-@every_scheme
+@cells(CAUSAL)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @torch.no_grad()
 def test_decoding_equals_the_full_forward(architecture: str, scheme: str, cache: str) -> None:
@@ -129,8 +152,7 @@ def test_decoding_equals_the_full_forward(architecture: str, scheme: str, cache:
     assert distance(torch.cat(steps, dim=1), full) <= 1e-4
 
 
-@every_architecture
-@every_scheme
+@cells(ARCHITECTURES)
 @torch.no_grad()
 def test_left_padding_changes_nothing(architecture: str, scheme: str) -> None:
     row, model = ARCHITECTURES[architecture], patched(architecture, SCHEMES[scheme])
@@ -148,8 +170,7 @@ def test_left_padding_changes_nothing(architecture: str, scheme: str) -> None:
     assert distance(padded, outputs(model, row, ids, attention_mask=torch.ones_like(ids))) <= 1e-4
 
 
-@pytest.mark.parametrize("architecture", [name for name in CAUSAL if ARCHITECTURES[name].position_ids])
-@every_scheme
+@cells(name for name in CAUSAL if ARCHITECTURES[name].position_ids)
 @torch.no_grad()
 def test_packed_documents_equal_separate_ones(architecture: str, scheme: str) -> None:
     row = ARCHITECTURES[architecture]
@@ -169,8 +190,7 @@ def test_packed_documents_equal_separate_ones(architecture: str, scheme: str) ->
     assert distance(packed, separate) <= 1e-4
 
 
-@every_architecture
-@every_scheme
+@cells(ARCHITECTURES)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_changes_nothing(architecture: str, scheme: str, reentrant: bool) -> None:
     """Two forwards before one backward, of different lengths: each layer is recomputed under its own positions."""
@@ -195,8 +215,7 @@ def test_gradient_checkpointing_changes_nothing(architecture: str, scheme: str, 
     assert all(plain[name].abs().sum() > 0 for name in learned)
 
 
-@every_architecture
-@every_scheme
+@cells(ARCHITECTURES)
 @torch.no_grad()
 def test_eager_equals_sdpa(architecture: str, scheme: str) -> None:
     row = ARCHITECTURES[architecture]
@@ -213,8 +232,7 @@ def test_eager_equals_sdpa(architecture: str, scheme: str) -> None:
     assert distance(outputs(model, row, tokens()), outputs(eager_free, row, tokens())) <= 1e-4
 
 
-@every_architecture
-@every_scheme
+@cells(ARCHITECTURES)
 @torch.no_grad()
 def test_bfloat16_keeps_exact_phases(architecture: str, scheme: str) -> None:
     """A cast model differs from the fp32 one by rounding only: as much as the same model without positions does."""

@@ -14,7 +14,9 @@ import transformers
 
 from .architectures import ARCHITECTURES
 from .running import outputs, patched, tokens
-from .test_behaviour import SCHEMES
+from .test_behaviour import SCHEMES, cells
+
+EVERY_CELL = cells(ARCHITECTURES)
 
 _LOAD_ALL = "import sys; from tests.matrix.test_reload import load_all; load_all(sys.argv[1])"
 
@@ -35,13 +37,12 @@ def load_all(folder: str) -> None:
 @pytest.fixture(scope="module")
 def reloaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reload")
-    for architecture, row in ARCHITECTURES.items():
-        for scheme, config in SCHEMES.items():
-            model, place = patched(architecture, config), folder / f"{architecture}--{scheme}"
-            model.save_pretrained(place)
-            (place / "class.txt").write_text(type(model).__name__)
-            with torch.no_grad():
-                torch.save(outputs(model, row, tokens()), place / "saved.pt")
+    for architecture, scheme in EVERY_CELL.args[1]:
+        model, place = patched(architecture, SCHEMES[scheme]), folder / f"{architecture}--{scheme}"
+        model.save_pretrained(place)
+        (place / "class.txt").write_text(type(model).__name__)
+        with torch.no_grad():
+            torch.save(outputs(model, ARCHITECTURES[architecture], tokens()), place / "saved.pt")
     root = Path(__file__).parents[2]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(root)}
     result = subprocess.run(
@@ -56,8 +57,7 @@ def reloaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("scheme", SCHEMES)
+@EVERY_CELL
 def test_reload_in_a_fresh_process(reloaded: Path, architecture: str, scheme: str) -> None:
     place = reloaded / f"{architecture}--{scheme}"
     assert torch.equal(torch.load(place / "reloaded.pt"), torch.load(place / "saved.pt"))

@@ -8,7 +8,7 @@ from torch import nn
 from hf_posenc.metrics.probe import AttentionProbe, build_for_probe, probe_distance, probe_heads
 from hf_posenc.schemes import (
     IntegerConfig,
-    LogitBias,
+    DistanceBias,
     PRopeConfig,
     RopeConfig,
     SchemeConfig,
@@ -115,7 +115,7 @@ def test_stronger_positions_set_the_dogs_further_apart():
     assert 0 < weak < strong
 
 
-class _RecordingBias(LogitBias):
+class _RecordingBias(DistanceBias):
     def forward(self, distance):
         self.seen = distance
         return torch.zeros(4, *distance.shape)
@@ -129,7 +129,7 @@ def test_a_bias_receives_key_position_minus_query_position():
     assert bias.seen[5, 0].item() == -5
 
 
-class _OneKeyOnly(LogitBias):
+class _OneKeyOnly(DistanceBias):
     """Every query sees the key right after it, and nothing else."""
 
     def forward(self, distance):
@@ -156,7 +156,7 @@ def test_rotations_act_on_queries_and_keys_and_depend_on_distance_only():
     assert (second - plain).abs().max() > 1e-3
 
 
-class _Window(LogitBias):
+class _Window(DistanceBias):
     def forward(self, distance):
         return torch.where(distance.abs() <= 1, 0.0, -torch.inf).expand(4, *distance.shape)
 

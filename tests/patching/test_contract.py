@@ -27,7 +27,7 @@ from hf_posenc import (
     unpatch_model,
 )
 from hf_posenc.patching import Architecture, install, register_architecture
-from hf_posenc.schemes import BuildContext, LogitBias, SchemeConfig, SchemeParts, register_scheme
+from hf_posenc.schemes import BuildContext, DistanceBias, SchemeConfig, SchemeParts, register_scheme
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
 
@@ -166,7 +166,7 @@ def test_copies_are_independent() -> None:
 
 
 def test_a_third_party_scheme_needs_no_change_here() -> None:
-    class Distance(LogitBias):
+    class Distance(DistanceBias):
         def forward(self, distance: Tensor) -> Tensor:
             return -0.5 * distance.abs().float().unsqueeze(0).expand(4, *distance.shape)
 

@@ -11,12 +11,12 @@ from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from hf_posenc.schemes import AlibiConfig, BuildContext, LogitBias, SchemeConfig, T5Config
+from hf_posenc.schemes import AlibiConfig, BuildContext, DistanceBias, SchemeConfig, T5Config
 from hf_posenc.schemes.bias.alibi import alibi_slopes
 from hf_posenc.schemes.bias.t5 import relative_position_bucket
 
 
-def bias_of(config: SchemeConfig, heads: int = 4, causal: bool = True) -> LogitBias:
+def bias_of(config: SchemeConfig, heads: int = 4, causal: bool = True) -> DistanceBias:
     torch.manual_seed(0)
     part = config.build(BuildContext(8 * heads, heads, 8, causal=causal)).logit_bias
     assert part is not None
