@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase, get_cosine_schedule_with_warmu
 
 from hf_posenc import SequenceLengthError
 from hf_posenc.metrics import MeasurementError, dog_test
+from hf_posenc.recipes.parameter_groups import undecayed_scheme_parameters
 from training.batches import Collator, TrainingWindows, validation_batch, validation_windows
 from training.corpus import Corpus, load_tokenizer
 from training.evaluation import loss_by_length, validation_loss
@@ -123,8 +124,13 @@ def _train(
     causal = training.task == "causal"
     train_stream, validation_stream = Corpus.open_streams(Path(settings.output_dir) / "data")
     validation = validation_batch(validation_windows(validation_stream, settings), tokenizer, training.task, settings)
+    undecayed = undecayed_scheme_parameters(model)
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(
-        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        [
+            {"params": [parameter for name, parameter in trained if name not in undecayed]},
+            {"params": [parameter for name, parameter in trained if name in undecayed], "weight_decay": 0.0},
+        ],
         lr=settings.learning_rate,
         betas=(0.9, 0.98),
         weight_decay=settings.weight_decay,

@@ -1,0 +1,48 @@
+"""Which parameters an optimizer decays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from hf_posenc.schemes.parts import Part
+
+#: What `transformers.Trainer` leaves out of weight decay, beside the weights of LayerNorm modules.
+_UNDECAYED_NAMES = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
+
+
+def undecayed_scheme_parameters(model: nn.Module) -> set[str]:
+    """Names of the scheme's parameters that its paper trains without weight decay."""
+    return {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        if isinstance(module, Part)
+        for name in module.no_weight_decay
+        if module._parameters.get(name) is not None
+    }
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Parameter groups for an optimizer: as `transformers.Trainer` makes them, and as the scheme's paper wants its own.
+
+    Trainer decides by name what it decays and knows nothing of schemes, so hand it the optimizer:
+    `Trainer(..., optimizers=(torch.optim.AdamW(parameter_groups(model, 0.1), lr=3e-4), None))`.
+
+    Args:
+        model: patched or not.
+        weight_decay: of the parameters that are decayed.
+
+    Returns:
+        Two groups, the decayed and the undecayed parameters; frozen ones are in neither.
+    """
+    from transformers.trainer_pt_utils import get_parameter_names
+
+    decayed = set(get_parameter_names(model, [nn.LayerNorm], list(_UNDECAYED_NAMES))) - undecayed_scheme_parameters(
+        model
+    )
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    return [
+        {"params": [parameter for name, parameter in trained if name in decayed], "weight_decay": weight_decay},
+        {"params": [parameter for name, parameter in trained if name not in decayed], "weight_decay": 0.0},
+    ]

@@ -1,0 +1,124 @@
+"""Schemes that change while training, and what an optimizer decays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+import hf_posenc
+from hf_posenc import UnsupportedError
+from hf_posenc.recipes import SchemePhases, SchemePhasesCallback, drope, parameter_groups
+from tests.matrix.running import patched, tokens
+
+torch.set_num_threads(1)
+
+
+class Copying(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Sequences that repeat their first half."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        half = torch.randint(5, 30, (8,), generator=torch.Generator().manual_seed(index % 16))
+        ids = torch.cat((half, half))
+        return {"input_ids": ids, "labels": ids}
+
+
+def trained(phases: SchemePhases, steps: int, folder: Any, **arguments: Any) -> tuple[Any, list[float]]:
+    model = patched("llama_gqa", None)
+    settings = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=8,
+        learning_rate=1e-2,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+        lr_scheduler_type="constant",
+        seed=0,
+        **arguments,
+    )
+    trainer = Trainer(model, settings, train_dataset=Copying(), callbacks=[SchemePhasesCallback(phases)])
+    trainer.train()
+    return model, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_drope_drops_positions_at_its_step_and_recovers(tmp_path):
+    """The loss jumps when positions go, and the last steps win most of the jump back: the paper's recalibration."""
+    steps = 150
+    model, losses = trained(drope(steps, recalibration=0.4), steps, tmp_path)
+    dropped = 90
+    before, jump, after = sum(losses[dropped - 10 : dropped]) / 10, losses[dropped], sum(losses[-10:]) / 10
+    assert model.position_encoding.config == hf_posenc.NoneConfig()
+    assert jump > before + 0.1
+    assert after < before + (jump - before) / 2
+
+
+def test_phases_hold_from_their_first_step_on():
+    phases = SchemePhases(((0, "native"), (3, "alibi"), (5, {"scheme": "rope", "theta": 100.0}), (9, "native")))
+    assert [phases.at(step) for step in (0, 2, 3, 4, 8, 9, 100)] == [
+        "native",
+        "native",
+        "alibi",
+        "alibi",
+        {"scheme": "rope", "theta": 100.0},
+        "native",
+        "native",
+    ]
+    model = patched("llama_gqa", None)
+    assert [phases.apply(model, step) for step in range(11)] == [step in (3, 5, 9) for step in range(11)]
+    assert not hasattr(model, "position_encoding")
+
+
+def test_phases_act_on_the_model():
+    ids = tokens()
+    phased, plain = patched("llama_gqa", None), patched("llama_gqa", "alibi")
+    SchemePhases(((0, "native"), (4, "alibi"))).apply(phased, 7)
+    assert torch.equal(phased(ids).logits, plain(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("phases", "message"),
+    [
+        ((), "step 0"),
+        (((1, "rope"),), "step 0"),
+        (((0, "rope"), (5, "none"), (5, "alibi")), "in order"),
+        (((0, "ropee"),), "rope"),
+    ],
+)
+def test_wrong_phases_are_refused(phases, message):
+    with pytest.raises(ValueError, match=message):
+        SchemePhases(phases)
+
+
+@pytest.mark.parametrize("arguments", [(10, 0.0), (10, 1.0), (1, 0.5)])
+def test_a_recipe_without_steps_is_refused(arguments):
+    with pytest.raises(ValueError, match="at least one"):
+        drope(*arguments)
+
+
+def test_a_later_phase_cannot_bring_parameters():
+    model = patched("llama_gqa", None)
+    phases = SchemePhases(((0, "t5"), (2, "learned")))
+    phases.apply(model, 0)
+    with pytest.raises(UnsupportedError, match="new training run"):
+        phases.apply(model, 2)
+    assert model.position_encoding.config == hf_posenc.T5Config()
+
+
+def test_groups_hold_every_trained_parameter_once():
+    model = patched("bert", "t5")
+    groups = parameter_groups(model, 0.3)
+    assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
+    grouped = [id(parameter) for group in groups for parameter in group["params"]]
+    assert sorted(grouped) == sorted(id(parameter) for parameter in model.parameters() if parameter.requires_grad)
+    undecayed = {id(parameter) for parameter in groups[1]["params"]}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert (id(parameter) in undecayed) == (name.endswith("bias") or "LayerNorm" in name)
