@@ -142,8 +142,9 @@ def uninstall(encoding: PositionEncoding) -> None:
 
 
 def is_length_dependent(encoding: PositionEncoding) -> bool:
-    """Whether some part encodes a token differently once the sequence has grown."""
-    return any(getattr(module, "length_dependent", False) for module in encoding.modules())
+    """Whether some part encodes a token differently once the sequence has grown; only causal stacks ever grow."""
+    growing = [stack for stack in encoding.stacks.values() if any(layer.causal for layer in stack.layers)]
+    return any(getattr(module, "length_dependent", False) for stack in growing for module in stack.modules())
 
 
 def _disable_unsafe_cache(encoding: PositionEncoding, model: PreTrainedModel) -> None:

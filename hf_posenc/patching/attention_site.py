@@ -17,7 +17,7 @@ from hf_posenc.patching.rotary_calls import RotaryCall
 from hf_posenc.patching.runtime import StackRuntime
 from hf_posenc.patching.state import ForwardState
 from hf_posenc.schemes.parts import DistanceBias, LogitBias, LogitScale, PairwiseBias, QueryKeyMap
-from hf_posenc.schemes.positions import AttentionPairs, Positions
+from hf_posenc.schemes.positions import AttentionPairs
 
 Phases = tuple[Tensor, ...]
 
@@ -136,34 +136,53 @@ class AttentionSite:
         phases: Phases = state.shared(("phases", id(query_key_map)), compute)
         return phases
 
-    def slot_phases(self, state: ForwardState, start: int | Tensor, length: int, device: torch.device) -> Phases:
-        """Phases of `length` consecutive slots from `start`, for layers that show their keys after the cache only."""
+    def key_phases(self, state: ForwardState, query_length: int, key_length: int, device: torch.device) -> Phases:
+        """Phases of all keys, cached ones included, for layers that show them after the cache only."""
         query_key_map = self.encoding.query_key_map
         assert query_key_map is not None
+        _, key_start = self.key_start(state, query_length, key_length)
 
         def compute() -> Phases:
             check_cache(query_key_map, state)
-            ids = (torch.arange(length, device=device) + start).unsqueeze(0)
-            offset = 0 if state.offset is None else state.offset
-            total = torch.as_tensor(offset + state.query_length, device=device).reshape(1, 1)
-            lengths = torch.maximum(total, ids.amax(-1, keepdim=True) + 1)
-            return query_key_map.phases(Positions(ids, lengths, memo=state.memo))
+            return query_key_map.phases(state.key_positions(key_start, key_length, device))
 
-        slot = start if isinstance(start, int) else "static"
-        phases: Phases = state.shared(("slots", id(query_key_map), slot, length), compute)
+        phases: Phases = state.shared(("key phases", id(query_key_map), key_length), compute)
         return phases
 
-    def map_new_keys(self, call: LayerCall, key: Tensor) -> Tensor:
-        """Maps keys that no rotary function of the architecture has seen."""
+    def mapped_late(self, call: LayerCall, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and all keys on their way to the kernel, for what no rotary function and no cache has mapped."""
         query_key_map = self.encoding.query_key_map
-        if query_key_map is None or call.rotations or call.keys_mapped:
-            return key
-        call.keys_mapped = True
+        if query_key_map is None or call.rotations:
+            return query, key
+        self._check_heads(query_key_map, key)
+        query = query_key_map.map_query(query, self.phases(call.state, query.device))
+        if not call.keys_mapped:
+            phases = self.key_phases(call.state, query.shape[-2], key.shape[-2], key.device)
+            key = query_key_map.map_key(key, phases)
+        return query, key
+
+    def caches_mapped(self, query_key_map: QueryKeyMap) -> bool:
+        """Whether mapped keys may go into the cache; otherwise all of them are mapped anew in every call."""
+        return True
+
+    def _check_heads(self, query_key_map: QueryKeyMap, key: Tensor) -> None:
         if query_key_map.whole_heads and key.shape[1] != self.encoding.num_key_value_heads:
             raise UnsupportedError(
                 f"{type(self.module).__name__} computes {key.shape[1]} key heads where {type(query_key_map).__name__} "
                 f"was built for {self.encoding.num_key_value_heads}, one set of parameters each."
             )
+
+    def _map_new_keys(self, call: LayerCall, key: Tensor) -> Tensor:
+        """Maps keys on their way into the cache, unless a rotary function has, or what is cached is no key yet (MLA).
+
+        Such keys are mapped behind the cache, all of them in every call.
+        """
+        query_key_map = self.encoding.query_key_map
+        latent = hasattr(self.module, "kv_lora_rank") or key.shape[-1] != self.encoding.head_dim
+        if query_key_map is None or call.rotations or latent or not self.caches_mapped(query_key_map):
+            return key
+        self._check_heads(query_key_map, key)
+        call.keys_mapped = True
         return query_key_map.map_key(key, self.phases(call.state, key.device))
 
     def update_cache(
@@ -176,7 +195,7 @@ class AttentionSite:
         kwargs: dict[str, Any],
     ) -> Any:
         """Stands in for a cache's `update`: maps keys, and lets what the bias remembers of them travel with them."""
-        key = self.map_new_keys(call, key)
+        key = self._map_new_keys(call, key)
         if not self.encoding.num_features:
             return update(key, value, *args, **kwargs)
         keys, values = update(append_features(key, self.new_features(call)), value, *args, **kwargs)

@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from hf_posenc.attention.backends import attend_with_bias
 from hf_posenc.errors import UnsupportedError
@@ -90,7 +90,7 @@ class InterfaceAttention(AttentionSite):
         names = ("module", "query", "key", "value", "attention_mask")
         given = dict(zip(names, args, strict=False)) | {name: kwargs.pop(name) for name in names if name in kwargs}
         rest = args[len(names) :]
-        query, key = self._mapped_late(call, given["query"], given["key"])
+        query, key = self.mapped_late(call, given["query"], given["key"])
         if self.drop_native_bias:
             kwargs.pop("position_bias", None)
         if kwargs.get("scaling") is None and query.shape[-1] != self.encoding.head_dim:
@@ -107,21 +107,6 @@ class InterfaceAttention(AttentionSite):
     @property
     def _scaling(self) -> float:
         return self.encoding.head_dim**-0.5
-
-    def _mapped_late(self, call: LayerCall, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Query and key, mapped here where no rotary function of the architecture stood in the way."""
-        query_key_map = self.encoding.query_key_map
-        if query_key_map is None or call.rotations:
-            return query, key
-        query = query_key_map.map_query(query, self.phases(call.state, query.device))
-        if not call.keys_mapped:
-            if key.shape[2] != query.shape[2]:
-                raise UnsupportedError(
-                    f"{type(self.module).__name__} holds {key.shape[2]} keys for {query.shape[2]} queries, but "
-                    "its keys did not pass through a cache that can be watched. Use use_cache=False."
-                )
-            key = self.map_new_keys(call, key)
-        return query, key
 
 
 class _Interface:

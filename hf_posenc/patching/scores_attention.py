@@ -18,6 +18,7 @@ from hf_posenc.patching.rebinding import rebind, rotary_names
 from hf_posenc.patching.rotary_calls import rotary_call
 from hf_posenc.patching.runtime import StackRuntime
 from hf_posenc.patching.watched_cache import KeysOnTheirWay, cache_of_call
+from hf_posenc.schemes.parts import QueryKeyMap
 
 _SCALINGS = ("scaling", "softmax_scale", "inv_norm_factor", "scale")
 
@@ -52,7 +53,7 @@ class ScoresAttention(AttentionSite):
         seen: list[tuple[Tensor, Tensor]] = []
 
         def pair_map(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-            heads = self._mapped_heads(call, *self._as_heads(query, key))
+            heads = self.mapped_late(call, *self._as_heads(query, key))
             seen[:] = [heads]
             scaled = self.scaled(call.state, heads[0])
             return scaled.reshape(*query.shape[:-1], -1), heads[1].reshape(*key.shape[:-1], -1)
@@ -95,22 +96,9 @@ class ScoresAttention(AttentionSite):
         return torch.zeros_like(value) if name in self.bias_arguments and isinstance(value, Tensor) else value
 
     def _as_heads(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """`(batch, heads, length, head_dim)` each, from heads that may share an axis with the batch."""
+        """`(batch, heads, length, width)` each, from heads that may share an axis with the batch."""
         query = query.reshape(-1, self.encoding.num_heads, *query.shape[-2:])
         return query, key.reshape(query.shape[0], -1, *key.shape[-2:])
-
-    def _mapped_heads(self, call: LayerCall, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        query_key_map, state = self.encoding.query_key_map, call.state
-        if query_key_map is None or call.rotations:
-            return query, key
-        if call.keys_mapped or key.shape[-2] == query.shape[-2]:
-            phases = self.phases(state, query.device)
-            return query_key_map.map_query(query, phases), self.map_new_keys(call, key)
-        # The keys of earlier tokens came from a memory that nobody could watch: all are mapped now, by slot.
-        query_start, key_start = self.key_start(state, query.shape[-2], key.shape[-2])
-        query_phases = self.slot_phases(state, query_start, query.shape[-2], query.device)
-        key_phases = self.slot_phases(state, key_start, key.shape[-2], key.device)
-        return query_key_map.map_query(query, query_phases), query_key_map.map_key(key, key_phases)
 
     def _scaling(self) -> float:
         """The factor the module multiplies its products with, as its attributes have it."""
@@ -119,6 +107,10 @@ class ScoresAttention(AttentionSite):
             if isinstance(value, float) and value > 0:
                 return value
         return float(self.encoding.head_dim**-0.5)
+
+    def caches_mapped(self, query_key_map: QueryKeyMap) -> bool:
+        """Not for wider heads: these modules reshape what comes out of the cache by their own width."""
+        return query_key_map.width_factor == 1
 
     def _rebind(self, forward: types.FunctionType, call: LayerCall) -> types.FunctionType:
         names = rotary_names(forward)

@@ -16,12 +16,19 @@ def register_scheme(config_class: ConfigType) -> ConfigType:
     """Class decorator: makes a `SchemeConfig` subclass known under its `name`.
 
     Raises:
-        ValueError: if the class has no lower-case name, or the name is taken by another class.
+        ValueError: if the class has no lower-case name, the name is taken by another class, or an option is called
+            "scheme" or "type", which mean something else in the JSON form.
     """
     name = config_class.name
     if not name or name != name.lower() or not name.isidentifier():
         raise ValueError(
             f"{config_class.__name__}.name is {name!r}: a scheme needs a lower-case identifier as its name."
+        )
+    reserved = {"scheme", "type"} & set(getattr(config_class, "__dataclass_fields__", ()))
+    if reserved:
+        raise ValueError(
+            f"{config_class.__name__} has an option called {reserved.pop()!r}, a key that names the config itself in "
+            "its JSON form. Call it something else, for example 'inner' or 'kind'."
         )
     taken = _SCHEMES.get(name)
     if taken is not None and (taken.__module__, taken.__qualname__) != (

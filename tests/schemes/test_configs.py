@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from typing import ClassVar
 
 import pytest
@@ -25,6 +25,7 @@ from hf_posenc.schemes import (
     SinusoidalConfig,
     T5Config,
     get_scheme,
+    list_schemes,
     register_scheme,
     scheme_from_dict,
 )
@@ -170,3 +171,13 @@ def test_composed_refuses_two_maps_and_nesting():
         ComposedConfig((RopeConfig(), PRopeConfig())).build(CONTEXT)
     with pytest.raises(ValueError, match="list its parts directly"):
         ComposedConfig((ComposedConfig((AlibiConfig(),)),))
+
+
+@pytest.mark.parametrize("option", ["scheme", "type"])
+def test_an_option_cannot_be_called_like_a_key_of_the_json_form(option):
+    confusing = make_dataclass(
+        "Confusing", [(option, int, 1)], bases=(SchemeConfig,), frozen=True, namespace={"name": "confusing"}
+    )
+    with pytest.raises(ValueError, match=f"option called '{option}'"):
+        register_scheme(confusing)
+    assert "confusing" not in list_schemes()

@@ -84,31 +84,31 @@ class ScheduleConfig(LayeredConfig):
 class InterleavedConfig(LayeredConfig):
     """Another scheme in every n-th layer: the RNoPE pattern (arXiv:2501.18795), as in SmolLM3 and Llama 4.
 
-    Layers `every - 1`, `2 * every - 1`, ... get `other`, all layers between them `scheme`. The defaults are the
+    Layers `every - 1`, `2 * every - 1`, ... get `other`, all layers between them `inner`. The defaults are the
     published preset: RoPE, and no positions in every fourth layer.
 
     Args:
-        scheme: of most layers.
-        other: of every n-th layer.
+        inner: scheme of most layers.
+        other: scheme of every n-th layer.
         every: n.
     """
 
     name: ClassVar[str] = "interleaved"
 
-    scheme: SchemeConfig = field(default_factory=RopeConfig)
+    inner: SchemeConfig = field(default_factory=RopeConfig)
     other: SchemeConfig = field(default_factory=NoneConfig)
     every: int = 4
 
     def __post_init__(self) -> None:
-        for option in ("scheme", "other"):
+        for option in ("inner", "other"):
             object.__setattr__(self, option, as_scheme(getattr(self, option)))
             check_not_layered(f"InterleavedConfig.{option}", getattr(self, option))
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 2:
             raise ValueError(f"InterleavedConfig.every is {self.every!r}; expected an integer of at least 2.")
 
     def for_layer(self, layer: int, layer_type: str | None = None) -> SchemeConfig:
-        """`other` for every n-th layer, else `scheme`."""
-        return self.other if (layer + 1) % self.every == 0 else self.scheme
+        """`other` for every n-th layer, else `inner`."""
+        return self.other if (layer + 1) % self.every == 0 else self.inner
 
 
 @register_scheme

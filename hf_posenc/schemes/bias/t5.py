@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.parts import DistanceBias, SchemeParts
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import check_boolean, check_integer
+from hf_posenc.schemes.validation import check_boolean, check_integer, whole_positions
 
 
 def relative_position_bucket(distance: Tensor, num_buckets: int, max_distance: int, bidirectional: bool) -> Tensor:
@@ -72,7 +72,12 @@ class T5Bias(DistanceBias):
         nn.init.normal_(self.weight, std=self.initializer_range)
 
     def forward(self, distance: Tensor) -> Tensor:
-        """Returns `(heads, *distance.shape)` in float32."""
+        """Returns `(heads, *distance.shape)` in float32.
+
+        Raises:
+            ValueError: for distances that are not whole.
+        """
+        whole_positions(distance, "t5")
         bucket = relative_position_bucket(distance, self.num_buckets, self.max_distance, self.bidirectional)
         return nn.functional.embedding(bucket, self.weight).movedim(-1, 0).float()
 

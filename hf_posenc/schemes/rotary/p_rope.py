@@ -11,9 +11,9 @@ from torch import Tensor
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.rotary.rope import ROPE_LAYOUTS, RotaryMap, check_rotary_dim, resolve_rotary_dim
+from hf_posenc.schemes.rotary.rope import RotaryMap, check_rotary_options, resolve_rotary_dim
 from hf_posenc.schemes.rotary.scaling import rope_exponents
-from hf_posenc.schemes.validation import check_choice, check_number
+from hf_posenc.schemes.validation import check_number
 
 
 def p_rope_inverse_frequencies(theta: float, rotary_dim: int, fraction: float) -> Tensor:
@@ -48,10 +48,8 @@ class PRopeConfig(SchemeConfig):
     layout: str = "auto"
 
     def __post_init__(self) -> None:
-        check_number(self, "theta", above=0)
+        check_rotary_options(self)
         check_number(self, "fraction", minimum=0, maximum=1)
-        check_rotary_dim(self)
-        check_choice(self, "layout", ROPE_LAYOUTS)
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds a query-key map.

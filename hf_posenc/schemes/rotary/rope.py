@@ -13,7 +13,7 @@ from hf_posenc.schemes.constants import DeviceConstant
 from hf_posenc.schemes.parts import QueryKeyMap, SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.rotary.scaling import RopeScaling, rope_inverse_frequencies
+from hf_posenc.schemes.rotary.scaling import RopeScaling, check_scaling, rope_inverse_frequencies
 from hf_posenc.schemes.validation import check_choice, check_integer, check_number, check_numbers
 
 ROPE_LAYOUTS = ("auto", "half", "half_reversed", "interleaved")
@@ -39,28 +39,52 @@ class RotaryMap(QueryKeyMap):
         self._constants = DeviceConstant(inverse_frequencies)
 
     def inverse_frequencies(self, lengths: Tensor) -> Tensor:
-        """float32 that broadcasts to `(batch or 1, query_len, rotary_dim / 2)`, for `lengths` `(batch or 1, 1)`."""
+        """float32 that broadcasts to `(batch or 1, query_len, rotary_dim / 2)`, for `lengths` `(batch or 1, 1)`.
+
+        A map whose heads differ returns `(key_value_heads, rotary_dim / 2)`.
+        """
         return self._constants.on(lengths.device)
 
+    def angles(self, positions: Positions) -> Tensor:
+        """`(batch or 1, query_len, rotary_dim / 2)` float32: by how many radians each pair turns.
+
+        A map whose heads differ returns `(batch or 1, query_len, key_value_heads, rotary_dim / 2)`.
+        """
+        frequencies = self.inverse_frequencies(positions.lengths)
+        ids = positions.ids.unsqueeze(-1).float()
+        return (ids.unsqueeze(-1) if frequencies.ndim == 2 else ids) * frequencies
+
     def phases(self, positions: Positions) -> tuple[Tensor, ...]:
-        """Returns cosine and sine, each `(batch or 1, query_len, rotary_dim)` in float32."""
-        angles = positions.ids.unsqueeze(-1).float() * self.inverse_frequencies(positions.lengths)
-        if self.layout == "interleaved":
-            angles = angles.repeat_interleave(2, dim=-1)
-        else:
-            angles = torch.cat((angles, angles), dim=-1)
+        """Returns cosine and sine, each `(batch or 1, query_len, rotary_dim)` in float32.
+
+        Of a map whose heads differ, each `(batch or 1, query_len, key_value_heads, rotary_dim)`.
+        """
+        angles = self.for_both_of_pair(self.angles(positions))
         return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+
+    def for_both_of_pair(self, values: Tensor) -> Tensor:
+        """`(..., rotary_dim / 2)`, a value per pair -> `(..., rotary_dim)`, the value at both of its dimensions."""
+        if self.layout == "interleaved":
+            return values.repeat_interleave(2, dim=-1)
+        return torch.cat((values, values), dim=-1)
 
     def map_query(self, query: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
         """`(batch, heads, query_len, head_dim)` -> the same shape and dtype."""
-        return self._rotate(query, phases)
+        return self.rotate(query, *phases)
 
     def map_key(self, key: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
         """`(batch, key_value_heads, query_len, head_dim)` -> the same shape and dtype."""
-        return self._rotate(key, phases)
+        return self.rotate(key, *phases)
 
-    def _rotate(self, x: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
-        cosine, sine = (phase.to(x.dtype).unsqueeze(1) for phase in phases)
+    def rotate(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        """Turns the pairs of `x` `(batch, heads or key_value_heads, query_len, head_dim)`.
+
+        Args:
+            x: queries or keys.
+            cosine: as `phases` returns it.
+            sine: as `phases` returns it.
+        """
+        cosine, sine = (per_head(phase, x.shape[1]).to(x.dtype) for phase in (cosine, sine))
         if self.rotary_dim == x.shape[-1]:
             return x * cosine + self._quarter_turn(x) * sine
         rotated, passed = x[..., : self.rotary_dim], x[..., self.rotary_dim :]
@@ -135,21 +159,15 @@ class RopeConfig(SchemeConfig):
     attention_scaling: float | None = None
 
     def __post_init__(self) -> None:
-        check_number(self, "theta", above=0)
-        check_rotary_dim(self)
+        check_rotary_options(self)
         check_number(self, "partial_rotary_factor", above=0, maximum=1, optional=True)
-        check_choice(self, "layout", ROPE_LAYOUTS)
         check_number(self, "attention_scaling", above=0, optional=True)
         if self.rotary_dim is not None and self.partial_rotary_factor is not None:
             raise ValueError(
                 f"RopeConfig has both rotary_dim={self.rotary_dim} and "
                 f"partial_rotary_factor={self.partial_rotary_factor}, which say the same thing; give one."
             )
-        if self.scaling is not None and not isinstance(self.scaling, RopeScaling):
-            raise ValueError(
-                f"RopeConfig.scaling is {self.scaling!r}; expected a scaling such as YarnScaling(factor=4.0, "
-                "original_max_positions=2048), or None."
-            )
+        check_scaling(self)
         if self.inverse_frequencies is not None:
             self._check_inverse_frequencies()
 
@@ -204,6 +222,38 @@ class RopeConfig(SchemeConfig):
                 f"RopeConfig has {len(self.inverse_frequencies)} inverse_frequencies, which rotate {width} dimensions; "
                 f"leave partial_rotary_factor out, and rotary_dim too or at {width}."
             )
+
+
+def per_head(phase: Tensor, heads: int) -> Tensor:
+    """A phase as a factor of queries or keys: `(batch or 1, heads or 1, query_len, width)`.
+
+    Args:
+        phase: `(batch or 1, query_len, width)`, the same for all heads, or `(batch or 1, query_len, key_value_heads,
+            width)`. Queries take the phase of the key head they read, so that logits can be relative.
+        heads: how many heads the queries or keys have.
+    """
+    if phase.ndim == 3:
+        return phase.unsqueeze(1)
+    phase = phase.transpose(1, 2)
+    groups = heads // phase.shape[1]
+    return phase if groups == 1 else phase.repeat_interleave(groups, dim=1)
+
+
+def key_heads(context: BuildContext) -> int:
+    """How many heads the keys have at one place of a model."""
+    return context.num_key_value_heads or context.num_heads
+
+
+def check_rotary_options(config: Any) -> None:
+    """Checks `theta`, `rotary_dim` and `layout`, which all rotary schemes have.
+
+    Raises:
+        UnknownNameError: for an unknown layout.
+        ValueError: for a value out of range.
+    """
+    check_number(config, "theta", above=0)
+    check_rotary_dim(config)
+    check_choice(config, "layout", ROPE_LAYOUTS)
 
 
 def check_rotary_dim(config: Any) -> None:

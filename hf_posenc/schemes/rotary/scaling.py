@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -376,6 +376,25 @@ class Llama3Scaling(RopeScaling):
         slow = wavelength > self.original_max_positions / self.low_freq_factor
         fast = wavelength < self.original_max_positions / self.high_freq_factor
         return torch.where(slow, plain / self.factor, torch.where(fast, plain, blended))
+
+
+def check_scaling(config: Any) -> None:
+    """Requires `config.scaling` to be a `RopeScaling`, the type of one that needs no options, or `None`.
+
+    A type, as a user types it, is replaced by its scaling.
+
+    Raises:
+        UnknownNameError: for an unknown type.
+        ValueError: for any other value.
+    """
+    if isinstance(config.scaling, str):
+        object.__setattr__(config, "scaling", SubConfig.from_dict({"type": config.scaling}))
+    scaling = config.scaling
+    if scaling is not None and not isinstance(scaling, RopeScaling):
+        raise ValueError(
+            f"{type(config).__name__}.scaling is {scaling!r}; expected a scaling such as YarnScaling(factor=4.0, "
+            "original_max_positions=2048), or None."
+        )
 
 
 def _ntk_exponent(scaling: RopeScaling, rotary_dim: int) -> float:

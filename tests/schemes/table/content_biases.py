@@ -2,6 +2,61 @@
 
 from __future__ import annotations
 
+from hf_posenc.schemes.bias.cope import CopeConfig
+from hf_posenc.schemes.bias.forget_gate import ForgetGateConfig
+from hf_posenc.schemes.bias.grape import GrapeConfig
+from hf_posenc.schemes.bias.low_rank_relative import LowRankRelativeConfig
+from hf_posenc.schemes.bias.shaw import ShawConfig
+from hf_posenc.schemes.bias.transformer_xl import TransformerXLConfig
+from hf_posenc.schemes.bias.wavelet import WaveletConfig
+
+from ..references import content_biases
 from .row import Row
 
-ROWS: dict[str, Row] = {}
+ROWS: dict[str, Row] = {
+    "forget_gate": Row(
+        "logits",
+        content_biases.forget_gate,
+        (
+            ForgetGateConfig(),
+            ForgetGateConfig(initial_bias=2.0),
+            ForgetGateConfig("bias_only"),
+            ForgetGateConfig("bias_only", decay_times=(4.0, 256.0)),
+        ),
+        causal_only=True,
+        everywhere=True,
+    ),
+    "shaw": Row(
+        "logits",
+        content_biases.shaw,
+        (
+            ShawConfig(max_distance=4),
+            ShawConfig(),
+            ShawConfig(max_distance=6, max_distance_ahead=2, per_head=True),
+            ShawConfig("sinusoidal"),
+            ShawConfig("wavelet"),
+        ),
+        everywhere=True,
+    ),
+    "wavelet": Row("logits", content_biases.wavelet, (WaveletConfig(num_scales=4), WaveletConfig())),
+    "transformer_xl": Row(
+        "logits",
+        content_biases.transformer_xl,
+        (TransformerXLConfig(), TransformerXLConfig(base=100.0, clamp_length=6)),
+    ),
+    "cope": Row(
+        "logits",
+        content_biases.cope,
+        # The matrix re-draws tables this small, so that they show.
+        (CopeConfig(num_positions=4, initial_std=0.05), CopeConfig(initial_std=0.05)),
+        causal_only=True,
+        everywhere=True,
+    ),
+    "grape": Row("logits", content_biases.grape, (GrapeConfig(), GrapeConfig(initial_rate=0.2, normalize=False))),
+    "low_rank_relative": Row(
+        "logits",
+        content_biases.low_rank_relative,
+        (LowRankRelativeConfig(rank=4, window=8), LowRankRelativeConfig()),
+        causal_only=True,
+    ),
+}

@@ -89,6 +89,9 @@ def positions_of(*lengths: int, padded_to: int | None = None) -> Positions:
 
 
 def parts_for(config: SchemeConfig) -> SchemeParts:
-    """The parts of a config, with weights drawn from seed 0."""
+    """The parts of a config, with weights drawn from seed 0, as they are outside training."""
     torch.manual_seed(0)
-    return config.build(context_for(config))
+    parts = config.build(context_for(config))
+    for part in parts:
+        part.eval()
+    return parts

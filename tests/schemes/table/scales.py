@@ -2,6 +2,28 @@
 
 from __future__ import annotations
 
+from hf_posenc.schemes.scale.llama4_scale import Llama4ScaleConfig
+from hf_posenc.schemes.scale.log_n_scale import LogNScaleConfig
+from hf_posenc.schemes.scale.ssmax import SSMaxConfig
+
+from ..references import scales
 from .row import Row
 
-ROWS: dict[str, Row] = {}
+ROWS: dict[str, Row] = {
+    "ssmax": Row(
+        "logits",
+        scales.ssmax,
+        (SSMaxConfig(), SSMaxConfig(bias=True), SSMaxConfig(initial_scale=0.43), SSMaxConfig(training_length=16)),
+    ),
+    "log_n_scale": Row(
+        "logits",
+        scales.log_n,
+        (LogNScaleConfig(4), LogNScaleConfig(20, clamp=False), LogNScaleConfig(clamp=False)),
+    ),
+    "llama4_scale": Row(
+        "logits",
+        scales.llama4,
+        (Llama4ScaleConfig(floor_scale=4), Llama4ScaleConfig(0.5, 7, offset=0)),
+        everywhere=True,
+    ),
+}

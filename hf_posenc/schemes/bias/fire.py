@@ -1,0 +1,132 @@
+"""Functional interpolation for relative positions (FIRE)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
+from hf_posenc.schemes.positions import AttentionPairs
+from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.validation import check_boolean, check_integer, check_number
+
+
+class FireBias(PairwiseBias):
+    """A small network of the distance, taken relative to the longest distance there could be.
+
+    Args:
+        num_heads: number of query heads.
+        config: the scheme's options.
+        causal: whether queries see only keys at or before their own position.
+    """
+
+    def __init__(self, num_heads: int, config: FireConfig, causal: bool) -> None:
+        super().__init__()
+        self.config = config
+        self.causal = causal
+        self.length_dependent = not causal
+        self.c = nn.Parameter(torch.empty(1))
+        self.threshold_factor = nn.Parameter(torch.empty(1))
+        self.hidden_weight = nn.Parameter(torch.empty(config.width))
+        self.hidden_bias = nn.Parameter(torch.empty(config.width))
+        self.output_weight = nn.Parameter(torch.empty(num_heads, config.width))
+        self.output_bias = nn.Parameter(torch.empty(num_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets `c` and the threshold to the config's, and draws the network as linear layers are drawn by default."""
+        nn.init.constant_(self.c, self.config.initial_c)
+        nn.init.ones_(self.threshold_factor)
+        for parameter, inputs in (
+            (self.hidden_weight, 1),
+            (self.hidden_bias, 1),
+            (self.output_weight, self.config.width),
+            (self.output_bias, self.config.width),
+        ):
+            nn.init.uniform_(parameter, -1 / math.sqrt(inputs), 1 / math.sqrt(inputs))
+
+    @property
+    def threshold(self) -> Tensor:
+        """`(1,)` float32: `L`, in tokens."""
+        return (self.threshold_factor.float() * self.config.initial_threshold).abs()
+
+    def normalized_distance(self, pairs: AttentionPairs) -> Tensor:
+        """`(batch or 1, query_len, key_len)` float32: what the network is given, 0 for a token and itself."""
+        farthest = pairs.query_positions if self.causal else pairs.keys.lengths - 1
+        # A padding query has a negative position; the threshold stands in for it as for every early query.
+        normalizer = torch.maximum(farthest.float(), self.threshold)
+        distance = pairs.distance.abs().float()
+        return self._compressed(distance) / (self._compressed(normalizer) + self.config.epsilon).unsqueeze(-1)
+
+    def forward(self, pairs: AttentionPairs) -> Tensor:
+        """Returns `(batch or 1, heads, query_len, key_len)` in float32."""
+        inputs = self.normalized_distance(pairs).unsqueeze(-1)
+        hidden = torch.relu(inputs * self.hidden_weight.float() + self.hidden_bias.float())
+        bias = nn.functional.linear(hidden, self.output_weight.float(), self.output_bias.float())
+        return bias.movedim(-1, 1)
+
+    def _compressed(self, steps: Tensor) -> Tensor:
+        return torch.log1p(self.c.float().abs() * steps)
+
+
+@register_scheme
+@dataclass(frozen=True)
+class FireConfig(SchemeConfig):
+    """A learned function of progressively normalised distance (FIRE, arXiv:2310.04418, section 3).
+
+    For the query at position `i`, the key at position `j`, and a network `f` with one hidden layer::
+
+        bias(i, j) = f( psi(|i - j|) / (psi(max(L, m)) + epsilon) )      psi(x) = log(1 + |c| * x)
+        f(x) = W2 @ relu(w1 * x + b1) + b2
+
+        m = i             in a causal model: the longest distance this query can see
+        m = length - 1    in a bidirectional model: the longest distance in the sequence
+
+    `w1`, `b1` have shape `(width,)`, `W2` `(heads, width)` and `b2` `(heads,)`; `c` and `L` are single learned numbers,
+    `L` as a factor of its initial value. The quotient is at most 1 however long the sequence grows, as long as
+    positions have no gaps.
+
+    The paper defines the causal form only. The encoder form keeps its properties: the quotient is at most 1 for every
+    pair, reaches 1 for the longest distance in a sequence longer than `L`, and is independent of the length below `L`.
+    Within a sequence it is a function of distance alone. The length is that of the real tokens, without padding.
+
+    Followed is the paper's own listing: positions count from 0, `|c|` and `|L|` are used, and the network is drawn as
+    PyTorch draws linear layers. The port in the DAPE code (arXiv:2405.14722) starts from half of its `L`. Every layer
+    has a function of its own, as in that port; with `shared` all layers use one, the paper's cheaper variant (FIRE-S).
+
+    Args:
+        width: number of hidden units of the network.
+        initial_c: where `c` starts.
+        initial_threshold: where `L` starts, in tokens.
+        epsilon: added to the normaliser.
+        shared: one function for all layers instead of one per layer.
+    """
+
+    name: ClassVar[str] = "fire"
+
+    width: int = 32
+    initial_c: float = 0.1
+    initial_threshold: float = 512.0
+    epsilon: float = 1e-6
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        check_integer(self, "width", minimum=1)
+        check_number(self, "initial_c", above=0.0)
+        check_number(self, "initial_threshold", above=0.0)
+        check_number(self, "epsilon", above=0.0)
+        check_boolean(self, "shared")
+
+    @property
+    def per_layer(self) -> bool:  # type: ignore[override]
+        """Whether every layer owns its function."""
+        return not self.shared
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Builds a logit bias."""
+        return SchemeParts(logit_bias=FireBias(context.num_heads, self, context.causal))

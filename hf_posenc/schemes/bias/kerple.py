@@ -1,0 +1,133 @@
+"""Kernelised relative positions (KERPLE)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.parts import DistanceBias, SchemeParts
+from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.validation import check_boolean, check_choice, check_number
+
+#: Up to this exponent `-|d|**p` is conditionally positive definite, which the paper builds on.
+LARGEST_EXPONENT = 2.0
+
+
+class _Projected(torch.autograd.Function):
+    """Clamps, and drops only those gradients whose descent would lead further out of the range."""
+
+    @staticmethod
+    def forward(values: Tensor, minimum: float, maximum: float) -> Tensor:
+        return values.clamp(minimum, maximum)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float, float], output: Tensor) -> None:
+        values, ctx.minimum, ctx.maximum = inputs
+        ctx.save_for_backward(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (values,) = ctx.saved_tensors
+        (gradient,) = gradients
+        outward = ((values < ctx.minimum) & (gradient > 0)) | ((values > ctx.maximum) & (gradient < 0))
+        return gradient.masked_fill(outward, 0.0), None, None
+
+
+class KerpleBias(DistanceBias):
+    """`-r1 * log(1 + r2 * |distance|)` or `-r1 * |distance| ** r2`, with both numbers learned per head.
+
+    Args:
+        num_heads: number of query heads.
+        variant: "log" or "power".
+        exponent: of the power, or `None` to learn it.
+        minimum: below which the numbers are read as this.
+    """
+
+    no_weight_decay = frozenset({"r1", "r2"})
+
+    def __init__(self, num_heads: int, variant: str, exponent: float | None, minimum: float) -> None:
+        super().__init__()
+        self.variant = variant
+        self.exponent = exponent
+        self.minimum = minimum
+        self.r1 = nn.Parameter(torch.empty(num_heads))
+        self.r2: nn.Parameter | None = None
+        if exponent is None:
+            self.r2 = nn.Parameter(torch.empty(num_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws what stands outside the logarithm and the exponent from U(0, 2), the two others from U(0, 1)."""
+        first, second = (2.0, 1.0) if self.variant == "log" else (1.0, 2.0)
+        nn.init.uniform_(self.r1, 0.0, first)
+        if self.r2 is not None:
+            nn.init.uniform_(self.r2, 0.0, second)
+
+    def forward(self, distance: Tensor) -> Tensor:
+        """Returns `(heads, *distance.shape)` in float32."""
+        steps = distance.abs().float()
+        axes = (-1, *(1 for _ in distance.shape))
+        r1: Tensor = _Projected.apply(self.r1.float(), self.minimum, torch.inf).view(axes)
+        if self.exponent is not None:
+            return -r1 * steps**self.exponent
+        assert self.r2 is not None
+        largest = LARGEST_EXPONENT if self.variant == "power" else torch.inf
+        r2: Tensor = _Projected.apply(self.r2.float(), self.minimum, largest).view(axes)
+        return -r1 * (torch.log1p(r2 * steps) if self.variant == "log" else steps**r2)
+
+
+@register_scheme
+@dataclass(frozen=True)
+class KerpleConfig(SchemeConfig):
+    """A learned logarithmic or power-law penalty on distance (KERPLE, arXiv:2205.09921, section 4).
+
+    For key position minus query position `d` and two learned numbers per head::
+
+        log:    bias(d) = -r1 * log(1 + r2 * |d|)     r1, r2 > 0
+        power:  bias(d) = -r1 * |d| ** r2             r1 > 0, 0 < r2 <= 2
+
+    `r1` and `r2` have shape `(heads,)`. The bias looks both ways alike, so encoders can use it as it is.
+
+    The paper bounds the numbers only by those inequalities; the released code also decides the rest, and is followed:
+    both are clamped to at least `minimum` (the exponent to at most 2) before use, start from `r1 ~ U(0, 2)` and
+    `r2 ~ U(0, 1)` in the log form and from `r1 ~ U(0, 1)` and `r2 ~ U(0, 2)` in the power form, are shared by all
+    layers, and are trained without weight decay. Where that code overwrites a parameter that left its range, here the
+    parameter is kept, read as the nearest value in range, and receives gradients that lead back into it only.
+
+    Args:
+        variant: "log" (the better one in the paper) or "power".
+        exponent: fixes `r2` of the power form instead of learning it; 1.0 is ALiBi with learned slopes.
+        minimum: the least that `r1` and `r2` are read as; ALiBi's flattest slope, 1 / 256, is below the default.
+        shared: one pair of numbers per head for all layers; `False` gives every layer its own.
+    """
+
+    name: ClassVar[str] = "kerple"
+
+    variant: str = "log"
+    exponent: float | None = None
+    minimum: float = 0.01
+    shared: bool = True
+
+    def __post_init__(self) -> None:
+        check_choice(self, "variant", ("log", "power"))
+        check_number(self, "exponent", above=0.0, maximum=LARGEST_EXPONENT, optional=True)
+        check_number(self, "minimum", above=0.0, maximum=1.0)
+        check_boolean(self, "shared")
+        if self.exponent is not None and self.variant != "power":
+            raise ValueError(
+                f"KerpleConfig.exponent is {self.exponent}, but variant {self.variant!r} has no exponent. "
+                "Use variant='power', or leave exponent out."
+            )
+
+    @property
+    def per_layer(self) -> bool:  # type: ignore[override]
+        """Whether every layer owns its numbers."""
+        return not self.shared
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Builds a logit bias."""
+        return SchemeParts(logit_bias=KerpleBias(context.num_heads, self.variant, self.exponent, self.minimum))

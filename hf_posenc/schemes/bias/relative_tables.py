@@ -1,0 +1,79 @@
+"""Products of a query with a vector that depends on the distance to a key, without one vector per pair."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+#: From here on `(1 - u**2) * exp(-u**2 / 2)` is smaller than 2e-9: nothing in float32 beside its peak of 1.
+RICKER_SUPPORT = 7.0
+
+
+def check_whole_distances(distance: Tensor, owner: str, remedy: str) -> None:
+    """Refuses distances that a position map has turned into real numbers.
+
+    Raises:
+        ValueError: naming the scheme, the dtype found and the remedy.
+    """
+    if distance.is_floating_point():
+        raise ValueError(
+            f"{owner} looks distances up in a table of whole numbers, but the positions are {distance.dtype}: a "
+            f"position map has turned them into real numbers. {remedy}"
+        )
+
+
+def select_rows(products: Tensor, rows: Tensor) -> Tensor:
+    """Picks, for every pair, the product of its query with the vector of its distance.
+
+    Args:
+        products: `(batch, heads, query_len, rows)`, each query times every row of a table.
+        rows: `(batch or 1, query_len, key_len)` int64, which row belongs to each pair.
+
+    Returns:
+        `(batch, heads, query_len, key_len)`.
+    """
+    index = rows.unsqueeze(1).expand(*products.shape[:2], *rows.shape[1:])
+    return products.gather(-1, index)
+
+
+def sinusoidal_frequencies(width: int, base: float) -> Tensor:
+    """`(width / 2,)` float32 on the CPU: `base ** (-2 m / width)`."""
+    exponents = torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width
+    return 1.0 / (base**exponents)
+
+
+def sinusoidal_vectors(distance: Tensor, frequencies: Tensor) -> Tensor:
+    """`(*distance.shape, width)`: all sines, then all cosines, of distance times frequency."""
+    angles = distance.unsqueeze(-1).float() * frequencies
+    return torch.cat((angles.sin(), angles.cos()), dim=-1)
+
+
+def sinusoidal_products(query: Tensor, frequencies: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+    """`query . sinusoid(key position - query position)` of all pairs, by the addition theorems.
+
+    The sinusoid of a difference is that of the key, turned by the position of the query; so each query is turned back
+    once and meets the plain sinusoids of the keys. This holds for positions with gaps and for real ones.
+
+    Args:
+        query: `(batch, heads, query_len, width)` float32; components as in `sinusoidal_vectors`.
+        frequencies: `(width / 2,)`.
+        query_positions: `(batch or 1, query_len)`.
+        key_positions: `(batch or 1, key_len)`.
+
+    Returns:
+        `(batch, heads, query_len, key_len)` float32.
+    """
+    # Only differences matter: counted from the last query, the angles of its neighbours are small and precise.
+    origin = query_positions[:, -1:]
+    turn = sinusoidal_vectors(query_positions - origin, frequencies).unsqueeze(1)
+    turn_sine, turn_cosine = turn.chunk(2, dim=-1)
+    sine, cosine = query.chunk(2, dim=-1)
+    turned = torch.cat((sine * turn_cosine + cosine * turn_sine, cosine * turn_cosine - sine * turn_sine), dim=-1)
+    keys = sinusoidal_vectors(key_positions - origin, frequencies).unsqueeze(1)
+    return turned @ keys.transpose(-1, -2)
+
+
+def ricker_wavelets(distance: Tensor, scales: Tensor, shifts: Tensor) -> Tensor:
+    """`(1 - u**2) * exp(-u**2 / 2)` with `u = (distance - shift) / scale`, `(*distance.shape, len(scales))` float32."""
+    squares = ((distance.unsqueeze(-1).float() - shifts) / scales).square()
+    return (1.0 - squares) * torch.exp(-0.5 * squares)

@@ -1,0 +1,161 @@
+"""Shaw's relative position representations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.schemes.bias.relative_tables import (
+    check_whole_distances,
+    select_rows,
+    sinusoidal_frequencies,
+    sinusoidal_products,
+)
+from hf_posenc.schemes.bias.wavelet import WaveletConfig
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.constants import DeviceConstant
+from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
+from hf_posenc.schemes.positions import AttentionPairs
+from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.validation import check_boolean, check_choice, check_integer
+
+#: The clipping distance of the paper's base model.
+DEFAULT_MAX_DISTANCE = 16
+
+
+class ShawBias(PairwiseBias):
+    """Each query times a learned vector per clipped distance.
+
+    Args:
+        num_heads: number of query heads.
+        head_dim: width of a query.
+        behind: the largest distance told apart among earlier keys.
+        ahead: the same among later keys.
+        per_head: one table per query head instead of one for all.
+        initializer_range: standard deviation of new entries.
+    """
+
+    reads_heads = True
+
+    def __init__(
+        self, num_heads: int, head_dim: int, behind: int, ahead: int, per_head: bool, initializer_range: float
+    ) -> None:
+        super().__init__()
+        self.behind = behind
+        self.ahead = ahead
+        self.initializer_range = initializer_range
+        rows = behind + 1 + ahead
+        self.weight = nn.Parameter(torch.empty(*((num_heads,) if per_head else ()), rows, head_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws every entry from N(0, initializer_range)."""
+        nn.init.normal_(self.weight, std=self.initializer_range)
+
+    def forward(self, pairs: AttentionPairs) -> Tensor:
+        """Returns `(batch, heads, query_len, key_len)` in float32.
+
+        Raises:
+            ValueError: for real positions.
+        """
+        distance = pairs.distance
+        check_whole_distances(
+            distance, "The learned table of shaw", "Use a map to whole positions, or ShawConfig(table='sinusoidal')."
+        )
+        products = pairs.query.float() @ self.weight.float().transpose(-1, -2)
+        return select_rows(products, distance.clamp(-self.behind, self.ahead) + self.behind) * pairs.scaling
+
+
+class SinusoidalShawBias(PairwiseBias):
+    """Each query times the fixed sinusoid of the distance, unclipped.
+
+    Args:
+        head_dim: width of a query.
+    """
+
+    reads_heads = True
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__()
+        self._frequencies = DeviceConstant(sinusoidal_frequencies(head_dim, 10000.0))
+
+    def forward(self, pairs: AttentionPairs) -> Tensor:
+        """Returns `(batch, heads, query_len, key_len)` in float32."""
+        frequencies = self._frequencies.on(pairs.query.device)
+        products = sinusoidal_products(pairs.query.float(), frequencies, pairs.query_positions, pairs.keys.ids)
+        return products * pairs.scaling
+
+
+@register_scheme
+@dataclass(frozen=True)
+class ShawConfig(SchemeConfig):
+    """A vector per clipped distance that every query is multiplied with (Shaw, arXiv:1803.02155, eq. 4, section 3.2).
+
+    With `scaling` the layer's own factor (`head_dim ** -0.5` in the paper) and position i of the query, j of the key::
+
+        bias(i, j) = scaling * q_i . a[clip(j - i, -max_distance, max_distance)]
+
+    `a` is `(2 * max_distance + 1, head_dim)`, shared by the heads of a layer and owned by each layer.
+
+    The paper also adds a vector per distance to the values (eq. 3). That term changes the outputs of attention and not
+    its logits, and is left out; the paper's own ablation (table 3) finds the term of the keys alone as good as both.
+
+    Two fixed tables without clipping stand in for the learned one: "sinusoidal" is `[sin(d w), cos(d w)]` of
+    `d = j - i` with the frequencies `w_m = 10000 ** (-2 m / head_dim)`, and "wavelet" is `WaveletConfig()`.
+
+    Args:
+        table: "learned", "sinusoidal" or "wavelet".
+        max_distance: the distance in tokens from which on keys share one vector; `None` is 16, as for the paper's base
+            model. Of the learned table only.
+        max_distance_ahead: the same for later keys, where it differs; `None` takes `max_distance`. Wav2Vec2-BERT has
+            64 behind and 8 ahead. Of the learned table only.
+        per_head: a learned table of its own for every query head.
+    """
+
+    name: ClassVar[str] = "shaw"
+    per_layer: ClassVar[bool] = True
+
+    table: str = "learned"
+    max_distance: int | None = None
+    max_distance_ahead: int | None = None
+    per_head: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice(self, "table", ("learned", "sinusoidal", "wavelet"))
+        check_integer(self, "max_distance", minimum=1, optional=True)
+        check_integer(self, "max_distance_ahead", minimum=0, optional=True)
+        check_boolean(self, "per_head")
+        if self.table != "learned":
+            for option in ("max_distance", "max_distance_ahead", "per_head"):
+                value = getattr(self, option)
+                if value is not None and value is not False:
+                    raise ValueError(
+                        f"ShawConfig.{option} is {value!r}, which shapes a learned table, but "
+                        f"ShawConfig.table is {self.table!r}, a fixed function of any distance. Leave it out."
+                    )
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Builds a logit bias.
+
+        Raises:
+            ValueError: if a fixed table does not fit the width of a head.
+        """
+        if self.table == "wavelet":
+            return WaveletConfig().build(context)
+        if self.table == "sinusoidal":
+            if context.head_dim % 2:
+                raise ValueError(
+                    f"ShawConfig.table is 'sinusoidal', which fills heads with pairs of a sine and a cosine, but a "
+                    f"head here has the odd width {context.head_dim}. Use table='learned'."
+                )
+            return SchemeParts(logit_bias=SinusoidalShawBias(context.head_dim))
+        behind = DEFAULT_MAX_DISTANCE if self.max_distance is None else self.max_distance
+        ahead = behind if self.max_distance_ahead is None else self.max_distance_ahead
+        return SchemeParts(
+            logit_bias=ShawBias(
+                context.num_heads, context.head_dim, behind, ahead, self.per_head, context.initializer_range
+            )
+        )

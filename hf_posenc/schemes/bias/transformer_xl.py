@@ -1,0 +1,156 @@
+"""Transformer-XL's relative positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.schemes.bias.relative_tables import (
+    check_whole_distances,
+    select_rows,
+    sinusoidal_frequencies,
+    sinusoidal_products,
+    sinusoidal_vectors,
+)
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.constants import DeviceConstant
+from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
+from hf_posenc.schemes.positions import AttentionPairs
+from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.validation import check_integer, check_number
+
+
+class TransformerXLBias(PairwiseBias):
+    """A learned query for the keys, and projected sinusoids of the distance for query plus another learned one.
+
+    Args:
+        num_heads: number of query heads.
+        head_dim: width of a query.
+        hidden_size: width of the sinusoids.
+        base: of their frequencies.
+        clamp_length: the distance from which on keys share one sinusoid, or `None`.
+        initializer_range: standard deviation of new entries.
+    """
+
+    reads_heads = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        hidden_size: int,
+        base: float,
+        clamp_length: int | None,
+        initializer_range: float,
+    ) -> None:
+        super().__init__()
+        self.clamp_length = clamp_length
+        self.initializer_range = initializer_range
+        self._frequencies = DeviceConstant(sinusoidal_frequencies(hidden_size, base))
+        self.content_bias = nn.Parameter(torch.empty(num_heads, head_dim))
+        self.position_bias = nn.Parameter(torch.empty(num_heads, head_dim))
+        self.position_projection = nn.Parameter(torch.empty(num_heads * head_dim, hidden_size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws every entry from N(0, initializer_range)."""
+        for parameter in (self.content_bias, self.position_bias, self.position_projection):
+            nn.init.normal_(parameter, std=self.initializer_range)
+
+    def forward(self, pairs: AttentionPairs) -> Tensor:
+        """Returns `(batch, heads, query_len, key_len)` in float32.
+
+        Raises:
+            ValueError: for real positions, if distances are clamped.
+        """
+        by_key = self.content_bias.float().unsqueeze(-2) @ pairs.expanded_key.float().transpose(-1, -2)
+        query = pairs.query.float() + self.position_bias.float().unsqueeze(-2)
+        # (heads, head_dim, hidden): W_R of each head.
+        projection = self.position_projection.float().unflatten(0, self.content_bias.shape)
+        frequencies = self._frequencies.on(query.device)
+        if self.clamp_length is None:
+            by_distance = self._by_any_distance(query @ projection, frequencies, pairs)
+        else:
+            by_distance = self._by_clamped_distance(query, projection, frequencies, pairs, self.clamp_length)
+        return (by_key + by_distance) * pairs.scaling
+
+    @staticmethod
+    def _by_any_distance(query: Tensor, frequencies: Tensor, pairs: AttentionPairs) -> Tensor:
+        # The sinusoid of i - j is that of j - i with its sines negated.
+        sine, cosine = query.chunk(2, dim=-1)
+        mirrored = torch.cat((-sine, cosine), dim=-1)
+        return sinusoidal_products(mirrored, frequencies, pairs.query_positions, pairs.keys.ids)
+
+    @staticmethod
+    def _by_clamped_distance(
+        query: Tensor, projection: Tensor, frequencies: Tensor, pairs: AttentionPairs, clamp_length: int
+    ) -> Tensor:
+        distance = -pairs.distance
+        check_whole_distances(
+            distance, "transformer_xl with a clamp_length", "Use a map to whole positions, or clamp_length=None."
+        )
+        rows = torch.arange(-clamp_length, clamp_length + 1, device=query.device)
+        table = projection @ sinusoidal_vectors(rows, frequencies).transpose(0, 1)
+        return select_rows(query @ table, distance.clamp(-clamp_length, clamp_length) + clamp_length)
+
+
+@register_scheme
+@dataclass(frozen=True)
+class TransformerXLConfig(SchemeConfig):
+    """Queries meet projected sinusoids of the distance (Transformer-XL, arXiv:1901.02860, section 3.3).
+
+    With `scaling` the layer's own factor (`head_dim ** -0.5` in the paper) and position i of the query, j of the key,
+    the terms (b), (c) and (d) of the paper's reparameterised attention; (a) is the layer's own `q_i . k_j`::
+
+        bias(i, j) = scaling * (u . k_j + (q_i + v) . W_R R[i - j])
+        R[d]       = [sin(d w_0), ..., cos(d w_0), ...],    w_m = base ** (-2 m / hidden)
+
+    `u` (`content_bias`) and `v` (`position_bias`) are `(heads, head_dim)`, `W_R` (`position_projection`) is
+    `(heads * head_dim, hidden)`; all are learned and belong to one layer. The official code shares `u` and `v` among
+    layers unless `untie_r` is set, which its published TensorFlow models do, as do XLNet and the Conformers. Those
+    interleave sines and cosines in the Conformers, which only permutes the columns of `W_R`. In bidirectional models
+    the distance keeps its sign, as in XLNet.
+
+    Without a clamp a query is carried into all `hidden` components of the sinusoids: exact for any positions, at
+    `heads` times the memory of the hidden states and `hidden / head_dim` times the cost of `q . k`.
+
+    Args:
+        base: of the frequencies.
+        clamp_length: the distance in tokens from which on keys share one sinusoid (`clamp_len` of the official code,
+            which sets it for evaluation at greater lengths); `None` for no limit.
+    """
+
+    name: ClassVar[str] = "transformer_xl"
+    per_layer: ClassVar[bool] = True
+
+    base: float = 10000.0
+    clamp_length: int | None = None
+
+    def __post_init__(self) -> None:
+        check_number(self, "base", above=0)
+        check_integer(self, "clamp_length", minimum=1, optional=True)
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Builds a logit bias.
+
+        Raises:
+            ValueError: if the sinusoids would have an odd width.
+        """
+        if context.hidden_size % 2:
+            raise ValueError(
+                "transformer_xl fills vectors as wide as the hidden states with pairs of a sine and a cosine, but "
+                f"hidden_size is {context.hidden_size}, which is odd."
+            )
+        return SchemeParts(
+            logit_bias=TransformerXLBias(
+                context.num_heads,
+                context.head_dim,
+                context.hidden_size,
+                self.base,
+                self.clamp_length,
+                context.initializer_range,
+            )
+        )

@@ -1,0 +1,108 @@
+"""Relative positions as wavelets."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_posenc.schemes.bias.relative_tables import RICKER_SUPPORT, ricker_wavelets, select_rows
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.constants import DeviceConstant
+from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
+from hf_posenc.schemes.positions import AttentionPairs
+from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.validation import check_integer
+
+
+class WaveletBias(PairwiseBias):
+    """Each query times the values that a family of Ricker wavelets takes at the distance.
+
+    Beyond `RICKER_SUPPORT` times the largest scale all of them vanish, so the distances up to there are one table of
+    bounded size, whatever the positions.
+
+    Args:
+        scales: of each dimension of a head.
+        shifts: of each dimension of a head, in tokens.
+    """
+
+    reads_heads = True
+
+    def __init__(self, scales: list[float], shifts: list[float]) -> None:
+        super().__init__()
+        reach = math.ceil(RICKER_SUPPORT * max(scales))
+        # The outermost rows are nil already, so clipping distances to them is exact.
+        self.first = -reach
+        self.last = reach + math.ceil(max(shifts))
+        family = torch.tensor([scales, shifts], dtype=torch.float32, device="cpu")
+        self._family = DeviceConstant(family)
+        distances = torch.arange(self.first, self.last + 1, device="cpu")
+        self._table = DeviceConstant(ricker_wavelets(distances, *family))
+
+    def forward(self, pairs: AttentionPairs) -> Tensor:
+        """Returns `(batch, heads, query_len, key_len)` in float32."""
+        distance = -pairs.distance
+        query = pairs.query.float() * pairs.scaling
+        if distance.is_floating_point():
+            return self._at_real_distances(query, distance)
+        products = query @ self._table.on(query.device).transpose(-1, -2)
+        return select_rows(products, distance.clamp(self.first, self.last) - self.first)
+
+    def _at_real_distances(self, query: Tensor, distance: Tensor) -> Tensor:
+        """One wavelet after the other, so that a vector per pair never exists."""
+        scales, shifts = self._family.on(query.device)
+        total = query.new_zeros(*query.shape[:-1], distance.shape[-1])
+        for component in range(query.shape[-1]):
+            one = slice(component, component + 1)
+            wavelet = ricker_wavelets(distance, scales[one], shifts[one]).squeeze(-1)
+            total = total + query[..., one] * wavelet.unsqueeze(1)
+        return total
+
+
+@register_scheme
+@dataclass(frozen=True)
+class WaveletConfig(SchemeConfig):
+    """Relative positions as the values of Ricker wavelets of several scales and shifts (arXiv:2502.02004, section 4).
+
+    With `scaling` the layer's own factor (`head_dim ** -0.5` in the paper) and position i of the query, j of the key::
+
+        bias(i, j) = scaling * q_i . psi(i - j)
+        psi_c(d)   = (1 - u**2) * exp(-u**2 / 2),    u = (d - b_c) / a_c
+
+    It is Shaw's bias (eq. 4 of arXiv:1803.02155) with a fixed table that needs no clipping; nothing is learned. The
+    dimensions of a head hold all pairs of a scale `a = 2**0, 2**1, ..., 2**(num_scales - 1)` and a shift
+    `b = 0, 1, ..., head_dim / num_scales - 1`: dimension c has scale number `c // (head_dim / num_scales)` and shift
+    `c % (head_dim / num_scales)`. With positive shifts a wavelet is centred on a key in the past. No official code is
+    known; another order of the dimensions only permutes those of the query projection.
+
+    Args:
+        num_scales: how many scales there are; has to divide the width of a head. 8 is the paper's for heads of 128
+            dimensions, which leaves 16 shifts. At most 12: the table of distances is 14 times as long as the largest
+            scale is wide.
+    """
+
+    name: ClassVar[str] = "wavelet"
+
+    num_scales: int = 8
+
+    def __post_init__(self) -> None:
+        check_integer(self, "num_scales", minimum=1, maximum=12)
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Builds a logit bias.
+
+        Raises:
+            ValueError: if the number of scales does not divide the width of a head.
+        """
+        num_shifts, left_over = divmod(context.head_dim, self.num_scales)
+        if left_over:
+            raise ValueError(
+                f"WaveletConfig.num_scales is {self.num_scales}, which does not divide the {context.head_dim} "
+                "dimensions of a head here: every scale needs the same number of shifts. Choose a divisor."
+            )
+        scales = [2.0**scale for scale in range(self.num_scales) for _ in range(num_shifts)]
+        shifts = [float(shift) for _ in range(self.num_scales) for shift in range(num_shifts)]
+        return SchemeParts(logit_bias=WaveletBias(scales, shifts))

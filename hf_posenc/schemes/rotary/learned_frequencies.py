@@ -1,0 +1,96 @@
+"""RoPE with learned frequencies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.parts import SchemeParts
+from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.rotary.rope import RotaryMap, check_rotary_options, key_heads, resolve_rotary_dim
+from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
+from hf_posenc.schemes.validation import check_choice
+
+
+class LearnedFrequenciesMap(RotaryMap):
+    """A rotation whose frequencies are trained, as logarithms of what they are multiplied with.
+
+    Args:
+        inverse_frequencies: `(rotary_dim / 2,)` float32, where training starts.
+        layout: as in `RotaryMap`.
+        num_key_heads: for frequencies of their own in every key head; `None` for one set.
+    """
+
+    no_weight_decay = frozenset({"log_offsets"})
+
+    def __init__(self, inverse_frequencies: Tensor, layout: str, num_key_heads: int | None = None) -> None:
+        super().__init__(inverse_frequencies, layout)
+        self.whole_heads = num_key_heads is not None
+        heads = () if num_key_heads is None else (num_key_heads,)
+        self.log_offsets = nn.Parameter(torch.empty(*heads, inverse_frequencies.shape[-1]))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the frequencies back to where training starts."""
+        nn.init.zeros_(self.log_offsets)
+
+    def inverse_frequencies(self, lengths: Tensor) -> Tensor:
+        """`(rotary_dim / 2,)` or `(key_value_heads, rotary_dim / 2)` float32, for `lengths` `(batch or 1, 1)`."""
+        return self._constants.on(lengths.device) * self.log_offsets.float().exp()
+
+
+@register_scheme
+@dataclass(frozen=True)
+class LearnedRopeConfig(SchemeConfig):
+    """RoPE whose frequencies are learned, starting from RoPE's own (LeRoPE, arXiv:2607.10134).
+
+    Pair `m` turns by::
+
+        exp(log_offset[m]) * theta ** (-2 m / rotary_dim)    radians per position
+
+    with `log_offset` zero at first, so that an untrained one is RoPE, and trained without weight decay. The paper
+    has one vector `(rotary_dim / 2,)` for the whole model. A vector in every key head of every layer has the learned
+    frequencies of AdaRoPE (arXiv:2607.19363, without its temperature) and of multiplicative GRAPE (arXiv:2512.07805,
+    without its learned planes); query heads take that of the key head they read.
+
+    Written from the abstract of LeRoPE and secondary notes of it: the logarithmic parametrisation and the missing
+    weight decay are theirs, the separate gradient clipping is left to the training loop.
+
+    Args:
+        theta: the base of the frequencies at the start.
+        sharing: "model" has one vector for all layers and heads, "layer" one in every layer, "head" one in every key
+            head of every layer.
+        rotary_dim: how many leading dimensions of a head are rotated; `None` as in `RopeConfig`.
+        layout: the pairing, as in `RopeConfig`.
+    """
+
+    name: ClassVar[str] = "learned_rope"
+
+    theta: float = 10000.0
+    sharing: str = "model"
+    rotary_dim: int | None = None
+    layout: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_rotary_options(self)
+        check_choice(self, "sharing", ("model", "layer", "head"))
+
+    @property
+    def per_layer(self) -> bool:  # type: ignore[override]
+        """Whether every layer owns its frequencies."""
+        return self.sharing != "model"
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Builds a query-key map.
+
+        Raises:
+            ValueError: if the rotary width is odd or does not fit the head.
+        """
+        rotary_dim = resolve_rotary_dim(self, self.rotary_dim, context)
+        frequencies = rope_inverse_frequencies(self.theta, rotary_dim)
+        heads = key_heads(context) if self.sharing == "head" else None
+        return SchemeParts(query_key_map=LearnedFrequenciesMap(frequencies, self.layout, heads))

@@ -1,0 +1,116 @@
+"""Polar coordinate position embedding (PoPE)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.constants import DeviceConstant
+from hf_posenc.schemes.parts import QueryKeyMap, SchemeParts
+from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.rotary.rope import key_heads, per_head
+from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
+from hf_posenc.schemes.validation import check_choice, check_number
+
+
+class PopeMap(QueryKeyMap):
+    """Every dimension of a head becomes a magnitude, with an angle that only position decides.
+
+    Args:
+        theta: the base of the frequencies.
+        num_key_heads: number of key heads.
+        head_dim: width of a head before the map; it doubles.
+        initial_delta: "zero" or "uniform".
+    """
+
+    symmetric = False
+    whole_heads = True
+    width_factor = 2
+
+    def __init__(self, theta: float, num_key_heads: int, head_dim: int, initial_delta: str) -> None:
+        super().__init__()
+        self.rotary_dim = head_dim
+        self.initial_delta = initial_delta
+        # RoPE spreads its frequencies over pairs, PoPE the same range over single dimensions.
+        self._inverse_frequencies = DeviceConstant(rope_inverse_frequencies(theta, 2 * head_dim))
+        self.delta = nn.Parameter(torch.empty(num_key_heads, head_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the phases of keys to zero, or draws them from `[-2 pi, 0]`."""
+        if self.initial_delta == "zero":
+            nn.init.zeros_(self.delta)
+        else:
+            nn.init.uniform_(self.delta, -2 * math.pi, 0.0)
+
+    def phases(self, positions: Positions) -> tuple[Tensor, ...]:
+        """Returns cosine and sine of queries and of keys, in float32.
+
+        The first two are `(batch or 1, query_len, head_dim)`, the others `(batch or 1, query_len, key_value_heads,
+        head_dim)`.
+        """
+        angles = positions.ids.unsqueeze(-1).float() * self._inverse_frequencies.on(positions.ids.device)
+        key_angles = angles.unsqueeze(-2) + self.delta.float().clamp(-2 * math.pi, 0.0)
+        return angles.cos(), angles.sin(), key_angles.cos(), key_angles.sin()
+
+    def map_query(self, query: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
+        """`(batch, heads, query_len, head_dim)` -> `(batch, heads, query_len, 2 * head_dim)` of the same dtype."""
+        return _polar(query, *phases[:2])
+
+    def map_key(self, key: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
+        """`(batch, key_value_heads, query_len, head_dim)` -> the same, `2 * head_dim` wide, of the same dtype."""
+        return _polar(key, *phases[2:])
+
+
+def _polar(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    magnitude = nn.functional.softplus(x.float())
+    cosine, sine = per_head(cosine, x.shape[1]), per_head(sine, x.shape[1])
+    return torch.cat((magnitude * cosine, magnitude * sine), dim=-1).to(x.dtype)
+
+
+@register_scheme
+@dataclass(frozen=True)
+class PopeConfig(SchemeConfig):
+    """Content as magnitudes and position as angles of queries and keys (PoPE, arXiv:2509.10534, section 3, eq. 3 to 8).
+
+    In RoPE the angle between a query and a key mixes what they contain with where they stand. Here every dimension `c`
+    of a head is the magnitude of a complex number, and position alone decides its angle::
+
+        w[c]     = theta ** (-c / head_dim)                          c = 0 .. head_dim - 1
+        query[c] = softplus(q[c]) * exp(i * p * w[c])
+        key[c]   = softplus(k[c]) * exp(i * (s * w[c] + delta[c]))
+        logit    = sum over c of softplus(q[c]) * softplus(k[c]) * cos((s - p) * w[c] + delta[c])
+
+    for a query at `p` and a key at `s`, before the layer's own `head_dim ** -0.5`. As real numbers, queries and keys
+    are twice as wide (`2 * head_dim`: the real parts, then the imaginary ones); values keep their width. The learned
+    phase `delta`, `(key_value_heads, head_dim)` in every layer, is clamped to `[-2 pi, 0]` whenever it is used. Where
+    several query heads read one key head, they share its phases (the paper has as many key heads as query heads).
+
+    The whole head is mapped, also where the architecture itself rotates a part of it. Every content dimension becomes
+    positive, so this is a scheme to train with, not to put into a model trained with another.
+
+    Args:
+        theta: the base of the frequencies.
+        initial_delta: "zero" (better on longer sequences than trained on, says the paper) or "uniform" in `[-2 pi, 0]`
+            (slightly better up to the trained length).
+    """
+
+    name: ClassVar[str] = "pope"
+    per_layer: ClassVar[bool] = True
+
+    theta: float = 10000.0
+    initial_delta: str = "zero"
+
+    def __post_init__(self) -> None:
+        check_number(self, "theta", above=0)
+        check_choice(self, "initial_delta", ("zero", "uniform"))
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Builds a query-key map that doubles the width of queries and keys."""
+        return SchemeParts(query_key_map=PopeMap(self.theta, key_heads(context), context.head_dim, self.initial_delta))

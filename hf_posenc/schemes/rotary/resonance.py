@@ -1,0 +1,103 @@
+"""RoPE with whole wavelengths (Resonance RoPE)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.parts import SchemeParts
+from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.rotary.rope import RopeConfig, check_rotary_options
+from hf_posenc.schemes.rotary.scaling import RopeScaling, check_scaling, rope_inverse_frequencies
+
+
+def resonant(inverse_frequencies: Tensor) -> Tensor:
+    """The same frequencies with wavelengths rounded to whole positions; a frequency of zero stays zero."""
+    return 2 * math.pi / (2 * math.pi / inverse_frequencies).round().clamp(min=1.0)
+
+
+@dataclass(frozen=True)
+class ResonanceScaling(RopeScaling):
+    """Whole wavelengths (arXiv:2403.00071, section 4.1): `w -> 2 pi / round(2 pi / w)`, after another scaling or alone.
+
+    Args:
+        scaling: the scaling whose frequencies are rounded; `None` for RoPE's own.
+    """
+
+    type: ClassVar[str] = "resonance"
+
+    scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        check_scaling(self)
+
+    @property
+    def length_dependent(self) -> bool:  # type: ignore[override]
+        """Whether the frequencies depend on the length of the sequence."""
+        return self.scaling is not None and self.scaling.length_dependent
+
+    def constants(self, theta: float, rotary_dim: int) -> Tensor:
+        """The rounded spectrum, or what a length-dependent scaling needs to know at every length."""
+        if self.scaling is None:
+            return resonant(rope_inverse_frequencies(theta, rotary_dim))
+        constants = self.scaling.constants(theta, rotary_dim)
+        return constants if self.length_dependent else resonant(constants)
+
+    def at_lengths(self, constants: Tensor, theta: float, rotary_dim: int, lengths: Tensor) -> Tensor:
+        """Broadcasts to `(*lengths.shape, d/2)`."""
+        if self.scaling is None or not self.length_dependent:
+            return constants
+        return resonant(self.scaling.at_lengths(constants, theta, rotary_dim, lengths))
+
+    def attention_scaling(self, max_positions: int | None = None) -> float:
+        """That of the other scaling."""
+        return 1.0 if self.scaling is None else self.scaling.attention_scaling(max_positions)
+
+    def check_cache(self, cached_length: int, total_length: int) -> None:
+        """As the other scaling does."""
+        if self.scaling is not None:
+            self.scaling.check_cache(cached_length, total_length)
+
+
+@register_scheme
+@dataclass(frozen=True)
+class ResonanceConfig(SchemeConfig):
+    """RoPE whose pairs repeat after a whole number of positions (Resonance RoPE, arXiv:2403.00071, section 4.1).
+
+    Pair `m`, of `w[m]` radians per position in RoPE or after a scaling, turns by::
+
+        2 pi / round(2 pi / w[m])    radians per position
+
+    so that a pair with a wavelength within the training length shows longer sequences no angle that training has not
+    shown exactly. The same as `RopeConfig(scaling=ResonanceScaling(scaling))`.
+
+    Args:
+        theta: the base.
+        rotary_dim: how many leading dimensions of a head are rotated; `None` as in `RopeConfig`.
+        layout: the pairing, as in `RopeConfig`.
+        scaling: a stretch applied before rounding (the paper: YaRN), as in `RopeConfig`.
+    """
+
+    name: ClassVar[str] = "resonance"
+
+    theta: float = 10000.0
+    rotary_dim: int | None = None
+    layout: str = "auto"
+    scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        check_rotary_options(self)
+        check_scaling(self)
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Builds a query-key map.
+
+        Raises:
+            ValueError: if the rotary width is odd, or does not fit the head or the scaling.
+        """
+        scaling = ResonanceScaling(self.scaling)
+        return RopeConfig(self.theta, self.rotary_dim, layout=self.layout, scaling=scaling).build(context)

@@ -1,0 +1,231 @@
+"""Rotations in a learned basis (STRING)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.constants import DeviceConstant
+from hf_posenc.schemes.parts import QueryKeyMap, SchemeParts
+from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.rotary.learned_frequencies import LearnedFrequenciesMap
+from hf_posenc.schemes.rotary.rope import RotaryMap, check_rotary_options, key_heads, resolve_rotary_dim
+from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
+from hf_posenc.schemes.validation import check_boolean, check_choice
+
+
+class RotationInBasis(QueryKeyMap):
+    """Changes the basis of queries and keys, then rotates them.
+
+    Args:
+        rotation: what turns them in the new basis.
+        num_key_heads: for a basis of its own in every key head; `None` for one basis.
+    """
+
+    rotary_dim: int
+
+    def __init__(self, rotation: RotaryMap, num_key_heads: int | None) -> None:
+        super().__init__()
+        self.rotation = rotation
+        self.rotary_dim = rotation.rotary_dim
+        self.whole_heads = num_key_heads is not None
+
+    def basis(self) -> Tensor:
+        """`(key_value_heads or 1, rotary_dim, rotary_dim)` float32: orthogonal, the new basis in its rows."""
+        raise NotImplementedError
+
+    def phases(self, positions: Positions) -> tuple[Tensor, ...]:
+        """Cosine and sine of the rotation."""
+        return self.rotation.phases(positions)
+
+    def map_query(self, query: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
+        """`(batch, heads, query_len, head_dim)` -> the same shape and dtype."""
+        return self._map(query, phases)
+
+    def map_key(self, key: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
+        """`(batch, key_value_heads, query_len, head_dim)` -> the same shape and dtype."""
+        return self._map(key, phases)
+
+    def _map(self, x: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
+        basis = self.basis().to(x.dtype)
+        if basis.shape[0] > 1:
+            basis = basis.repeat_interleave(x.shape[1] // basis.shape[0], dim=0)
+        changed = x[..., : self.rotary_dim] @ basis.transpose(-1, -2)
+        if self.rotary_dim < x.shape[-1]:
+            changed = torch.cat((changed, x[..., self.rotary_dim :]), dim=-1)
+        return self.rotation.rotate(changed.to(x.dtype), *phases)
+
+
+class CayleyMap(RotationInBasis):
+    """A rotation in a basis learned as the Cayley transform of an antisymmetric matrix.
+
+    Args:
+        rotation: what turns queries and keys in that basis.
+        num_key_heads: for a basis of its own in every key head; `None` for one basis.
+    """
+
+    def __init__(self, rotation: RotaryMap, num_key_heads: int | None) -> None:
+        super().__init__(rotation, num_key_heads)
+        width = self.rotary_dim
+        self._above_diagonal = DeviceConstant(torch.triu_indices(width, width, offset=1, device="cpu"))
+        self.skew = nn.Parameter(torch.empty(num_key_heads or 1, width * (width - 1) // 2))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the basis to the identity."""
+        nn.init.zeros_(self.skew)
+
+    def basis(self) -> Tensor:
+        """`(I - S) (I + S)**-1`, with the parameter above the diagonal of `S`."""
+        entries = self.skew.float()
+        rows, columns = self._above_diagonal.on(entries.device)
+        upper = entries.new_zeros(entries.shape[0], self.rotary_dim, self.rotary_dim)
+        upper[:, rows, columns] = entries
+        skew = upper - upper.transpose(-1, -2)
+        identity = torch.eye(self.rotary_dim, dtype=torch.float32, device=entries.device)
+        # The two factors commute. I + S is never singular, so nothing needs to be checked, which would wait for a GPU.
+        return torch.linalg.solve_ex(identity + skew, identity - skew)[0]
+
+
+class CirculantRotation(RotaryMap):
+    """The rotation that an antisymmetric circulant matrix generates, in the basis of the discrete Fourier transform.
+
+    Pairs are ("half" layout) cosine and sine of the Fourier frequencies `1 .. d/2 - 1`, and last the mean and the
+    alternating sum, which no antisymmetric circulant matrix turns.
+
+    Args:
+        inverse_frequencies: `(rotary_dim / 2,)` float32, where training starts; the last is not used.
+        num_key_heads: for a generator of its own in every key head; `None` for one.
+    """
+
+    def __init__(self, inverse_frequencies: Tensor, num_key_heads: int | None) -> None:
+        super().__init__(inverse_frequencies, "half")
+        self.whole_heads = num_key_heads is not None
+        width, turning = self.rotary_dim, self.rotary_dim // 2 - 1
+        steps = torch.arange(1, turning + 1, dtype=torch.float64, device="cpu")
+        sines = (2 * math.pi / width * steps * steps.unsqueeze(-1)).sin()
+        # The sine transform is its own inverse but for a factor.
+        initial = 2 / width * inverse_frequencies[:turning].double() @ sines
+        self._sines = DeviceConstant(sines.float())
+        self._initial = DeviceConstant(initial.float())
+        self.generator_offsets = nn.Parameter(torch.empty(num_key_heads or 1, turning))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the generator back to the one of the initial frequencies."""
+        nn.init.zeros_(self.generator_offsets)
+
+    def generator(self) -> Tensor:
+        """`(key_value_heads or 1, d/2 - 1)` float32: `l[1] .. l[d/2 - 1]` in the first column of the generator."""
+        return self._initial.on(self.generator_offsets.device) + self.generator_offsets.float()
+
+    def inverse_frequencies(self, lengths: Tensor) -> Tensor:
+        """`(rotary_dim / 2,)` or `(key_value_heads, rotary_dim / 2)` float32: the generator's eigenvalues."""
+        generator = self.generator()
+        eigenvalues = 2 * (generator.unsqueeze(-1) * self._sines.on(generator.device)).sum(dim=-2)
+        frequencies = nn.functional.pad(eigenvalues, (0, 1))
+        return frequencies if self.whole_heads else frequencies[0]
+
+
+class CirculantMap(RotationInBasis):
+    """A rotation in the basis of the discrete Fourier transform, where it stays: inner products are the same.
+
+    Args:
+        rotation: the rotation that a circulant matrix generates.
+        num_key_heads: as given to the rotation.
+    """
+
+    def __init__(self, rotation: CirculantRotation, num_key_heads: int | None) -> None:
+        super().__init__(rotation, num_key_heads)
+        self._basis = DeviceConstant(real_fourier_basis(self.rotary_dim))
+
+    def basis(self) -> Tensor:
+        """`(1, rotary_dim, rotary_dim)`."""
+        return self._basis.on(next(self.rotation.parameters()).device)
+
+
+def real_fourier_basis(width: int) -> Tensor:
+    """`(1, width, width)` float32 with orthonormal rows, in the order of `CirculantRotation`."""
+    steps = torch.arange(width, dtype=torch.float64, device="cpu")
+    angles = 2 * math.pi / width * steps[1 : width // 2].unsqueeze(-1) * steps
+    constant, alternating = torch.ones_like(steps) / math.sqrt(2), (math.pi * steps).cos() / math.sqrt(2)
+    rows = torch.cat((angles.cos(), constant.unsqueeze(0), angles.sin(), alternating.unsqueeze(0)))
+    return (math.sqrt(2 / width) * rows).float().unsqueeze(0)
+
+
+@register_scheme
+@dataclass(frozen=True)
+class StringConfig(SchemeConfig):
+    """RoPE in a learned orthogonal basis, the most general relative rotation (STRING, arXiv:2502.02562, section 3).
+
+    A query or key `x` at position `p` becomes, in the two forms of the paper::
+
+        cayley:     rope(P x, p)         P = (I - S) (I + S) ** -1,  S antisymmetric         (eq. 10)
+        circulant:  exp(p (C - C^T)) x   C[i, j] = c[(i - j) mod rotary_dim]                 (eq. 11)
+
+    Learned are, for "cayley", the `rotary_dim * (rotary_dim - 1) / 2` entries of `S` above the diagonal, zero at first,
+    and the frequencies of RoPE as in `learned_rope`: an untrained one is RoPE. For "circulant", it is the antisymmetric
+    half of `c`, `l[m] = c[m] - c[-m]` for `m = 1 .. rotary_dim / 2 - 1` (the other half cancels), as a difference from
+    where it starts. The paper does not say where that is; here the generator starts with RoPE's frequencies but the
+    lowest, in the Fourier basis in which all circulant matrices are diagonal and where this computes them.
+
+    Queries and keys share `P` or `C`. The paper counts one per head; here it is one per key head of every layer, which
+    the query heads that read it take too. Not to be confused with ShifTed Rotary position embeddING
+    (arXiv:2410.18745), of the same name.
+
+    Args:
+        variant: "cayley" (better in the paper) or "circulant" (fewer parameters).
+        theta: the base of the frequencies at the start.
+        per_head: a matrix for every key head; `False` for one per layer.
+        learned_frequencies: whether "cayley" learns the frequencies too, as the paper does.
+        rotary_dim: how many leading dimensions of a head are mapped; `None` as in `RopeConfig`.
+        layout: the pairing in "cayley", as in `RopeConfig`; "circulant" has none.
+    """
+
+    name: ClassVar[str] = "string"
+    per_layer: ClassVar[bool] = True
+
+    variant: str = "cayley"
+    theta: float = 10000.0
+    per_head: bool = True
+    learned_frequencies: bool = True
+    rotary_dim: int | None = None
+    layout: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_rotary_options(self)
+        check_choice(self, "variant", ("cayley", "circulant"))
+        check_boolean(self, "per_head")
+        check_boolean(self, "learned_frequencies")
+        if self.variant == "circulant" and not self.learned_frequencies:
+            raise ValueError(
+                "StringConfig.learned_frequencies is False, but the frequencies are all that the variant 'circulant' "
+                "learns. Leave it True, or use the variant 'cayley' or the scheme 'rope'."
+            )
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Builds a query-key map.
+
+        Raises:
+            ValueError: if the rotary width is odd or does not fit the head, or is 2 for "circulant".
+        """
+        rotary_dim = resolve_rotary_dim(self, self.rotary_dim, context)
+        frequencies = rope_inverse_frequencies(self.theta, rotary_dim)
+        heads = key_heads(context) if self.per_head else None
+        if self.variant == "circulant":
+            if rotary_dim < 4:
+                raise ValueError(
+                    f"StringConfig with the variant 'circulant' would map {rotary_dim} dimensions, but an "
+                    "antisymmetric circulant matrix of that size is zero. Give rotary_dim=4 or more."
+                )
+            return SchemeParts(query_key_map=CirculantMap(CirculantRotation(frequencies, heads), heads))
+        rotation = RotaryMap(frequencies, self.layout)
+        if self.learned_frequencies:
+            rotation = LearnedFrequenciesMap(frequencies, self.layout, heads)
+        return SchemeParts(query_key_map=CayleyMap(rotation, heads))

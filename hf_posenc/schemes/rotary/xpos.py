@@ -1,0 +1,136 @@
+"""Extrapolatable position embedding (xPos)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.constants import DeviceConstant
+from hf_posenc.schemes.parts import SchemeParts
+from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.rotary.rope import RotaryMap, check_rotary_options, resolve_rotary_dim
+from hf_posenc.schemes.rotary.scaling import rope_exponents, rope_inverse_frequencies
+from hf_posenc.schemes.validation import check_number, check_positions_below
+
+#: Largest natural logarithm of a magnitude: float32 overflows at 88.7, and the heads multiplied with it need room.
+MAX_LOG_MAGNITUDE = 80.0
+
+
+class XposMap(RotaryMap):
+    """A rotation that also shrinks queries and grows keys with their position.
+
+    Args:
+        inverse_frequencies: as in `RotaryMap`.
+        layout: as in `RotaryMap`.
+        decay: `(rotary_dim / 2,)` float32, the natural logarithm of `zeta` of each pair, divided by `scale_base`.
+        origin: the position at which magnitudes are kept.
+        reach: the distance from the origin, in positions, up to which magnitudes fit float32.
+    """
+
+    symmetric = False
+
+    def __init__(self, inverse_frequencies: Tensor, layout: str, decay: Tensor, origin: float, reach: float) -> None:
+        super().__init__(inverse_frequencies, layout)
+        self.origin = origin
+        self.limit = math.floor(origin + reach)
+        self._decay = DeviceConstant(decay)
+
+    def phases(self, positions: Positions) -> tuple[Tensor, ...]:
+        """Returns cosine and sine of queries, then of keys, each `(batch or 1, query_len, rotary_dim)` in float32.
+
+        Raises:
+            SequenceLengthError: for positions whose magnitude does not fit float32.
+        """
+        remedy = f"whose xPos magnitudes fit float32 around the origin {self.origin}. Give a larger scale_base or gamma"
+        check_positions_below(positions.ids, self.limit, f"{remedy}, or move the origin.")
+        cosine, sine = super().phases(positions)
+        exponents = (positions.ids.unsqueeze(-1).float() - self.origin) * self._decay.on(positions.ids.device)
+        magnitude = self.for_both_of_pair(exponents.exp())
+        return cosine * magnitude, sine * magnitude, cosine / magnitude, sine / magnitude
+
+    def map_query(self, query: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
+        """`(batch, heads, query_len, head_dim)` -> the same shape and dtype."""
+        return self.rotate(query, *phases[:2])
+
+    def map_key(self, key: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
+        """`(batch, key_value_heads, query_len, head_dim)` -> the same shape and dtype."""
+        return self.rotate(key, *phases[2:])
+
+
+@register_scheme
+@dataclass(frozen=True)
+class XposConfig(SchemeConfig):
+    """RoPE whose logits also decay with distance, each pair at its own rate (xPos, arXiv:2212.10554, section 2).
+
+    Pair `m` of a query at position `p` and of a key at position `s` become::
+
+        zeta[m]  = (2 m / rotary_dim + gamma) / (1 + gamma)
+        query[m] = zeta[m] ** ( (p - origin) / scale_base) * rotate(query[m], p * theta ** (-2 m / rotary_dim))
+        key[m]   = zeta[m] ** (-(s - origin) / scale_base) * rotate(key[m],   s * theta ** (-2 m / rotary_dim))
+
+    so that a pair contributes `zeta[m] ** ((p - s) / scale_base)` of what it does in RoPE: slow pairs keep more. The
+    origin cancels in every logit and only decides where single magnitudes are near one.
+
+    The authors' code takes the middle of the present sequence as origin, which changes all cached keys with every new
+    token. Here it is fixed, so that keys can be cached; the logits are the same. Queries shrink and keys grow with the
+    distance from the origin, by the factor `((1 + gamma) / gamma) ** (1 / scale_base)` per position in the fastest
+    pair: with the defaults float32 and bfloat16 hold about 32 000 positions on either side, float16 about 4 500.
+    Longer sequences are refused (up to the bound of float32). The paper's blockwise attention is a mask of its own,
+    not part of the scheme.
+
+    Causal models only: where keys may come after the query, their factor grows with distance without bound.
+
+    Args:
+        theta: the base of the frequencies.
+        gamma: how little the fastest pair decays; larger is less.
+        scale_base: the distance in tokens after which a pair has decayed by its `zeta`.
+        origin: the position at which magnitudes are kept.
+        rotary_dim: how many leading dimensions of a head are rotated; `None` as in `RopeConfig`.
+        layout: the pairing, as in `RopeConfig`. The authors' code pairs neighbours ("interleaved").
+    """
+
+    name: ClassVar[str] = "xpos"
+
+    theta: float = 10000.0
+    gamma: float = 0.4
+    scale_base: float = 512.0
+    origin: float = 0.0
+    rotary_dim: int | None = None
+    layout: str = "interleaved"
+
+    def __post_init__(self) -> None:
+        check_rotary_options(self)
+        check_number(self, "gamma", above=0)
+        check_number(self, "scale_base", above=0)
+        check_number(self, "origin", minimum=0)
+        if self.origin > self._reach:
+            raise ValueError(
+                f"XposConfig.origin is {self.origin}; expected at most {math.floor(self._reach)}, past which the "
+                "magnitude of a query at position 0 does not fit float32. Give a smaller origin or a larger scale_base."
+            )
+
+    @property
+    def _reach(self) -> float:
+        """How far from the origin the fastest pair's magnitude fits float32, in positions."""
+        return MAX_LOG_MAGNITUDE * self.scale_base / math.log1p(1 / self.gamma)
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Builds a query-key map.
+
+        Raises:
+            ValueError: for a bidirectional model, or if the rotary width is odd or does not fit the head.
+        """
+        if not context.causal:
+            raise ValueError(
+                "XposConfig cannot serve a bidirectional model: the factor that decays towards past keys grows without "
+                "bound towards later ones. Use 'rope', or compose it with a symmetric bias such as 'alibi'."
+            )
+        rotary_dim = resolve_rotary_dim(self, self.rotary_dim, context)
+        decay = ((rope_exponents(rotary_dim) + self.gamma) / (1 + self.gamma)).log() / self.scale_base
+        frequencies = rope_inverse_frequencies(self.theta, rotary_dim)
+        return SchemeParts(query_key_map=XposMap(frequencies, self.layout, decay, self.origin, self._reach))

@@ -1,0 +1,81 @@
+"""The attention temperature of Llama 4 and of its relatives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.parts import LogitScale, SchemeParts
+from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.scale.visible_keys import visible_keys
+from hf_posenc.schemes.validation import check_integer, check_number
+
+
+class Llama4Scale(LogitScale):
+    """`1 + attention_scale * log(1 + floor((position + offset) / floor_scale))`.
+
+    Args:
+        attention_scale: weight of the logarithm.
+        floor_scale: length of a step, in tokens.
+        offset: added to positions.
+        causal: whether queries see only keys at or before their own position.
+    """
+
+    def __init__(self, attention_scale: float, floor_scale: int, offset: int, causal: bool) -> None:
+        super().__init__()
+        self.attention_scale = attention_scale
+        self.floor_scale = floor_scale
+        self.offset = offset
+        self.causal = causal
+        self.length_dependent = not causal
+
+    def forward(self, positions: Positions) -> Tensor:
+        """Returns `(batch or 1, 1, length)` in float32."""
+        last = visible_keys(positions, self.causal) - 1
+        steps = torch.floor((last + self.offset) / self.floor_scale)
+        return (1.0 + self.attention_scale * torch.log1p(steps)).unsqueeze(1)
+
+
+@register_scheme
+@dataclass(frozen=True)
+class Llama4ScaleConfig(SchemeConfig):
+    """A temperature that rises in steps with position (Llama 4's code, after Scalable-Softmax, arXiv:2501.19399).
+
+    For the query at position `i`::
+
+        scale(i) = 1 + attention_scale * log(1 + floor((i + offset) / floor_scale))
+
+    Nothing is learned. Llama 4 has `attention_scale=0.1`, `floor_scale=8192` and `offset=1`, and uses it in its layers
+    without positions, also at lengths it was not trained on. Ministral 3 and Mistral 4 have the same formula with
+    `offset=0`: `attention_scale` is their `llama_4_scaling_beta`, `floor_scale` their
+    `original_max_position_embeddings`.
+
+    Neither exists as an encoder. In a bidirectional model `i` is the last position of the sequence for every query,
+    because that is how many keys each of them chooses between. Those models scale the query, and have no
+    bias; here all logits of a query are scaled, also what a bias of another scheme added, as in Scalable-Softmax.
+
+    Args:
+        attention_scale: weight of the logarithm.
+        floor_scale: number of tokens after which the temperature rises.
+        offset: 1 as in Llama 4, 0 as in Ministral 3.
+    """
+
+    name: ClassVar[str] = "llama4_scale"
+
+    attention_scale: float = 0.1
+    floor_scale: int = 8192
+    offset: int = 1
+
+    def __post_init__(self) -> None:
+        check_number(self, "attention_scale", above=0.0)
+        check_integer(self, "floor_scale", minimum=1)
+        check_integer(self, "offset", minimum=0, maximum=1)
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Builds a logit scale."""
+        return SchemeParts(logit_scale=Llama4Scale(self.attention_scale, self.floor_scale, self.offset, context.causal))

@@ -1,0 +1,100 @@
+"""Scalable-Softmax (SSMax)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.parts import LogitScale, SchemeParts
+from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.scale.visible_keys import visible_keys
+from hf_posenc.schemes.validation import check_boolean, check_integer, check_number
+
+
+def mean_log(length: int) -> float:
+    """The mean of `log(n)` over `n = 1 .. length`."""
+    return math.lgamma(length + 1) / length
+
+
+class SSMaxScale(LogitScale):
+    """`s * log(n) + b` per head.
+
+    Args:
+        num_heads: number of query heads.
+        initial_scale: where every `s` starts.
+        bias: whether there is a `b`; it starts from 0.
+        causal: whether queries see only keys at or before their own position.
+    """
+
+    def __init__(self, num_heads: int, initial_scale: float, bias: bool, causal: bool) -> None:
+        super().__init__()
+        self.initial_scale = initial_scale
+        self.causal = causal
+        self.length_dependent = not causal
+        self.scale = nn.Parameter(torch.empty(num_heads))
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = nn.Parameter(torch.empty(num_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets every head back to the initial scale, without a bias."""
+        nn.init.constant_(self.scale, self.initial_scale)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, positions: Positions) -> Tensor:
+        """Returns `(batch or 1, heads, length)` in float32."""
+        logarithm = visible_keys(positions, self.causal).log().unsqueeze(1)
+        factor = self.scale.float().unsqueeze(-1) * logarithm
+        return factor if self.bias is None else factor + self.bias.float().unsqueeze(-1)
+
+
+@register_scheme
+@dataclass(frozen=True)
+class SSMaxConfig(SchemeConfig):
+    """Logits that grow with the logarithm of the number of keys (Scalable-Softmax, arXiv:2501.19399, its definition).
+
+    The softmax over `n` keys gets a base that depends on `n`, so that attention does not fade as keys are added::
+
+        weight[j] = n ** (s * logit[j]) / sum over k of n ** (s * logit[k])
+
+    which is an ordinary softmax of `(s * log(n)) * logit`; with `bias`, of `(s * log(n) + b) * logit`, the more general
+    form that the paper fits first and reports to extrapolate worse. `s` and `b` are learned per head and layer, shape
+    `(heads,)`.
+
+    `n` is the number of keys that the query chooses between: its position plus one in a causal model, the number of
+    real tokens in a bidirectional one. As in the paper, where the formula replaces the softmax itself, all logits of a
+    query are scaled: also what a bias of another scheme added to them.
+
+    The factor is 0 for the very first token of a causal model, whose softmax has one key and ignores it.
+
+    Args:
+        training_length: the length in tokens over which the factor starts with a mean of 1 in a causal model, so that a
+            pretrained model is disturbed least; 1024 tokens, the length of the paper's models, give `s = 0.168`.
+        initial_scale: where `s` starts, instead.
+        bias: learns a `b` too, from 0.
+    """
+
+    name: ClassVar[str] = "ssmax"
+    per_layer: ClassVar[bool] = True
+
+    training_length: int = 1024
+    initial_scale: float | None = None
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        check_integer(self, "training_length", minimum=2)
+        check_number(self, "initial_scale", above=0.0, optional=True)
+        check_boolean(self, "bias")
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Builds a logit scale."""
+        initial = 1 / mean_log(self.training_length) if self.initial_scale is None else self.initial_scale
+        return SchemeParts(logit_scale=SSMaxScale(context.num_heads, initial, self.bias, context.causal))

@@ -1,0 +1,163 @@
+"""Schemes together: that the result means what was asked for, not only that it runs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_posenc import (
+    AlibiConfig,
+    ComposedConfig,
+    InterleavedConfig,
+    LocalGlobalConfig,
+    NoneConfig,
+    RopeConfig,
+    ScheduleConfig,
+    get_scheme,
+    patch_model,
+)
+from tests.matrix.architectures import ARCHITECTURES
+from tests.matrix.running import distance, outputs, patched, tokens
+
+torch.set_num_threads(1)
+LLAMA = ARCHITECTURES["llama_gqa"]
+#: fp32 with two tiny layers: sums of some hundred terms in another order.
+CLOSE = 2e-5
+
+
+def scheme(name: str, **options: Any) -> Any:
+    return get_scheme(name).from_options(options)
+
+
+def logits_of(config: Any, **overrides: Any) -> Tensor:
+    return outputs(patched("llama_gqa", config, **overrides), LLAMA, tokens(), use_cache=False)
+
+
+def forget_gates_of(model: Any) -> Any:
+    return next(module for module in model.position_encoding.modules() if type(module).__name__ == "ForgetGateBias")
+
+
+@torch.no_grad()
+def test_rope_and_forget_gate_are_each_there():
+    """With gates that forget nothing it is RoPE; with frequencies of zero it is the forget gate alone."""
+    both = patched("llama_gqa", ["rope", "forget_gate"])
+    together = outputs(both, LLAMA, tokens())
+    assert distance(together, logits_of("rope")) > 1e-2
+    still = patched("llama_gqa", [scheme("p_rope", fraction=0.0), "forget_gate"])
+    alone = patched("llama_gqa", "forget_gate")
+    state = alone.position_encoding.state_dict()
+    names = list(still.position_encoding.state_dict())
+    still.position_encoding.load_state_dict(dict(zip(names, state.values(), strict=True)))
+    assert distance(outputs(still, LLAMA, tokens()), outputs(alone, LLAMA, tokens())) <= CLOSE
+    for module in both.position_encoding.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            # sigmoid(50) is 1 in float32: log of the gate is 0.
+            parameter.fill_(50.0 if "bias" in name else 0.0)
+    assert distance(outputs(both, LLAMA, tokens()), logits_of("rope")) <= CLOSE
+
+
+@torch.no_grad()
+def test_no_positions_with_a_log_n_scale_multiplies_the_query():
+    """One layer, last token: the same as a model whose query projection carries the factor of that token."""
+    config = scheme("log_n_scale", training_length=4)
+    scaled = logits_of(config, num_hidden_layers=1)[:, -1]
+    plain = patched("llama_gqa", "none", num_hidden_layers=1)
+    before = outputs(plain, LLAMA, tokens())[:, -1]
+    plain.model.layers[0].self_attn.q_proj.weight.mul_(math.log(tokens().shape[1]) / math.log(4))
+    assert distance(scaled, before) > 1e-2
+    assert distance(scaled, outputs(plain, LLAMA, tokens())[:, -1]) <= CLOSE
+
+
+@torch.no_grad()
+def test_a_scale_multiplies_biases_too():
+    """log n / log L of every logit: with doubled queries and doubled slopes at one length, nothing else."""
+    config = [AlibiConfig(learnable=True), scheme("log_n_scale", training_length=4)]
+    scaled = logits_of(config, num_hidden_layers=1)[:, -1]
+    plain = patched("llama_gqa", AlibiConfig(learnable=True), num_hidden_layers=1)
+    factor = math.log(tokens().shape[1]) / math.log(4)
+    plain.model.layers[0].self_attn.q_proj.weight.mul_(factor)
+    for parameter in plain.position_encoding.parameters():
+        parameter.add_(math.log(factor))
+    assert distance(scaled, outputs(plain, LLAMA, tokens())[:, -1]) <= CLOSE
+
+
+@torch.no_grad()
+def test_alibi_under_randomised_positions_reads_the_drawn_distances():
+    ids = tokens()
+    config = scheme("randomized", inner=AlibiConfig(), max_position=ids.shape[1])
+    exact = patched("llama_gqa", config).train()
+    assert distance(outputs(exact, LLAMA, ids), logits_of("alibi")) <= CLOSE  # as many positions as tokens: no choice
+    drawn = patched("llama_gqa", scheme("randomized", inner=AlibiConfig(), max_position=2048)).train()
+    first, second = outputs(drawn, LLAMA, ids), outputs(drawn, LLAMA, ids)
+    assert distance(first, second) > 1e-3
+    assert distance(outputs(drawn.eval(), LLAMA, ids), logits_of("alibi")) <= CLOSE
+
+
+@torch.no_grad()
+def test_alibi_at_doubled_positions_has_doubled_slopes():
+    doubled = logits_of(scheme("position_scale", inner=AlibiConfig(), factor=2.0))
+    steep = patched("llama_gqa", AlibiConfig(learnable=True))
+    for parameter in steep.position_encoding.parameters():
+        parameter.add_(math.log(2))
+    assert distance(doubled, outputs(steep, LLAMA, tokens())) <= CLOSE
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("first", "second"), [("rope", "none"), ("alibi", "rope"), ("pope", "shaw"), ("forget_gate", "t5")]
+)
+def test_each_layer_has_its_own_scheme(first: str, second: str):
+    """Behind the first layer the model is that of the first scheme; behind the second it is neither."""
+    schedule = patched("llama_gqa", ScheduleConfig((scheme(first), scheme(second))))
+    alone = patched("llama_gqa", ScheduleConfig((scheme(first), NoneConfig())))
+    alone.position_encoding.load_state_dict(schedule.position_encoding.state_dict(), strict=False)
+    hidden, other = (
+        model(tokens(), output_hidden_states=True, use_cache=False).hidden_states for model in (schedule, alone)
+    )
+    assert torch.equal(hidden[1], other[1])
+    if second != "none":
+        assert distance(hidden[2], other[2]) > 1e-3
+    assert distance(hidden[2], patched("llama_gqa", first)(tokens(), output_hidden_states=True).hidden_states[2]) > 1e-3
+
+
+def test_interleaved_layers_are_the_published_preset():
+    config = InterleavedConfig()
+    assert [config.for_layer(layer).name for layer in range(8)] == ["rope", "rope", "rope", "none"] * 2
+
+
+@torch.no_grad()
+def test_interleaved_equals_the_schedule_spelled_out():
+    interleaved = logits_of(InterleavedConfig(every=2))
+    assert torch.equal(interleaved, logits_of(ScheduleConfig((RopeConfig(), NoneConfig()))))
+
+
+@torch.no_grad()
+def test_local_and_global_layers_are_told_apart_by_the_model():
+    """Cohere 2 rotates in local layers only, which is the preset; Gemma 3 rotates everywhere."""
+    row, model = ARCHITECTURES["cohere2_interleaved"], patched("cohere2_interleaved", None)
+    stock = outputs(model, row, tokens())
+    patch_model(model, LocalGlobalConfig())
+    assert distance(outputs(model, row, tokens()), stock) <= CLOSE
+    row, model = ARCHITECTURES["gemma3_two_rotaries"], patched("gemma3_two_rotaries", None)
+    stock = outputs(model, row, tokens())
+    patch_model(model, LocalGlobalConfig(local=RopeConfig(theta=1e4), global_=RopeConfig(theta=1e6)))
+    assert distance(outputs(model, row, tokens()), stock) <= CLOSE
+    with pytest.raises(ValueError, match="layer_types"):
+        patch_model(patched("gpt2", None), LocalGlobalConfig())
+
+
+@pytest.mark.parametrize("config", [InterleavedConfig, LocalGlobalConfig])
+def test_arrangements_are_not_nested(config: Any):
+    with pytest.raises(ValueError, match="one layer"):
+        config(ScheduleConfig((NoneConfig(),)))
+    with pytest.raises(ValueError, match="compose inside"):
+        patch_model(patched("llama_gqa", None), ComposedConfig((config(), AlibiConfig())))
+
+
+def test_a_map_that_widens_heads_refuses_a_bias_that_reads_them():
+    with pytest.raises(ValueError, match="changes that width"):
+        patch_model(patched("llama_gqa", None), ["pope", "shaw"])

@@ -1,0 +1,158 @@
+"""Biases that read queries, keys or hidden states, in plain Python from the papers, one pair at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from ..table.row import LogitCase, dot
+from .seeds import alibi_slope
+
+Logits = list[list[list[float]]]
+
+
+def add_to_dot_products(case: LogitCase, bias: Callable[[int, int, int], float]) -> Logits:
+    """The scaled dot products plus `bias(head, query, key)`."""
+    return [
+        [[logit + bias(head, query, key) for key, logit in enumerate(row)] for query, row in enumerate(rows)]
+        for head, rows in enumerate(case.dot_products())
+    ]
+
+
+def logistic(value: float) -> float:
+    return 1 / (1 + math.exp(-value))
+
+
+def forget_gate(config: Any, parts: Any, case: LogitCase) -> Logits:
+    """arXiv:2503.02130: the product of all gates from behind the key up to the query, inside the softmax."""
+    offsets = parts.logit_bias.bias.tolist()
+
+    def gate(head: int, token: int) -> float:
+        weights = parts.logit_bias.weight[head].tolist()
+        return logistic(dot(weights, case.hidden[token]) + offsets[head])
+
+    def bias(head: int, query: int, key: int) -> float:
+        if config.gate == "bias_only":
+            return (case.positions[query] - case.positions[key]) * math.log(logistic(offsets[head]))
+        return math.log(math.prod(gate(head, token) for token in range(key + 1, query + 1)))
+
+    return add_to_dot_products(case, bias)
+
+
+def sinusoid(position: float, width: int, base: float = 10000.0) -> list[float]:
+    """All sines, then all cosines."""
+    angles = [position * base ** (-2 * pair / width) for pair in range(width // 2)]
+    return [math.sin(angle) for angle in angles] + [math.cos(angle) for angle in angles]
+
+
+def ricker_family(distance: float, width: int, num_scales: int) -> list[float]:
+    """arXiv:2502.02004: all scales, each with all shifts."""
+    values = []
+    for scale in range(num_scales):
+        for shift in range(width // num_scales):
+            u = (distance - shift) / 2**scale
+            values.append((1 - u * u) * math.exp(-u * u / 2))
+    return values
+
+
+def shaw(config: Any, parts: Any, case: LogitCase) -> Logits:
+    """arXiv:1803.02155, eq. 4: a vector of the relation is added to the key."""
+    width = len(case.query[0][0])
+    behind = config.max_distance or 16
+    ahead = behind if config.max_distance_ahead is None else config.max_distance_ahead
+
+    def relation(head: int, query: int, key: int) -> list[float]:
+        distance = case.positions[key] - case.positions[query]
+        if config.table == "sinusoidal":
+            return sinusoid(distance, width)
+        if config.table == "wavelet":
+            return ricker_family(-distance, width, 8)
+        table = parts.logit_bias.weight[head] if config.per_head else parts.logit_bias.weight
+        assert len(table) == behind + 1 + ahead
+        row: list[float] = table[max(-behind, min(ahead, distance)) + behind].tolist()
+        return row
+
+    return add_to_dot_products(
+        case, lambda head, query, key: case.scaling * dot(case.query[head][query], relation(head, query, key))
+    )
+
+
+def wavelet(config: Any, parts: Any, case: LogitCase) -> Logits:
+    width = len(case.query[0][0])
+
+    def bias(head: int, query: int, key: int) -> float:
+        values = ricker_family(case.positions[query] - case.positions[key], width, config.num_scales)
+        return case.scaling * dot(case.query[head][query], values)
+
+    return add_to_dot_products(case, bias)
+
+
+def transformer_xl(config: Any, parts: Any, case: LogitCase) -> Logits:
+    """arXiv:1901.02860, section 3.3: terms (b), (c) and (d)."""
+    width = len(case.query[0][0])
+    for_keys = parts.logit_bias.content_bias.tolist()
+    for_distances = parts.logit_bias.position_bias.tolist()
+    projection = parts.logit_bias.position_projection.tolist()
+
+    def bias(head: int, query: int, key: int) -> float:
+        distance = case.positions[query] - case.positions[key]
+        if config.clamp_length is not None:
+            distance = max(-config.clamp_length, min(config.clamp_length, distance))
+        wave = sinusoid(distance, len(case.hidden[0]), config.base)
+        projected = [dot(row, wave) for row in projection[head * width : (head + 1) * width]]
+        content = dot(for_keys[head], case.key[head][key])
+        position = dot(case.query[head][query], projected) + dot(for_distances[head], projected)
+        return case.scaling * (content + position)
+
+    return add_to_dot_products(case, bias)
+
+
+def cope(config: Any, parts: Any, case: LogitCase) -> Logits:
+    """arXiv:2405.18719, eq. 3 to 7, with the scaled logits of the listing."""
+    table = parts.logit_bias.weight.tolist()
+    logits = case.dot_products()
+
+    def bias(head: int, query: int, key: int) -> float:
+        position = sum(logistic(logits[head][query][token]) for token in range(key, query + 1))
+        position = min(position, len(table) - 1)
+        low, high = math.floor(position), math.ceil(position)
+        share = position - low
+        below, above = dot(case.query[head][query], table[low]), dot(case.query[head][query], table[high])
+        return share * above + (1 - share) * below
+
+    return add_to_dot_products(case, bias)
+
+
+def grape(config: Any, parts: Any, case: LogitCase) -> Logits:
+    """arXiv:2512.07805, the key-gated additive form with the official code's slopes."""
+    rates, directions = parts.logit_bias.rate.tolist(), parts.logit_bias.direction.tolist()
+
+    def softplus(value: float) -> float:
+        return math.log(1 + math.exp(value))
+
+    def bias(head: int, query: int, key: int) -> float:
+        direction = directions[head]
+        if config.normalize:
+            length = math.sqrt(dot(direction, direction))
+            direction = [component / length for component in direction]
+        gate = softplus(dot(direction, case.key[head][key]) / math.sqrt(len(direction)))
+        distance = abs(case.positions[query] - case.positions[key])
+        return -distance * alibi_slope(len(case.query), head) * softplus(rates[head]) * gate
+
+    return add_to_dot_products(case, bias)
+
+
+def low_rank_relative(config: Any, parts: Any, case: LogitCase) -> Logits:
+    """A mixture of profiles per query token; nothing beyond their length."""
+    profiles = parts.logit_bias.profiles.tolist()
+    projection = parts.logit_bias.projection.tolist()
+
+    def bias(head: int, query: int, key: int) -> float:
+        distance = case.positions[query] - case.positions[key]
+        if not 0 <= distance < config.window:
+            return 0.0
+        mixture = [dot(row, case.hidden[query]) for row in projection[head * config.rank : (head + 1) * config.rank]]
+        return dot(mixture, [profile[distance] for profile in profiles])
+
+    return add_to_dot_products(case, bias)

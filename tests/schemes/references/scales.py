@@ -1,0 +1,50 @@
+"""Temperatures, one query at a time in double precision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+Logits = list[list[list[float]]]
+
+
+def scaled(case: Any, factor: Callable[[int, int], float]) -> Logits:
+    """All logits of a query times the factor of its head and of the number of keys it sees."""
+    length = max(case.positions) + 1
+    return [
+        [
+            [factor(head, position + 1 if case.causal else length) * logit for logit in row]
+            for row, position in zip(rows, case.positions, strict=True)
+        ]
+        for head, rows in enumerate(case.dot_products())
+    ]
+
+
+def ssmax(config: Any, parts: Any, case: Any) -> Logits:
+    """arXiv:2501.19399; the initial scale makes the factor 1 on average over the training length."""
+    scale = config.initial_scale
+    if scale is None:
+        scale = config.training_length / sum(math.log(n) for n in range(1, config.training_length + 1))
+    offsets = [0.0] * len(case.query) if parts.logit_scale.bias is None else parts.logit_scale.bias.tolist()
+    return scaled(case, lambda head, n: scale * math.log(n) + offsets[head])
+
+
+def log_n(config: Any, parts: Any, case: Any) -> Logits:
+    """kexue.fm/archives/8823: the logarithm to the base of the training length, 64 in the tests' models."""
+
+    def factor(head: int, n: int) -> float:
+        base = math.log(n, config.training_length or 64)
+        return max(base, 1.0) if config.clamp else base
+
+    return scaled(case, factor)
+
+
+def llama4(config: Any, parts: Any, case: Any) -> Logits:
+    """The temperature of Llama 4 (offset 1) and Ministral 3 (offset 0); n keys end at position n - 1."""
+
+    def factor(head: int, n: int) -> float:
+        steps = (n - 1 + config.offset) // config.floor_scale
+        return 1 + config.attention_scale * math.log(1 + steps)
+
+    return scaled(case, factor)

@@ -1,0 +1,262 @@
+"""What back-ends rely on in biases on queries, keys and hidden states, and what those refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_posenc.errors import UnknownNameError
+from hf_posenc.schemes import AttentionPairs, BuildContext, DistanceBias, PairwiseBias, Positions, SchemeConfig
+from hf_posenc.schemes.bias.cope import CopeConfig
+from hf_posenc.schemes.bias.forget_gate import ForgetGateConfig
+from hf_posenc.schemes.bias.grape import GrapeConfig
+from hf_posenc.schemes.bias.low_rank_relative import LowRankRelativeConfig
+from hf_posenc.schemes.bias.shaw import ShawConfig
+from hf_posenc.schemes.bias.transformer_xl import TransformerXLConfig
+from hf_posenc.schemes.bias.wavelet import WaveletConfig
+from hf_posenc.schemes.logits import pairwise_bias
+
+from .table.content_biases import ROWS
+
+HIDDEN, HEADS, HEAD_DIM, LENGTH = 32, 4, 8, 14
+CONTEXT = BuildContext(HIDDEN, HEADS, HEAD_DIM, num_key_value_heads=2)
+
+VARIANTS = [config for row in ROWS.values() for config in row.variants]
+EVERY_VARIANT = pytest.mark.parametrize("config", VARIANTS, ids=repr)
+
+
+def bias_of(config: SchemeConfig) -> Any:
+    torch.manual_seed(0)
+    bias = config.build(CONTEXT).logit_bias
+    assert bias is not None
+    return bias
+
+
+def tensors(length: int = LENGTH, batch: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return (
+        torch.randn(batch, HEADS, length, HEAD_DIM, generator=generator),
+        torch.randn(batch, 2, length, HEAD_DIM, generator=generator),
+        torch.randn(batch, length, HIDDEN, generator=generator),
+    )
+
+
+def pairs_for(bias: Any, ids: Tensor, query: Tensor, key: Tensor, hidden: Tensor) -> AttentionPairs:
+    features = bias.key_features(hidden) if isinstance(bias, PairwiseBias) and bias.num_features else None
+    lengths = torch.full((ids.shape[0], 1), ids.shape[1])
+    slots = torch.arange(ids.shape[1])
+    return AttentionPairs(query, key, slots, Positions(ids, lengths), HEAD_DIM**-0.5, hidden, features)
+
+
+def counted(length: int = LENGTH) -> Tensor:
+    return torch.arange(length).unsqueeze(0)
+
+
+@EVERY_VARIANT
+@pytest.mark.parametrize("slots", [[13], [4, 5, 6], [9, 2]])
+def test_some_queries_over_a_cache_have_the_bias_of_all_queries(config, slots):
+    bias = bias_of(config)
+    query, key, hidden = tensors()
+    every = pairs_for(bias, counted(), query, key, hidden)
+    some = dataclasses.replace(
+        every, query=query[:, :, slots], query_slots=torch.tensor(slots), hidden_states=hidden[:, slots]
+    )
+    expected = pairwise_bias(bias, every)[:, :, slots]
+    torch.testing.assert_close(pairwise_bias(bias, some), expected, rtol=1e-5, atol=1e-5)
+
+
+@EVERY_VARIANT
+def test_cache_slots_not_yet_filled_change_nothing(config):
+    bias = bias_of(config)
+    query, key, hidden = tensors()
+    expected = pairwise_bias(bias, pairs_for(bias, counted(), query, key, hidden))
+    pairs = pairs_for(bias, counted(), query, key, hidden)
+    free = 5
+    pairs = dataclasses.replace(
+        pairs,
+        key=torch.nn.functional.pad(key, (0, 0, 0, free)),
+        keys=Positions(counted(LENGTH + free), torch.tensor([[LENGTH + free]])),
+        key_features=None
+        if pairs.key_features is None
+        else torch.nn.functional.pad(pairs.key_features, (0, 0, 0, free)),
+    )
+    torch.testing.assert_close(pairwise_bias(bias, pairs)[..., :LENGTH], expected, rtol=1e-5, atol=1e-5)
+
+
+@EVERY_VARIANT
+def test_only_distances_matter(config):
+    bias = bias_of(config)
+    query, key, hidden = tensors()
+    near = pairwise_bias(bias, pairs_for(bias, counted(), query, key, hidden))
+    far = pairwise_bias(bias, pairs_for(bias, counted() + 1_000_003, query, key, hidden))
+    assert torch.equal(near, far)
+
+
+@EVERY_VARIANT
+def test_biases_of_bfloat16_heads_are_float32(config):
+    bias = bias_of(config).bfloat16()
+    pairs = pairs_for(bias, counted(), *(tensor.bfloat16() for tensor in tensors()))
+    assert pairwise_bias(bias, pairs).dtype == torch.float32
+    assert pairs.key_features is None or pairs.key_features.dtype == torch.float32
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers how many elements the largest tensor had that any operation made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        # Views of expanded tensors take no memory.
+        if isinstance(result, Tensor):
+            self.elements = max(self.elements, result.untyped_storage().nbytes() // result.element_size())
+        return result
+
+
+@EVERY_VARIANT
+def test_no_vector_per_pair_is_ever_held(config):
+    length = 512
+    bias = bias_of(config)
+    pairs = pairs_for(bias, counted(length), *tensors(length, batch=1))
+    with LargestTensor() as largest:
+        pairwise_bias(bias, pairs)
+    # One number per head and pair, or per head, query and row of a table, of which the longest has 1800.
+    assert HEADS * length * length <= largest.elements < HEADS * length * 2000
+
+
+HALVES = torch.arange(LENGTH).unsqueeze(0) * 0.5
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        ShawConfig("sinusoidal"),
+        ShawConfig("wavelet"),
+        TransformerXLConfig(),
+        GrapeConfig(),
+        ForgetGateConfig("bias_only"),
+    ],
+    ids=repr,
+)
+def test_real_positions_interpolate(config):
+    bias = bias_of(config)
+    query, key, hidden = tensors()
+    whole = pairwise_bias(bias, pairs_for(bias, counted(), query, key, hidden))
+    real = pairwise_bias(bias, pairs_for(bias, counted().float(), query, key, hidden))
+    torch.testing.assert_close(whole, real, rtol=1e-5, atol=1e-5)
+    halves = pairwise_bias(bias, pairs_for(bias, HALVES, query, key, hidden))
+    # Every other token again has a whole distance, between the same heads at half of it.
+    even = pairs_for(bias, counted(7), query[:, :, ::2], key[:, :, ::2], hidden[:, ::2])
+    torch.testing.assert_close(halves[:, :, ::2, ::2], pairwise_bias(bias, even), rtol=1e-5, atol=1e-5)
+    assert (halves[:, :, 1, 0] - halves[:, :, 1, 1]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize(
+    "config", [ShawConfig(), TransformerXLConfig(clamp_length=4), LowRankRelativeConfig()], ids=repr
+)
+def test_tables_refuse_real_positions(config):
+    bias = bias_of(config)
+    with pytest.raises(ValueError, match="real numbers"):
+        bias(pairs_for(bias, HALVES, *tensors()))
+
+
+@pytest.mark.parametrize("config", [ForgetGateConfig(gate="bias_only"), CopeConfig(), ForgetGateConfig()], ids=repr)
+def test_a_bias_says_whether_it_is_a_function_of_distance_alone(config):
+    bias = bias_of(config)
+    assert isinstance(bias, DistanceBias) == (config == ForgetGateConfig(gate="bias_only"))
+
+
+def test_wavelets_at_any_distance_equal_their_formula():
+    """The table ends where the wavelets do: beyond it, and on its edge, they are nil in float32."""
+    bias = WaveletConfig().build(BuildContext(128, 1, 128)).logit_bias
+    distances = torch.tensor([0, 1, 3, 15, 100, 700, 890, 897, 911, 912, 913, 2000, 10**6])
+    ids = torch.cat((distances.flip(0).neg(), distances)).unsqueeze(0)
+    query = torch.eye(128)[None, None]
+    keys = Positions(ids, torch.tensor([[ids.shape[1]]]))
+    # Every query is one dimension, at the position 0 of slot 13.
+    pairs = AttentionPairs(query, query[:, :, : ids.shape[1]], torch.full((128,), 13), keys, 1.0)
+    u = torch.stack([(-ids[0].double() - shift) / 2.0**scale for scale in range(8) for shift in range(16)])
+    expected = ((1 - u.square()) * (-0.5 * u.square()).exp()).float()
+    torch.testing.assert_close(bias(pairs)[0, 0], expected, rtol=0, atol=1e-6)
+
+
+def test_cope_starts_without_effect_and_learns_from_there():
+    bias = bias_of(CopeConfig())
+    values = bias(pairs_for(bias, counted(), *tensors()))
+    assert not values.any()
+    values.sum().backward()
+    assert bias.weight.grad.abs().sum() > 0
+
+
+def test_gates_are_trained_without_weight_decay_of_their_biases():
+    assert bias_of(ForgetGateConfig()).no_weight_decay == {"bias"}
+    assert bias_of(ForgetGateConfig("bias_only")).no_weight_decay == {"bias"}
+
+
+@pytest.mark.parametrize(
+    ("config", "missing", "message"),
+    [
+        (ForgetGateConfig(), "key_features", "bias_only"),
+        (LowRankRelativeConfig(), "hidden_states", "shaw"),
+    ],
+)
+def test_what_a_layer_does_not_give_is_missed_with_a_remedy(config, missing, message):
+    bias = bias_of(config)
+    pairs = dataclasses.replace(pairs_for(bias, counted(), *tensors()), **{missing: None})
+    with pytest.raises(ValueError, match=message):
+        bias(pairs)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options", "message"),
+    [
+        (ShawConfig, {"max_distance": 0}, "max_distance is 0"),
+        (ShawConfig, {"max_distance_ahead": -1}, "max_distance_ahead is -1"),
+        (ShawConfig, {"per_head": 1}, "per_head is 1"),
+        (ShawConfig, {"table": "sinusoidal", "max_distance": 8}, "shapes a learned table"),
+        (ShawConfig, {"table": "wavelet", "max_distance_ahead": 0}, "shapes a learned table"),
+        (ShawConfig, {"table": "wavelet", "per_head": True}, "shapes a learned table"),
+        (WaveletConfig, {"num_scales": 0}, "num_scales is 0"),
+        (WaveletConfig, {"num_scales": 13}, "at most 12"),
+        (TransformerXLConfig, {"base": 0}, "base is 0"),
+        (TransformerXLConfig, {"clamp_length": 0}, "clamp_length is 0"),
+        (CopeConfig, {"num_positions": 1}, "num_positions is 1"),
+        (CopeConfig, {"initial_std": -0.1}, "initial_std is -0.1"),
+        (GrapeConfig, {"initial_rate": 0}, "initial_rate is 0"),
+        (GrapeConfig, {"normalize": "yes"}, "normalize is 'yes'"),
+        (LowRankRelativeConfig, {"rank": 0}, "rank is 0"),
+        (LowRankRelativeConfig, {"window": 0.5}, "window is 0.5"),
+        (ForgetGateConfig, {"initial_bias": float("nan")}, "initial_bias is nan"),
+        (ForgetGateConfig, {"gate": "bias_only", "decay_times": (1.0, 0.0)}, "at least 0.1"),
+        (ForgetGateConfig, {"gate": "bias_only", "decay_times": (1.0, 2.0, 3.0)}, "expected two times"),
+        (ForgetGateConfig, {"decay_times": (1.0, 2.0)}, "gate is 'content'"),
+        (ForgetGateConfig, {"gate": "bias_only", "initial_bias": 1.0, "decay_times": (1.0, 2.0)}, "initial_bias is"),
+    ],
+)
+def test_options_out_of_range_are_refused(scheme, options, message):
+    with pytest.raises(ValueError, match=message):
+        scheme(**options)
+
+
+@pytest.mark.parametrize(("scheme", "option"), [(ShawConfig, "table"), (ForgetGateConfig, "gate")])
+def test_unknown_choices_are_refused(scheme, option):
+    with pytest.raises(UnknownNameError, match="Known"):
+        scheme(**{option: "sinusoid"})
+
+
+@pytest.mark.parametrize(
+    ("config", "context", "message"),
+    [
+        (ShawConfig("sinusoidal"), BuildContext(21, 3, 7), "odd width 7"),
+        (WaveletConfig(8), BuildContext(36, 3, 12), "does not divide the 12"),
+        (TransformerXLConfig(), BuildContext(21, 3, 7), "hidden_size is 21"),
+    ],
+)
+def test_widths_that_do_not_work_out_are_refused(config, context, message):
+    with pytest.raises(ValueError, match=message):
+        config.build(context)

@@ -1,0 +1,323 @@
+"""KERPLE and FIRE against their authors' code, each other and ALiBi, and what holds for any weights."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hf_posenc.errors import UnknownNameError
+from hf_posenc.schemes import AlibiConfig, AttentionPairs, BuildContext, Positions, SchemeConfig
+from hf_posenc.schemes.bias.alibi import alibi_slopes
+from hf_posenc.schemes.bias.fire import FireBias, FireConfig
+from hf_posenc.schemes.bias.kerple import KerpleBias, KerpleConfig
+
+
+def context(heads: int, causal: bool = True) -> BuildContext:
+    return BuildContext(8 * heads, heads, 8, causal=causal)
+
+
+def kerple(config: KerpleConfig, r1: list[float], r2: list[float] | None = None) -> KerpleBias:
+    part = cast(KerpleBias, config.build(context(len(r1))).logit_bias)
+    with torch.no_grad():
+        part.r1.copy_(torch.tensor(r1))
+        if r2 is not None:
+            assert part.r2 is not None
+            part.r2.copy_(torch.tensor(r2))
+    return part
+
+
+def fire(config: FireConfig, heads: int = 2, causal: bool = True) -> FireBias:
+    torch.manual_seed(0)
+    return cast(FireBias, config.build(context(heads, causal)).logit_bias)
+
+
+def pairs_at(ids: Tensor, lengths: Tensor | None = None, query_slots: Tensor | None = None) -> AttentionPairs:
+    """What FIRE reads of tokens at `ids`; there are no queries and keys to speak of."""
+    lengths = ids.amax(-1, keepdim=True) + 1 if lengths is None else lengths
+    nothing = torch.zeros(len(ids), 1, ids.shape[-1], 0)
+    slots = torch.arange(ids.shape[-1]) if query_slots is None else query_slots
+    return AttentionPairs(nothing, nothing, slots, Positions(ids, lengths), 1.0)
+
+
+def count(length: int) -> Tensor:
+    return torch.arange(length).unsqueeze(0)
+
+
+# Rows at distances 0, 1, 3, 7 of `ParallelKerpleLog` and `ParallelKerplePower` (megatron/mpu/layers.py of the authors'
+# repository chijames/KERPLE at commit 25be3d71), called on zero scores of 3 heads and 8 tokens, last query, with the
+# parameters below; head 1 of the log form, head 2, and head 1 of the power form start outside of the allowed range.
+LOG_FIXTURE = [
+    [0.0, -0.5720027685165405, -1.3403775691986084, -2.2695019245147705],
+    [0.0, -0.002985096536576748, -0.00886763259768486, -0.020297611132264137],
+    [0.0, -0.006418538745492697, -0.013083327561616898, -0.01987874135375023],
+]
+POWER_FIXTURE = [
+    [0.0, -0.800000011920929, -1.3856406211853027, -2.11660099029541],
+    [0.0, -0.30000001192092896, -2.700000047683716, -14.700000762939453],
+    [0.0, -0.009999999776482582, -0.04171167314052582, -0.1254952847957611],
+]
+
+
+@pytest.mark.parametrize(
+    ("variant", "r1", "r2", "fixture"),
+    [
+        ("log", [1.7, 0.3, -0.2], [0.4, 0.001, 0.9], LOG_FIXTURE),
+        ("power", [0.8, 0.3, -0.2], [0.5, 2.6, 1.3], POWER_FIXTURE),
+    ],
+)
+def test_kerple_equals_the_authors_code(variant, r1, r2, fixture):
+    part = kerple(KerpleConfig(variant), r1, r2)
+    # Both are float32; the authors' log(1 + x) rounds 1 + x first, which costs 6e-8 absolute of 0.01.
+    torch.testing.assert_close(part(torch.tensor([0, -1, -3, -7])), torch.tensor(fixture), rtol=1e-5, atol=1e-8)
+
+
+def test_kerple_starts_where_the_authors_code_starts():
+    """Uniform over (0, 2) and (0, 1), the other way round for the power: seen in the extremes of 5000 heads."""
+    for variant, first, second in (("log", 2.0, 1.0), ("power", 1.0, 2.0)):
+        part = cast(KerpleBias, KerpleConfig(variant).build(context(5000)).logit_bias)
+        assert part.r2 is not None
+        for parameter, top in ((part.r1, first), (part.r2, second)):
+            assert 0 <= parameter.min() < 0.01 * top
+            assert 0.99 * top < parameter.max() <= top
+            # Five standard errors of the mean of 5000 uniform numbers.
+            assert abs(parameter.mean().item() - top / 2) < 5 * top / math.sqrt(12 * 5000)
+
+
+@pytest.mark.parametrize("heads", [1, 4, 6])
+def test_the_power_form_with_exponent_one_is_alibi(heads):
+    distance = torch.arange(-300, 301)
+    alibi = AlibiConfig("symmetric").build(context(heads, causal=False)).logit_bias
+    assert alibi is not None
+    slopes = alibi_slopes(heads)
+    fixed = kerple(KerpleConfig("power", exponent=1.0, minimum=1e-4), slopes)
+    learned = kerple(KerpleConfig("power", minimum=1e-4), slopes, [1.0] * heads)
+    assert [name for name, _ in fixed.named_parameters()] == ["r1"]
+    for part in (fixed, learned):
+        torch.testing.assert_close(part(distance), alibi(distance), rtol=1e-6, atol=0)
+    # The floor of the released code keeps the flattest slope, 1 / 256, away.
+    floored = kerple(KerpleConfig("power", exponent=1.0), [1 / 256])
+    torch.testing.assert_close(floored(distance)[0], -0.01 * distance.abs(), rtol=1e-6, atol=0)
+
+
+def test_kerple_takes_real_distances():
+    for variant in ("log", "power"):
+        part = kerple(KerpleConfig(variant), [0.7, 1.3], [0.4, 1.6])
+        whole = torch.arange(-20, 21)
+        assert torch.equal(part(whole), part(whole.float()))
+        between = part(torch.tensor([-2.5]))
+        assert (part(torch.tensor([-3])) < between).all()
+        assert (between < part(torch.tensor([-2]))).all()
+
+
+def test_kerple_gradients_lead_back_into_the_range_only():
+    """Descent on `sum(bias)` grows r1, descent on `-sum(bias)` shrinks it."""
+    part = kerple(KerpleConfig("power"), [-0.5, 0.5], [2.5, 1.0])
+    distance = torch.arange(5)
+    for sign, stuck in ((1, "r2"), (-1, "r1")):
+        part.zero_grad()
+        (sign * part(distance).sum()).backward()
+        for name, parameter in part.named_parameters():
+            assert parameter.grad is not None
+            assert torch.isfinite(parameter.grad).all()  # at distance 0 too, where 0 ** r2 has an infinite slope
+            assert (parameter.grad[0] == 0) == (name == stuck)
+            assert parameter.grad[1] != 0
+
+
+@given(
+    variant=st.sampled_from(["log", "power"]),
+    r1=st.floats(-1, 5),
+    r2=st.floats(-1, 5),
+    distance=st.integers(0, 100_000),
+)
+@settings(max_examples=100, deadline=None)
+def test_kerple_decreases_with_distance_in_both_directions(variant, r1, r2, distance):
+    bias = kerple(KerpleConfig(variant), [r1], [r2])(
+        torch.tensor([distance, distance + 1, 2 * distance + 2, -distance, 0])
+    )
+    near, next_one, far, mirrored, own = bias[0].tolist()
+    # One step at the slowest head (r1 = r2 = 0.01) is below the resolution of float32, twice the distance is not.
+    assert far < near >= next_one >= far
+    assert near == mirrored
+    assert own == 0
+
+
+def test_kerple_options():
+    assert not KerpleConfig().per_layer
+    assert KerpleConfig(shared=False).per_layer
+    assert kerple(KerpleConfig(), [1.0], [1.0]).no_weight_decay == {"r1", "r2"}
+    with pytest.raises(UnknownNameError, match="Did you mean 'power'"):
+        KerpleConfig("powr")
+    with pytest.raises(ValueError, match="variant 'log' has no exponent"):
+        KerpleConfig(exponent=1.0)
+    with pytest.raises(ValueError, match=r"KerpleConfig.minimum is 0.0; expected a finite number greater than 0.0"):
+        KerpleConfig(minimum=0.0)
+    for exponent in (0.0, 2.1, True):
+        with pytest.raises(ValueError, match=r"KerpleConfig.exponent .* greater than 0.0 and at most 2.0"):
+            KerpleConfig("power", exponent=exponent)
+
+
+def set_network(part: FireBias, **weights: list[float] | list[list[float]]) -> None:
+    with torch.no_grad():
+        for name, value in weights.items():
+            getattr(part, name).copy_(torch.tensor(value))
+
+
+# The bias that `FIRE` of chuanyang-Zheng/DAPE (megatron/model/positional_embeddings.py at commit bde344a8, the port of
+# the paper's listing; there is no repository of the authors) adds to zero scores of 2 heads and 7 tokens, with
+# mlp_width=3, init_L=8.0 (which it halves) and the weights below: query 6, then query 2, per head.
+FIRE_QUERY_6 = [
+    [1.5999981, 1.3798613, 1.1315497, 0.8467778, 0.4694474, -0.1355507, -0.9],
+    [-0.4499990, -0.3399307, -0.2157748, -0.0733889, 0.05, 0.05, 0.05],
+]
+FIRE_QUERY_2 = [[0.6258821, -0.0410022, -0.9], [0.0370589, 0.05, 0.05]]
+
+
+def test_fire_equals_the_ported_code():
+    part = fire(FireConfig(width=3, initial_threshold=4.0))
+    set_network(
+        part,
+        hidden_weight=[1.0, -2.0, 0.5],
+        hidden_bias=[0.0, 1.0, -0.25],
+        output_weight=[[1.0, -1.0, 2.0], [0.5, 0.25, -3.0]],
+        output_bias=[0.1, -0.2],
+        c=[-0.3],
+        threshold_factor=[-1.25],
+    )
+    bias = part(pairs_at(count(7)))[0]
+    # Seven decimals were kept of the fixture.
+    torch.testing.assert_close(bias[:, 6], torch.tensor(FIRE_QUERY_6), rtol=0, atol=1e-6)
+    torch.testing.assert_close(bias[:, 2, :3], torch.tensor(FIRE_QUERY_2), rtol=0, atol=1e-6)
+
+
+def test_fire_by_hand():
+    """f = identity, c = e - 1, threshold 1: log(1 + c) = 1 is what one step is worth, and m = 5 normalises."""
+    part = fire(FireConfig(width=1, initial_c=math.e - 1, initial_threshold=1.0), heads=1)
+    set_network(part, hidden_weight=[1.0], hidden_bias=[0.0], output_weight=[[1.0]], output_bias=[0.0])
+    bias = part(pairs_at(torch.tensor([[0, 4, 5]])))[0, 0]
+    farthest = math.log(1 + (math.e - 1) * 5)
+    # The paper's epsilon of 1e-6 in the normaliser is the whole difference.
+    torch.testing.assert_close(bias[2], torch.tensor([1.0, 1 / farthest, 0.0]), rtol=2e-6, atol=0)
+    # For the first query the threshold stands in.
+    torch.testing.assert_close(bias[0, :1], torch.tensor([0.0]), rtol=0, atol=0)
+
+
+def linear_fire(threshold: float, c: float, slopes: list[float]) -> FireBias:
+    """FIRE with f(x) = -slope * normaliser * x, so that the normaliser below the threshold cancels."""
+    config = FireConfig(width=2, initial_c=c, initial_threshold=threshold)
+    part = fire(config, heads=len(slopes))
+    normalizer = math.log1p(c * threshold) + config.epsilon
+    set_network(
+        part,
+        hidden_weight=[1.0, 1.0],
+        hidden_bias=[0.0, -2.0],  # the second unit never wakes up: x is at most 1
+        output_weight=[[-slope * normalizer, 7.0] for slope in slopes],
+        output_bias=[0.0] * len(slopes),
+    )
+    return part
+
+
+def test_fire_below_its_threshold_contains_kerple():
+    r1 = [0.5, 1.5, 3.0]
+    log_form = kerple(KerpleConfig(), r1, [0.3] * 3)
+    pairs = pairs_at(count(60))
+    expected = log_form(pairs.distance).transpose(0, 1)
+    # The same formula with one division and one product more: a few units in the last place of 9.
+    torch.testing.assert_close(linear_fire(64.0, 0.3, r1)(pairs), expected, rtol=2e-6, atol=1e-6)
+    # Beyond the threshold it is stretched, and is no function of distance any more.
+    stretched = linear_fire(16.0, 0.3, r1)(pairs)
+    torch.testing.assert_close(stretched[:, :, :17], expected[:, :, :17], rtol=2e-6, atol=1e-6)
+    assert (stretched[:, :, 40, :39] - expected[:, :, 40, :39]).min() > 0.01
+
+
+def test_fire_below_its_threshold_approaches_alibi():
+    """log(1 + c d) is c d up to a relative c d / 2, 3e-5 at most here; float32 log1p costs nothing beside it."""
+    c, heads = 1e-6, 4
+    slopes = alibi_slopes(heads)
+    pairs = pairs_at(count(60))
+    alibi = AlibiConfig().build(context(heads)).logit_bias
+    assert alibi is not None
+    part = linear_fire(64.0, c, [slope / c for slope in slopes])
+    # epsilon is added to a normaliser of 6.4e-5 on both sides, so it cancels as everywhere.
+    torch.testing.assert_close(part(pairs)[0], alibi(pairs.distance)[:, 0], rtol=1e-4, atol=1e-6)
+
+
+def test_fire_forgets_absolute_positions_below_its_threshold_only():
+    part = fire(FireConfig(initial_threshold=100.0))
+    here, there = part(pairs_at(count(20))), part(pairs_at(count(20) + 80))
+    torch.testing.assert_close(here, there, rtol=1e-6, atol=1e-6)
+    beyond = part(pairs_at(count(20) + 1000))
+    assert (beyond - here).abs().max() > 1e-2
+
+
+def test_fire_of_a_cached_step_is_a_row_of_the_full_bias():
+    part = fire(FireConfig(initial_threshold=6.0))
+    ids = torch.tensor([[-1, -1, 0, 1, 2, 5, 9], [0, 1, 2, 3, 4, 5, 6]])
+    full = part(pairs_at(ids))
+    assert torch.isfinite(full).all()
+    step = part(pairs_at(ids, query_slots=torch.tensor([4, 6])))
+    assert torch.equal(step, full[:, :, [4, 6]])
+
+
+def test_fire_in_an_encoder_is_symmetric_and_knows_the_real_length():
+    part = fire(FireConfig(initial_threshold=4.0), causal=False)
+    alone = part(pairs_at(count(9)))
+    torch.testing.assert_close(alone, alone.transpose(-1, -2), rtol=0, atol=0)
+    # The pair of the first and the last token is the longest there is; epsilon is 1.7e-6 of its normaliser.
+    quotient = part.normalized_distance(pairs_at(count(9)))
+    assert quotient.max() == quotient[0, 0, 8]
+    assert quotient.max().item() == pytest.approx(1.0, abs=5e-6)
+    padded = torch.cat((torch.full((1, 5), -1), count(9)), dim=-1)
+    both = part(pairs_at(torch.cat((padded, count(14))), lengths=torch.tensor([[9], [14]])))
+    torch.testing.assert_close(both[:1, :, 5:, 5:], alone, rtol=0, atol=0)
+    assert (both[1:, :, 5:, 5:] - alone).abs().max() > 1e-3
+    assert part.length_dependent
+    assert not fire(FireConfig()).length_dependent
+    # Far below the threshold the two forms are one.
+    causal, encoder = fire(FireConfig()), fire(FireConfig(), causal=False)
+    assert torch.equal(causal(pairs_at(count(9))), encoder(pairs_at(count(9))))
+
+
+@given(
+    gaps=st.lists(st.integers(1, 50), min_size=2, max_size=12),
+    start=st.integers(0, 10_000),
+    threshold=st.floats(0.5, 2000),
+    c=st.floats(1e-3, 10),
+    causal=st.booleans(),
+)
+@settings(max_examples=80, deadline=None)
+def test_fire_normalises_into_the_unit_interval(gaps, start, threshold, c, causal):
+    """Whatever the positions: 0 at the query itself, growing with distance, at most 1 for every key it may see."""
+    ids = torch.tensor([list(itertools.accumulate(gaps, initial=start))])
+    part = fire(FireConfig(initial_threshold=threshold, initial_c=c), causal=causal)
+    quotient = part.normalized_distance(pairs_at(ids))[0]
+    assert (quotient.diagonal() == 0).all()
+    past = quotient.tril()
+    assert ((past >= 0) & (past <= 1)).all()
+    last = quotient[-1]
+    assert (last.diff() < 0).all()
+    if not causal:
+        assert torch.equal(quotient, quotient.transpose(0, 1))
+        assert (quotient <= 1).all()
+    assert torch.equal(quotient, part.normalized_distance(pairs_at(ids.float()))[0])
+
+
+def test_fire_options():
+    assert FireConfig().per_layer
+    assert not FireConfig(shared=True).per_layer
+    cases: list[tuple[type[SchemeConfig], dict[str, object], str]] = [
+        (FireConfig, {"width": 0}, "FireConfig.width is 0; expected an integer at least 1"),
+        (FireConfig, {"initial_c": 0.0}, "initial_c is 0.0; expected a finite number greater than 0.0"),
+        (FireConfig, {"initial_threshold": -1.0}, "initial_threshold is -1.0"),
+        (FireConfig, {"epsilon": 0}, "epsilon is 0"),
+        (FireConfig, {"shared": 1}, "shared is 1; expected True or False"),
+    ]
+    for config_class, options, message in cases:
+        with pytest.raises(ValueError, match=message):
+            config_class(**options)

@@ -1,0 +1,121 @@
+"""Maps beyond RoPE: what they say of themselves, how they compose, and what they refuse."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from hf_posenc.errors import UnknownNameError, UnsupportedError
+from hf_posenc.schemes import (
+    BuildContext,
+    DynamicScaling,
+    RopeConfig,
+    YarnScaling,
+    scheme_from_dict,
+    to_rope_parameters,
+)
+from hf_posenc.schemes.rotary.fope import FopeConfig
+from hf_posenc.schemes.rotary.hope import HopeConfig
+from hf_posenc.schemes.rotary.learned_frequencies import LearnedRopeConfig
+from hf_posenc.schemes.rotary.pope import PopeConfig
+from hf_posenc.schemes.rotary.resonance import ResonanceConfig, ResonanceScaling
+from hf_posenc.schemes.rotary.string import StringConfig
+from hf_posenc.schemes.rotary.xpos import XposConfig
+
+from .rotation_cases import RELATIVE, drawn, map_of
+from .table import HEAD_DIM, KEY_VALUE_HEADS, context_for, positions_of
+
+torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(
+    ("config", "rotary_dim", "symmetric", "whole_heads", "width_factor", "per_layer"),
+    [
+        (XposConfig(rotary_dim=8), 8, False, False, 1, False),
+        (PopeConfig(), HEAD_DIM, False, True, 2, True),
+        (LearnedRopeConfig(), HEAD_DIM, True, False, 1, False),
+        (LearnedRopeConfig(sharing="layer"), HEAD_DIM, True, False, 1, True),
+        (LearnedRopeConfig(sharing="head", rotary_dim=8), 8, True, True, 1, True),
+        (StringConfig(rotary_dim=8), 8, True, True, 1, True),
+        (StringConfig(per_head=False), HEAD_DIM, True, False, 1, True),
+        (StringConfig("circulant"), HEAD_DIM, True, True, 1, True),
+        (HopeConfig(), HEAD_DIM, True, False, 1, False),
+        (FopeConfig(), HEAD_DIM, True, True, 1, False),
+        (FopeConfig(learnable=True), HEAD_DIM, True, True, 1, True),
+        (ResonanceConfig(), HEAD_DIM, True, False, 1, False),
+    ],
+    ids=repr,
+)
+def test_maps_say_what_they_do(config, rotary_dim, symmetric, whole_heads, width_factor, per_layer):
+    parts = drawn(config)
+    part = parts.query_key_map
+    assert (part.rotary_dim, part.symmetric, part.whole_heads, part.width_factor) == (
+        rotary_dim,
+        symmetric,
+        whole_heads,
+        width_factor,
+    )
+    assert config.per_layer == per_layer
+    x = torch.randn(1, KEY_VALUE_HEADS, 12, HEAD_DIM).bfloat16()
+    phases = part.phases(positions_of(12))
+    query, key = part.map_query(x, phases), part.map_key(x, phases)
+    assert query.shape == key.shape == (1, KEY_VALUE_HEADS, 12, width_factor * HEAD_DIM)
+    assert query.dtype == key.dtype == torch.bfloat16
+    assert torch.equal(query, key) == (symmetric or (config.name == "pope" and not part.delta.any()))
+    if width_factor == 1:
+        assert torch.equal(query[..., rotary_dim:], x[..., rotary_dim:])
+    heads_differ = any(phase.ndim == 4 for phase in phases) or (config.name == "string" and config.per_head)
+    assert heads_differ == whole_heads
+
+
+def test_resonance_is_a_scaling_that_wraps_another():
+    assert RopeConfig(scaling="resonance") == RopeConfig(scaling=ResonanceScaling())  # type: ignore[arg-type]
+    config = RopeConfig(scaling=ResonanceScaling(DynamicScaling(2.0, 20)))
+    assert scheme_from_dict(config.to_dict()) == config
+    part = map_of(config)
+    assert part.length_dependent
+    assert not map_of(RopeConfig(scaling=ResonanceScaling())).length_dependent
+    with pytest.raises(UnsupportedError, match="use_cache=False"):
+        part.check_cache(10, 30)
+    assert ResonanceScaling(YarnScaling(4.0, 64)).attention_scaling() == pytest.approx(0.1 * math.log(4) + 1)
+    with pytest.raises(UnsupportedError, match="no type for the scaling 'resonance'"):
+        to_rope_parameters(config, context_for(config))
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (lambda: XposConfig(gamma=0), ValueError, "XposConfig.gamma is 0; expected a finite number greater than 0"),
+        (lambda: XposConfig(origin=40_000.0), ValueError, "expected at most 32695"),
+        (lambda: PopeConfig(initial_delta="zeros"), UnknownNameError, "Did you mean 'zero'"),
+        (lambda: LearnedRopeConfig(sharing="heads"), UnknownNameError, "Did you mean 'head'"),
+        (lambda: StringConfig("circulant", learned_frequencies=False), ValueError, "are all that"),
+        (lambda: map_of(StringConfig("circulant", rotary_dim=2)), ValueError, "rotary_dim=4 or more"),
+        (lambda: HopeConfig(training_length=6), ValueError, "at least 7"),
+        (lambda: HopeConfig(theta=0.5), ValueError, "at least 1"),
+        (lambda: map_of(HopeConfig(), BuildContext(64, 4, 16)), ValueError, "Give training_length="),
+        (lambda: map_of(FopeConfig(), BuildContext(64, 4, 16)), ValueError, "FopeConfig.training_length is None"),
+        (lambda: map_of(HopeConfig(), BuildContext(64, 4, 16, max_positions=5)), ValueError, "no pair completes"),
+        (lambda: FopeConfig(gain=-1), ValueError, "at least 0"),
+        (lambda: ResonanceConfig(scaling=2.0), ValueError, "ResonanceConfig.scaling is 2.0"),
+        (lambda: ResonanceConfig(scaling="resonanc"), UnknownNameError, "Did you mean 'resonance'"),
+        (lambda: RopeConfig(scaling="yarn"), ValueError, "needs the options factor"),
+    ],
+)
+def test_impossible_options_are_refused(build, error, message):
+    with pytest.raises(error, match=message):
+        build()
+
+
+@pytest.mark.parametrize("config", [*RELATIVE, FopeConfig()], ids=repr)
+def test_odd_heads_are_refused_where_pairs_are_needed(config):
+    config = dataclasses.replace(config, rotary_dim=None) if hasattr(config, "rotary_dim") else config
+    context = BuildContext(60, 4, 15, max_positions=64)
+    if config.name == "pope":
+        assert map_of(config, context).rotary_dim == 15
+    else:
+        with pytest.raises(ValueError, match="would rotate 15"):
+            map_of(config, context)

@@ -1,0 +1,151 @@
+"""Maps beyond RoPE against numbers that their authors' code printed, and those of the widely used port of PoPE.
+
+The queries and keys of every fixture are `sin(0.7 n + offset)` over a running index `n`, as `ramp` makes them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_posenc.schemes import BuildContext, RopeScaling, YarnScaling
+from hf_posenc.schemes.rotary.fope import FopeConfig, FourierMap, fourier_coefficients
+from hf_posenc.schemes.rotary.hope import HopeConfig
+from hf_posenc.schemes.rotary.pope import PopeConfig
+from hf_posenc.schemes.rotary.resonance import ResonanceScaling
+from hf_posenc.schemes.rotary.xpos import XposConfig
+
+from .table import positions_of
+
+torch.set_num_threads(1)
+
+# torchscale 4d1e0e8, `XPOS(8)` on one head of 6 tokens: `xpos(q) @ xpos(k, downscale=True)^T`, offsets 0 and 1.
+XPOS_LOGITS = [
+    [2.615626, 3.973593, 3.05892, 1.753914, -0.007686, -2.615998],
+    [-0.58545, 2.074092, 3.509881, 2.198236, 0.121176, -1.152012],
+    [-1.417675, -1.0484, 1.671422, 3.11769, 1.236432, -0.564909],
+    [-0.958429, -2.274802, -1.440953, 2.049468, 3.422168, 1.706613],
+    [-1.84955, -2.573958, -3.229374, -1.137383, 2.605628, 3.93798],
+    [-1.598174, -2.975573, -3.248234, -2.759813, -0.621578, 2.453388],
+]
+
+# lucidrains' PoPE-pytorch ee11cab, `PoPE(4, heads=2)` with the bias below (some outside the clamp) on 5 tokens:
+# the product of what `apply_pope_to_qk` returns, offsets 0 and 1.
+POPE_DELTA = [[0.0, -1.0, -2.0, -3.0], [0.5, -7.0, -0.25, -0.5]]
+POPE_LOGITS = [
+    [
+        [0.136486, -0.43926, -1.326111, -0.714658, -1.64083],
+        [0.496709, 0.255796, 0.28132, -0.251514, -0.678992],
+        [-1.310497, -0.632945, -1.152455, -0.239529, -1.870271],
+        [-1.632835, -0.376942, 0.372949, 0.864122, 0.10665],
+        [-1.269405, -0.770439, -1.485116, -0.264226, -1.384149],
+    ],
+    [
+        [2.733586, 2.177582, 1.310165, 0.856421, 1.587492],
+        [0.80005, 1.432227, 1.136789, 0.856855, 0.857008],
+        [1.132584, 2.826937, 3.919443, 1.938647, 2.843044],
+        [-0.063061, 0.847602, 1.099144, 0.796319, 1.37431],
+        [1.060163, 2.687762, 2.05702, 2.125727, 4.365354],
+    ],
+]
+
+# Fourier-Position-Embedding bd94b20, `FourierEmbedding` with 2 heads of 16, 64 positions and the settings of the
+# published runs (floor to zero, separate basis and head), on 5 tokens: 3 pairs turn. Its coefficients were replaced by
+# the identity plus 0.2 `ramp`, offsets 0.5 (cosine) and 0.9 (sine); queries and keys (offsets 0 and 1) were zero in the
+# dimensions of stopped pairs, which that code turns by 45 degrees.
+FOPE_LOGITS = [
+    [
+        [1.776767, 1.786591, 0.008665, -0.538728, 0.810581],
+        [-1.626577, 1.27929, 2.98201, 1.84626, 1.684407],
+        [-2.382898, -0.348349, 1.874427, 1.686381, 0.429613],
+        [-1.633928, -0.372063, -1.271491, 0.827978, 2.422618],
+        [0.557464, 0.672351, -1.602513, -0.439628, 2.173766],
+    ],
+    [
+        [0.777375, 1.626656, 0.467585, 0.938261, 1.326106],
+        [-1.785474, 2.323734, 3.159228, 1.801127, 0.298843],
+        [-1.919301, -0.169623, 0.79246, 1.489163, 0.109916],
+        [-0.158404, -0.419833, -1.476201, 1.955055, 2.756674],
+        [1.070981, -0.719119, -1.933201, -0.122414, 1.153578],
+    ],
+]
+
+# resonance_rope 4a7f5a7: `r_wavelengths` of `LlamaResonanceRotaryEmbedding(16)`, and of
+# `LlamaYaRNScaledResonanceRotaryEmbedding(32, scale=4, original_max_position_embeddings=2048)` with its `mscale`.
+RESONANT_WAVELENGTHS: dict[RopeScaling | None, tuple[list[int], float]] = {
+    None: ([6, 20, 63, 199, 628, 1987, 6283, 19869], 1.0),
+    YarnScaling(4.0, 2048): (
+        [6, 11, 20, 35, 63, 125, 253, 521, 1100, 2407, 5563, 14133, 25133, 44693, 79477, 141332],
+        1.138629436111989,
+    ),
+}
+
+
+def ramp(*shape: int, offset: float) -> Tensor:
+    return (torch.arange(math.prod(shape)).double() * 0.7 + offset).sin().float().view(shape)
+
+
+def raw_logits(part: Any, query: Tensor, key: Tensor) -> Tensor:
+    phases = part.phases(positions_of(query.shape[2]))
+    return (part.map_query(query, phases) @ part.map_key(key, phases).transpose(-1, -2))[0]
+
+
+def test_xpos_equals_torchscale():
+    query, key = ramp(1, 1, 6, 8, offset=0.0), ramp(1, 1, 6, 8, offset=1.0)
+    # An odd or even middle: the authors' origin of 3 and ours of 0 give the same logits.
+    for origin in (0.0, 3.0):
+        part = XposConfig(origin=origin).build(BuildContext(8, 1, 8)).query_key_map
+        torch.testing.assert_close(raw_logits(part, query, key)[0], torch.tensor(XPOS_LOGITS), rtol=0, atol=5e-6)
+
+
+def test_pope_equals_the_port():
+    part: Any = PopeConfig().build(BuildContext(8, 2, 4)).query_key_map
+    with torch.no_grad():
+        part.delta.copy_(torch.tensor(POPE_DELTA))
+    query, key = ramp(1, 2, 5, 4, offset=0.0), ramp(1, 2, 5, 4, offset=1.0)
+    torch.testing.assert_close(raw_logits(part, query, key), torch.tensor(POPE_LOGITS), rtol=0, atol=5e-6)
+
+
+def test_fope_equals_the_authors_code():
+    context = BuildContext(32, 2, 16, max_positions=64)
+    rotation: Any = HopeConfig().build(context).query_key_map
+    frequencies = rotation.inverse_frequencies(torch.tensor([[1]]))
+    assert int((frequencies > 0).sum()) == 3
+    coefficients = 0.2 * torch.stack((ramp(2, 3, 3, offset=0.5), ramp(2, 3, 3, offset=0.9)))
+    part = FourierMap(frequencies, "half", coefficients, learnable=False)
+    turning = torch.zeros(16)
+    turning[[0, 1, 2, 8, 9, 10]] = 1.0
+    query, key = ramp(1, 2, 5, 16, offset=0.0) * turning, ramp(1, 2, 5, 16, offset=1.0) * turning
+    torch.testing.assert_close(raw_logits(part, query, key), torch.tensor(FOPE_LOGITS), rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize(("heads", "deviation"), [(8, 0.021672), (16, 0.018755)])
+def test_fope_coefficients_have_the_deviation_of_the_authors_code(heads, deviation):
+    # The deviation of 50 draws of `xavier_normal_(empty(heads, 16, 16), gain=0.3)`, the initialisation of that code.
+    drawn = fourier_coefficients(heads, 16, 0.3, seed=0)
+    assert drawn.std().item() == pytest.approx(deviation, rel=0.05)
+    assert drawn.mean().item() == pytest.approx(0.0, abs=4 * deviation / math.sqrt(drawn.numel()))
+
+
+def test_fope_coefficients_follow_from_the_seed_alone():
+    state = torch.get_rng_state()
+    first = fourier_coefficients(2, 3, 0.3, seed=0)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(first, fourier_coefficients(2, 3, 0.3, seed=0))
+    assert (first - fourier_coefficients(2, 3, 0.3, seed=1)).abs().min() > 0
+    assert (first[:, 0] - first[:, 1]).abs().min() > 0
+    part: Any = FopeConfig().build(BuildContext(32, 2, 16, max_positions=64)).query_key_map
+    assert not list(part.parameters())
+
+
+@pytest.mark.parametrize("scaling", RESONANT_WAVELENGTHS, ids=repr)
+def test_resonance_equals_the_authors_code(scaling):
+    wavelengths, factor = RESONANT_WAVELENGTHS[scaling]
+    frequencies, attention_scaling = ResonanceScaling(scaling).spectrum(10000.0, 2 * len(wavelengths))
+    # float32 knows a wavelength of 141332 to a hundredth.
+    torch.testing.assert_close(2 * math.pi / frequencies, torch.tensor(wavelengths).float(), rtol=3e-7, atol=0)
+    assert attention_scaling == pytest.approx(factor)

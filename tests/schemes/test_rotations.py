@@ -1,0 +1,185 @@
+"""Maps beyond RoPE: what they reduce to, what their logits depend on, and what they do to norms."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hf_posenc.errors import SequenceLengthError
+from hf_posenc.schemes import BuildContext, LinearScaling, Positions, RopeConfig
+from hf_posenc.schemes.rotary.fope import FopeConfig
+from hf_posenc.schemes.rotary.hope import HopeConfig
+from hf_posenc.schemes.rotary.learned_frequencies import LearnedRopeConfig
+from hf_posenc.schemes.rotary.p_rope import p_rope_inverse_frequencies
+from hf_posenc.schemes.rotary.pope import PopeConfig
+from hf_posenc.schemes.rotary.resonance import ResonanceConfig, ResonanceScaling
+from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
+from hf_posenc.schemes.rotary.string import StringConfig
+from hf_posenc.schemes.rotary.xpos import XposConfig
+
+from .references import rotations
+from .rotation_cases import RELATIVE, TRAINED, drawn, logits, map_of, mapped, query_and_key
+from .table import HEAD_DIM, HEADS, KEY_VALUE_HEADS, LogitCase, context_for, positions_of
+
+torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("config", TRAINED, ids=repr)
+def test_trained_parameters_mean_what_the_reference_says(config):
+    parts = drawn(config)
+    ids = [0, 1, 2, 5, 11, 30]
+    query, key = query_and_key(len(ids))
+    case = LogitCase(
+        query[0].tolist(),
+        key[0].repeat_interleave(HEADS // KEY_VALUE_HEADS, dim=0).tolist(),
+        [],
+        ids,
+        HEAD_DIM**-0.5,
+        True,
+    )
+    expected = torch.tensor(getattr(rotations, config.name)(config, parts, case))
+    torch.testing.assert_close(logits(parts, ids)[0], expected, rtol=1e-4, atol=1e-4)
+    assert (logits(config.build(context_for(config)), ids)[0] - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("config", "same"),
+    [
+        (HopeConfig(training_length=10**9), RopeConfig()),
+        (LearnedRopeConfig(), RopeConfig()),
+        (LearnedRopeConfig(sharing="head", theta=500.0, layout="interleaved"), RopeConfig(500.0, layout="interleaved")),
+        (StringConfig(), RopeConfig()),
+        (
+            StringConfig(rotary_dim=8, per_head=False, layout="interleaved"),
+            RopeConfig(rotary_dim=8, layout="interleaved"),
+        ),
+        (FopeConfig(gain=0.0), HopeConfig()),
+        (FopeConfig(gain=0.0, training_length=20, layout="interleaved"), HopeConfig(10000.0, 20, layout="interleaved")),
+        (FopeConfig(learnable=True, seed=3), FopeConfig(seed=3)),
+        (ResonanceConfig(layout="interleaved"), RopeConfig(scaling=ResonanceScaling(), layout="interleaved")),
+        (RopeConfig(scaling=ResonanceScaling(ResonanceScaling())), RopeConfig(scaling=ResonanceScaling())),
+        # theta ** (2 m / 8) is a power of 2, and the factor makes the first wavelength 10: all are whole already.
+        (
+            ResonanceConfig(16.0, 8, scaling=LinearScaling(10 / (2 * math.pi))),
+            RopeConfig(16.0, 8, scaling=LinearScaling(10 / (2 * math.pi))),
+        ),
+        (XposConfig(gamma=1e9), RopeConfig(layout="interleaved")),
+        (XposConfig(scale_base=1e9, layout="half", rotary_dim=8), RopeConfig(rotary_dim=8)),
+    ],
+    ids=repr,
+)
+def test_reductions(config, same):
+    for value, expected in zip(mapped(map_of(config)), mapped(map_of(same)), strict=True):
+        # Equal but for the rounding of frequencies (the last four) at angles up to 39 radians.
+        torch.testing.assert_close(value, expected, rtol=0, atol=2e-5)
+
+
+def test_hope_is_the_p_rope_of_its_length():
+    # Of head_dim 64, base 10000 and 512 tokens, pairs 0 to 15 complete a turn: 10000 ** (m / 32) <= 512 / (2 pi).
+    part = map_of(HopeConfig(training_length=512), BuildContext(64, 1, 64))
+    frequencies = part.inverse_frequencies(torch.tensor([[1]]))
+    assert int((frequencies > 0).sum()) == 16
+    torch.testing.assert_close(frequencies, p_rope_inverse_frequencies(10000.0, 64, 16 / 32), rtol=1e-6, atol=0)
+
+
+def test_an_untrained_circulant_turns_with_the_frequencies_of_rope_but_the_lowest():
+    rotation = map_of(StringConfig("circulant", per_head=False)).rotation
+    frequencies = rotation.inverse_frequencies(torch.tensor([[1]]))
+    expected = rope_inverse_frequencies(10000.0, HEAD_DIM)
+    torch.testing.assert_close(frequencies[:-1], expected[:-1], rtol=0, atol=1e-6)
+    assert frequencies[-1] == 0
+
+
+@pytest.mark.parametrize("config", RELATIVE, ids=repr)
+@given(ids=st.lists(st.integers(0, 200), min_size=2, max_size=5), shift=st.integers(1, 300))
+@settings(max_examples=15, deadline=None)
+def test_logits_depend_on_distance_only(config, ids, shift):
+    parts = drawn(config)
+    ids = sorted(ids)
+    near, far = logits(parts, ids), logits(parts, [position + shift for position in ids])
+    causal = torch.ones(len(ids), len(ids)).tril().bool()
+    # Angles in float32: at position 500 their rounding moves a logit of size 10 by less than 1e-3.
+    torch.testing.assert_close(near.where(causal, 0.0), far.where(causal, 0.0), rtol=1e-4, atol=2e-3)
+
+
+def test_fope_logits_depend_on_more_than_distance():
+    parts = drawn(FopeConfig(gain=0.6))
+    assert (logits(parts, [0, 3, 10]) - logits(parts, [50, 53, 60])).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("config", [*RELATIVE, FopeConfig()], ids=repr)
+def test_norms_are_kept_by_rotations_alone(config):
+    part: Any = drawn(config).query_key_map
+    factor = getattr(part, "attention_scaling", 1.0)
+    kept = [
+        torch.allclose(value.norm(dim=-1), factor * x.norm(dim=-1), rtol=1e-5)
+        for value, x in zip(mapped(part), query_and_key(40), strict=True)
+    ]
+    assert all(kept) == (config.name not in ("xpos", "pope", "fope"))
+
+
+def test_xpos_magnitudes_up_to_the_documented_limits():
+    part = map_of(XposConfig())
+
+    def key_magnitude(position: int) -> Tensor:
+        cosine, sine = part.phases(Positions(torch.tensor([[position]]), torch.tensor([[position + 1]])))[2:]
+        return torch.hypot(cosine, sine)
+
+    assert key_magnitude(4500).max() < torch.finfo(torch.float16).max < key_magnitude(4600).max()
+    assert torch.isfinite(key_magnitude(32_000)).all()
+    with pytest.raises(SequenceLengthError, match=r"length 40001 .* 32695 positions .* larger scale_base"):
+        key_magnitude(40_000)
+    assert torch.isfinite(map_of(XposConfig(origin=20_000.0)).phases(positions_of(3))[0]).all()
+
+
+def test_the_origin_of_xpos_cancels_in_logits():
+    ids = [0, 7, 100, 400]
+    centred, fixed = drawn(XposConfig(origin=200.0)), drawn(XposConfig())
+    torch.testing.assert_close(logits(centred, ids), logits(fixed, ids), rtol=1e-4, atol=1e-4)
+    assert (mapped(centred.query_key_map)[0] - mapped(fixed.query_key_map)[0]).abs().max() > 0.1
+
+
+def test_pope_clamps_its_phases_and_draws_them_where_asked():
+    parts = PopeConfig().build(context_for(PopeConfig()))
+    part = parts.query_key_map
+    assert part.delta.shape == (KEY_VALUE_HEADS, HEAD_DIM)
+    assert not part.delta.any()
+    plain = logits(parts, [0, 3, 9])
+    with torch.no_grad():
+        part.delta.fill_(0.7)
+    assert torch.equal(logits(parts, [0, 3, 9]), plain)
+    with torch.no_grad():
+        part.delta.fill_(-9.0)
+    # A whole turn back: -2 pi is 0.
+    torch.testing.assert_close(logits(parts, [0, 3, 9]), plain, rtol=1e-5, atol=1e-5)
+    uniform = map_of(PopeConfig(initial_delta="uniform")).delta
+    assert -2 * math.pi <= uniform.min() < -5
+    assert -1 < uniform.max() <= 0
+
+
+def test_learned_frequencies_are_trained_without_weight_decay():
+    part = map_of(LearnedRopeConfig())
+    assert part.no_weight_decay == {name for name, _ in part.named_parameters()}
+
+
+def test_a_cayley_basis_is_orthogonal():
+    basis = drawn(StringConfig()).query_key_map.basis()
+    assert basis.shape == (KEY_VALUE_HEADS, HEAD_DIM, HEAD_DIM)
+    torch.testing.assert_close(basis @ basis.transpose(-1, -2), torch.eye(HEAD_DIM).expand_as(basis), rtol=0, atol=1e-5)
+    assert (basis - torch.eye(HEAD_DIM)).abs().max() > 0.5
+    fourier = map_of(StringConfig("circulant")).basis()[0]
+    torch.testing.assert_close(fourier @ fourier.T, torch.eye(HEAD_DIM), rtol=0, atol=1e-6)
+
+
+def test_resonant_pairs_repeat_after_whole_wavelengths():
+    part = map_of(ResonanceConfig())
+    cosine, sine = part.phases(positions_of(200))
+    for pair, wavelength in enumerate((6, 20, 63, 199)):
+        for phase in (cosine[0, :, pair], sine[0, :, pair]):
+            torch.testing.assert_close(phase[wavelength:], phase[:-wavelength], rtol=0, atol=2e-5)

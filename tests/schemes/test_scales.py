@@ -1,0 +1,262 @@
+"""Temperatures against transformers, each other, and what holds at any position."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import Llama4TextConfig, Ministral3Config
+from transformers.models.llama4.modeling_llama4 import Llama4TextAttention
+from transformers.models.ministral3 import modeling_ministral3
+from transformers.models.mistral4 import modeling_mistral4
+
+from hf_posenc.schemes import AlibiConfig, BuildContext, ComposedConfig, LogitScale, Positions, SchemeConfig
+from hf_posenc.schemes.logits import positional_logits
+from hf_posenc.schemes.scale.llama4_scale import Llama4ScaleConfig
+from hf_posenc.schemes.scale.log_n_scale import LogNScaleConfig
+from hf_posenc.schemes.scale.ssmax import SSMaxConfig, SSMaxScale, mean_log
+
+HEADS, KEY_VALUE_HEADS, HEAD_DIM = 4, 2, 8
+SCALES = [
+    pytest.param(SSMaxConfig(), id="ssmax"),
+    pytest.param(LogNScaleConfig(5), id="log_n"),
+    pytest.param(LogNScaleConfig(5, clamp=False), id="log_n unclamped"),
+    pytest.param(Llama4ScaleConfig(floor_scale=3), id="llama4"),
+    pytest.param(Llama4ScaleConfig(0.4, 5, offset=0), id="ministral3"),
+]
+
+
+def context(causal: bool = True, max_positions: int | None = None) -> BuildContext:
+    return BuildContext(HEADS * HEAD_DIM, HEADS, HEAD_DIM, causal=causal, max_positions=max_positions)
+
+
+def scale_of(config: SchemeConfig, causal: bool = True) -> LogitScale:
+    part = config.build(context(causal)).logit_scale
+    assert part is not None
+    return part
+
+
+def at(ids: Any, lengths: Any = None) -> Positions:
+    ids = torch.as_tensor(ids).view(-1, len(ids)) if not isinstance(ids, Tensor) else ids
+    return Positions(ids, ids.amax(-1, keepdim=True) + 1 if lengths is None else torch.tensor(lengths))
+
+
+def attention_weights(module: Any, config: SchemeConfig, hidden: Tensor, ids: Tensor) -> Tensor:
+    """Our weights for the queries and keys of a stock attention module, under a causal mask by slot."""
+    query = module.q_proj(hidden).view(1, -1, HEADS, HEAD_DIM).transpose(1, 2)
+    key = module.k_proj(hidden).view(1, -1, KEY_VALUE_HEADS, HEAD_DIM).transpose(1, 2)
+    logits = positional_logits(config.build(context()), query, key, at(ids))
+    return (logits + causal_mask(hidden.shape[1])).softmax(-1)
+
+
+def causal_mask(length: int) -> Tensor:
+    return torch.full((1, 1, length, length), -math.inf).triu(1)
+
+
+@torch.no_grad()
+def test_llama4_attention_without_rope_has_these_weights():
+    torch.manual_seed(0)
+    stock = Llama4TextConfig(
+        hidden_size=HEADS * HEAD_DIM,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KEY_VALUE_HEADS,
+        head_dim=HEAD_DIM,
+        num_hidden_layers=1,
+        no_rope_layers=[0],
+        floor_scale=4,
+        attn_scale=0.7,
+        attn_implementation="eager",
+    )
+    module = Llama4TextAttention(stock, 0).eval()
+    hidden = 3 * torch.randn(1, 30, HEADS * HEAD_DIM)
+    _, theirs = module(hidden, position_embeddings=None, attention_mask=causal_mask(30))
+    ours = attention_weights(module, Llama4ScaleConfig(0.7, 4), hidden, torch.arange(30).unsqueeze(0))
+    # Both are float32; they scale queries, we scale logits.
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    plain = attention_weights(module, Llama4ScaleConfig(), hidden, torch.arange(30).unsqueeze(0))
+    assert (plain - theirs).abs().max() > 1e-2
+
+
+def test_the_defaults_are_those_of_llama4():
+    stock, ours = Llama4TextConfig(), Llama4ScaleConfig()
+    assert (ours.attention_scale, ours.floor_scale) == (stock.attn_scale, stock.floor_scale)
+    factor = scale_of(ours)(at([0, 8190, 8191, 16382, 16383, 100_000]))[0, 0]
+    expected = [1 + 0.1 * math.log(1 + steps) for steps in (0, 0, 1, 1, 2, 12)]
+    torch.testing.assert_close(factor, torch.tensor(expected), rtol=1e-6, atol=0)
+
+
+@torch.no_grad()
+def test_ministral3_attention_has_these_weights():
+    torch.manual_seed(0)
+    stock = Ministral3Config(
+        hidden_size=HEADS * HEAD_DIM,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KEY_VALUE_HEADS,
+        head_dim=HEAD_DIM,
+        num_hidden_layers=1,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "llama_4_scaling_beta": 0.6,
+            "original_max_position_embeddings": 5,
+        },
+        attn_implementation="eager",
+    )
+    module = modeling_ministral3.Ministral3Attention(stock, 0).eval()
+    hidden = 3 * torch.randn(1, 30, HEADS * HEAD_DIM)
+    ids = torch.arange(30).unsqueeze(0) + 12
+    # No rotation: what is left is the temperature.
+    unrotated = (torch.ones(1, 30, HEAD_DIM), torch.zeros(1, 30, HEAD_DIM))
+    _, theirs = module(hidden, position_embeddings=unrotated, attention_mask=causal_mask(30), position_ids=ids)
+    config = Llama4ScaleConfig(0.6, 5, offset=0)
+    torch.testing.assert_close(attention_weights(module, config, hidden, ids), theirs, rtol=1e-5, atol=1e-6)
+    shifted = attention_weights(module, Llama4ScaleConfig(0.6, 5, offset=1), hidden, ids)
+    assert (shifted - theirs).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("modeling", [modeling_ministral3, modeling_mistral4])
+@given(
+    ids=st.lists(st.integers(0, 2**20), min_size=1, max_size=8), beta=st.floats(0.01, 2), length=st.integers(1, 20000)
+)
+@settings(max_examples=40, deadline=None)
+def test_the_formula_of_ministral3_and_mistral4(modeling, ids, beta, length):
+    theirs = modeling.get_llama_4_attn_scale(torch.tensor([ids]), beta, length)
+    ours = scale_of(Llama4ScaleConfig(beta, length, offset=0))(at(ids))
+    # Theirs rounds 1 + steps before the logarithm and multiplies in float32, too: a few units in the last place.
+    torch.testing.assert_close(ours[0, 0], theirs[0, 0, :, 0], rtol=1e-6, atol=0)
+    exact = [1 + beta * math.log(1 + position // length) for position in ids]
+    torch.testing.assert_close(ours[0, 0], torch.tensor(exact), rtol=1e-6, atol=0)
+
+
+@given(length=st.integers(2, 5000), ids=st.lists(st.integers(0, 30_000), min_size=1, max_size=10))
+@settings(max_examples=60, deadline=None)
+def test_clamped_log_n_is_that_of_qwen(length, ids):
+    """modeling_qwen.py: a table over i = 1, 2, ... of log(i, seq_length) if i > seq_length else 1."""
+    table = [math.log(i, length) if i > length else 1.0 for i in (position + 1 for position in ids)]
+    ours = scale_of(LogNScaleConfig(length))(at(ids))
+    torch.testing.assert_close(ours[0, 0], torch.tensor(table), rtol=1e-6, atol=0)
+
+
+def test_ssmax_is_a_softmax_to_the_base_of_the_number_of_keys():
+    """The definition: n ** (s z_j) over its sum, here for the last query of 6 tokens."""
+    torch.manual_seed(0)
+    part = SSMaxConfig(initial_scale=0.43).build(context())
+    query, key = torch.randn(1, HEADS, 6, HEAD_DIM), torch.randn(1, HEADS, 6, HEAD_DIM)
+    weights = positional_logits(part, query, key, at(range(6)))[0, 1, 5].softmax(-1)
+    z = (query[0, 1, 5] @ key[0, 1].T / math.sqrt(HEAD_DIM)).tolist()
+    powers = [6 ** (0.43 * value) for value in z]
+    expected = torch.tensor([power / sum(powers) for power in powers])
+    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=0)
+
+
+def test_ssmax_does_not_fade():
+    """The paper's figure 1: all logits are -2 but one of 3, s = 0.43; a softmax loses that key, SSMax keeps it."""
+    for n, softmax_at_most in ((10, 0.95), (1000, 0.15), (100_000, 0.002)):
+        factor = scale_of(SSMaxConfig(initial_scale=0.43))(at([n - 1]))[0, 0, 0].item()
+        kept = 1 / (1 + (n - 1) * math.exp(-5 * factor))
+        assert kept > 0.9
+        assert 1 / (1 + (n - 1) * math.exp(-5)) < softmax_at_most
+
+
+def test_ssmax_starts_with_a_mean_factor_of_one():
+    part = cast(SSMaxScale, scale_of(SSMaxConfig()))
+    assert part.initial_scale == pytest.approx(0.168, abs=5e-4)
+    assert scale_of(SSMaxConfig(training_length=50))(at(range(50))).mean().item() == pytest.approx(1.0, rel=1e-6)
+    assert mean_log(7) == pytest.approx(sum(math.log(n) for n in range(1, 8)) / 7, rel=1e-12)
+
+
+def test_ssmax_learns_per_head_and_layer():
+    assert SSMaxConfig().per_layer
+    part = cast(SSMaxScale, scale_of(SSMaxConfig(bias=True)))
+    assert {name: parameter.shape for name, parameter in part.named_parameters()} == {
+        "scale": (HEADS,),
+        "bias": (HEADS,),
+    }
+    assert [name for name, _ in scale_of(SSMaxConfig()).named_parameters()] == ["scale"]
+    with torch.no_grad():
+        part.scale.copy_(torch.tensor([0.1, 0.2, 0.3, 0.4]))
+        assert part.bias is not None
+        part.bias.copy_(torch.tensor([1.0, -1.0, 0.0, 2.0]))
+    factor = part(at([9]))[0, :, 0]
+    expected = [s * math.log(10) + b for s, b in ((0.1, 1.0), (0.2, -1.0), (0.3, 0.0), (0.4, 2.0))]
+    torch.testing.assert_close(factor, torch.tensor(expected), rtol=1e-6, atol=1e-6)
+    part.reset_parameters()
+    torch.testing.assert_close(part(at([9])), scale_of(SSMaxConfig())(at([9])), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_ssmax_with_the_inverse_logarithm_is_log_n(causal):
+    ids = at([0, 1, 5, 50, 5000])
+    log_n = scale_of(LogNScaleConfig(512, clamp=False), causal)(ids)
+    ssmax = scale_of(SSMaxConfig(initial_scale=1 / math.log(512)), causal)(ids)
+    torch.testing.assert_close(ssmax, log_n.expand(-1, HEADS, -1), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("config", SCALES)
+def test_an_encoder_scales_all_its_queries_by_the_real_length(config):
+    part = scale_of(config, causal=False)
+    padded = torch.tensor([[-1, -1, -1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6]])
+    factor = part(at(padded, [[4], [7]]))
+    last = scale_of(config)(at(torch.tensor([[3], [6]])))
+    torch.testing.assert_close(factor, last.expand_as(factor), rtol=0, atol=0)
+    assert (factor[0] < factor[1]).all()
+    assert part.length_dependent
+    assert not scale_of(config).length_dependent
+
+
+@pytest.mark.parametrize("config", SCALES)
+@given(ids=st.lists(st.integers(0, 2**20), min_size=2, max_size=10).map(sorted), causal=st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_factors_are_positive_and_grow_with_the_number_of_keys(config, ids, causal):
+    factor = scale_of(config, causal)(at(ids))
+    assert factor.dtype == torch.float32
+    assert (factor.diff() >= 0).all()
+    several = at(ids).ids > 0 if causal else at(ids).lengths > 1
+    assert (factor.where(several.unsqueeze(1), 1.0) > 0).all()
+    assert torch.equal(factor, scale_of(config, causal)(Positions(at(ids).ids.float(), at(ids).lengths)))
+    longer = scale_of(config, causal)(at([position + ids[-1] + 10**6 for position in ids]))
+    assert (longer > factor).all()
+
+
+@pytest.mark.parametrize("config", SCALES)
+def test_the_bias_of_another_scheme_is_scaled_too(config):
+    torch.manual_seed(0)
+    query, key = torch.randn(1, HEADS, 12, HEAD_DIM), torch.randn(1, HEADS, 12, HEAD_DIM)
+    positions = at(range(12))
+    together = positional_logits(ComposedConfig((AlibiConfig(), config)).build(context()), query, key, positions)
+    alibi = positional_logits(AlibiConfig().build(context()), query, key, positions)
+    factor = scale_of(config)(positions).unsqueeze(-1)
+    torch.testing.assert_close(together, alibi * factor, rtol=0, atol=0)
+    assert (factor[..., -1, :] != 1).all()
+
+
+def test_log_n_takes_the_training_length_of_the_model():
+    part = LogNScaleConfig().build(context(max_positions=32)).logit_scale
+    assert part is not None
+    factor = part(at([0, 30, 31, 1023]))[0, 0]
+    torch.testing.assert_close(factor, torch.tensor([1.0, 1.0, 1.0, 2.0]), rtol=1e-6, atol=0)
+    with pytest.raises(ValueError, match="Give training_length in tokens"):
+        LogNScaleConfig().build(context())
+
+
+@pytest.mark.parametrize(
+    ("config_class", "options", "message"),
+    [
+        (SSMaxConfig, {"training_length": 1}, "training_length is 1; expected an integer at least 2"),
+        (SSMaxConfig, {"initial_scale": 0.0}, "initial_scale is 0.0; expected a finite number greater than 0.0"),
+        (SSMaxConfig, {"bias": 0}, "bias is 0; expected True or False"),
+        (LogNScaleConfig, {"training_length": 1}, "training_length is 1; expected an integer at least 2"),
+        (LogNScaleConfig, {"clamp": None}, "clamp is None; expected True or False"),
+        (Llama4ScaleConfig, {"attention_scale": -0.1}, "attention_scale is -0.1"),
+        (Llama4ScaleConfig, {"floor_scale": 0}, "floor_scale is 0; expected an integer at least 1"),
+        (Llama4ScaleConfig, {"offset": 2}, "offset is 2; expected an integer at least 0 and at most 1"),
+    ],
+)
+def test_options_out_of_range_are_refused(config_class, options, message):
+    with pytest.raises(ValueError, match=message):
+        config_class(**options)
