@@ -22,7 +22,7 @@ sys.path.insert(0, str(HERE.parent))
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
-from tests.architectures.checks import check_pair  # noqa: E402
+from tests.architectures.checks import SCHEMES, check_pair  # noqa: E402
 from tests.architectures.findings import NATIVE_BOUND, SAME_BOUND  # noqa: E402
 from tests.architectures.population import Pair, all_pairs  # noqa: E402
 
@@ -33,7 +33,7 @@ KINDS = (
     ("seq2seq", "Encoder-decoders"),
     ("encoder", "Encoders"),
 )
-COLUMNS = ("native", "none", "alibi", "t5", "rope", "sinusoidal")
+COLUMNS = SCHEMES
 
 
 def main() -> int:
@@ -145,6 +145,8 @@ A cell says `yes` if every check holds:
   model, or any bidirectional model; {SAME_BOUND:g}), and attention still depends on content;
 - **alibi, t5, rope (theta 100), sinusoidal**: the outputs differ from stock and from `none`, in every layer taken alone
   (`sinusoidal` acts before the layers), and order is visible in one layer;
+- **forget_gate** (its gates travel with the keys through the cache), **shaw** (reads queries), **pope** (doubles the
+  width of queries and keys): the same. `-` stands for a scheme that an encoder refuses;
 - all of them: decoding with a dynamic and with a static cache, left padding, and eager attention give the logits of the
   full, unpadded, default forward ({SAME_BOUND:g}); `unpatch_model` gives bit-equal logits and leaves no trace on
   weights, instances, classes, modules or the config.
@@ -183,9 +185,16 @@ def _table(records: list[dict[str, Any]]) -> str:
         if record.get("refusal"):
             continue
         native = "no name" if record.get("native", "").startswith("(") else record.get("native", "")
-        cells = ["yes" if _passes(record, scheme) else "**no**" for scheme in COLUMNS]
+        cells = [_cell(record, scheme) for scheme in COLUMNS]
         lines.append(f"| {_name(record)} | {native} | " + " | ".join(cells) + f" | {_stock_limits(record)} |")
     return "\n".join(lines)
+
+
+def _cell(record: dict[str, Any], scheme: str) -> str:
+    found = record.get("findings", {}).get(scheme, {})
+    if found.get("patch", {}).get("verdict") == "refused":
+        return "-"
+    return "yes" if _passes(record, scheme) else "**no**"
 
 
 def _stock_limits(record: dict[str, Any]) -> str:
@@ -212,7 +221,7 @@ def _partial_refusals(records: list[dict[str, Any]]) -> str:
         notes: dict[tuple[str, str], list[str]] = {}
         for scheme, found in record.get("findings", {}).items():
             for name, finding in found.items():
-                if finding["verdict"] == "refused":
+                if finding["verdict"] == "refused" and name != "patch":
                     notes.setdefault((name, finding["note"]), []).append(scheme)
         lines += [
             f"- {record['pair']}, {name} with {', '.join(schemes)}: {note}" for (name, note), schemes in notes.items()

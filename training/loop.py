@@ -126,11 +126,12 @@ def _train(
     validation = validation_batch(validation_windows(validation_stream, settings), tokenizer, training.task, settings)
     undecayed = undecayed_scheme_parameters(model)
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [parameter for name, parameter in trained if name not in undecayed]},
+        {"params": [parameter for name, parameter in trained if name in undecayed], "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(
-        [
-            {"params": [parameter for name, parameter in trained if name not in undecayed]},
-            {"params": [parameter for name, parameter in trained if name in undecayed], "weight_decay": 0.0},
-        ],
+        groups,
         lr=settings.learning_rate,
         betas=(0.9, 0.98),
         weight_decay=settings.weight_decay,

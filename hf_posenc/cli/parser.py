@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 
 from hf_posenc.cli.errors import UsageError
+from hf_posenc.cli.properties import add_properties
 from hf_posenc.errors import PositionEncodingError
 
 _SCHEME_HELP = "a scheme, with options after a colon: rope  rope:theta=500000,layout=interleaved"
@@ -27,10 +29,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Its options belong to the script, which argparse cannot pass through where they come first.
         words = ["compare", "--", *words[1:]]
     options = _parser().parse_args(words)
-    from hf_posenc.cli import verbs
+    # A verb outside of verbs.py is named with its module.
+    module, _, verb = options.run.rpartition(".")
+    verbs = importlib.import_module(f"hf_posenc.cli.{module or 'verbs'}")
 
     try:
-        return int(getattr(verbs, options.run)(options))
+        return int(getattr(verbs, verb)(options))
     except (PositionEncodingError, UsageError) as error:
         print(f"hf-posenc: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -84,6 +88,17 @@ def _parser() -> argparse.ArgumentParser:
     form.add_argument("--markdown", action="store_true", help="print a Markdown table")
     dog.add_argument("--plot", metavar="FILE", help="write a figure of the distances layer by layer")
     dog.set_defaults(run="eval_dog")
+    add_properties(tests, _SCHEME_HELP)
+
+    plot = verbs.add_parser("plot", help="draw what a scheme does, as PNG and SVG")
+    plot.add_argument("scheme", metavar="SCHEME", help=_SCHEME_HELP)
+    plot.add_argument(
+        "--option", action="append", nargs="+", default=[], metavar="K=V", help="option of the scheme; V may be JSON"
+    )
+    plot.add_argument("--kind", nargs="+", metavar="KIND", help="kinds of figures (default: all that apply)")
+    plot.add_argument("--output", default="plots", metavar="DIR", help="folder for the files (default: plots)")
+    plot.add_argument("--list", action="store_true", help="only list the kinds that apply to the scheme")
+    plot.set_defaults(run="plotting.plot")
 
     compare = verbs.add_parser(
         "compare", help="train one model per scheme and compare (training/compare.py; --help shows its options)"

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.length_checks import check_cache
 from hf_posenc.patching.runtime import StackRuntime
-from hf_posenc.patching.state import ForwardState
 from hf_posenc.schemes.parts import AdditiveEncoding
 
 
@@ -41,7 +40,7 @@ class AddToHiddenStates:
             )
         if state.query_length != length:
             # The architecture puts tokens of its own in front (CPM-Ant's prompt); all slots count then.
-            state = ForwardState(length, offset=state.offset, memo=state.memo)
+            state = state.by_slots(length)
         check_cache(self.additive, state)
         encoded = self.additive(state.positions(hidden_states.device)).to(hidden_states.dtype)
         return hidden_states + (encoded.transpose(0, 1) if self.runtime.time_major else encoded)

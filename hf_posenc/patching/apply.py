@@ -96,6 +96,7 @@ def build_encoding(config: SchemeConfig, model: PreTrainedModel, stacks: list[St
     place_like(encoding, model)
     for stack in stacks:
         built[stack.name].runtime.time_major = architecture.time_major
+        built[stack.name].runtime.channels_first = architecture.channels_first
     return encoding
 
 
@@ -143,7 +144,8 @@ def uninstall(encoding: PositionEncoding) -> None:
 
 def is_length_dependent(encoding: PositionEncoding) -> bool:
     """Whether some part encodes a token differently once the sequence has grown; only causal stacks ever grow."""
-    growing = [stack for stack in encoding.stacks.values() if any(layer.causal for layer in stack.layers)]
+    stacks = [stack for stack in encoding.stacks.values() if isinstance(stack, StackEncoding)]
+    growing = [stack for stack in stacks if any(layer.causal for layer in stack.layers)]
     return any(getattr(module, "length_dependent", False) for stack in growing for module in stack.modules())
 
 

@@ -1,90 +1,41 @@
-"""What every patched attention layer has in common: its parts, and the phases and biases of the call in progress."""
+"""What every patched attention layer has in common: how queries and keys are mapped, here or behind the cache."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.attention.distances import dense_bias, first_key_slot
 from hf_posenc.attention.key_channels import append_features, split_features
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.layer_call import LayerCall
 from hf_posenc.patching.length_checks import check_cache
+from hf_posenc.patching.logit_site import LogitSite
 from hf_posenc.patching.rotary_calls import RotaryCall
-from hf_posenc.patching.runtime import StackRuntime
 from hf_posenc.patching.state import ForwardState
-from hf_posenc.schemes.parts import DistanceBias, LogitBias, LogitScale, PairwiseBias, QueryKeyMap
-from hf_posenc.schemes.positions import AttentionPairs
+from hf_posenc.schemes.parts import QueryKeyMap
 
 Phases = tuple[Tensor, ...]
 
 
-@dataclass
-class LayerEncoding:
-    """The parts of a scheme at one attention layer.
-
-    Args:
-        query_key_map: applied to queries and keys, or `None`.
-        logit_bias: added to the logits, or `None`.
-        logit_scale: factor of the logits, or `None`.
-        causal: whether the layer's queries see only keys at or before them.
-        num_heads: number of query heads.
-        num_key_value_heads: number of key heads.
-        head_dim: width of the heads the scores are computed from.
-    """
-
-    query_key_map: QueryKeyMap | None
-    logit_bias: LogitBias | None
-    logit_scale: LogitScale | None
-    causal: bool
-    num_heads: int
-    num_key_value_heads: int
-    head_dim: int
-
-    @property
-    def num_features(self) -> int:
-        """How many numbers per head and token the bias keeps beside the keys."""
-        return self.logit_bias.num_features if isinstance(self.logit_bias, PairwiseBias) else 0
-
-
-@dataclass
-class LayerCall:
-    """What has happened so far in one call of a layer.
-
-    Args:
-        state: of the stack's call it belongs to.
-        hidden_states: `(batch, query_len, hidden)`, the layer's input.
-        rotations: how often a rotary function of the architecture was replaced by the scheme's map.
-        keys_mapped: whether keys were mapped on their way into the cache.
-        attended: whether the attention function was reached.
-        key_features: what the bias keeps of each key's token, cached ones included, once it is known.
-    """
-
-    state: ForwardState
-    hidden_states: Tensor
-    rotations: int = 0
-    keys_mapped: bool = False
-    attended: bool = False
-    key_features: Tensor | None = None
-
-
-class AttentionSite:
-    """Stands in for the `forward` of one attention module instance.
-
-    Deep copies and pickles follow the module: the site refers to it as an ordinary attribute.
-    """
-
-    def __init__(self, module: nn.Module, runtime: StackRuntime, encoding: LayerEncoding) -> None:
-        self.module = module
-        self.runtime = runtime
-        self.encoding = encoding
+class AttentionSite(LogitSite):
+    """Stands in for the `forward` of one attention module instance."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's own forward with the scheme in place."""
         raise NotImplementedError
+
+    def begin_call(self, hidden_states: Tensor) -> LayerCall:
+        """A call for the hidden states that the module was given, in whatever order its architecture has the axes."""
+        hidden_states = self.runtime.batch_first(hidden_states)
+        length = hidden_states.shape[1]
+        state = self.runtime.state_for(length)
+        if state.query_length != length:
+            # The architecture puts tokens of its own in front (CPM-Ant's prompt); all slots count then.
+            state = state.shared(("own tokens", length), lambda: state.by_slots(length))
+        return LayerCall(state, hidden_states)
 
     @property
     def watches_keys(self) -> bool:
@@ -109,7 +60,12 @@ class AttentionSite:
 
     def _maps_here(self, query_key_map: QueryKeyMap, first: Tensor, second: Tensor | None, time_axis: int) -> bool:
         """Whether a map can act in the place of a rotary function; otherwise it acts on whole heads later."""
+        if query_key_map.mapped_again and first.shape[-1] != self.encoding.head_dim:
+            raise slice_error(self.module)
         if query_key_map.rotary_dim is not None and first.shape[-1] < query_key_map.rotary_dim:
+            return False
+        if query_key_map.width_factor != 1:
+            # What follows, a norm for one, may hold on to the width.
             return False
         if second is None:
             # A function that is called once for each tensor does not say which one it was given.
@@ -173,15 +129,17 @@ class AttentionSite:
             )
 
     def _map_new_keys(self, call: LayerCall, key: Tensor) -> Tensor:
-        """Maps keys on their way into the cache, unless a rotary function has, or what is cached is no key yet (MLA).
+        """Maps keys on their way into the cache, unless a rotary function has, or what is cached is no key yet.
 
-        Such keys are mapped behind the cache, all of them in every call.
+        MLA caches a latent of its keys, and JetMoe keys it repeats later. Those are mapped behind the cache, all of
+        them in every call.
         """
         query_key_map = self.encoding.query_key_map
-        latent = hasattr(self.module, "kv_lora_rank") or key.shape[-1] != self.encoding.head_dim
-        if query_key_map is None or call.rotations or latent or not self.caches_mapped(query_key_map):
+        if query_key_map is None or call.rotations or not self.caches_mapped(query_key_map):
             return key
-        self._check_heads(query_key_map, key)
+        whole = key.shape[1] == self.encoding.num_key_value_heads or not query_key_map.whole_heads
+        if hasattr(self.module, "kv_lora_rank") or key.shape[-1] != self.encoding.head_dim or not whole:
+            return key
         call.keys_mapped = True
         return query_key_map.map_key(key, self.phases(call.state, key.device))
 
@@ -202,89 +160,13 @@ class AttentionSite:
         keys, call.key_features = split_features(keys, self.encoding.num_heads, self.encoding.num_features)
         return keys, values
 
-    def new_features(self, call: LayerCall) -> Tensor:
-        """`(batch, heads, query_len, num_features)` float32 of the new tokens."""
-        bias = self.encoding.logit_bias
-        assert isinstance(bias, PairwiseBias)
-        features: Tensor = bias.key_features(call.hidden_states)
-        return features
 
-    def bias(self, call: LayerCall, query: Tensor, key: Tensor, scaling: float) -> Tensor:
-        """`(batch or 1, heads, query_len, key_len)` float32, the query's scale included.
-
-        Args:
-            call: the call in progress.
-            query: `(batch, heads, query_len, width)`, mapped, before the scale.
-            key: `(batch, key_value_heads, key_len, width)`, mapped.
-            scaling: the layer's factor of `query . key`.
-        """
-        bias, state = self.encoding.logit_bias, call.state
-        assert bias is not None
-        result = self._distance_bias(bias, state, query, key) if isinstance(bias, DistanceBias) else None
-        if result is None:
-            check_cache(bias, state)
-            result = bias(self._pairs(call, query, key, scaling))
-        if result.shape[1] != self.encoding.num_heads:
-            raise UnsupportedError(
-                f"The bias has {result.shape[1]} heads, the layer {self.encoding.num_heads}: it was built for another "
-                "architecture."
-            )
-        if self.encoding.logit_scale is not None:
-            result = result * self.scale(state, query.device).unsqueeze(-1)
-        return result
-
-    def _distance_bias(self, bias: DistanceBias, state: ForwardState, query: Tensor, key: Tensor) -> Tensor:
-        query_length, key_length = query.shape[-2], key.shape[-2]
-        offset = state.slot_offset(query_length, key_length)
-        result: Tensor = state.shared(
-            ("bias", id(bias), query_length, key_length),
-            lambda: dense_bias(bias, offset, query_length, key_length, query.device),
-        )
-        return result
-
-    def _pairs(self, call: LayerCall, query: Tensor, key: Tensor, scaling: float) -> AttentionPairs:
-        query_start, key_start = self.key_start(call.state, query.shape[-2], key.shape[-2])
-        if self.encoding.num_features and call.key_features is None:
-            if key.shape[-2] != query.shape[-2]:
-                raise UnsupportedError(
-                    f"{type(self.module).__name__} holds {key.shape[-2]} keys for {query.shape[-2]} queries, but its "
-                    "keys did not pass through a cache that can be watched, and "
-                    f"{type(self.encoding.logit_bias).__name__} has to remember something of each. Use use_cache=False."
-                )
-            call.key_features = self.new_features(call)
-        return AttentionPairs(
-            query=query,
-            key=key,
-            query_slots=torch.arange(query.shape[-2], device=query.device) + (query_start - key_start),
-            keys=call.state.key_positions(key_start, key.shape[-2], query.device),
-            scaling=scaling,
-            hidden_states=call.hidden_states,
-            key_features=call.key_features,
-        )
-
-    def scale(self, state: ForwardState, device: torch.device) -> Tensor:
-        """`(batch or 1, heads or 1, query_len)` float32."""
-        logit_scale = self.encoding.logit_scale
-        assert logit_scale is not None
-
-        def compute() -> Tensor:
-            check_cache(logit_scale, state)
-            factor: Tensor = logit_scale(state.positions(device))
-            return factor
-
-        result: Tensor = state.shared(("scale", id(logit_scale)), compute)
-        return result
-
-    def scaled(self, state: ForwardState, query: Tensor) -> Tensor:
-        """The query times its scale, `(batch, heads, query_len, width)`."""
-        if self.encoding.logit_scale is None:
-            return query
-        return query * self.scale(state, query.device).unsqueeze(-1).to(query.dtype)
-
-    def key_start(self, state: ForwardState, query_length: int, key_length: int) -> tuple[int | Tensor, int | Tensor]:
-        """Slots of the first query and of the first key."""
-        offset = state.slot_offset(query_length, key_length)
-        return offset, first_key_slot(offset, query_length, key_length)
+def slice_error(module: nn.Module) -> UnsupportedError:
+    """For a scheme that maps whole heads again in a module that rotates another slice of them."""
+    return UnsupportedError(
+        f"{type(module).__name__} rotates a slice that does not lead its heads, and this scheme rotates far pairs once "
+        "more, on whole heads. Use a RoPE scaling, or position_scale."
+    )
 
 
 def mapped(map_one: Any, tensor: Tensor, phases: Phases, time_axis: int) -> Tensor:

@@ -117,7 +117,7 @@ def _read_attention(
         uses_interface=_uses_interface(module),
         rotary_functions=rotary_names(forward),
         num_heads=num_heads,
-        num_key_value_heads=_key_value_heads(module, num_heads),
+        num_key_value_heads=_key_value_heads(module, num_heads, architecture),
         head_dim=head_dim,
         layer_type=layer_type if isinstance(layer_type, str) else None,
         causal=_is_causal(module, stack) if architecture.causal is None else architecture.causal,
@@ -191,8 +191,10 @@ def _head_shape(module: nn.Module, config: Any, architecture: Architecture) -> t
     return num_heads, head_dim
 
 
-def _key_value_heads(module: nn.Module, num_heads: int) -> int:
+def _key_value_heads(module: nn.Module, num_heads: int, architecture: Architecture) -> int:
     """Key heads as the attention function sees them: those of MLA are expanded before it."""
+    if architecture.key_value_heads is not None:
+        return architecture.key_value_heads(module)
     groups = _first_int(module, ("num_key_value_groups", "num_queries_per_kv"))
     if groups:
         return num_heads // groups

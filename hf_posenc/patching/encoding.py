@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.attention_site import LayerEncoding
+from hf_posenc.patching.attention_site import slice_error
 from hf_posenc.patching.instance import InstancePatches
+from hf_posenc.patching.layer_call import LayerEncoding
 from hf_posenc.patching.placement import build_context, with_layout
 from hf_posenc.patching.report import PatchReport
 from hf_posenc.patching.runtime import StackRuntime
@@ -59,6 +60,10 @@ class StackEncoding(nn.Module):
                 if in_layers:
                     self.groups.append(nn.ModuleList(in_layers))
             parts = built[key]
+            again = parts.query_key_map is not None and parts.query_key_map.mapped_again
+            if again and hasattr(attention.module, "kv_lora_rank"):
+                # Multi-head latent attention rotates the end of its heads.
+                raise slice_error(attention.module)
             self.layers.append(
                 LayerEncoding(
                     query_key_map=parts.query_key_map,

@@ -7,10 +7,10 @@ from typing import Any
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.additive_site import AddToHiddenStates
 from hf_posenc.patching.architectures import Architecture
-from hf_posenc.patching.attention_site import LayerEncoding
 from hf_posenc.patching.encoding import StackEncoding
 from hf_posenc.patching.instance import InstancePatches
 from hf_posenc.patching.interface_attention import InterfaceAttention
+from hf_posenc.patching.layer_call import LayerEncoding
 from hf_posenc.patching.report import StackReport
 from hf_posenc.patching.rotary_method import RotaryMethodSite, RotaryModuleSite
 from hf_posenc.patching.runtime import EnterStack, LeaveStack

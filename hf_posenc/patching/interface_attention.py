@@ -18,7 +18,8 @@ from torch import nn
 
 from hf_posenc.attention.backends import attend_with_bias
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.attention_site import AttentionSite, LayerCall, LayerEncoding
+from hf_posenc.patching.attention_site import AttentionSite
+from hf_posenc.patching.layer_call import LayerCall, LayerEncoding
 from hf_posenc.patching.per_thread import PerThread
 from hf_posenc.patching.rebinding import rebind, rotary_names
 from hf_posenc.patching.rotary_calls import rotary_call
@@ -54,7 +55,7 @@ class InterfaceAttention(AttentionSite):
         if self._function is None:
             self._function = self._rebind(type(self.module).forward)
         hidden_states = args[0] if args else next(iter(kwargs.values()))
-        call = LayerCall(self.runtime.state_for(hidden_states.shape[1]), hidden_states)
+        call = self.begin_call(hidden_states)
         cache = cache_of_call(self.module, args, kwargs) if self.watches_keys else None
         self.calls.push(call)
         try:

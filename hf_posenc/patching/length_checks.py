@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.state import ForwardState
@@ -22,6 +23,10 @@ def check_cache(part: Part, state: ForwardState) -> None:
             "of its sequence, and a packed row has several. Pass the documents as separate rows."
         )
     if state.offset is None or type(part).check_cache is Part.check_cache:
+        return
+    if torch.compiler.is_compiling() and isinstance(state.offset, Tensor) and not part.length_dependent:
+        # Reading the length would break the graph of compiled decoding. Only parts that draw positions while training
+        # refuse a cache without depending on its length, and nobody trains on a compiled static cache.
         return
     cached = int(state.offset)
     if cached > 0:

@@ -37,6 +37,8 @@ def build_context(stack: Stack, attention: FoundAttention) -> BuildContext:
         causal=attention.causal,
         max_positions=max_positions if isinstance(max_positions, int) and max_positions > 0 else None,
         num_key_value_heads=attention.num_key_value_heads,
+        # Zamba's shared layers read the embeddings beside the hidden states.
+        layer_input_size=getattr(attention.module, "attention_hidden_size", None),
         initializer_range=deviation if isinstance(deviation, float) and deviation > 0 else 0.02,
     )
 

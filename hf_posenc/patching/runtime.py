@@ -31,9 +31,16 @@ class StackRuntime:
     def __init__(self) -> None:
         self.states: PerThread[ForwardState] = PerThread()
         self.time_major = False
+        self.channels_first = False
         #: Whether a part of the scheme reads positions on several axes.
         self.reads_coordinates = False
         self.slots = SlotBuffers()
+
+    def batch_first(self, hidden_states: Tensor) -> Tensor:
+        """`(batch, length, hidden)`, from the order of axes of this architecture's layers."""
+        if self.time_major:
+            return hidden_states.transpose(0, 1)
+        return hidden_states.transpose(1, 2) if self.channels_first else hidden_states
 
     @property
     def state(self) -> ForwardState | None:

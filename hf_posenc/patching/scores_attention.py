@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from hf_posenc.attention.scores import ScoresMode
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.attention_site import AttentionSite, LayerCall, LayerEncoding
+from hf_posenc.patching.attention_site import AttentionSite
+from hf_posenc.patching.layer_call import LayerCall, LayerEncoding
 from hf_posenc.patching.per_thread import PerThread
 from hf_posenc.patching.rebinding import rebind, rotary_names
 from hf_posenc.patching.rotary_calls import rotary_call
@@ -45,9 +46,7 @@ class ScoresAttention(AttentionSite):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward under a `ScoresMode`, which torch.compile cannot trace and runs as it is."""
         hidden_states = args[0] if args else next(iter(kwargs.values()))
-        if self.runtime.time_major:
-            hidden_states = hidden_states.transpose(0, 1)
-        call = LayerCall(self.runtime.state_for(hidden_states.shape[1]), hidden_states)
+        call = self.begin_call(hidden_states)
         forward = inspect.unwrap(type(self.module).forward)
         args, kwargs = self._without_native_bias(forward, args, kwargs)
         seen: list[tuple[Tensor, Tensor]] = []

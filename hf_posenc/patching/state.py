@@ -118,6 +118,10 @@ class ForwardState:
                 "sequence with use_cache=False, or position_ids that continue it."
             )
 
+    def by_slots(self, length: int) -> ForwardState:
+        """The state of a call that adds tokens of its own to those it was given: every slot is a position."""
+        return ForwardState(length, offset=self.offset, memo=self.memo)
+
     def shared(self, key: Hashable, compute: Callable[[], Any]) -> Any:
         """`compute()`, once per forward.
 

@@ -14,7 +14,13 @@ if TYPE_CHECKING:
 #: Okabe and Ito's palette less its yellow, which is too pale for lines, plus grey.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#7F7F7F")
 _MARKERS = "osD^vPX*"
-_DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)))
+DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)))
+
+#: Perceptually uniform and told apart by colour-blind readers: numbers of one sign, and signed numbers around zero.
+SEQUENTIAL_MAP = "cividis"
+DIVERGING_MAP = "RdBu_r"
+#: Behind pairs that a causal mask hides.
+MASKED_COLOR = "0.82"
 
 #: The schemes that are compared most often keep their look in every figure, whatever else is in it.
 _FIXED = {"alibi": 0, "learned": 1, "rope": 2, "sinusoidal": 3, "t5": 4, "binary": 5, "none": 6, "integer": 7}
@@ -50,7 +56,7 @@ def line_style(scheme: str, schemes: list[str]) -> dict[str, Any]:
     return {
         "color": COLORS[slot % len(COLORS)],
         "marker": _MARKERS[(slot + turn) % len(_MARKERS)],
-        "linestyle": _DASHES[turn % len(_DASHES)],
+        "linestyle": DASHES[turn % len(DASHES)],
     }
 
 
@@ -71,11 +77,29 @@ def new_figure(columns: int, width: float = 4.6, height: float = 3.7) -> tuple[F
     return figure, list(figure.subplots(1, columns, squeeze=False)[0])
 
 
-def save_figure(figure: Figure, folder: Path, name: str, dpi: int = 110) -> list[Path]:
-    """Writes `name.png` and `name.svg`."""
+def save_figure(figure: Figure, folder: Path, name: str, dpi: int = 110, palette_size: int | None = None) -> list[Path]:
+    """Writes `name.png` and `name.svg`.
+
+    Args:
+        figure: what to save.
+        folder: where the files go; made if missing.
+        name: of the files, without an ending.
+        dpi: dots per inch of the PNG, and of what is rasterised inside the SVG.
+        palette_size: number of colours of a small PNG with a palette, at most 256; `None` keeps all colours.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.{ending}" for ending in ("png", "svg")]
     for path in paths:
         metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
         figure.savefig(path, dpi=dpi, metadata=metadata)
+    if palette_size is not None:
+        _reduce_colors(paths[0], palette_size)
     return paths
+
+
+def _reduce_colors(path: Path, palette_size: int) -> None:
+    from PIL import Image
+
+    with Image.open(path) as image:
+        reduced = image.convert("RGB").quantize(palette_size, dither=Image.Dither.NONE)
+    reduced.save(path, optimize=True)

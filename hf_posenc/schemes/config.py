@@ -27,6 +27,7 @@ class BuildContext:
         max_positions: the length the stock model was built for, or `None` where it has no such limit.
         initializer_range: standard deviation for newly created tables (BERT, arXiv:1810.04805: 0.02).
         num_key_value_heads: number of key heads, `key_value_heads`; `None` for as many as query heads.
+        layer_input_size: width of what a layer projects its queries and keys from; `None` for `hidden_size`.
     """
 
     hidden_size: int
@@ -37,6 +38,7 @@ class BuildContext:
     max_positions: int | None = None
     initializer_range: float = 0.02
     num_key_value_heads: int | None = None
+    layer_input_size: int | None = None
 
 
 @dataclass(frozen=True)

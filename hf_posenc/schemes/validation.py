@@ -107,6 +107,21 @@ def check_positions_below(ids: Tensor, limit: int, remedy: str) -> None:
         raise SequenceLengthError(f"A sequence of length {length} is longer than the {limit} positions {remedy}")
 
 
+def whole_positions(ids: Tensor, scheme: str) -> Tensor:
+    """Positions or distances that have to be whole numbers, returned as they are.
+
+    Raises:
+        ValueError: for real numbers, which a position map may have made of them.
+    """
+    if ids.is_floating_point():
+        raise ValueError(
+            f"The scheme {scheme!r} needs whole positions, but a position map made real numbers of them. Use a map "
+            "that keeps them whole (a whole factor, kind='integer'), or a scheme of real positions such as 'rope', "
+            "'alibi' or 'sinusoidal'."
+        )
+    return ids
+
+
 def _is_number(value: Any, minimum: float | None, above: float | None, maximum: float | None) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return False

@@ -5,10 +5,11 @@ import pytest
 import torch
 from torch import nn
 
+from hf_posenc.errors import UnsupportedError
 from hf_posenc.metrics.probe import AttentionProbe, build_for_probe, probe_distance, probe_heads
 from hf_posenc.schemes import (
-    IntegerConfig,
     DistanceBias,
+    IntegerConfig,
     PRopeConfig,
     RopeConfig,
     SchemeConfig,
@@ -16,6 +17,7 @@ from hf_posenc.schemes import (
     get_scheme,
     list_schemes,
 )
+from tests.schemes.table import TABLE
 
 # "[CLS] the dog chased another dog [SEP]"
 IDS = torch.tensor([2, 4, 5, 6, 7, 5, 3])
@@ -89,7 +91,26 @@ def test_weights_have_the_published_spread():
     assert probe.projections.abs().max().item() == pytest.approx(1 / math.sqrt(256), rel=0.01)
 
 
-@pytest.mark.parametrize("name", [name for name in default_schemes() if name != "none"])
+#: In a bidirectional model of short sentences a temperature is the same for all tokens.
+SCALES = ("ssmax", "log_n_scale", "llama4_scale")
+CAUSAL = tuple(name for name, row in TABLE.items() if row.causal_only)
+TELLING = [name for name in default_schemes() if name not in ("none", *SCALES, *CAUSAL)]
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_a_temperature_alone_tells_no_dogs_apart(name):
+    options = {"training_length": 1024} if name == "log_n_scale" else {}
+    config = get_scheme(name).from_options(options)
+    assert probe_distance(AttentionProbe(32), sentence(), FIRST, SECOND, config) == 0.0
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_the_bidirectional_probe_refuses_causal_schemes(name):
+    with pytest.raises(UnsupportedError, match="bidirectional"):
+        probe_distance(AttentionProbe(32), sentence(), FIRST, SECOND, get_scheme(name)())
+
+
+@pytest.mark.parametrize("name", TELLING)
 @pytest.mark.parametrize("hidden", [32, 384])
 def test_every_scheme_tells_the_dogs_apart(name, hidden):
     # There is no LayerNorm in the probe, so that integer positions act here too.
@@ -124,9 +145,9 @@ class _RecordingBias(DistanceBias):
 def test_a_bias_receives_key_position_minus_query_position():
     bias = _RecordingBias()
     AttentionProbe(32)(sentence(), SchemeParts(logit_bias=bias))
-    assert bias.seen.shape == (7, 7)
-    assert bias.seen[2, 5].item() == 3
-    assert bias.seen[5, 0].item() == -5
+    assert bias.seen.shape == (1, 7, 7)
+    assert bias.seen[0, 2, 5].item() == 3
+    assert bias.seen[0, 5, 0].item() == -5
 
 
 class _OneKeyOnly(DistanceBias):

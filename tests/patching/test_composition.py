@@ -17,6 +17,7 @@ from hf_posenc import (
     NoneConfig,
     RopeConfig,
     ScheduleConfig,
+    UnsupportedError,
     get_scheme,
     patch_model,
 )
@@ -161,3 +162,27 @@ def test_arrangements_are_not_nested(config: Any):
 def test_a_map_that_widens_heads_refuses_a_bias_that_reads_them():
     with pytest.raises(ValueError, match="changes that width"):
         patch_model(patched("llama_gqa", None), ["pope", "shaw"])
+
+
+@torch.no_grad()
+def test_latent_attention_refuses_a_rotation_that_is_corrected_on_whole_heads():
+    model = patched("deepseek_v3_mla", None)
+    with pytest.raises(UnsupportedError, match="slice that does not lead"):
+        patch_model(model, {"scheme": "self_extend", "window": 4, "group": 2})
+    assert not hasattr(model, "position_encoding")
+
+
+@torch.no_grad()
+def test_far_pairs_are_corrected_where_a_head_is_rotated_in_part():
+    """GPT-NeoX rotates the first half of each head, and self-extend with one token per group is RoPE there too."""
+    row = ARCHITECTURES["gpt_neox_partial"]
+    rope, extended, grouped = (
+        outputs(patched("gpt_neox_partial", config), row, tokens())
+        for config in (
+            "rope",
+            {"scheme": "self_extend", "window": 4, "group": 1},
+            {"scheme": "self_extend", "window": 4, "group": 2},
+        )
+    )
+    assert distance(extended, rope) <= CLOSE
+    assert distance(grouped, rope) > 1e-2

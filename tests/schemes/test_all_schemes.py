@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_posenc.errors import UnknownNameError
+from hf_posenc.errors import UnknownNameError, UnsupportedError
 from hf_posenc.schemes import (
     AttentionPairs,
     DistanceBias,
@@ -316,7 +316,7 @@ def test_logits_equal_their_reference(row: Row, config: SchemeConfig):
 def test_a_causal_scheme_refuses_a_bidirectional_model(name, config):
     context = dataclasses.replace(context_for(config), causal=False)
     if TABLE[name].causal_only:
-        with pytest.raises(ValueError, match="bidirectional"):
+        with pytest.raises(UnsupportedError, match="bidirectional"):
             config.build(context)
     else:
         config.build(context)

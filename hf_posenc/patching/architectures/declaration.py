@@ -32,7 +32,10 @@ class Architecture:
         pairing: which dimensions `rotary_method` pairs, "half" or "interleaved".
         mechanism: name of what `bias_arguments` and `silence` put out of action, for the report.
         head_shape: `(attention module, config) -> (num_heads, head_dim)`, where attribute names do not say.
+        key_value_heads: `(attention module) -> num_key_value_heads` of the keys it multiplies with queries, where
+            attribute names do not say.
         time_major: hidden states are `(time, batch, hidden)`.
+        channels_first: its attention layers get `(batch, hidden, time)`.
         bias_arguments: arguments of its attention forward that carry a native bias; they are replaced by zeros.
         silence: silences native mechanisms that are none of these.
         native: the scheme those mechanisms amount to, `(stack) -> config`, or `None` where discovery suffices.
@@ -49,7 +52,9 @@ class Architecture:
     pairing: str | None = None
     mechanism: str | None = None
     head_shape: Callable[[nn.Module, Any], tuple[int, int]] | None = None
+    key_value_heads: Callable[[nn.Module], int] | None = None
     time_major: bool = False
+    channels_first: bool = False
     bias_arguments: tuple[str, ...] = ()
     silence: Silencer | None = None
     native: Callable[[Stack], SchemeConfig | None] | None = None

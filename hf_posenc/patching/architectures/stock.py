@@ -119,6 +119,11 @@ def _silence_falcon(stack: Stack, patches: InstancePatches) -> None:
         patches.set(stack.module, "use_alibi", False)
 
 
+def _falcon_key_heads(module: Any) -> int:
+    """The new decoder repeats its keys for every query head before anything else."""
+    return int(module.num_heads if module.new_decoder_architecture else module.num_kv_heads)
+
+
 def _falcon_native(stack: Stack) -> SchemeConfig | None:
     if not stack.module.use_alibi:
         return None
@@ -232,7 +237,12 @@ def declare_stock_architectures() -> None:
     )
     register_architecture(
         "falcon",
-        architecture=Architecture(mechanism="ALiBi, if configured", silence=_silence_falcon, native=_falcon_native),
+        architecture=Architecture(
+            mechanism="ALiBi, if configured",
+            silence=_silence_falcon,
+            native=_falcon_native,
+            key_value_heads=_falcon_key_heads,
+        ),
     )
     register_architecture("big_bird", architecture=Architecture(unsupported=_big_bird_refusal))
     register_architecture("bigbird_pegasus", architecture=Architecture(unsupported=_bigbird_pegasus_refusal))
@@ -247,4 +257,5 @@ def declare_stock_architectures() -> None:
             mechanism="relative bias that depends on the query", silence=_silence_inkling, kept=(temperature,)
         ),
     )
+    register_architecture("squeezebert", architecture=Architecture(channels_first=True))
     register_architecture("convbert", architecture=Architecture(head_shape=_convbert_heads))

@@ -12,7 +12,7 @@ from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.parts import AdditiveEncoding, SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import check_integer, check_number, check_positions_below
+from hf_posenc.schemes.validation import check_integer, check_number, check_positions_below, whole_positions
 
 _DEFAULT_MAX_POSITIONS = 2048
 
@@ -37,7 +37,9 @@ class BinaryEncoding(AdditiveEncoding):
 
         Raises:
             SequenceLengthError: for a position of `2**bits` or more, which would repeat an earlier vector.
+            ValueError: for positions that are not whole.
         """
+        whole_positions(positions.ids, "binary")
         check_positions_below(
             positions.ids,
             2**self.bits,
@@ -52,6 +54,10 @@ class BinaryEncoding(AdditiveEncoding):
 @dataclass(frozen=True)
 class BinaryConfig(SchemeConfig):
     """Adds the binary digits of the position (Hugging Face blog "You could have designed SOTA position encoding").
+
+    To component `c` of a token at position p, with n bits, it adds::
+
+        PE(p)_c = scale * (bit floor(c * n / hidden) of p)
 
     The digits are stretched over the hidden size, least significant first, and bounded; neighbouring positions may
     differ in one digit or in all of them.

@@ -107,6 +107,10 @@ class NormalizedEncoding(DirectionEncoding):
 class IntegerConfig(SchemeConfig):
     """Adds `scale * p * direction` to every token (Hugging Face blog "You could have designed SOTA position encoding").
 
+    To a token at position p it adds, with `u` a fixed vector of the norm `sqrt(hidden)`::
+
+        PE(p) = scale * p * u        u = (1, ..., 1) by default
+
     The blog's form is `direction="ones"`: the same number on every component. It is *exactly invisible* in models with
     LayerNorm (BERT, GPT-2), which subtracts the mean over components; models with RMSNorm (Llama) do see it.
 
@@ -142,6 +146,10 @@ class IntegerConfig(SchemeConfig):
 @dataclass(frozen=True)
 class NormalizedIntegerConfig(SchemeConfig):
     """Adds `scale * p / N * direction` to every token (same blog), with `N` the number of real tokens.
+
+    To a token at position p of a sequence of N it adds, with `u` as in `integer`::
+
+        PE(p) = scale * p / N * u
 
     With the live `N` a position has no fixed vector: it changes as the sequence grows, so a cache cannot be extended.
     Invisible under LayerNorm with `direction="ones"`, as `IntegerConfig`.

@@ -13,7 +13,7 @@ from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.parts import AdditiveEncoding, SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import check_choice, check_integer, check_positions_below
+from hf_posenc.schemes.validation import check_choice, check_integer, check_positions_below, whole_positions
 
 
 class LearnedEncoding(AdditiveEncoding):
@@ -48,7 +48,9 @@ class LearnedEncoding(AdditiveEncoding):
 
         Raises:
             SequenceLengthError: for a position without a row, with `extension="error"`.
+            ValueError: for positions that are not whole.
         """
+        whole_positions(positions.ids, "learned")
         if self.extension == "interpolate":
             return self._interpolated(positions)
         check_positions_below(
@@ -104,6 +106,13 @@ class LearnedEncoding(AdditiveEncoding):
 @dataclass(frozen=True)
 class LearnedConfig(SchemeConfig):
     """Adds a learned vector per position (BERT, arXiv:1810.04805; GPT-2).
+
+    To a token at position p it adds row p of a trained table::
+
+        PE(p) = W[p + offset]        W is (offset + num_positions, hidden), drawn from N(0, initializer_range)
+
+    Rows that were never read in training keep their random start, so a model trained on short sequences has learned
+    nothing about later positions.
 
     Args:
         num_positions: how many positions have a row; `None` takes the model's own length.

@@ -65,6 +65,13 @@ class SinusoidalEncoding(AdditiveEncoding):
 class SinusoidalConfig(SchemeConfig):
     """Adds sines and cosines of the position at geometric frequencies (arXiv:1706.03762, section 3.5).
 
+    To components `2m` and `2m + 1` of a token at position p it adds, in the paper's variant::
+
+        PE(p)_(2m)     = sin(p * base ** (-2m / hidden))
+        PE(p)_(2m + 1) = cos(p * base ** (-2m / hidden))
+
+    A shift by k is a fixed linear map: each pair is rotated by k times its frequency.
+
     ===============  ==============  ==================================================
     frequencies      layout          models
     ===============  ==============  ==================================================

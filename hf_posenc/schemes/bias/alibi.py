@@ -82,7 +82,12 @@ class AlibiBias(DistanceBias):
 class AlibiConfig(SchemeConfig):
     """A fixed linear penalty on distance, added to the attention logits (ALiBi, arXiv:2108.12409, section 3).
 
-    With `d` the key position minus the query position, the bias is `-slope * |d|` in all variants. "asymmetric"
+    For query i and key j of head h = 1 .. heads::
+
+        bias(i, j) = -slope_h * |j - i|        slope_h = 2 ** (-8h / heads) for a power of two
+
+    For other head counts it takes the slopes of the next lower power of two, then every other one of its double, as the
+    paper's code does. "asymmetric"
     (the authors' proposal for encoders) lets the first `ceil(heads / 2)` heads look only to the left and the others
     only to the right: a key on the other side of the query gets -10000 instead, every token sees itself, and each half
     has the slopes of an ALiBi with that many heads.

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
 from hf_posenc.schemes.positions import AttentionPairs
@@ -89,10 +90,10 @@ class CopeConfig(SchemeConfig):
         """Builds a logit bias.
 
         Raises:
-            ValueError: in a bidirectional model.
+            UnsupportedError: in a bidirectional model.
         """
         if not context.causal:
-            raise ValueError(
+            raise UnsupportedError(
                 "cope counts the tokens from a key up to the query, which says nothing about the later keys that this "
                 "bidirectional model attends to. Use 'shaw' or 'transformer_xl'."
             )

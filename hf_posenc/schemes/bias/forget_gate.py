@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.constants import DeviceConstant
 from hf_posenc.schemes.parts import DistanceBias, PairwiseBias, SchemeParts
@@ -21,7 +22,7 @@ class ForgetGateBias(PairwiseBias):
 
     Args:
         num_heads: number of query heads.
-        hidden_size: width of the token representations.
+        hidden_size: width of what the layer projects its queries and keys from.
         initial_bias: what the logits of all gates start at.
         initializer_range: standard deviation of new weights.
     """
@@ -146,19 +147,18 @@ class ForgetGateConfig(SchemeConfig):
         """Builds a logit bias.
 
         Raises:
-            ValueError: in a bidirectional model.
+            UnsupportedError: in a bidirectional model.
         """
         if not context.causal:
-            raise ValueError(
+            raise UnsupportedError(
                 "forget_gate sums the gates of the tokens between an earlier key and the query, which says nothing "
                 "about the later keys that this bidirectional model attends to. Use 'alibi' or 'grape'."
             )
         if self.gate == "content":
-            return SchemeParts(
-                logit_bias=ForgetGateBias(
-                    context.num_heads, context.hidden_size, self.initial_bias, context.initializer_range
-                )
-            )
+            input_size = context.layer_input_size or context.hidden_size
+        return SchemeParts(
+            logit_bias=ForgetGateBias(context.num_heads, input_size, self.initial_bias, context.initializer_range)
+        )
         return SchemeParts(logit_bias=ConstantForgetGateBias(self._initial_biases(context.num_heads)))
 
     def _initial_biases(self, num_heads: int) -> Tensor:

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.bias.relative_tables import check_whole_distances, select_rows
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
@@ -21,7 +22,7 @@ class LowRankRelativeBias(PairwiseBias):
 
     Args:
         num_heads: number of query heads.
-        hidden_size: width of the token representations.
+        hidden_size: width of what the layer projects its queries and keys from.
         rank: number of profiles.
         window: length of a profile.
         initializer_range: standard deviation of new entries.
@@ -95,15 +96,16 @@ class LowRankRelativeConfig(SchemeConfig):
         """Builds a logit bias.
 
         Raises:
-            ValueError: in a bidirectional model.
+            UnsupportedError: in a bidirectional model.
         """
         if not context.causal:
-            raise ValueError(
+            raise UnsupportedError(
                 "low_rank_relative has profiles for earlier keys only and would leave the later ones of this "
                 "bidirectional model without positions. Use 'shaw' or 'transformer_xl'."
             )
+        input_size = context.layer_input_size or context.hidden_size
         return SchemeParts(
             logit_bias=LowRankRelativeBias(
-                context.num_heads, context.hidden_size, self.rank, self.window, context.initializer_range
+                context.num_heads, input_size, self.rank, self.window, context.initializer_range
             )
         )

@@ -95,6 +95,15 @@ class T5Bias(DistanceBias):
 class T5Config(SchemeConfig):
     """A learned bias per bucket of distances, added to the attention logits (arXiv:1910.10683, section 2.1).
 
+    For query i and key j of head h, with n buckets for a direction and a table `W` of `(num_buckets, heads)`::
+
+        bias(i, j) = W[bucket(|j - i|), h]
+        bucket(x)  = x                                                               for x < n / 2
+                   = n / 2 + floor(log(2x / n) / log(2 * max_distance / n) * n / 2)  up to n - 1, beyond
+
+    A causal model has all buckets for the past; a bidirectional one has half of them for later keys. T5 itself does
+    not divide its logits by `sqrt(head_dim)`; patched models keep the factor of their architecture.
+
     Args:
         num_buckets: number of buckets; even where directions are told apart.
         max_distance: the distance in tokens from which on all keys share one bucket.

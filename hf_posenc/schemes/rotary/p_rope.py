@@ -30,6 +30,10 @@ def p_rope_inverse_frequencies(theta: float, rotary_dim: int, fraction: float) -
 class PRopeConfig(SchemeConfig):
     """RoPE that keeps a fraction of its frequencies and stops the lowest ones (p-RoPE, arXiv:2410.06205, section 6).
 
+    Pair m of a head turns, per position, by::
+
+        theta ** (-2m / rotary_dim)   for m < floor(fraction * rotary_dim / 2), and not at all beyond
+
     The kept frequencies are those of the full width, unlike partial RoPE, which spreads all frequencies over fewer
     dimensions. Called "proportional" in transformers. `fraction=1` is RoPE, `fraction=0` no position encoding.
 

@@ -134,6 +134,13 @@ class LengthDependentRotaryMap(RotaryMap):
 class RopeConfig(SchemeConfig):
     """Rotates queries and keys by angles proportional to their position (RoPE, arXiv:2104.09864, eq. 34).
 
+    Of a query or key at position p, pair `(a, b)` of dimensions number m becomes::
+
+        (a cos - b sin, b cos + a sin)   of the angle   p * theta ** (-2m / rotary_dim)
+
+    Both are rotated alike, so that their product depends on the distance of their positions only. A `scaling` changes
+    the frequencies, and may multiply cosine and sine with a factor.
+
     Args:
         theta: the base; pair `m` turns by `theta**(-2m / rotary_dim)` radians per position.
         rotary_dim: how many leading dimensions of a head are rotated (even). `None` takes `partial_rotary_factor`,

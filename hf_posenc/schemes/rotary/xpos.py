@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.constants import DeviceConstant
 from hf_posenc.schemes.parts import SchemeParts
@@ -123,10 +124,11 @@ class XposConfig(SchemeConfig):
         """Builds a query-key map.
 
         Raises:
-            ValueError: for a bidirectional model, or if the rotary width is odd or does not fit the head.
+            UnsupportedError: in a bidirectional model.
+            ValueError: if the rotary width is odd or does not fit the head.
         """
         if not context.causal:
-            raise ValueError(
+            raise UnsupportedError(
                 "XposConfig cannot serve a bidirectional model: the factor that decays towards past keys grows without "
                 "bound towards later ones. Use 'rope', or compose it with a symmetric bias such as 'alibi'."
             )

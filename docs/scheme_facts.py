@@ -1,0 +1,201 @@
+"""What a scheme's page says besides its docstring: options, facts, use."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from pathlib import Path
+
+import torch
+from scheme_docstrings import linked, options, table_cell
+from scheme_pages import Page, default_config
+
+from hf_posenc.plots.schemes import applicable_kinds, subject_of
+from hf_posenc.plots.schemes.subject import standard_places
+from hf_posenc.schemes import BuildContext, PairwiseBias, SchemeConfig, SchemeParts
+from hf_posenc.schemes.arrangement.schedule import LayeredConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+#: Where learned parameters are counted: the sizes of BERT-base and GPT-2 small.
+COUNTED_LAYERS = 12
+COUNTED_PLACE = BuildContext(hidden_size=768, num_heads=12, head_dim=64, max_positions=512, num_key_value_heads=12)
+
+
+def options_text(config_class: type[SchemeConfig]) -> str:
+    """The table of options."""
+    found = options(config_class)
+    if not found:
+        return "None."
+    cells = [
+        (f"`{option.name}`", f"`{table_cell(option.type)}`", table_cell(option.default), table_cell(option.meaning))
+        for option in found
+    ]
+    rows = [f"| {' | '.join(row)} |" for row in cells]
+    return "\n".join(["| option | type | default | meaning |", "|---|---|---|---|", *rows])
+
+
+def facts_text(page: Page) -> str:
+    """Where the scheme acts, what it learns, and what it demands of a model."""
+    config = page.subject.config
+    facts = [f"Config class: `hf_posenc.{page.config_class.__name__}`, in {_source_link(page.config_class)}."]
+    if isinstance(config, LayeredConfig):
+        facts.append("Acts on: whatever the schemes of its layers act on. It has no parameters of its own.")
+        return _bullets(facts)
+    parts = page.subject.parts
+    facts.append(f"Acts on: {acts_on(parts)}.")
+    facts.append(_parameters_text(config))
+    decay_free = sorted({name for part in parts for module in part.modules() for name in _no_weight_decay(module)})
+    if decay_free:
+        facts.append(f"Trained without weight decay: {', '.join(f'`{name}`' for name in decay_free)}.")
+    refusal = _bidirectional_refusal(config)
+    facts.append(
+        "Causal and bidirectional models."
+        if refusal is None
+        else f"Causal models only. Elsewhere it raises: {linked(refusal)}"
+    )
+    if any(part.length_dependent for part in parts):
+        facts.append(
+            "The encoding of a token depends on the length of the sequence, so a cache can be extended only where that "
+            "does not change the tokens in it; anything else raises."
+        )
+    bias = parts.logit_bias
+    if isinstance(bias, PairwiseBias):
+        reads = ["queries or keys"] * bias.reads_heads + ["hidden states"] * bool(bias.num_features)
+        facts.append(f"The bias reads {' and '.join(['positions', *reads])}, and is computed for every pair of tokens.")
+        if bias.num_features:
+            facts.append(f"Cached beside each key: {bias.num_features} number(s) per head.")
+    elif bias is not None:
+        facts.append("The bias is a function of distance alone, and is computed once per distance.")
+    return _bullets(facts)
+
+
+def acts_on(parts: SchemeParts) -> str:
+    """In words, what the parts act on."""
+    named = (
+        (parts.additive, "the token embeddings (added)"),
+        (parts.query_key_map, "queries and keys (mapped by their position)"),
+        (parts.logit_bias, "the attention logits (bias)"),
+        (parts.logit_scale, "the attention logits (factor per query)"),
+    )
+    return ", ".join(words for part, words in named if part is not None) or "nothing"
+
+
+def _parameters_text(config: SchemeConfig) -> str:
+    first_refusal: ValueError | None = None
+    for place in standard_places(COUNTED_PLACE):
+        try:
+            parts = config.build(place)
+        except ValueError as refusal:
+            first_refusal = first_refusal or refusal
+            continue
+        shapes = {name: parameter for part in parts for name, parameter in part.named_parameters()}
+        if not shapes:
+            return "Learned parameters: none."
+        additive = sum(parameter.numel() for parameter in parts.additive.parameters()) if parts.additive else 0
+        total = sum(parameter.numel() for part in parts for parameter in part.parameters())
+        copies = COUNTED_LAYERS if config.per_layer else 1
+        count = additive + copies * (total - additive)
+        owner = f"each of the {COUNTED_LAYERS} layers owns its own" if copies > 1 else "shared by all layers"
+        described = ", ".join(f"`{name}` {tuple(parameter.shape)}" for name, parameter in shapes.items())
+        return (
+            f"Learned parameters: {count:,} in a model of hidden size {place.hidden_size}, {place.num_heads} heads of "
+            f"{place.head_dim} dimensions, {COUNTED_LAYERS} layers and {place.max_positions} positions ({owner}: "
+            f"{described})."
+        )
+    assert first_refusal is not None
+    raise first_refusal
+
+
+def _no_weight_decay(module: torch.nn.Module) -> frozenset[str]:
+    return getattr(module, "no_weight_decay", frozenset())
+
+
+def _bidirectional_refusal(config: SchemeConfig) -> str | None:
+    place = dataclasses.replace(subject_of(config).context, causal=False)
+    try:
+        config.build(place)
+    except ValueError as refusal:
+        return str(refusal)
+    return None
+
+
+def use_text(page: Page) -> str:
+    """How to patch a model with the scheme, alone and with others."""
+    config, name = page.subject.config, page.config_class.__name__
+    if default_config(page.config_class) is None:
+        first = f"model = patch_model(model, hf_posenc.{_code(config)})"
+    else:
+        first = f'model = patch_model(model, "{page.name}")'
+    lines = ["import hf_posenc", "from hf_posenc import patch_model", "", first]
+    if isinstance(config, LayeredConfig):
+        hint = (
+            "It is an arrangement of layers: composing happens inside its layers, each of which takes any other scheme "
+            "or a `ComposedConfig`."
+        )
+    else:
+        hint = _composition_hint(page)
+        if any(field.name == "inner" for field in dataclasses.fields(config)):
+            lines.append(f'model = patch_model(model, "{page.name}", inner=hf_posenc.AlibiConfig())')
+        if not page.config_class.combinator and page.name != "none":
+            lines.append(_composition_example(page))
+            if page.subject.parts.additive is None:
+                lines.append(f'model = patch_model(model, "{page.name}", layers=[0, 1], elsewhere="none")')
+    return "```python\n" + "\n".join(lines) + f"\n```\n\n{hint} Options are the fields of `hf_posenc.{name}`."
+
+
+def _composition_example(page: Page) -> str:
+    other = "alibi" if page.name != "alibi" and page.subject.parts.logit_bias is None else "rope"
+    if page.subject.parts.query_key_map is not None and other == "rope":
+        other = "sinusoidal"
+    return f'model = patch_model(model, ["{page.name}", "{other}"])  # with another scheme'
+
+
+def _composition_hint(page: Page) -> str:
+    parts = page.subject.parts
+    if page.config_class.combinator:
+        return 'A list does the same: `patch_model(model, ["sinusoidal", "alibi"])`. Compositions do not nest.'
+    if parts.query_key_map is not None:
+        hint = "It maps queries and keys, which one scheme of a composition may do. Added vectors, biases and scales go"
+        if parts.query_key_map.width_factor != 1:
+            return f"{hint} with it, but for biases that read queries or keys: it changes the width of a head."
+        return f"{hint} with it."
+    if not list(parts):
+        return "There is nothing to compose: any other scheme takes its place."
+    return "It goes with any other scheme: added vectors and biases sum, scales multiply."
+
+
+def command_text(page: Page) -> str:
+    """How to draw all kinds of figures."""
+    kinds = ", ".join(f"`{kind.name}`" for kind in applicable_kinds(page.subject))
+    if default_config(page.config_class) is None:
+        return (
+            f"Kinds of figures that apply to this example: {kinds}. `hf_posenc.plots.schemes.plot_scheme` draws them."
+        )
+    return f"`hf-posenc plot {page.name}` draws every kind that applies: {kinds}."
+
+
+def _code(config: SchemeConfig) -> str:
+    """The config as an expression, with the options that differ from their defaults."""
+    arguments = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value != field.default:
+            arguments.append(f"{field.name}={_value_code(value)}")
+    return f"{type(config).__name__}({', '.join(arguments)})"
+
+
+def _value_code(value: object) -> str:
+    if isinstance(value, SchemeConfig):
+        return f"hf_posenc.{_code(value)}"
+    if isinstance(value, tuple):
+        return "(" + ", ".join(_value_code(item) for item in value) + ("," if len(value) == 1 else "") + ")"
+    return repr(value)
+
+
+def _source_link(config_class: type[SchemeConfig]) -> str:
+    source = Path(inspect.getfile(config_class)).resolve().relative_to(ROOT).as_posix()
+    return f"[{source}](../../{source})"
+
+
+def _bullets(items: list[str]) -> str:
+    return "\n".join(f"- {item}" for item in items)

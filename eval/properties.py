@@ -1,0 +1,14 @@
+"""The properties of all schemes: `python eval/properties.py --markdown > docs/results/properties.md`.
+
+The same as `hf-posenc eval properties`. It measures formulas, not models, and takes a minute on one CPU core: there is
+nothing for several processes or a GPU to do.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from hf_posenc.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["eval", "properties", *sys.argv[1:]]))

@@ -1,0 +1,154 @@
+"""Do logits fall with distance?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hf_posenc.metrics.properties.measurement import Measurement, not_evaluated
+from hf_posenc.metrics.properties.specimen import Specimen, build_specimen, collecting_refusals, positions_at
+from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.logits import positional_logits
+from hf_posenc.schemes.rotary.rope import RotaryMap
+from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
+
+#: Rank correlation with distance at or below which logits fall on the whole; oscillations do not undo a trend.
+DECAYS_BELOW = -0.5
+#: Curves that vary less than this are flat: rounding has ranks too.
+_FLAT = 1e-4
+ENVELOPE_DISTANCES = (0, 1, 10, 100, 1000, 4000)
+
+
+@torch.no_grad()
+def long_term_decay(scheme: str | SchemeConfig | Specimen, *, length: int = 256) -> Measurement:
+    """The rank correlation (Spearman) of distance and logit, for equal queries and keys.
+
+    The curve is `decay_curve`. A scheme with learned weights is measured with three draws of them, and the least decay
+    counts: a trend that a random table happens to have is none of the mechanism. Passes at or below -0.5; a curve
+    without variation has the correlation 0.
+
+    Args:
+        scheme: a name, a config, or a built specimen.
+        length: number of distances.
+
+    Returns:
+        `value` is the correlation; `details["half"]` is the first distance with less than half the logit of distance 0
+        (`None` if there is none), `details["at"]` the curve at some distances, and `details["envelope"]`, for rotations
+        by position times frequency, RoFormer's mean of `|S_i|` by distance (`rotary_envelope`).
+    """
+    specimen = build_specimen(scheme)
+    specimens = [specimen]
+    if any(True for part in specimen.parts for _ in part.parameters()):
+        specimens += [build_specimen(specimen.config, seed=seed) for seed in (1, 2)]
+    refused: list[str] = []
+    curves = []
+    with collecting_refusals(refused, f"positions up to {_total(length) - 1}"):
+        curves = [decay_curve(drawn, length=length) for drawn in specimens]
+    if refused:
+        return not_evaluated(refused)
+    distances = torch.arange(length)
+    value, curve = max(((spearman(distances, curve), curve) for curve in curves), key=lambda pair: pair[0])
+    below = distances[curve < 0.5]
+    shown = [distance for distance in (0, 1, 2, 4, 8, 16, 32, 64, 128, 255) if distance < length]
+    details: dict[str, object] = {
+        "half": int(below[0]) if below.numel() else None,
+        "at": {distance: float(curve[distance]) for distance in shown},
+    }
+    query_key_map = specimen.parts.query_key_map
+    if isinstance(query_key_map, RotaryMap):
+        frequencies = query_key_map.inverse_frequencies(torch.tensor([[length]]))
+        values = envelope(frequencies.flatten(), ENVELOPE_DISTANCES)
+        details["envelope"] = dict(zip(ENVELOPE_DISTANCES, values, strict=True))
+    return Measurement(value <= DECAYS_BELOW, value, DECAYS_BELOW, details)
+
+
+@torch.no_grad()
+def decay_curve(scheme: str | SchemeConfig | Specimen, *, length: int = 256, independent: bool = False) -> Tensor:
+    """`D(distance)`: the mean logit of a query and a key that far from it, in units of the content's logit.
+
+    All tokens hold the same content, and the mean is over unit vectors: for maps the 64 coordinate directions, spread
+    over contents and heads, and their negatives, which for a rotation is the exact mean over the sphere; over many
+    queries; and over keys on both sides, where the scheme is bidirectional. Logits are not divided by the square root
+    of the width, so that the content's is 1, and `D = 1 + logit(distance) - logit(0)`: for schemes that do nothing at
+    distance 0 this is the ratio of the two.
+
+    Args:
+        scheme: a name, a config, or a built specimen.
+        length: number of distances, from 0.
+        independent: takes keys drawn independently of the queries, from N(0, 1 / head_dim) per component, and returns
+            the mean logit itself. For rotations it is 0 at every distance (arXiv:2410.06205, proposition 3.2): the
+            decay is a property of queries and keys that resemble each other.
+
+    Returns:
+        `(length,)` float64.
+    """
+    specimen = build_specimen(scheme)
+    heads, head_dim = specimen.context.num_heads, specimen.context.head_dim
+    total = _total(length)
+    positions = positions_at(torch.arange(total))
+    per_head = head_dim // heads
+    # Without a map, all directions have the same dot product with themselves, and few are enough.
+    vectors = torch.eye(head_dim)[: per_head if specimen.parts.query_key_map is not None else 2]
+    contents = torch.cat((vectors, -vectors)).unsqueeze(1)
+    hidden_states = (contents + specimen.additive(positions)).expand(-1, total, -1)
+    # Head h reads the directions per_head * h, ...: the same permutation for queries and keys.
+    query = torch.stack([hidden_states.roll(per_head * head, dims=-1) for head in range(heads)], dim=1)
+    key = query
+    if independent:
+        generator = torch.Generator().manual_seed(0)
+        key = torch.randn(query.shape[0], heads, 1, head_dim, generator=generator) * head_dim**-0.5
+        key = key.expand(-1, -1, total, -1)
+    queries = torch.arange(length - 1, total if specimen.causal else total - length + 1).unsqueeze(-1)
+    distances = torch.arange(length)
+    sums = torch.zeros(length, dtype=torch.float64)
+    for q, k, x in zip(query.split(8), key.split(8), hidden_states.split(8), strict=True):
+        logits = positional_logits(specimen.parts, q, k, positions, x, scaling=1.0)
+        sides = [logits[:, :, queries, queries - distances]]
+        sides += [] if specimen.causal else [logits[:, :, queries, queries + distances]]
+        sums += sum(side.double().mean(dim=(1, 2)).sum(dim=0) for side in sides) / len(sides)
+    by_distance = sums / query.shape[0]
+    return by_distance if independent else 1 + by_distance - by_distance[0]
+
+
+def rotary_envelope(
+    distances: Sequence[int] = ENVELOPE_DISTANCES, head_dim: int = 64, theta: float = 10000.0
+) -> list[float]:
+    """RoFormer's bound on the decay of RoPE (arXiv:2104.09864, section 3.4.3 and figure 2).
+
+    With `S_i` the sum of the first `i` terms `exp(1j * distance * frequency_m)`, the mean of `|S_i|` over
+    `i = 1 .. head_dim / 2`.
+
+    Args:
+        distances: in positions.
+        head_dim: width of a head, even.
+        theta: the base.
+    """
+    return envelope(rope_inverse_frequencies(theta, head_dim), distances)
+
+
+def envelope(inverse_frequencies: Tensor, distances: Sequence[int]) -> list[float]:
+    """`rotary_envelope` for any frequencies, `(head_dim / 2,)`."""
+    angles = torch.tensor(distances, dtype=torch.float64).unsqueeze(-1) * inverse_frequencies.double()
+    sums = torch.polar(torch.ones_like(angles), angles).cumsum(dim=-1)
+    return [float(value) for value in sums.abs().mean(dim=-1)]
+
+
+def _total(length: int) -> int:
+    """The length of a sequence in whose middle some queries have `length - 1` tokens on either side."""
+    return 2 * length + 64
+
+
+def spearman(first: Tensor, second: Tensor) -> float:
+    """The rank correlation of two curves; equal values share their mean rank, and a flat curve has none: 0."""
+    if float(second.max() - second.min()) < _FLAT:
+        return 0.0
+    ranks = torch.stack([_ranks(values) for values in (first, second)])
+    return float(torch.corrcoef(ranks)[0, 1])
+
+
+def _ranks(values: Tensor) -> Tensor:
+    _, inverse, counts = values.double().unique(return_inverse=True, return_counts=True)
+    ends = counts.cumsum(0).double()
+    return (ends - (counts - 1) / 2)[inverse]

@@ -1,0 +1,179 @@
+"""Is moving on by k positions a linear map that does not depend on where one starts?"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_posenc.metrics.properties.encodings import mapped_basis
+from hf_posenc.metrics.properties.measurement import Measurement, does_not_apply, not_evaluated
+from hf_posenc.metrics.properties.specimen import (
+    TRAINING_LENGTH,
+    Specimen,
+    build_specimen,
+    collecting_refusals,
+    positions_at,
+)
+from hf_posenc.schemes.additive.sinusoidal import SinusoidalConfig
+from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.parts import PairwiseBias
+
+SHIFTS = (1, 7, 64, 500)
+#: Maps are compared up to here: float32 angles are rounded by their own size, and a residual grows with them.
+MAPS_UP_TO = 16384
+#: In float32 a fit over half of the positions is extended to the other half, which multiplies their rounding of 1e-7
+#: by the condition of the fit (in float64 a sinusoidal table stays below 1e-9).
+LINEAR_UP_TO = 1e-3
+#: Directions in which the table has less than this share of its largest extent are rounding, and not fitted.
+_NEGLIGIBLE = 1e-6
+#: Number of positions, sampled at random, that stand for all.
+_ROWS = 1024
+
+
+@torch.no_grad()
+def linearity(
+    scheme: str | SchemeConfig | Specimen, *, length: int = 131072, shifts: tuple[int, ...] = SHIFTS
+) -> Measurement:
+    """How far `PE(p + k) = M_k PE(p)` or `R_{p+k} = M_k R_p` is from true, for the best `M_k`.
+
+    For vectors, `M_k` is fitted by least squares to the first half of the positions, and the residual is that of the
+    second half, relative to the length of the vectors; a sinusoidal table is measured with the explicit block rotation
+    too (`sinusoidal_shift`). For maps of queries and keys `M_k = R_k R_0^{-1}`, that is `R_k` where position 0 is not
+    mapped at all; a map that changes the width of a head is fitted like vectors are. Passes up to 1e-3.
+
+    Args:
+        scheme: a name, a config, or a built specimen.
+        length: number of positions, of which some are sampled; the training length where the scheme has no more. Long
+            enough for the slowest frequencies of a table to turn, or no fit could tell them from a constant.
+        shifts: the `k`.
+
+    Returns:
+        `value` is the largest residual; `details["by_shift"]` the largest per shift, `details["affine"]` the largest
+        residual of `PE(p + k) = M_k PE(p) + c_k`, `details["explicit"]` that of the explicit rotations.
+    """
+    specimen = build_specimen(scheme)
+    parts = specimen.parts
+    if parts.additive is None and parts.query_key_map is None:
+        return does_not_apply("the scheme neither adds vectors nor maps queries and keys")
+    if isinstance(parts.logit_bias, PairwiseBias) and parts.logit_bias.reads_heads and parts.query_key_map is not None:
+        return does_not_apply("the map of a key depends on the query it is paired with")
+    refused: list[str] = []
+    by_shift: dict[int, float] = {}
+    details: dict[str, object] = {}
+    # A table ends where the model did.
+    for count in (length, TRAINING_LENGTH):
+        with collecting_refusals(refused, f"positions up to {count - 1}"):
+            for shift in shifts:
+                residuals = []
+                if parts.additive is not None:
+                    residuals.append(_vector_residual(specimen, count, shift, details))
+                if parts.query_key_map is not None:
+                    residuals.append(_map_residual(specimen, min(count, MAPS_UP_TO), shift))
+                by_shift[shift] = max(residuals)
+            break
+    if not by_shift:
+        return not_evaluated(refused)
+    value = max(by_shift.values())
+    details = {"length": count, "by_shift": by_shift, **details}
+    return Measurement(value <= LINEAR_UP_TO, value, LINEAR_UP_TO, details, tuple(refused))
+
+
+def sinusoidal_shift(config: SinusoidalConfig, hidden_size: int, shift: int) -> Tensor:
+    """The matrix `M_k` that moves a sinusoidal table by `k` positions: `PE(p + k) = M_k PE(p)`.
+
+    For the frequency `w` of a pair, by the addition theorems::
+
+        sin((p + k) w) =  cos(k w) sin(p w) + sin(k w) cos(p w)
+        cos((p + k) w) = -sin(k w) sin(p w) + cos(k w) cos(p w)
+
+    so that `M_k` rotates every pair by `k w`, whatever `p` is.
+
+    Args:
+        config: frequencies, base and layout; scale and offset cancel.
+        hidden_size: an even width of the vectors, `hidden`.
+        shift: `k`.
+
+    Returns:
+        `(hidden, hidden)` float64.
+
+    Raises:
+        ValueError: for an odd width, which has a sine without a cosine.
+    """
+    if hidden_size % 2:
+        raise ValueError(f"A sinusoidal table of width {hidden_size} has a sine without a cosine; give an even width.")
+    pairs = hidden_size // 2
+    steps = torch.arange(pairs, dtype=torch.float64)
+    exponents = steps / pairs if config.frequencies == "vaswani" else steps / (pairs - 1)
+    angles = shift * config.base**-exponents
+    index = torch.arange(pairs)
+    sines = 2 * index if config.layout == "interleaved" else index
+    cosines = sines + (1 if config.layout == "interleaved" else pairs)
+    matrix = torch.zeros(hidden_size, hidden_size, dtype=torch.float64)
+    matrix[sines, sines] = matrix[cosines, cosines] = angles.cos()
+    matrix[sines, cosines], matrix[cosines, sines] = angles.sin(), -angles.sin()
+    return matrix
+
+
+def fitted_residual(source: Tensor, target: Tensor, fitted: Tensor) -> float:
+    """The largest residual of a linear map fitted by least squares, relative to the length of the target.
+
+    Args:
+        source: `(rows, width)`.
+        target: `(rows, width)`.
+        fitted: `(rows,)` bool, the rows the map is fitted to; the residual is that of the others.
+    """
+    source, target = source.double(), target.double()
+    solution = torch.linalg.lstsq(source[fitted], target[fitted], rcond=_NEGLIGIBLE, driver="gelsd").solution
+    return _relative_residual(source[~fitted] @ solution, target[~fitted])
+
+
+def _relative_residual(found: Tensor, expected: Tensor) -> float:
+    smallest = torch.finfo(torch.float32).tiny
+    return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=smallest)).max())
+
+
+def _vector_residual(specimen: Specimen, length: int, shift: int, details: dict[str, object]) -> float:
+    """The residual of a fit without constant; the others are collected in `details`."""
+    generator = torch.Generator().manual_seed(0)
+    starts = torch.randperm(length - shift, generator=generator)[:_ROWS].sort().values
+    lengths = torch.tensor([[length]])
+    source, target = (specimen.additive(positions_at(ids, lengths=lengths))[0] for ids in (starts, starts + shift))
+    first_half = starts < (length - shift) // 2
+    constant = torch.ones(source.shape[0], 1)
+    affine = fitted_residual(torch.cat((source, constant), dim=-1), target, first_half)
+    details["affine"] = max(affine, float(details.get("affine", 0.0)))  # type: ignore[arg-type]
+    if isinstance(specimen.config, SinusoidalConfig):
+        matrix = sinusoidal_shift(specimen.config, source.shape[-1], shift)
+        explicit = _relative_residual(source.double() @ matrix.T, target.double())
+        details["explicit"] = max(explicit, float(details.get("explicit", 0.0)))  # type: ignore[arg-type]
+    return fitted_residual(source, target, first_half)
+
+
+def _map_residual(specimen: Specimen, length: int, shift: int) -> float:
+    query_key_map = specimen.parts.query_key_map
+    assert query_key_map is not None
+    starts = torch.tensor([0, 1, 2, 3, 5, 8, 13, 21, 34, 55, 89, 144, 233, length // 2, length - shift - 1]).unique()
+
+    at = {
+        "start": mapped_basis(query_key_map, specimen, positions_at(starts)),
+        "end": mapped_basis(query_key_map, specimen, positions_at(starts + shift)),
+        "shift": mapped_basis(query_key_map, specimen, positions_at(torch.tensor([0, shift]))),
+    }
+    residuals = []
+    for start, end, steps in zip(at["start"], at["end"], at["shift"], strict=True):
+        if start.shape[-1] != start.shape[-2]:
+            # Column by column: each image of a unit vector at each position is one row to fit.
+            fitted = (torch.arange(starts.shape[0]) < starts.shape[0] // 2).repeat_interleave(start.shape[-1])
+            rows = [
+                (s.transpose(-1, -2).flatten(0, 1), e.transpose(-1, -2).flatten(0, 1))
+                for s, e in zip(start, end, strict=True)
+            ]
+            residuals += [fitted_residual(source, target, fitted) for source, target in rows]
+            continue
+        origin, step = steps.double().unbind(dim=1)
+        if bool((torch.linalg.matrix_rank(origin) < origin.shape[-1]).any()):
+            return float("inf")
+        move = step @ torch.linalg.inv(origin)
+        found, expected = move.unsqueeze(1) @ start.double(), end.double()
+        residuals.append(float(((found - expected).norm(dim=(-1, -2)) / expected.norm(dim=(-1, -2))).max()))
+    return max(residuals)

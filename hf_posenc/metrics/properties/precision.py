@@ -1,0 +1,141 @@
+"""What is left of a scheme in half precision?"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_posenc.metrics.properties.encodings import cast_rows
+from hf_posenc.metrics.properties.measurement import Measurement, does_not_apply, not_evaluated
+from hf_posenc.metrics.properties.specimen import (
+    TRAINING_LENGTH,
+    Specimen,
+    build_specimen,
+    collecting_refusals,
+    positions_at,
+    random_contents,
+)
+from hf_posenc.metrics.tables import format_number
+from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.parts import PairwiseBias
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+POSITIONS = (0, 1000, 16000, 64000)
+#: Spacings of numbers at 1 that a logit may be off by: rounding queries, keys and their products takes about three.
+DEFECT_ULPS = 8
+#: Logits this far below the largest have a weight below 1e-4 of its weight.
+NEGLIGIBLE_BELOW = 10.0
+
+
+@torch.no_grad()
+def low_precision(scheme: str | SchemeConfig | Specimen, dtype: torch.dtype, *, length: int = 65536) -> Measurement:
+    """What is left of a scheme where a model computes in half precision.
+
+    (a) How many positions keep an encoding of their own, if it is computed in float32 from integer positions and
+    rounded last, as the parts of this package do; and how many would, if the positions were rounded first, the mistake
+    of `position_ids.to(dtype)`: bfloat16 has no 257. (b) How far logits are from those of float32 with the same rounded
+    contents and projections, for 16 tokens from each of several positions on.
+
+    Passes if rounding makes no two encodings equal that float32 tells apart, and no logit is off by more than 8 times
+    the spacing of numbers at 1 (0.0078 in float16, 0.0625 in bfloat16; without positions logits have a variance of 1).
+
+    Args:
+        scheme: a name, a config, or a built specimen.
+        dtype: `torch.float16` or `torch.bfloat16`.
+        length: number of positions for (a); less where a scheme ends earlier or compares all pairs.
+
+    Returns:
+        `value` is the share of the encodings that stay unique; `details` has that share with positions rounded first,
+        the first position that would repeat an earlier one, and the defect of logits by position.
+    """
+    specimen = build_specimen(scheme)
+    if not any(True for _ in specimen.parts):
+        return does_not_apply("the scheme encodes nothing")
+    refused: list[str] = []
+    counts = None
+    # A bias on pairs needs all of them for one row; a table ends where the model did.
+    lengths = [512] if isinstance(specimen.parts.logit_bias, PairwiseBias) else [length, TRAINING_LENGTH]
+    for count in lengths:
+        with collecting_refusals(refused, f"positions up to {count - 1}"):
+            counts = _unique_counts(specimen, count, dtype)
+            break
+    if counts is None:
+        return not_evaluated(refused)
+    share = counts["cast_last"] / counts["float32"]
+    defects: dict[int, float] = {}
+    for position in POSITIONS:
+        with collecting_refusals(refused, f"logits at position {position}"):
+            defects[position] = logit_defect(specimen, position, dtype)
+    details = {
+        "length": count,
+        "unique_float32": counts["float32"] / count,
+        "unique": counts["cast_last"] / count,
+        "unique_ids_cast_first": counts["ids_first"] / count,
+        "first_collision_ids_cast_first": _first_collision(dtype),
+        "logit_defect": defects,
+        "logit_defect_allowed": DEFECT_ULPS * torch.finfo(dtype).eps,
+    }
+    worst = max(defects.values(), default=0.0)
+    passed = share >= 1 and worst <= DEFECT_ULPS * torch.finfo(dtype).eps
+    shown = f"logits {format_number(worst)}" if share >= 1 and not passed else None
+    return Measurement(passed, share, 1.0, details, tuple(refused), shown=shown)
+
+
+@torch.no_grad()
+def logit_defect(scheme: str | SchemeConfig | Specimen, position: int, dtype: torch.dtype) -> float:
+    """How far logits computed in `dtype` are from those in float32, for 16 tokens from `position` on.
+
+    Logits that are more than 10 below the largest of their query are left out: a softmax gives them no weight, and
+    their rounding grows with their size.
+    """
+    specimen = build_specimen(scheme)
+    rounded = Specimen(
+        specimen.config,
+        specimen.context,
+        specimen.parts,
+        specimen.redrawn,
+        specimen.query_weight.to(dtype).float(),
+        specimen.key_weight.to(dtype).float(),
+    )
+    contents = random_contents(4, 16).to(dtype).float()
+    positions, visible = positions_at(torch.arange(position, position + 16)), specimen.visible(16)
+    reference = rounded.logits(positions, contents).masked_fill(~visible, -torch.inf)
+    counts = reference >= reference.amax(dim=-1, keepdim=True) - NEGLIGIBLE_BELOW
+    difference = (rounded.logits(positions, contents, dtype).float()[counts] - reference[counts]).abs()
+    return float(difference.nan_to_num(nan=float("inf"), posinf=float("inf")).max())
+
+
+def unique_rows(rows: Tensor) -> int:
+    """How many different rows there are; bit patterns are compared, by a hash of 64 bits."""
+    if rows.shape[-1] == 0:
+        return 1
+    # A negative zero equals a positive one.
+    words = (rows + 0.0).contiguous().view(torch.int32 if rows.dtype == torch.float32 else torch.int16).long()
+    generator = torch.Generator().manual_seed(0)
+    factors = torch.randint(-(2**62), 2**62, (words.shape[-1],), generator=generator)
+    # Overflow wraps around, which is what a hash wants; chunks keep the products small.
+    hashes = torch.cat([((chunk + 7919) * factors).sum(dim=-1) for chunk in words.split(8192)])
+    return int(hashes.unique().numel())
+
+
+def _unique_counts(specimen: Specimen, length: int, dtype: torch.dtype) -> dict[str, int]:
+    ids = torch.arange(length)
+    # A position may round up to one past the last, which the scheme need not have.
+    first = _cast_ids(ids, dtype).clamp(max=length - 1)
+    return {
+        "float32": unique_rows(cast_rows(specimen, ids, torch.float32)),
+        "cast_last": unique_rows(cast_rows(specimen, ids, dtype)),
+        "ids_first": unique_rows(cast_rows(specimen, first.unique(), torch.float32)),
+    }
+
+
+def _cast_ids(ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Positions as `dtype` rounds them; float16 ends at 65504."""
+    largest = torch.finfo(dtype).max
+    return ids.to(dtype).double().clamp(max=largest).long()
+
+
+def _first_collision(dtype: torch.dtype) -> int:
+    """The first position that `dtype` rounds to another one's."""
+    ids = torch.arange(4096)
+    return int((_cast_ids(ids, dtype) != ids).nonzero()[0])

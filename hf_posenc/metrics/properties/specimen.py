@@ -1,0 +1,205 @@
+"""A scheme at the standard place: built once, with weights, contents and projections that every property shares."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.errors import PositionEncodingError
+from hf_posenc.metrics.errors import MeasurementError
+from hf_posenc.metrics.preserve import isolated_rng
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.logits import positional_logits
+from hf_posenc.schemes.parts import SchemeParts
+from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.registry import get_scheme
+
+#: The standard place: small, and of the widths for which the literature gives numbers (d = 64).
+HIDDEN_SIZE, NUM_HEADS, HEAD_DIM = 64, 4, 64
+#: The length "the stock model was trained for": tables have this many rows, and what lies beyond is extrapolation.
+TRAINING_LENGTH = 1024
+#: Of the weights of parts and projections, and of the contents of tokens.
+SEED = 0
+#: A learned tensor whose root mean square is below this one is drawn anew: at zero, or at the 0.02 of BERT, it would
+#: show its initialisation and not what the mechanism can do.
+SMALL_WEIGHT, REDRAWN_STD = 0.1, 0.25
+
+
+@dataclass(frozen=True, eq=False)
+class Specimen:
+    """The parts of a scheme at the standard place, and random tokens to put there.
+
+    A token's logits are those of its contents and its position: `x = content + additive(p)`, queries and keys are
+    random projections of `x`, and the parts do the rest (`positional_logits`). Contents are drawn from N(0, 1) per
+    component and the projections keep that variance, so that without positions logits have a variance of 1.
+
+    Args:
+        config: the options of the scheme.
+        context: the place.
+        parts: built from `config` at `context`, in evaluation mode.
+        redrawn: names of the learned tensors that were drawn anew because they start near zero.
+        query_weight: `(hidden, heads * head_dim)`.
+        key_weight: `(hidden, heads * head_dim)`.
+    """
+
+    config: SchemeConfig
+    context: BuildContext
+    parts: SchemeParts
+    redrawn: tuple[str, ...]
+    query_weight: Tensor
+    key_weight: Tensor
+
+    @property
+    def causal(self) -> bool:
+        """Whether only keys at or before the query are compared: true where the scheme refuses anything else."""
+        return self.context.causal
+
+    def visible(self, length: int) -> Tensor:
+        """`(length, length)` bool: the pairs of query and key that are compared."""
+        everything = torch.ones(length, length, dtype=torch.bool)
+        return everything.tril() if self.causal else everything
+
+    def additive(self, positions: Positions) -> Tensor:
+        """`(batch or 1, length, hidden)` float32: what the scheme adds to token representations; zeros if nothing."""
+        if self.parts.additive is None:
+            return torch.zeros(*positions.ids.shape, self.context.hidden_size)
+        vectors: Tensor = self.parts.additive(positions)
+        return vectors.float()
+
+    def logits(self, positions: Positions, contents: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """`(batch, heads, length, length)` of `dtype`: the logits of tokens at these positions.
+
+        Args:
+            positions: of the tokens.
+            contents: `(batch, length, hidden)`.
+            dtype: what contents, projections, queries, keys and logits are rounded to; the parts compute in float32
+                from integer positions whatever it is, as they do in a model.
+        """
+        hidden_states = contents.to(dtype) + self.additive(positions).to(dtype)
+        query, key = (
+            (hidden_states @ weight.to(dtype)).unflatten(-1, (self.context.num_heads, -1)).transpose(1, 2)
+            for weight in (self.query_weight, self.key_weight)
+        )
+        return positional_logits(self.parts, query, key, positions, hidden_states.float())
+
+
+def build_specimen(scheme: str | SchemeConfig | Specimen, *, seed: int = SEED) -> Specimen:
+    """Builds a scheme at the standard place.
+
+    It has 4 heads of 64 dimensions over a hidden size of 64, a training length of 1024, and is bidirectional unless the
+    scheme refuses that. Weights are the scheme's own initialisation, except that learned tensors with a root mean
+    square below 0.1 are drawn from N(0, 0.25^2): what is measured is the mechanism, not its first step of training.
+
+    Args:
+        scheme: a name, a config, or a specimen, which is returned as it is.
+        seed: of all weights; the random state of the process is left as it was.
+
+    Raises:
+        UnknownNameError: for an unknown scheme.
+        MeasurementError: if the scheme cannot be built from its name alone, or not at this place.
+    """
+    if isinstance(scheme, Specimen):
+        return scheme
+    config = resolve_scheme(scheme)
+    context = BuildContext(HIDDEN_SIZE, NUM_HEADS, HEAD_DIM, causal=False, max_positions=TRAINING_LENGTH)
+    try:
+        parts = build_parts(config, context, seed)
+    except ValueError as error:
+        if "bidirectional" not in str(error):
+            raise MeasurementError(
+                f"The scheme {config.name!r} cannot be built at the standard place: {error}"
+            ) from error
+        context = BuildContext(HIDDEN_SIZE, NUM_HEADS, HEAD_DIM, causal=True, max_positions=TRAINING_LENGTH)
+        parts = build_parts(config, context, seed)
+    redrawn = _redraw_small_weights(parts, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    shape = (2, HIDDEN_SIZE, NUM_HEADS * HEAD_DIM)
+    query_weight, key_weight = torch.randn(shape, generator=generator) * HIDDEN_SIZE**-0.5
+    return Specimen(config, context, parts, redrawn, query_weight, key_weight)
+
+
+def build_parts(config: SchemeConfig, context: BuildContext, seed: int) -> SchemeParts:
+    """The parts in evaluation mode, with weights drawn from `seed`."""
+    with isolated_rng(seed):
+        parts = config.build(context)
+    for part in parts:
+        part.eval().requires_grad_(False)
+    return parts
+
+
+def positions_at(ids: Tensor, coordinates: Tensor | None = None, lengths: Tensor | None = None) -> Positions:
+    """Tokens at the given positions of a sequence that ends with the last of them.
+
+    Args:
+        ids: `(length,)` or `(batch, length)` int64.
+        coordinates: `(axes, length)` int64, or none.
+        lengths: `(batch, 1)`, where the sequence goes on after the tokens shown, or has padding.
+    """
+    ids = ids if ids.ndim == 2 else ids.unsqueeze(0)
+    # Schemes that cut a text into segments read the vocabulary ids; these repeat every eleven tokens.
+    token_ids = (torch.arange(ids.shape[-1]) * 7 % 11).expand_as(ids)
+    return Positions(
+        ids,
+        ids.amax(dim=-1, keepdim=True) + 1 if lengths is None else lengths,
+        None if coordinates is None else coordinates.unsqueeze(1),
+        token_ids,
+    )
+
+
+def random_contents(batch: int, length: int, *, seed: int = SEED) -> Tensor:
+    """`(batch, length, hidden)`: contents drawn from N(0, 1) per component."""
+    return torch.randn(batch, length, HIDDEN_SIZE, generator=torch.Generator().manual_seed(seed + 2))
+
+
+def repeated_contents(batch: int, length: int, *, seed: int = SEED) -> Tensor:
+    """`(batch, length, hidden)`: in each row the same token everywhere, so that only positions tell tokens apart."""
+    return random_contents(batch, 1, seed=seed).expand(-1, length, -1)
+
+
+@contextlib.contextmanager
+def collecting_refusals(refused: list[str], where: str) -> Iterator[None]:
+    """Notes what a scheme refuses to compute, such as a position past its table, instead of raising it.
+
+    Args:
+        refused: gets `"<where>: <reason>"`.
+        where: what was asked for.
+    """
+    try:
+        yield
+    except PositionEncodingError as error:
+        refused.append(f"{where}: {error}")
+
+
+def resolve_scheme(scheme: str | SchemeConfig) -> SchemeConfig:
+    """The config of a scheme given by name or as it is.
+
+    Raises:
+        UnknownNameError: for an unknown scheme.
+        MeasurementError: if the scheme cannot be built from its name alone.
+    """
+    if isinstance(scheme, SchemeConfig):
+        return scheme
+    config_class = get_scheme(scheme)
+    try:
+        return config_class()
+    except (TypeError, ValueError) as error:
+        raise MeasurementError(
+            f"The scheme {scheme!r} cannot be built from its name alone ({error}). Pass a config, "
+            f"{config_class.__name__}(...), in its place."
+        ) from error
+
+
+@torch.no_grad()
+def _redraw_small_weights(parts: SchemeParts, seed: int) -> tuple[str, ...]:
+    redrawn = []
+    with isolated_rng(seed):
+        for part in parts:
+            for name, parameter in part.named_parameters():
+                if parameter.square().mean().sqrt() < SMALL_WEIGHT:
+                    nn.init.normal_(parameter, std=REDRAWN_STD)
+                    redrawn.append(f"{type(part).__name__}.{name}")
+    return tuple(redrawn)

@@ -1,0 +1,110 @@
+"""Does every position have an encoding of its own, and does it keep it when the sequence grows?"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_posenc.metrics.properties.encodings import position_rows
+from hf_posenc.metrics.properties.measurement import Measurement, does_not_apply, not_evaluated
+from hf_posenc.metrics.properties.specimen import (
+    TRAINING_LENGTH,
+    Specimen,
+    build_specimen,
+    collecting_refusals,
+    positions_at,
+)
+from hf_posenc.schemes.config import SchemeConfig
+
+#: Encodings nearer than this are the same: the rounding of a float32 logit of a few units, a few times over.
+UNIQUE_ABOVE = 1e-5
+CONSISTENT_UP_TO = 1e-5
+
+
+@torch.no_grad()
+def uniqueness(scheme: str | SchemeConfig | Specimen, *, length: int = 2 * TRAINING_LENGTH) -> Measurement:
+    """The smallest distance between the encodings of two positions below `length`, `u(T)`.
+
+    Compared are the first and the last 256 positions, each with every other; `T` is the training length for schemes
+    that have no positions past it.
+
+    An encoding is the added vector, the flattened map of queries and keys, or, for a logit bias, the logits of a key as
+    the last query sees them, where all tokens have the same content (`position_rows`). Passes above 1e-5.
+
+    Args:
+        scheme: a name, a config, or a built specimen.
+        length: `T`, at least 256.
+
+    Returns:
+        `value` is `u(T)`; `details["pair"]` are the two positions, `details["distinct"]` the number of encodings that
+        differ from all earlier ones by more than the threshold, of the `details["compared"]`.
+    """
+    specimen = build_specimen(scheme)
+    refused: list[str] = []
+    for count in (length, TRAINING_LENGTH):
+        with collecting_refusals(refused, f"positions up to {count - 1}"):
+            ids = torch.cat((torch.arange(256), torch.arange(count - 256, count))).unique()
+            distance, rows, distinct = nearest_rows(position_rows(specimen, ids))
+            pair = [int(ids[row]) for row in rows]
+            details = {"length": count, "compared": ids.shape[0], "pair": pair, "distinct": distinct}
+            return Measurement(distance > UNIQUE_ABOVE, distance, UNIQUE_ABOVE, details, tuple(refused))
+    return not_evaluated(refused)
+
+
+@torch.no_grad()
+def length_consistency(scheme: str | SchemeConfig | Specimen, *, length: int = 256) -> Measurement:
+    """How far an encoding moves when the sequence doubles: `max_p |enc_T(p) - enc_2T(p)|`.
+
+    A scheme that fails cannot extend a cache: what it said about the tokens so far is no longer true. The logits are
+    compared too, for contents that differ, because a bias or a scale may depend on the length without an encoding of
+    its own. Passes up to 1e-5, relative to the largest encoding where that is more than 1.
+
+    Args:
+        scheme: a name, a config, or a built specimen.
+        length: `T`.
+    """
+    specimen = build_specimen(scheme)
+    if not any(True for _ in specimen.parts):
+        return does_not_apply("the scheme encodes nothing")
+    refused: list[str] = []
+    difference = 0.0
+    with collecting_refusals(refused, f"sequences of {length} and {2 * length}"):
+        ids = torch.arange(length)
+        short, long = (position_rows(specimen, ids, torch.tensor([[total]])) for total in (length, 2 * length))
+        difference = float((short - long).norm(dim=-1).max() / short.norm(dim=-1).max().clamp(min=1))
+        difference = max(difference, _scale_difference(specimen, ids))
+    if refused:
+        return not_evaluated(refused)
+    return Measurement(difference <= CONSISTENT_UP_TO, difference, CONSISTENT_UP_TO, {"lengths": [length, 2 * length]})
+
+
+def nearest_rows(rows: Tensor) -> tuple[float, list[int], int]:
+    """The two rows nearest to each other.
+
+    Returns:
+        Their distance, their indices, and how many rows are farther than the threshold from all rows before them.
+    """
+    count = rows.shape[0]
+    # Columns that all positions share add nothing to any distance.
+    columns = rows[:, (rows != rows[:1]).any(dim=0)].double()
+    squares = columns.square().sum(dim=-1)
+    approximate = (squares.unsqueeze(0) + squares.unsqueeze(1) - 2 * columns @ columns.T).clamp(min=0)
+    # The difference of squares cancels, so the nearest candidates are compared once more, directly.
+    later = torch.ones(count, count, dtype=torch.bool).tril(diagonal=-1)
+    candidates = (
+        approximate.masked_fill(~later, torch.inf).flatten().topk(min(64, count * (count - 1) // 2), largest=False)
+    )
+    first, second = candidates.indices % count, candidates.indices // count
+    distances = (columns[first] - columns[second]).norm(dim=-1)
+    best = int(distances.argmin())
+    duplicate = (approximate.sqrt() <= UNIQUE_ABOVE).logical_and(later).any(dim=-1)
+    return float(distances[best]), [int(first[best]), int(second[best])], count - int(duplicate.sum())
+
+
+def _scale_difference(specimen: Specimen, ids: Tensor) -> float:
+    scale = specimen.parts.logit_scale
+    if scale is None:
+        return 0.0
+    count = ids.shape[0]
+    short, long = (scale(positions_at(ids, lengths=torch.tensor([[total]]))) for total in (count, 2 * count))
+    return float((short - long).abs().max())

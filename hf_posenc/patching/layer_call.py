@@ -1,0 +1,59 @@
+"""One attention layer: the parts of a scheme in it, and what has happened so far in a call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hf_posenc.patching.state import ForwardState
+from hf_posenc.schemes.parts import LogitBias, LogitScale, PairwiseBias, QueryKeyMap
+
+
+@dataclass
+class LayerEncoding:
+    """The parts of a scheme at one attention layer.
+
+    Args:
+        query_key_map: applied to queries and keys, or `None`.
+        logit_bias: added to the logits, or `None`.
+        logit_scale: factor of the logits, or `None`.
+        causal: whether the layer's queries see only keys at or before them.
+        num_heads: number of query heads.
+        num_key_value_heads: number of key heads.
+        head_dim: width of the heads the scores are computed from.
+    """
+
+    query_key_map: QueryKeyMap | None
+    logit_bias: LogitBias | None
+    logit_scale: LogitScale | None
+    causal: bool
+    num_heads: int
+    num_key_value_heads: int
+    head_dim: int
+
+    @property
+    def num_features(self) -> int:
+        """How many numbers per head and token the bias keeps beside the keys."""
+        return self.logit_bias.num_features if isinstance(self.logit_bias, PairwiseBias) else 0
+
+
+@dataclass
+class LayerCall:
+    """What has happened so far in one call of a layer.
+
+    Args:
+        state: of the stack's call it belongs to.
+        hidden_states: `(batch, query_len, hidden)`, the layer's input.
+        rotations: how often a rotary function of the architecture was replaced by the scheme's map.
+        keys_mapped: whether keys were mapped on their way into the cache.
+        attended: whether the attention function was reached.
+        key_features: what the bias keeps of each key's token, cached ones included, once it is known.
+    """
+
+    state: ForwardState
+    hidden_states: Tensor
+    rotations: int = 0
+    keys_mapped: bool = False
+    attended: bool = False
+    key_features: Tensor | None = None

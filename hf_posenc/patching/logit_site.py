@@ -1,0 +1,111 @@
+"""The bias and the scale of one attention layer, for the call in progress."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.attention.distances import dense_bias, first_key_slot
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.layer_call import LayerCall, LayerEncoding
+from hf_posenc.patching.length_checks import check_cache
+from hf_posenc.patching.runtime import StackRuntime
+from hf_posenc.patching.state import ForwardState
+from hf_posenc.schemes.parts import DistanceBias, PairwiseBias
+from hf_posenc.schemes.positions import AttentionPairs
+
+
+class LogitSite:
+    """Where a scheme changes the logits of one attention module.
+
+    Deep copies and pickles follow the module: the site refers to it as an ordinary attribute.
+    """
+
+    def __init__(self, module: nn.Module, runtime: StackRuntime, encoding: LayerEncoding) -> None:
+        self.module = module
+        self.runtime = runtime
+        self.encoding = encoding
+
+    def new_features(self, call: LayerCall) -> Tensor:
+        """`(batch, heads, query_len, num_features)` float32 of the new tokens."""
+        bias = self.encoding.logit_bias
+        assert isinstance(bias, PairwiseBias)
+        features: Tensor = bias.key_features(call.hidden_states)
+        return features
+
+    def bias(self, call: LayerCall, query: Tensor, key: Tensor, scaling: float) -> Tensor:
+        """`(batch or 1, heads, query_len, key_len)` float32, the query's scale included.
+
+        Args:
+            call: the call in progress.
+            query: `(batch, heads, query_len, width)`, mapped, before the scale.
+            key: `(batch, key_value_heads, key_len, width)`, mapped.
+            scaling: the layer's factor of `query . key`.
+        """
+        bias, state = self.encoding.logit_bias, call.state
+        assert bias is not None
+        result = self._distance_bias(bias, state, query, key) if isinstance(bias, DistanceBias) else None
+        if result is None:
+            check_cache(bias, state)
+            result = bias(self._pairs(call, query, key, scaling))
+        if result.shape[1] != self.encoding.num_heads:
+            raise UnsupportedError(
+                f"The bias has {result.shape[1]} heads, the layer {self.encoding.num_heads}: it was built for another "
+                "architecture."
+            )
+        if self.encoding.logit_scale is not None:
+            result = result * self.scale(state, query.device).unsqueeze(-1)
+        return result
+
+    def _distance_bias(self, bias: DistanceBias, state: ForwardState, query: Tensor, key: Tensor) -> Tensor:
+        query_length, key_length = query.shape[-2], key.shape[-2]
+        offset = state.slot_offset(query_length, key_length)
+        result: Tensor = state.shared(
+            ("bias", id(bias), query_length, key_length),
+            lambda: dense_bias(bias, offset, query_length, key_length, query.device),
+        )
+        return result
+
+    def _pairs(self, call: LayerCall, query: Tensor, key: Tensor, scaling: float) -> AttentionPairs:
+        query_start, key_start = self.key_start(call.state, query.shape[-2], key.shape[-2])
+        if self.encoding.num_features and call.key_features is None:
+            if key.shape[-2] != query.shape[-2]:
+                raise UnsupportedError(
+                    f"{type(self.module).__name__} holds {key.shape[-2]} keys for {query.shape[-2]} queries, but its "
+                    "keys did not pass through a cache that can be watched, and "
+                    f"{type(self.encoding.logit_bias).__name__} has to remember something of each. Use use_cache=False."
+                )
+            call.key_features = self.new_features(call)
+        return AttentionPairs(
+            query=query,
+            key=key,
+            query_slots=torch.arange(query.shape[-2], device=query.device) + (query_start - key_start),
+            keys=call.state.key_positions(key_start, key.shape[-2], query.device),
+            scaling=scaling,
+            hidden_states=call.hidden_states,
+            key_features=call.key_features,
+        )
+
+    def scale(self, state: ForwardState, device: torch.device) -> Tensor:
+        """`(batch or 1, heads or 1, query_len)` float32."""
+        logit_scale = self.encoding.logit_scale
+        assert logit_scale is not None
+
+        def compute() -> Tensor:
+            check_cache(logit_scale, state)
+            factor: Tensor = logit_scale(state.positions(device))
+            return factor
+
+        result: Tensor = state.shared(("scale", id(logit_scale)), compute)
+        return result
+
+    def scaled(self, state: ForwardState, query: Tensor) -> Tensor:
+        """The query times its scale, `(batch, heads, query_len, width)`."""
+        if self.encoding.logit_scale is None:
+            return query
+        return query * self.scale(state, query.device).unsqueeze(-1).to(query.dtype)
+
+    def key_start(self, state: ForwardState, query_length: int, key_length: int) -> tuple[int | Tensor, int | Tensor]:
+        """Slots of the first query and of the first key."""
+        offset = state.slot_offset(query_length, key_length)
+        return offset, first_key_slot(offset, query_length, key_length)

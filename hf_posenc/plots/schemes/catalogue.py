@@ -1,0 +1,110 @@
+"""The kinds of figures, and drawing all that apply to a scheme."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hf_posenc.errors import UnknownNameError, UnsupportedError
+from hf_posenc.plots.schemes import (
+    bias_distance,
+    bias_map,
+    decay,
+    difference,
+    dimensions,
+    distance_map,
+    frequencies,
+    grid,
+    heat_map,
+    layers,
+    logit_scale,
+    position_map,
+    rotation,
+)
+from hf_posenc.plots.schemes.kind import FigureKind
+from hf_posenc.plots.schemes.subject import Subject, subject_of
+from hf_posenc.plots.style import save_figure, styled
+from hf_posenc.schemes.config import SchemeConfig
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Every kind, the most telling ones first.
+KINDS: tuple[FigureKind, ...] = (
+    layers.KIND,
+    position_map.KIND,
+    distance_map.KIND,
+    grid.KIND,
+    bias_distance.KIND,
+    bias_map.KIND,
+    heat_map.KIND,
+    logit_scale.KIND,
+    rotation.KIND,
+    frequencies.KIND,
+    decay.KIND,
+    dimensions.KIND,
+    difference.KIND,
+)
+
+
+def kind_named(name: str) -> FigureKind:
+    """The kind of figure called `name`.
+
+    Raises:
+        UnknownNameError: with the nearest names, if there is none.
+    """
+    for kind in KINDS:
+        if kind.name == name:
+            return kind
+    raise UnknownNameError("kind of figure", name, [kind.name for kind in KINDS])
+
+
+def applicable_kinds(subject: Subject) -> list[FigureKind]:
+    """The kinds that can show this scheme."""
+    return [kind for kind in KINDS if kind.applies(subject)]
+
+
+def draw_kind(kind: FigureKind, subject: Subject) -> Figure:
+    """One figure of a scheme, in the shared style.
+
+    Raises:
+        UnsupportedError: if the kind has nothing to show of this scheme.
+    """
+    if not kind.applies(subject):
+        known = ", ".join(other.name for other in applicable_kinds(subject))
+        raise UnsupportedError(
+            f"The scheme {subject.config.name!r} has nothing to show in a figure of kind {kind.name!r} "
+            f"({kind.summary}). Kinds that apply to it: {known}."
+        )
+    with styled():
+        return kind.draw(subject)
+
+
+def plot_scheme(
+    config: SchemeConfig, folder: str | Path, kinds: Iterable[str] | None = None, dpi: int = 100
+) -> list[Path]:
+    """Draws a scheme as PNG and SVG, one pair of files per kind of figure.
+
+    Args:
+        config: the scheme.
+        folder: where the files go; made if missing. They are called `<scheme>_<kind>`.
+        kinds: names of kinds; all that apply by default.
+        dpi: dots per inch of the PNG.
+
+    Returns:
+        The files, PNG and SVG in turn.
+
+    Raises:
+        UnknownNameError: for a kind that does not exist.
+        UnsupportedError: for a kind that does not apply to the scheme.
+        ValueError: if the scheme cannot be built at any of the places figures are drawn for.
+    """
+    subject = subject_of(config)
+    wanted = applicable_kinds(subject) if kinds is None else [kind_named(name) for name in dict.fromkeys(kinds)]
+    figures = [(kind.name, draw_kind(kind, subject)) for kind in wanted]
+    paths: list[Path] = []
+    for name, figure in figures:
+        with styled():
+            paths += save_figure(figure, Path(folder), f"{config.name}_{name}", dpi=dpi, palette_size=256)
+    return paths

@@ -1,0 +1,91 @@
+"""Positions that are moved or stretched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from hf_posenc.schemes.position_maps.mapped import PositionMap, PositionMapConfig
+from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.validation import check_integer, check_number
+
+
+class AffineMap(PositionMap):
+    """`factor * p + offset`. Whole numbers stay whole under a whole factor.
+
+    Args:
+        factor: a positive number.
+        offset: at least 0, so that no token becomes padding.
+    """
+
+    def __init__(self, factor: float = 1.0, offset: int = 0) -> None:
+        super().__init__()
+        self.factor = int(factor) if float(factor).is_integer() else factor
+        self.offset = offset
+
+    def forward(self, positions: Positions) -> Tensor:
+        """Returns `(batch or 1, length)`, int64 for whole positions and a whole factor, else float32."""
+        ids = positions.ids if isinstance(self.factor, int) else positions.ids.float()
+        return (ids * self.factor + self.offset).where(positions.ids >= 0, ids)
+
+
+@register_scheme
+@dataclass(frozen=True)
+class PositionShiftConfig(PositionMapConfig):
+    """Starts the positions of a scheme elsewhere: `p + offset` (fairseq's tables start at 2).
+
+    ::
+
+        new_position = p + offset
+
+    Schemes that see distances only, such as `rope` and `alibi`, do not change. Padding stays padding.
+
+    Args:
+        inner: the scheme that gets the positions.
+        offset: in tokens, at least 0.
+    """
+
+    name: ClassVar[str] = "position_shift"
+
+    offset: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer(self, "offset", minimum=0)
+
+    def position_map(self) -> AffineMap:
+        """A new map."""
+        return AffineMap(offset=self.offset)
+
+
+@register_scheme
+@dataclass(frozen=True)
+class PositionScaleConfig(PositionMapConfig):
+    """Stretches or squeezes the positions of a scheme (position interpolation, arXiv:2306.15595, eq. 4).
+
+    ::
+
+        new_position = factor * p
+
+    The paper interpolates RoPE: `factor = 1 / s` is `RopeConfig(scaling=LinearScaling(s))`. A whole factor keeps
+    positions whole; any other makes them real numbers, which `learned`, `binary` and `t5` refuse.
+
+    Args:
+        inner: the scheme that gets the positions.
+        factor: greater than 0; the default halves all distances.
+    """
+
+    name: ClassVar[str] = "position_scale"
+
+    factor: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number(self, "factor", above=0)
+
+    def position_map(self) -> AffineMap:
+        """A new map."""
+        return AffineMap(self.factor)

@@ -1,0 +1,186 @@
+"""Two positions per token: that of its segment, and its own within the segment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.schemes.additive.sinusoidal import SinusoidalConfig
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.parts import SchemeParts
+from hf_posenc.schemes.position_maps.mapped import PositionMap, map_parts, nested_scheme
+from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.rotary.rope import RopeConfig
+from hf_posenc.schemes.validation import check_integer
+
+
+class FixedSegments(PositionMap):
+    """Segments of equal length.
+
+    Args:
+        length: of a segment, in tokens.
+        within: whether tokens get their position within the segment instead of that of the segment.
+        last: the last position within a segment; later tokens share it.
+    """
+
+    def __init__(self, length: int, within: bool, last: int) -> None:
+        super().__init__()
+        self.length = length
+        self.within = within
+        self.last = last
+
+    def forward(self, positions: Positions) -> Tensor:
+        """Returns `(batch or 1, length)` in the dtype of the positions."""
+        ids = positions.ids
+        if self.within:
+            return (ids % self.length).clamp(max=self.last).where(ids >= 0, ids)
+        return torch.div(ids, self.length, rounding_mode="floor")
+
+
+class SeparatedSegments(PositionMap):
+    """Segments that end with a separator token; a sequence, or a packed document, starts a new count.
+
+    Args:
+        separators: vocabulary ids.
+        within: whether tokens get their position within the segment instead of that of the segment.
+        last: the last position within a segment; later tokens share it.
+    """
+
+    length_dependent = True
+
+    def __init__(self, separators: tuple[int, ...], within: bool, last: int) -> None:
+        super().__init__()
+        self.separators = separators
+        self.within = within
+        self.last = last
+
+    def forward(self, positions: Positions) -> Tensor:
+        """Returns `(batch, length)` int64.
+
+        Raises:
+            UnsupportedError: if the vocabulary ids of the tokens are not known.
+        """
+        ids, tokens = positions.ids, positions.token_ids
+        if tokens is None or tokens.shape[-1] != ids.shape[-1]:
+            raise UnsupportedError(
+                "HierarchicalConfig.separators cuts the text at certain tokens, but the vocabulary ids of all tokens "
+                "are not known in this call. Pass input_ids instead of inputs_embeds and use_cache=False, or use "
+                "segment_length=."
+            )
+        ids = ids.expand(tokens.shape[0], -1)
+        real = ids >= 0
+        is_separator = torch.zeros_like(tokens, dtype=torch.bool)
+        for separator in self.separators:
+            is_separator = is_separator | (tokens == separator)
+        is_separator = (is_separator & real).long()
+        before = is_separator.cumsum(-1) - is_separator
+        restart = real & torch.nn.functional.pad(ids[:, 1:] <= ids[:, :-1], (1, 0), value=True)
+        if self.within:
+            slots = torch.arange(ids.shape[-1], device=ids.device).expand_as(ids)
+            starts = restart | torch.nn.functional.pad(is_separator[:, :-1].bool(), (1, 0), value=True)
+            starts = starts | torch.nn.functional.pad(~real[:, :-1], (1, 0), value=True)
+            since = slots - slots.where(starts, 0).cummax(-1).values
+            return since.clamp(max=self.last).where(real, -1)
+        return (before - before.where(restart, 0).cummax(-1).values).where(real, -1)
+
+    def check_cache(self, cached_length: int, total_length: int) -> None:
+        """Refuses to extend any cache: how many separators it holds is not known."""
+        raise UnsupportedError(
+            f"HierarchicalConfig.separators counts the separators before each token, and those among the "
+            f"{cached_length} cached tokens are no longer known. Pass the whole sequence of {total_length} with "
+            "use_cache=False, or use segment_length=."
+        )
+
+
+@register_scheme
+@dataclass(frozen=True)
+class HierarchicalConfig(SchemeConfig):
+    """Encodes a token's place in its segment and that of the segment apart (BiPE, arXiv:2401.16421).
+
+    With segments of `segment_length` tokens, or ended by a separator token::
+
+        segment(p) = number of segments that ended before p
+        within(p)  = p - first position of the segment of p
+
+        x_p     += within scheme at min(within(p), max_segment_length - 1)
+        logit_ij = segment scheme at positions segment(i), segment(j)
+
+    Tokens of one segment have the distance 0 to each other, and only the additive scheme tells them apart. BiPE-RoPE
+    is the default but for the additive part, which the official code learns: `within="learned"`. BiPE-ALiBi multiplies
+    ALiBi's slopes by 96 in that code: `segment=PositionScaleConfig("alibi", factor=96)`. The code ends segments at the
+    full stop and the line break; the separator belongs to the segment it ends.
+
+    Args:
+        within: an additive scheme: a config, a name, or the dictionary of a config.
+        segment: the scheme of the segments' positions, one that maps queries and keys or adds to logits.
+        segment_length: length of a segment in tokens, where there are no `separators`. There is no published one; 64
+            is about two sentences.
+        separators: vocabulary ids of the tokens that end a segment; they cannot extend a cache. Empty for segments of
+            equal length.
+        max_segment_length: how many positions within a segment are told apart, 1024 in the official code.
+    """
+
+    name: ClassVar[str] = "hierarchical"
+
+    within: SchemeConfig = field(default_factory=SinusoidalConfig)
+    segment: SchemeConfig = field(default_factory=RopeConfig)
+    segment_length: int = 64
+    separators: tuple[int, ...] = ()
+    max_segment_length: int = 1024
+
+    def __post_init__(self) -> None:
+        nested_scheme(self, "within")
+        nested_scheme(self, "segment")
+        check_integer(self, "segment_length", minimum=1)
+        check_integer(self, "max_segment_length", minimum=1)
+        separators = self.separators
+        if not isinstance(separators, tuple | list) or not all(
+            isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in separators
+        ):
+            raise ValueError(
+                f"HierarchicalConfig.separators is {separators!r}; expected vocabulary ids, such as (13,), or () for "
+                "segments of equal length."
+            )
+        object.__setattr__(self, "separators", tuple(separators))
+
+    @property
+    def per_layer(self) -> bool:  # type: ignore[override]
+        """Whether the scheme of the segments wants its own copy in every layer."""
+        return self.segment.per_layer
+
+    @property
+    def invisible_under_layer_norm(self) -> bool:
+        """Whether a LayerNorm removes the additive scheme."""
+        return getattr(self.within, "invisible_under_layer_norm", False)
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Builds both schemes, each under its own map.
+
+        Raises:
+            ValueError: if `within` is not additive, or `segment` is.
+        """
+        within, segment = self.within.build(context), self.segment.build(context)
+        if within.additive is None or len(list(within)) > 1:
+            raise ValueError(
+                f"HierarchicalConfig.within is {self.within.name!r}; expected a scheme that only adds to embeddings, "
+                "such as 'sinusoidal' or 'learned'."
+            )
+        if segment.additive is not None or not list(segment):
+            raise ValueError(
+                f"HierarchicalConfig.segment is {self.segment.name!r}; expected a scheme that acts in attention only, "
+                "such as 'rope' or 'alibi'."
+            )
+        parts = map_parts(self._segments(within=False), segment)
+        parts.additive = map_parts(self._segments(within=True), within).additive
+        return parts
+
+    def _segments(self, within: bool) -> PositionMap:
+        last = self.max_segment_length - 1
+        if self.separators:
+            return SeparatedSegments(self.separators, within, last)
+        return FixedSegments(self.segment_length, within, last)

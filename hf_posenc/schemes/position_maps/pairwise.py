@@ -1,0 +1,168 @@
+"""Other positions for far pairs only: what a rotation or a distance bias makes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.schemes.arrangement.composed import sum_of_biases
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.parts import DistanceBias, LogitBias, PairwiseBias, SchemeParts
+from hf_posenc.schemes.position_maps.mapped import PositionMapConfig
+from hf_posenc.schemes.positions import AttentionPairs
+from hf_posenc.schemes.rotary.rope import LengthDependentRotaryMap, RotaryMap
+
+
+@dataclass(frozen=True)
+class FarPositions:
+    """Where tokens stand for each other once they are `window` or more apart.
+
+    Args:
+        window: the smallest distance, in positions, that counts as far.
+    """
+
+    window: int
+
+    def query(self, ids: Tensor) -> Tensor:
+        """Where queries stand for far keys, in the shape of `ids`."""
+        raise NotImplementedError
+
+    def key(self, ids: Tensor) -> Tensor:
+        """Where keys stand for far queries, in the shape of `ids`."""
+        raise NotImplementedError
+
+    def are_far(self, pairs: AttentionPairs) -> Tensor:
+        """`(batch or 1, query_len, key_len)` bool: the keys at least a window before the query."""
+        return pairs.distance <= -self.window
+
+
+class FarRotation(PairwiseBias):
+    """For far pairs, the logit under a rotation by their far positions, minus the one the layer computes itself.
+
+    Queries and keys arrive, and are cached, rotated by their own positions. Rotations compose, so turning them on by
+    the difference gives those at the far positions. Both logits are computed in float32; a layer that computes its own
+    in 16 bits leaves that rounding in the far ones.
+
+    Args:
+        rotation: the layer's own rotation.
+        far: the far positions.
+    """
+
+    reads_heads = True
+
+    def __init__(self, rotation: RotaryMap, far: FarPositions) -> None:
+        super().__init__()
+        self.rotation = rotation
+        self.far = far
+
+    def forward(self, pairs: AttentionPairs) -> Tensor:
+        """Returns `(batch or 1, heads, query_len, key_len)` in float32; zero for near pairs."""
+        query, key = pairs.query.float(), pairs.key.float()
+        query_ids, key_ids = pairs.query_positions, pairs.keys.ids
+        far_query = self._turn(query, self.far.query(query_ids) - query_ids, pairs)
+        far_key = self._turn(key, self.far.key(key_ids) - key_ids, pairs)
+        change = _products(pairs, far_query, far_key) - _products(pairs, query, key)
+        return (change * pairs.scaling).where(self.far.are_far(pairs).unsqueeze(1), 0.0)
+
+    def _turn(self, heads: Tensor, steps: Tensor, pairs: AttentionPairs) -> Tensor:
+        """Rotates `(batch, heads, length, head_dim)` by further `steps` `(batch or 1, length)`."""
+        cosine, sine = self.rotation.phases(dataclasses.replace(pairs.keys, ids=steps, coordinates=None))
+        # Queries and keys have been multiplied with this factor already.
+        factor = self.rotation.attention_scaling
+        return self.rotation.rotate(heads, cosine / factor, sine / factor)
+
+
+class FarDistanceBias(PairwiseBias):
+    """A distance bias that far pairs read at the distance of their far positions.
+
+    Args:
+        inner: the bias.
+        far: the far positions.
+    """
+
+    def __init__(self, inner: DistanceBias, far: FarPositions) -> None:
+        super().__init__()
+        self.inner = inner
+        self.far = far
+        self.length_dependent = inner.length_dependent
+
+    def forward(self, pairs: AttentionPairs) -> Tensor:
+        """Returns `(batch or 1, heads, query_len, key_len)` in float32."""
+        far_query, far_key = self.far.query(pairs.query_positions), self.far.key(pairs.keys.ids)
+        far_distance = far_key.unsqueeze(-2) - far_query.unsqueeze(-1)
+        bias: Tensor = self.inner(far_distance.where(self.far.are_far(pairs), pairs.distance))
+        return bias.transpose(0, 1)
+
+    def check_cache(self, cached_length: int, total_length: int) -> None:
+        """Refuses where the bias does."""
+        self.inner.check_cache(cached_length, total_length)
+
+    def adopt(self, native: Tensor) -> bool:
+        """Hands the native weight on."""
+        return self.inner.adopt(native)
+
+
+@dataclass(frozen=True)
+class FarPositionsConfig(PositionMapConfig):
+    """Base of the configs that change the positions of far pairs.
+
+    Args:
+        inner: the scheme that gets them.
+    """
+
+    def far_positions(self) -> FarPositions:
+        """Where far tokens stand."""
+        raise NotImplementedError
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Builds the parts of the scheme, and a bias that corrects far pairs.
+
+        Raises:
+            UnsupportedError: in a bidirectional model.
+            ValueError: for a scheme that has neither a rotation proportional to positions nor a bias of distance, or
+                has parts that would not follow.
+        """
+        owner = type(self).__name__
+        if not context.causal:
+            raise UnsupportedError(
+                f"{owner} says where keys in the past stand, and this bidirectional model attends to later ones too. "
+                "Use position_scale, or a RoPE scaling."
+            )
+        parts = self.inner.build(context)
+        rotation, bias = parts.query_key_map, parts.logit_bias
+        _check_follows(owner, self.inner, parts)
+        biases: list[LogitBias] = []
+        if rotation is not None:
+            rotation.mapped_again = True
+            biases.append(FarRotation(cast("RotaryMap", rotation), self.far_positions()))
+        if bias is not None:
+            biases.append(FarDistanceBias(cast("DistanceBias", bias), self.far_positions()))
+        return SchemeParts(parts.additive, rotation, sum_of_biases(biases), parts.logit_scale)
+
+
+def _check_follows(owner: str, scheme: SchemeConfig, parts: SchemeParts) -> None:
+    rotation, bias = parts.query_key_map, parts.logit_bias
+    # Subclasses may turn by something else than a multiple of the position.
+    if rotation is not None and type(rotation) not in (RotaryMap, LengthDependentRotaryMap):
+        raise ValueError(
+            f"{owner}.inner is {scheme.name!r}, whose map of queries and keys cannot be turned on to other positions. "
+            "Use 'rope' or 'p_rope'."
+        )
+    if bias is not None and not isinstance(bias, DistanceBias):
+        raise ValueError(
+            f"{owner}.inner is {scheme.name!r}, whose bias reads more than the distance of a pair and would not "
+            "follow it to other positions. Use 'alibi' or 't5', or compose it with this scheme."
+        )
+    if rotation is None and bias is None:
+        raise ValueError(f"{owner}.inner is {scheme.name!r}, which encodes no distances. Use 'rope', 'alibi' or 't5'.")
+
+
+def _products(pairs: AttentionPairs, query: Tensor, key: Tensor) -> Tensor:
+    """`(batch, heads, query_len, key_len)`: the inner products of queries and the keys they read."""
+    expanded = dataclasses.replace(pairs, query=query, key=key).expanded_key
+    return torch.matmul(query, expanded.transpose(-1, -2))

@@ -1,0 +1,356 @@
+"""Figures of schemes: which apply, whether what they draw is what the formula says, and files."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+
+from PIL import Image
+
+from hf_posenc.cli import main
+from hf_posenc.errors import UnknownNameError, UnsupportedError
+from hf_posenc.plots.schemes import KINDS, applicable_kinds, draw_kind, kind_named, plot_scheme, subject_of
+from hf_posenc.plots.schemes.decay import roformer_envelope
+from hf_posenc.plots.schemes.drawing import color_scale
+from hf_posenc.plots.schemes.probes import bias_matrix, equal_query_key_logits, turning_frequencies
+from hf_posenc.plots.schemes.rotation import turning_pairs
+from hf_posenc.plots.schemes.subject import TINY, config_label
+from hf_posenc.schemes import (
+    AdditiveEncoding,
+    AlibiConfig,
+    BinaryConfig,
+    ComposedConfig,
+    LearnedConfig,
+    LinearScaling,
+    NoneConfig,
+    PRopeConfig,
+    QueryKeyMap,
+    RopeConfig,
+    ScheduleConfig,
+    SchemeConfig,
+    SchemeParts,
+    SinusoidalConfig,
+    T5Config,
+    get_scheme,
+)
+from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
+
+torch.set_num_threads(1)
+
+EVERYWHERE = ["heat_map", "decay", "dimensions", "difference"]
+MAP = ["heat_map", "rotation", "frequencies", "decay", "dimensions", "difference"]
+BIAS = ["bias_distance", "bias_map", "decay"]
+
+
+def kinds_of(config: SchemeConfig) -> list[str]:
+    return [kind.name for kind in applicable_kinds(subject_of(config))]
+
+
+def lines(config: SchemeConfig, kind: str, panel: int = 0) -> dict[str, numpy.ndarray]:
+    axes = draw_kind(kind_named(kind), subject_of(config)).axes[panel]
+    return {str(line.get_label()): numpy.asarray(line.get_ydata(), dtype=float) for line in axes.get_lines()}
+
+
+@pytest.mark.parametrize(
+    ("config", "kinds"),
+    [
+        (NoneConfig(), ["decay"]),
+        (SinusoidalConfig(), EVERYWHERE),
+        (AlibiConfig(), BIAS),
+        (RopeConfig(), MAP),
+        (ComposedConfig((SinusoidalConfig(), T5Config())), ["bias_distance", "bias_map", *EVERYWHERE]),
+        (ScheduleConfig((RopeConfig(), NoneConfig())), ["layers"]),
+    ],
+    ids=lambda value: value.name if isinstance(value, SchemeConfig) else "",
+)
+def test_a_scheme_gets_the_kinds_that_its_parts_can_show(config, kinds):
+    assert kinds_of(config) == kinds
+
+
+def test_kinds_have_distinct_names_and_say_what_they_show():
+    assert len({kind.name for kind in KINDS}) == len(KINDS)
+    assert all(kind.summary for kind in KINDS)
+
+
+def test_the_bias_over_distance_is_the_slope_times_the_distance():
+    drawn = lines(AlibiConfig(), "bias_distance")
+    assert set(drawn) >= {"head 1 of 8", "head 8 of 8"}
+    for label, slope in (("head 1 of 8", 2.0**-1), ("head 8 of 8", 2.0**-8)):
+        # The line runs from the farthest key to the nearest.
+        numpy.testing.assert_allclose(drawn[label], -slope * numpy.arange(256, -1, -1), rtol=1e-6)
+
+
+def test_the_bias_map_hides_later_keys_and_shows_the_others():
+    figure = draw_kind(kind_named("bias_map"), subject_of(AlibiConfig()))
+    shown = numpy.ma.filled(figure.axes[0].images[0].get_array(), numpy.nan)
+    earlier = numpy.tril(numpy.ones(shown.shape, dtype=bool))
+    assert numpy.isnan(shown[~earlier]).all()
+    rows, columns = numpy.nonzero(earlier)
+    numpy.testing.assert_allclose(shown[earlier], -0.5 * (rows - columns), rtol=1e-6)
+
+
+def test_heads_that_look_away_do_not_stretch_the_colours():
+    scale = color_scale(bias_matrix(subject_of(AlibiConfig("asymmetric")), 32))
+    assert -20 < scale["vmin"] < 0
+
+
+def test_colours_of_signed_numbers_are_centred_on_zero():
+    signed = color_scale(torch.tensor([-1.0, 0.5]))
+    assert (signed["vmin"], signed["vmax"]) == (-1.0, 1.0)
+    assert color_scale(torch.tensor([-3.0, -1.0]))["vmax"] == -1.0
+    assert color_scale(torch.tensor([2.0, 2.0]))["vmax"] > color_scale(torch.tensor([2.0, 2.0]))["vmin"]
+
+
+def test_an_additive_heat_map_holds_the_vectors_position_by_position():
+    figure = draw_kind(kind_named("heat_map"), subject_of(BinaryConfig(bits=8)))
+    shown = numpy.asarray(figure.axes[0].images[0].get_array())
+    assert shown.shape == (128, 100)
+    digit = numpy.arange(128) * 8 // 128
+    for position in (0, 5, 99):
+        numpy.testing.assert_array_equal(shown[:, position], (position >> digit) & 1)
+
+
+def test_a_rotation_is_shown_by_its_cosine_and_sine():
+    figure = draw_kind(kind_named("heat_map"), subject_of(RopeConfig(layout="half")))
+    cosine, sine = (numpy.asarray(axes.images[0].get_array()) for axes in figure.axes[:2])
+    angles = numpy.arange(100) * 10000.0 ** (-2 * 3 / 64)
+    numpy.testing.assert_allclose(cosine[3], numpy.cos(angles), atol=1e-5)
+    numpy.testing.assert_allclose(sine[3 + 32], numpy.sin(angles), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("layout", "partner"), [("half", lambda first: first + 32), ("interleaved", lambda first: first + 1)]
+)
+def test_the_pairs_that_turn_are_found_from_the_map_alone(layout, partner):
+    pairs = turning_pairs(subject_of(RopeConfig(layout=layout)))
+    assert len(pairs) == 32
+    assert all(second == partner(first) for first, second in pairs)
+
+
+def test_pairs_that_do_not_turn_are_left_out_of_the_rotation_picture():
+    assert len(turning_pairs(subject_of(PRopeConfig(fraction=0.5, layout="half")))) == 16
+    assert "rotation" not in kinds_of(PRopeConfig(fraction=0.0))
+
+
+def test_frequencies_are_drawn_before_and_after_scaling():
+    drawn = lines(RopeConfig(scaling=LinearScaling(4.0)), "frequencies")
+    plain = rope_inverse_frequencies(10000.0, 64).numpy()
+    numpy.testing.assert_allclose(drawn["RoPE, same base"], plain, rtol=1e-6)
+    numpy.testing.assert_allclose(drawn["this scheme"], plain / 4, rtol=1e-6)
+    assert list(lines(RopeConfig(theta=500.0), "frequencies")) == ["RoPE"]
+
+
+def test_stopped_pairs_stand_on_a_line_of_their_own():
+    drawn = lines(PRopeConfig(fraction=0.5), "frequencies")
+    assert (drawn["this scheme"][16:] < drawn["this scheme"][:16].min()).all()
+    assert "0: does not turn" in drawn
+
+
+def test_frequencies_that_follow_the_length_are_drawn_for_several_lengths():
+    drawn = lines(get_scheme("rope").from_options({"scaling": {"type": "dynamic", "factor": 2.0,
+                  "original_max_positions": 512}}), "frequencies")  # fmt: skip
+    assert {"at 4096 tokens", "at 32768 tokens"} <= set(drawn)
+
+
+def test_the_envelope_is_that_of_roformer():
+    """At base 10000 and 64 dimensions: 16.5, 15.95, 8.81 at distances 0, 1, 10, summed by hand in plain Python."""
+    frequencies = [10000.0 ** (-2 * pair / 64) for pair in range(32)]
+    for distance in (0, 1, 10, 100):
+        total = 0.0
+        cosine = sine = 0.0
+        for frequency in frequencies:
+            cosine += math.cos(distance * frequency)
+            sine += math.sin(distance * frequency)
+            total += math.hypot(cosine, sine)
+        found = roformer_envelope(torch.tensor(frequencies), torch.tensor([distance]))
+        assert float(found) == pytest.approx(total / 32, rel=1e-5)
+    assert float(roformer_envelope(torch.tensor(frequencies), torch.tensor([0]))) == pytest.approx(16.5)
+
+
+def test_decay_starts_at_the_mean_squared_length_of_the_vectors():
+    subject = subject_of(NoneConfig())
+    logits = equal_query_key_logits(subject, subject.positions(16), 8)
+    # One vector everywhere: all logits of a sample are its squared length over sqrt(64), and all heads are equal.
+    assert torch.allclose(logits, logits[:, :1, :1, :1].expand_as(logits), rtol=1e-5)
+    assert 6 < float(logits.mean()) < 10
+    flat = lines(NoneConfig(), "decay")["every head"]
+    assert numpy.ptp(flat) < 1e-4
+    falling = lines(AlibiConfig(), "decay")["head 1 of 8"]
+    numpy.testing.assert_allclose(numpy.diff(falling), -0.5, atol=1e-3)
+
+
+def test_rotations_have_the_envelope_beside_the_decay_and_others_do_not():
+    assert len(draw_kind(kind_named("decay"), subject_of(RopeConfig())).axes) == 2
+    assert len(draw_kind(kind_named("decay"), subject_of(AlibiConfig())).axes) == 1
+
+
+def test_the_difference_figure_holds_one_token_at_three_positions():
+    drawn = lines(SinusoidalConfig(), "difference")
+    vectors = [drawn[f"at position {place}"] for place in (0, 50, 99)]
+    changes = lines(SinusoidalConfig(), "difference", panel=1)
+    for vector, label in zip(vectors[1:], ("50 less 0", "99 less 0"), strict=True):
+        change = next(values for name, values in changes.items() if name.startswith(label))
+        numpy.testing.assert_allclose(change, vector - vectors[0], atol=1e-6)
+    # The first pair of the sinusoid turns by one radian per position.
+    numpy.testing.assert_allclose(vectors[1][0] - vectors[0][0], math.sin(50), atol=1e-4)
+
+
+def test_small_tables_are_drawn_larger_and_the_caption_says_so():
+    subject = subject_of(T5Config())
+    assert subject.enlarged == ("weight",)
+    assert float(next(subject.parts.logit_bias.parameters()).std()) > 0.2
+    assert "drawn larger" in subject.note
+    assert "seed 0" in subject.note
+    assert "drawn larger" in subject.title
+
+
+def test_parameters_with_values_of_their_own_stay_as_they_are():
+    subject = subject_of(AlibiConfig(learnable=True))
+    assert subject.enlarged == ()
+    assert torch.allclose(bias_matrix(subject, 8), bias_matrix(subject_of(AlibiConfig()), 8), rtol=1e-5)
+    assert "before any training" in subject.note
+    assert TINY > 0.02
+
+
+def test_what_is_drawn_does_not_depend_on_the_global_seed():
+    torch.manual_seed(1)
+    first = subject_of(LearnedConfig())
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    second = subject_of(LearnedConfig())
+    assert torch.equal(state, torch.get_rng_state())
+    for one, other in zip(first.parts.additive.parameters(), second.parts.additive.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@dataclass(frozen=True)
+class WideRopeConfig(SchemeConfig):
+    """A third party's scheme that needs heads of 128 dimensions and both directions."""
+
+    name: ClassVar[str] = "wide_rope"
+
+    def build(self, context):
+        if context.causal or context.head_dim < 128:
+            raise ValueError("needs wide heads and a bidirectional model")
+        return RopeConfig().build(context)
+
+
+class Waves(AdditiveEncoding):
+    """One sine in every dimension."""
+
+    def forward(self, positions):
+        return (positions.ids.float() / 7).sin().unsqueeze(-1).expand(*positions.ids.shape, 128)
+
+
+class Stretch(QueryKeyMap):
+    """Multiplies by a factor that grows with position: neither a rotation nor one with frequencies."""
+
+    def phases(self, positions):
+        return (1 + positions.ids.float().unsqueeze(-1) / 100,)
+
+    def map_query(self, query, phases):
+        return query * phases[0].unsqueeze(1).to(query.dtype)
+
+    map_key = map_query
+
+
+@dataclass(frozen=True)
+class ThirdPartyConfig(SchemeConfig):
+    """A third party's scheme, not registered and of parts of its own."""
+
+    name: ClassVar[str] = "third_party"
+    wave: bool = True
+
+    def build(self, context):
+        return SchemeParts(additive=Waves()) if self.wave else SchemeParts(query_key_map=Stretch())
+
+
+def test_a_scheme_is_drawn_at_the_first_place_it_fits():
+    subject = subject_of(WideRopeConfig())
+    assert (subject.context.head_dim, subject.context.causal) == (128, False)
+    assert kinds_of(WideRopeConfig()) == MAP
+    assert "bidirectional model with heads of 128" in subject.place_note
+    assert subject_of(RopeConfig()).place_note == ""
+
+
+def test_a_scheme_that_fits_nowhere_is_refused_with_its_own_reason():
+    with pytest.raises(ValueError, match="rotate 256 of 64"):
+        subject_of(RopeConfig(rotary_dim=256))
+
+
+@pytest.mark.parametrize("wave", [True, False])
+def test_third_party_parts_get_every_kind_that_applies(tmp_path, wave):
+    config = ThirdPartyConfig(wave)
+    assert kinds_of(config) == EVERYWHERE
+    paths = plot_scheme(config, tmp_path)
+    assert [path.name for path in paths[::2]] == [f"third_party_{kind}.png" for kind in EVERYWHERE]
+    assert turning_frequencies(subject_of(config), 16) is None
+
+
+def test_files_are_small_images_and_text(tmp_path):
+    (png, svg) = plot_scheme(RopeConfig(), tmp_path, kinds=["heat_map"])
+    with Image.open(png) as image:
+        assert image.width > 400
+        assert len(image.convert("RGB").getcolors(10**6)) > 20
+    assert png.stat().st_size < 60_000
+    text = svg.read_text()
+    assert "position (tokens)" in text
+    assert "<image" in text
+    assert svg.stat().st_size < 100_000
+    again = plot_scheme(RopeConfig(), tmp_path / "again", kinds=["heat_map"])
+    assert [path.read_bytes() for path in again] == [png.read_bytes(), svg.read_bytes()]
+
+
+def test_labels_name_the_options_that_differ_from_the_defaults():
+    assert config_label(RopeConfig()) == "rope"
+    assert config_label(RopeConfig(theta=5e5, scaling=LinearScaling(2.0))) == "rope(theta=500000, scaling=linear x2)"
+    assert config_label(ComposedConfig((RopeConfig(), AlibiConfig()))) == "composed(parts=[rope, alibi])"
+
+
+def test_kinds_that_do_not_exist_or_do_not_apply_are_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(UnknownNameError, match="bias_map"):
+        plot_scheme(AlibiConfig(), tmp_path / "none", kinds=["bias_mop"])
+    with pytest.raises(UnsupportedError, match=r"nothing to show.*bias_distance"):
+        plot_scheme(AlibiConfig(), tmp_path / "none", kinds=["bias_map", "rotation"])
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_command_writes_the_files_it_prints(tmp_path, capsys):
+    words = ["plot", "rope", "--option", "theta=500", "layout=half", "--kind", "decay,rotation", "--output"]
+    assert main([*words, str(tmp_path)]) == 0
+    printed = capsys.readouterr().out.split()
+    assert printed == [str(tmp_path / f"rope_{kind}.{end}") for kind in ("decay", "rotation") for end in ("png", "svg")]
+    assert all(path.stat().st_size > 1000 for path in tmp_path.iterdir())
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_the_command_lists_kinds_without_writing(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["plot", "alibi", "--list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == BIAS
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["alibi", "--kind", "rotation"], "nothing to show"),
+        (["alibi", "--kind", "heatmap"], "Did you mean 'heat_map'"),
+        (["rope:rotary_dim=256"], "rotate 256 of 64"),
+        (["alibi", "--option", "slope=1"], "Unknown option"),
+        (["alibi", "--output", __file__], "takes a folder"),
+    ],
+)
+def test_the_command_says_why_it_cannot(words, reason, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["plot", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert reason in captured.err

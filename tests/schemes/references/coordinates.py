@@ -1,0 +1,87 @@
+"""Rotations over several axes, one pair at a time."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from . import seeds
+
+
+def place(position: int, grid: tuple[int, ...], prefix: int) -> list[int]:
+    """Row-major: the last axis counts to its size, then the one before it goes one further."""
+    left = max(position - prefix, 0)
+    coordinates = []
+    for size in grid[::-1]:
+        coordinates.insert(0, left % size)
+        left //= size
+    return [left, *coordinates]
+
+
+def shares(pairs: int, axes: int) -> list[int]:
+    """How many pairs each axis owns: evenly dealt, one after the other."""
+    owned = [0] * axes
+    for pair in range(pairs):
+        owned[pair % axes] += 1
+    return owned
+
+
+def spectrum(config: Any, part: Any, head: int, width: int, axes: int) -> list[list[float]]:
+    """`[axis][pair]`: radians per step, arXiv:2403.13298."""
+    pairs = width // 2
+    if config.assignment == "mixed":
+        heads = part.frequencies.shape[1]
+        return part.frequencies[:, head if heads > 1 else 0].tolist()
+    theta = config.theta or 100.0
+    table = [[0.0] * pairs for _ in range(axes)]
+    column = 0
+    for axis, owned in enumerate(shares(pairs, axes)):
+        for rank in range(owned):
+            dealt = rank * axes + axis
+            match config.assignment:
+                case "block":
+                    table[axis][column] = theta ** (-rank / owned)
+                case "split":
+                    table[axis][column] = theta ** (-2 * dealt / width)
+                case "interleaved":
+                    table[axis][dealt] = theta ** (-2 * dealt / width)
+            column += 1
+    return table
+
+
+def turn(vector: list[float], angles: list[float], layout: str) -> list[float]:
+    """Each pair by an angle of its own: the plain rotation, at position 1."""
+    return seeds.rotate(vector, angles, layout, 1, 1.0)
+
+
+def rope_nd(config: Any, parts: Any, case: Any) -> list[list[list[float]]]:
+    part = parts.query_key_map
+    width = config.rotary_dim or len(case.query[0][0])
+    axes = len(config.grid) + 1
+    key_heads = getattr(part, "frequencies", None)
+    groups = 1 if key_heads is None else max(len(case.query) // key_heads.shape[1], 1)
+    logits = []
+    for head, (queries, keys) in enumerate(zip(case.query, case.key, strict=True)):
+        frequencies = spectrum(config, part, head // groups, width, axes)
+        turned = []
+        for heads in (queries, keys):
+            rows = []
+            for vector, position in zip(heads, case.positions, strict=True):
+                at = place(position, config.grid, config.num_prefix_tokens)
+                angles = [sum(at[axis] * frequencies[axis][pair] for axis in range(axes)) for pair in range(width // 2)]
+                rows.append(turn(vector, angles, config.layout))
+            turned.append(rows)
+        logits.append(
+            [
+                [case.scaling * sum(a * b for a, b in zip(query, key, strict=True)) for key in turned[1]]
+                for query in turned[0]
+            ]
+        )
+    return logits
+
+
+def mrope(config: Any, head_dim: int, vector: list[float], position: int, length: int) -> list[float]:
+    """Text: time, height and width agree, and nothing but RoPE is left (arXiv:2409.12191, section 2.1)."""
+    width = config.rotary_dim or head_dim
+    frequencies = [math.exp(-2 * pair / width * math.log(config.theta)) for pair in range(width // 2)]
+    return seeds.rotate(vector, frequencies, config.layout, position, 1.0)

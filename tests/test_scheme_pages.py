@@ -1,0 +1,188 @@
+"""The generated pages of schemes are fresh, complete, and say things that run."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+
+from PIL import Image
+
+import hf_posenc
+from hf_posenc.schemes import get_scheme, registered_configs
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+NAMES = [found.name for found in registered_configs() if found.__module__.startswith("hf_posenc.")]
+REMEDY = "run: python docs/generate_schemes.py"
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def generator():
+    before = list(sys.path)
+    spec = importlib.util.spec_from_file_location("generate_schemes", DOCS / "generate_schemes.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    yield module
+    sys.path[:] = before
+
+
+@pytest.fixture(scope="module")
+def docstrings(generator):
+    return importlib.import_module("scheme_docstrings")
+
+
+@pytest.fixture(scope="module")
+def pages(generator):
+    return generator.all_pages()
+
+
+def test_every_page_on_disk_is_what_the_docstrings_say_now(generator, pages):
+    fresh = generator.texts(pages)
+    stale = [path for path, text in fresh.items() if not (DOCS / path).is_file() or (DOCS / path).read_text() != text]
+    assert stale == [], REMEDY
+    on_disk = {f"schemes/{path.name}" for path in (DOCS / "schemes").glob("*.md")} | {"gallery.md"}
+    assert on_disk == set(fresh), REMEDY
+
+
+def test_a_changed_docstring_changes_the_page(generator, pages, monkeypatch):
+    texts = generator.texts(pages)
+    monkeypatch.setattr(pages[0].config_class, "__doc__", "Something else (arXiv:2104.09864).\n")
+    assert generator.texts(pages)[f"schemes/{pages[0].name}.md"] != texts[f"schemes/{pages[0].name}.md"]
+
+
+def test_every_registered_scheme_has_a_page_and_a_place_in_index_and_gallery(pages):
+    assert [page.name for page in pages] == NAMES
+    index, gallery = (DOCS / "schemes" / "README.md").read_text(), (DOCS / "gallery.md").read_text()
+    for name in NAMES:
+        assert index.count(f"[`{name}`]({name}.md)") == 1
+        assert gallery.count(f"### [`{name}`](schemes/{name}.md)") == 1
+
+
+def test_every_figure_a_page_shows_exists_and_shows_something():
+    shown = set()
+    for page in [*(DOCS / "schemes").glob("*.md"), DOCS / "gallery.md"]:
+        for target in re.findall(r"\]\(([^)]*figures/[^)]*)\)", page.read_text()):
+            path = (page.parent / target).resolve()
+            shown.add(path)
+            assert path.is_file(), f"{page.name}: {target}; {REMEDY}"
+    assert shown == {path.resolve() for path in (DOCS / "schemes" / "figures").iterdir()}, REMEDY
+    for path in shown:
+        if path.suffix == ".png":
+            with Image.open(path) as image:
+                colors = image.convert("RGB").getcolors(10**6)
+                assert image.width > 300
+                assert len(colors) > 8, path.name
+            assert path.stat().st_size < 60_000, path.name
+        else:
+            assert path.read_text().startswith("<?xml")
+            assert path.stat().st_size < 120_000, path.name
+    assert sum(path.stat().st_size for path in shown) < 6_500_000
+
+
+def test_links_to_files_of_the_repository_lead_somewhere():
+    for page in [*(DOCS / "schemes").glob("*.md"), DOCS / "gallery.md"]:
+        text = re.sub(r"```.*?```|`[^`\n]*`", "code", page.read_text(), flags=re.DOTALL)
+        for target in re.findall(r"\]\(([^)]+)\)", text):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_option_is_described(name, docstrings):
+    for option in docstrings.options(get_scheme(name)):
+        assert option.meaning, f"{name}.{option.name} has no entry in the Args of its docstring"
+        assert option.type
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_arxiv_ids_are_links_outside_of_code(name):
+    text = re.sub(r"```.*?```", "", (DOCS / "schemes" / f"{name}.md").read_text(), flags=re.DOTALL)
+    ids = re.findall(r"arXiv:(\d{4}\.\d{4,5})", text)
+    assert text.count("https://arxiv.org/abs/") == len(ids)
+    assert all(f"https://arxiv.org/abs/{found}" in text for found in ids)
+
+
+def tiny_model(name: str):
+    if name == "local_global":
+        from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+        return Gemma3ForCausalLM(
+            Gemma3TextConfig(
+                vocab_size=16, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1,
+                head_dim=64, intermediate_size=32, max_position_embeddings=64,
+                layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            )
+        )  # fmt: skip
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=16, hidden_size=128, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2,
+            head_dim=64, intermediate_size=32, max_position_embeddings=64,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_code_on_a_page_runs(name):
+    text = (DOCS / "schemes" / f"{name}.md").read_text()
+    code = re.search(r"```python\n(.*?)```", text, flags=re.DOTALL).group(1)
+    assert "patch_model(model, " in code
+    torch.manual_seed(0)
+    model = tiny_model(name)
+    scope = {"model": model}
+    exec(compile(code, name, "exec"), scope)
+    assert scope["model"] is model
+    assert model.position_encoding.config is not None
+    assert getattr(hf_posenc, get_scheme(name).__name__) is get_scheme(name)
+
+
+class TestDocstrings:
+    def test_literal_blocks_and_tables_become_markdown(self, docstrings):
+        lines = [
+            "A formula (arXiv:2104.09864)::",
+            "",
+            "    a | b",
+            "      c",
+            "",
+            "After it.",
+            "",
+            "=====  =========",
+            "name   meaning",
+            "=====  =========",
+            '"a"    `|x|`, in',
+            "       two lines",
+            "b      c",
+            "=====  =========",
+        ]
+        assert docstrings.markdown(lines) == "\n".join(
+            [
+                "A formula ([arXiv:2104.09864](https://arxiv.org/abs/2104.09864)):",
+                "",
+                "```text",
+                "a | b",
+                "  c",
+                "```",
+                "",
+                "After it.",
+                "",
+                "| name | meaning |",
+                "|---|---|",
+                '| "a" | `\\|x\\|`, in two lines |',
+                "| b | c |",
+            ]
+        )
+
+    def test_options_carry_type_default_and_description(self, docstrings):
+        described = {option.name: option for option in docstrings.options(get_scheme("alibi"))}
+        assert described["variant"].default == '`"auto"`'
+        assert described["learnable"].type == "bool"
+        assert described["learnable"].meaning.startswith("trains the slopes")
