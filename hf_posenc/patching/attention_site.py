@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_posenc.attention.key_channels import append_features, split_features
 from hf_posenc.errors import UnsupportedError
@@ -60,8 +60,6 @@ class AttentionSite(LogitSite):
 
     def _maps_here(self, query_key_map: QueryKeyMap, first: Tensor, second: Tensor | None, time_axis: int) -> bool:
         """Whether a map can act in the place of a rotary function; otherwise it acts on whole heads later."""
-        if query_key_map.mapped_again and first.shape[-1] != self.encoding.head_dim:
-            raise slice_error(self.module)
         if query_key_map.rotary_dim is not None and first.shape[-1] < query_key_map.rotary_dim:
             return False
         if query_key_map.width_factor != 1:
@@ -159,14 +157,6 @@ class AttentionSite(LogitSite):
         keys, values = update(append_features(key, self.new_features(call)), value, *args, **kwargs)
         keys, call.key_features = split_features(keys, self.encoding.num_heads, self.encoding.num_features)
         return keys, values
-
-
-def slice_error(module: nn.Module) -> UnsupportedError:
-    """For a scheme that maps whole heads again in a module that rotates another slice of them."""
-    return UnsupportedError(
-        f"{type(module).__name__} rotates a slice that does not lead its heads, and this scheme rotates far pairs once "
-        "more, on whole heads. Use a RoPE scaling, or position_scale."
-    )
 
 
 def mapped(map_one: Any, tensor: Tensor, phases: Phases, time_axis: int) -> Tensor:

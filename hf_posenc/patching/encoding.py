@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.attention_site import slice_error
 from hf_posenc.patching.instance import InstancePatches
 from hf_posenc.patching.layer_call import LayerEncoding
 from hf_posenc.patching.placement import build_context, with_layout
@@ -62,8 +61,11 @@ class StackEncoding(nn.Module):
             parts = built[key]
             again = parts.query_key_map is not None and parts.query_key_map.mapped_again
             if again and hasattr(attention.module, "kv_lora_rank"):
-                # Multi-head latent attention rotates the end of its heads.
-                raise slice_error(attention.module)
+                raise UnsupportedError(
+                    f"{type(attention.module).__name__} (multi-head latent attention) rotates the end of its heads, "
+                    "and this scheme rotates far pairs once more, at the front of whole heads. Use a RoPE scaling, or "
+                    "position_scale."
+                )
             self.layers.append(
                 LayerEncoding(
                     query_key_map=parts.query_key_map,

@@ -71,8 +71,8 @@ class QueryKeyMap(Part):
     whole_heads: bool = False
     #: Width of a mapped head, as a multiple of what it was.
     width_factor: int = 1
-    #: True where a bias of the scheme maps the heads further and finds the mapped dimensions in front of each head;
-    #: an architecture that rotates another part of its heads is refused.
+    #: True where a bias of the scheme maps the heads further and looks for the mapped dimensions in front of each head;
+    #: multi-head latent attention, which rotates the end of its heads, is refused.
     mapped_again: bool = False
 
     def phases(self, positions: Positions) -> tuple[Tensor, ...]:

@@ -167,7 +167,7 @@ def test_a_map_that_widens_heads_refuses_a_bias_that_reads_them():
 @torch.no_grad()
 def test_latent_attention_refuses_a_rotation_that_is_corrected_on_whole_heads():
     model = patched("deepseek_v3_mla", None)
-    with pytest.raises(UnsupportedError, match="slice that does not lead"):
+    with pytest.raises(UnsupportedError, match="end of its heads"):
         patch_model(model, {"scheme": "self_extend", "window": 4, "group": 2})
     assert not hasattr(model, "position_encoding")
 

@@ -156,9 +156,9 @@ class ForgetGateConfig(SchemeConfig):
             )
         if self.gate == "content":
             input_size = context.layer_input_size or context.hidden_size
-        return SchemeParts(
-            logit_bias=ForgetGateBias(context.num_heads, input_size, self.initial_bias, context.initializer_range)
-        )
+            return SchemeParts(
+                logit_bias=ForgetGateBias(context.num_heads, input_size, self.initial_bias, context.initializer_range)
+            )
         return SchemeParts(logit_bias=ConstantForgetGateBias(self._initial_biases(context.num_heads)))
 
     def _initial_biases(self, num_heads: int) -> Tensor:
