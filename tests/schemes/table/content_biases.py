@@ -25,6 +25,7 @@ ROWS: dict[str, Row] = {
         ),
         causal_only=True,
         everywhere=True,
+        marks="+++.++..++-",
     ),
     "shaw": Row(
         "logits",
@@ -37,12 +38,19 @@ ROWS: dict[str, Row] = {
             ShawConfig("wavelet"),
         ),
         everywhere=True,
+        marks="-++.++..-++",
     ),
-    "wavelet": Row("logits", content_biases.wavelet, (WaveletConfig(num_scales=4), WaveletConfig())),
+    "wavelet": Row(
+        "logits",
+        content_biases.wavelet,
+        (WaveletConfig(num_scales=4), WaveletConfig()),
+        marks="-++.++..-++",
+    ),
     "transformer_xl": Row(
         "logits",
         content_biases.transformer_xl,
         (TransformerXLConfig(), TransformerXLConfig(base=100.0, clamp_length=6)),
+        marks="+++.++..-++",
     ),
     "cope": Row(
         "logits",
@@ -51,12 +59,19 @@ ROWS: dict[str, Row] = {
         (CopeConfig(num_positions=4, initial_std=0.05), CopeConfig(initial_std=0.05)),
         causal_only=True,
         everywhere=True,
+        marks="-++.++..-++",
     ),
-    "grape": Row("logits", content_biases.grape, (GrapeConfig(), GrapeConfig(initial_rate=0.2, normalize=False))),
+    "grape": Row(
+        "logits",
+        content_biases.grape,
+        (GrapeConfig(), GrapeConfig(initial_rate=0.2, normalize=False)),
+        marks="+++.++..++-",
+    ),
     "low_rank_relative": Row(
         "logits",
         content_biases.low_rank_relative,
         (LowRankRelativeConfig(rank=4, window=8), LowRankRelativeConfig()),
         causal_only=True,
+        marks="-++.++..-++",
     ),
 }

@@ -20,6 +20,7 @@ ROWS: dict[str, Row] = {
             RopeNdConfig(None, (6,), "mixed", layout="half"),
             RopeNdConfig(None, (4, 4), "mixed", per_head=False, rotary_dim=8, layout="interleaved"),
         ),
+        marks="++--+++++++",
     ),
     "mrope": Row(
         "map",
@@ -30,5 +31,6 @@ ROWS: dict[str, Row] = {
             MRopeConfig(500_000.0, interleaved=True, layout="half"),
         ),
         everywhere=True,
+        marks="+++++++++++",
     ),
 }

@@ -18,6 +18,7 @@ ROWS: dict[str, Row] = {
             KerpleConfig("power", exponent=1.5),
             KerpleConfig(minimum=0.5, shared=False),
         ),
+        marks="+++.++..+--",
     ),
     "fire": Row(
         "logits",
@@ -27,5 +28,6 @@ ROWS: dict[str, Row] = {
             FireConfig(width=4, initial_c=2.0, initial_threshold=10.0, epsilon=0.01, shared=True),
         ),
         everywhere=True,
+        marks="++-.++..++-",
     ),
 }

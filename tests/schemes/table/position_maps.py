@@ -36,6 +36,7 @@ ROWS: dict[str, Row] = {
             RandomizedConfig(T5Config(), max_position=64),
         ),
         everywhere=True,
+        marks="++++++.++++",
     ),
     "position_shift": Row(
         "additive",
@@ -45,6 +46,7 @@ ROWS: dict[str, Row] = {
             PositionShiftConfig(LearnedConfig(num_positions=70), offset=2),
             PositionShiftConfig(IntegerConfig(direction="learned")),
         ),
+        marks="++++++.++++",
     ),
     "position_scale": Row(
         "logits",
@@ -55,11 +57,13 @@ ROWS: dict[str, Row] = {
             PositionScaleConfig(AlibiConfig(), factor=1.5),
             PositionScaleConfig(T5Config(), factor=3),
         ),
+        marks="++++++.++++",
     ),
     "position_clamp": Row(
         "logits",
         position_maps.position_clamp,
         (PositionClampConfig(ROPE, maximum=6), PositionClampConfig(AlibiConfig(), maximum=20)),
+        marks="-+--++.++++",
     ),
     "hierarchical": Row(
         "logits",
@@ -70,6 +74,7 @@ ROWS: dict[str, Row] = {
             HierarchicalConfig(segment=T5Config(), segment_length=3),
         ),
         everywhere=True,
+        marks="++--++-++++",
     ),
     "self_extend": Row(
         "logits",
@@ -82,6 +87,7 @@ ROWS: dict[str, Row] = {
             SelfExtendConfig(T5Config(), group=4, window=7),
         ),
         causal_only=True,
+        marks="-+-.++.++++",
     ),
     "rerope": Row(
         "logits",
@@ -92,5 +98,6 @@ ROWS: dict[str, Row] = {
             ReRopeConfig(AlibiConfig(), window=5, factor=2.0),
         ),
         causal_only=True,
+        marks="-++.++.++++",
     ),
 }

@@ -24,12 +24,14 @@ ROWS: dict[str, Row] = {
         ),
         causal_only=True,
         everywhere=True,
+        marks="++++++.-+-+",
     ),
     "pope": Row(
         "logits",
         rotations.pope,
         (PopeConfig(), PopeConfig(theta=100.0)),
         everywhere=True,
+        marks="++++++.-+++",
     ),
     "string": Row(
         "logits",
@@ -43,6 +45,7 @@ ROWS: dict[str, Row] = {
             StringConfig("circulant", per_head=False, rotary_dim=8),
         ),
         everywhere=True,
+        marks="++++++.++++",
     ),
     "learned_rope": Row(
         "logits",
@@ -52,11 +55,13 @@ ROWS: dict[str, Row] = {
             LearnedRopeConfig(sharing="layer", layout="interleaved"),
             LearnedRopeConfig(sharing="head", rotary_dim=8, layout="half"),
         ),
+        marks="++++++.+-++",
     ),
     "hope": Row(
         "map",
         rotations.hope,
         (HopeConfig(), HopeConfig(theta=500.0, training_length=20, rotary_dim=12, layout="interleaved")),
+        marks="++++++.++++",
     ),
     "fope": Row(
         "logits",
@@ -66,6 +71,7 @@ ROWS: dict[str, Row] = {
             FopeConfig(theta=500.0, training_length=20, gain=0.6, seed=7, rotary_dim=12, layout="interleaved"),
             FopeConfig(learnable=True),
         ),
+        marks="++--++.-+++",
     ),
     "resonance": Row(
         "map",
@@ -76,5 +82,6 @@ ROWS: dict[str, Row] = {
             ResonanceConfig(scaling=YarnScaling(4.0, 64, beta_fast=4.0)),
             ResonanceConfig(scaling=DynamicScaling(2.0, 20)),
         ),
+        marks="++++++.++++",
     ),
 }

@@ -31,6 +31,9 @@ class Row:
         causal_only: whether the scheme refuses bidirectional models.
         everywhere: whether the matrix runs it in every build of architecture, not only in a Llama and a BERT: one
             scheme for each mechanism of the engine.
+        marks: the properties it has, one character each in the order of `hf_posenc.metrics.properties_table`:
+            + has it, - fails it, . does not apply. Unique, same at any length, relative, linear, defined past the
+            training length, deterministic, several axes, keeps norms, decays, float16, bfloat16.
     """
 
     kind: str
@@ -38,6 +41,7 @@ class Row:
     variants: tuple[SchemeConfig, ...]
     causal_only: bool = False
     everywhere: bool = False
+    marks: str = ""
 
 
 @dataclass(frozen=True)

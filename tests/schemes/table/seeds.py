@@ -47,11 +47,17 @@ ROPE_VARIANTS = (
 )
 
 ROWS: dict[str, Row] = {
-    "none": Row("none", None, (NoneConfig(),)),
+    "none": Row(
+        "none",
+        None,
+        (NoneConfig(),),
+        marks="-.+.++..-..",
+    ),
     "integer": Row(
         "additive",
         seeds.integer,
         (IntegerConfig(), IntegerConfig(0.1, "one_hot"), IntegerConfig(0.5, "learned")),
+        marks="++---+..---",
     ),
     "normalized_integer": Row(
         "additive",
@@ -61,8 +67,14 @@ ROWS: dict[str, Row] = {
             NormalizedIntegerConfig(subtract_one=True, direction="one_hot"),
             NormalizedIntegerConfig(length=100, scale=2.0, direction="learned"),
         ),
+        marks="+---++..---",
     ),
-    "binary": Row("additive", seeds.binary, (BinaryConfig(), BinaryConfig(bits=9, scale=0.1))),
+    "binary": Row(
+        "additive",
+        seeds.binary,
+        (BinaryConfig(), BinaryConfig(bits=9, scale=0.1)),
+        marks="++---+..-++",
+    ),
     "sinusoidal": Row(
         "additive",
         seeds.sinusoidal,
@@ -72,19 +84,37 @@ ROWS: dict[str, Row] = {
             SinusoidalConfig(frequencies="tensor2tensor", layout="concatenated", offset=2),
             SinusoidalConfig(frequencies="tensor2tensor", base=100.0),
         ),
+        marks="++-+++..+++",
     ),
     "learned": Row(
         "additive",
         seeds.learned,
         (LearnedConfig(), LearnedConfig(num_positions=50, offset=2), LearnedConfig(16, 2, "interpolate")),
+        marks="++---+..-++",
     ),
-    "t5": Row("bias", seeds.t5, (T5Config(), T5Config(16, 20, bidirectional=True, shared=False))),
-    "alibi": Row("bias", seeds.alibi, (AlibiConfig(), AlibiConfig("asymmetric"), AlibiConfig(learnable=True))),
-    "rope": Row("map", seeds.rope, ROPE_VARIANTS),
+    "t5": Row(
+        "bias",
+        seeds.t5,
+        (T5Config(), T5Config(16, 20, bidirectional=True, shared=False)),
+        marks="-++.++..-++",
+    ),
+    "alibi": Row(
+        "bias",
+        seeds.alibi,
+        (AlibiConfig(), AlibiConfig("asymmetric"), AlibiConfig(learnable=True)),
+        marks="+++.++..+--",
+    ),
+    "rope": Row(
+        "map",
+        seeds.rope,
+        ROPE_VARIANTS,
+        marks="++++++.++++",
+    ),
     "p_rope": Row(
         "map",
         seeds.p_rope,
         (PRopeConfig(layout="half"), PRopeConfig(1e6, 0.25, 12, "interleaved")),
+        marks="++++++.++++",
     ),
 }
 
