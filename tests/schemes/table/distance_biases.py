@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from hf_posenc.schemes.bias.fire import FireConfig
 from hf_posenc.schemes.bias.kerple import KerpleConfig
+from hf_posenc.schemes.bias.sandwich import SandwichConfig
 
 from ..references import distance_biases
 from .row import Row
@@ -29,5 +32,16 @@ ROWS: dict[str, Row] = {
         ),
         everywhere=True,
         marks="++-.++..++-",
+    ),
+    "sandwich": Row(
+        "bias",
+        # The product of two interleaved sinusoidal vectors (arXiv:1706.03762), at position 0 and at the distance.
+        lambda config, part, heads, causal, head, distance: (
+            heads
+            / (8 * (head + 1))
+            * sum(math.cos(distance / config.base ** (2 * pair / config.width)) for pair in range(config.width // 2))
+        ),
+        (SandwichConfig(), SandwichConfig(width=10, base=50.0)),
+        marks="+++.++..+--",
     ),
 }
