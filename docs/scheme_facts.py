@@ -10,10 +10,11 @@ import torch
 from scheme_docstrings import linked, options, table_cell
 from scheme_pages import Page, default_config
 
-from hf_posenc.plots.schemes import applicable_kinds, subject_of
+from hf_posenc.plots.schemes import Subject, applicable_kinds, subject_of
 from hf_posenc.plots.schemes.subject import standard_places
-from hf_posenc.schemes import BuildContext, PairwiseBias, SchemeConfig, SchemeParts
+from hf_posenc.schemes import BuildContext, PairwiseBias, Positions, SchemeConfig, SchemeParts
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig
+from hf_posenc.schemes.logits import positional_logits
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Where learned parameters are counted: the sizes of BERT-base and GPT-2 small.
@@ -60,13 +61,50 @@ def facts_text(page: Page) -> str:
         )
     bias = parts.logit_bias
     if isinstance(bias, PairwiseBias):
-        reads = ["queries or keys"] * bias.reads_heads + ["hidden states"] * bool(bias.num_features)
-        facts.append(f"The bias reads {' and '.join(['positions', *reads])}, and is computed for every pair of tokens.")
+        facts.append(f"The bias reads {_what_a_bias_reads(page.subject)}, and is computed for every pair of tokens.")
         if bias.num_features:
             facts.append(f"Cached beside each key: {bias.num_features} number(s) per head.")
     elif bias is not None:
         facts.append("The bias is a function of distance alone, and is computed once per distance.")
     return _bullets(facts)
+
+
+def _what_a_bias_reads(subject: Subject) -> str:
+    """In words, which inputs change the bias: each is replaced while the others stay."""
+    length = 24
+    query, key, hidden = subject.random_heads(length, seed=1)
+    other_query, other_key, other_hidden = subject.random_heads(length, seed=2)
+    inputs = {
+        "positions": (query, key, hidden),
+        "queries": (other_query, key, hidden),
+        "keys": (query, other_key, hidden),
+        "hidden states": (query, key, other_hidden),
+    }
+    without_scale = dataclasses.replace(subject.parts, logit_scale=None)
+    visible = torch.ones(length, length, dtype=torch.bool)
+    visible = visible.tril() if subject.context.causal else visible
+
+    @torch.no_grad()
+    def biases(ids: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        positions = Positions(ids.unsqueeze(0), ids[-1:].unsqueeze(0) + 1, token_ids=ids.unsqueeze(0) % 16)
+        biased, plain = (
+            positional_logits(parts, *tensors[:2], positions, tensors[2])
+            for parts in (without_scale, dataclasses.replace(without_scale, logit_bias=None))
+        )
+        return (biased - plain)[..., visible]
+
+    found = []
+    for name, tensors in inputs.items():
+        # Near and far positions: a bias may act on one of them only.
+        for step in (1, 20, 200):
+            ids = torch.arange(length) * step
+            changed = ids + (torch.arange(length) >= length // 2) * step if name == "positions" else ids
+            if not torch.allclose(biases(ids, query, key, hidden), biases(changed, *tensors), rtol=1e-3, atol=1e-3):
+                found.append(name)
+                break
+    if "positions" not in found:
+        found.append("the order of the tokens")
+    return " and ".join(filter(None, (", ".join(found[:-1]), found[-1])))
 
 
 def acts_on(parts: SchemeParts) -> str:
@@ -106,8 +144,10 @@ def _parameters_text(config: SchemeConfig) -> str:
     raise first_refusal
 
 
-def _no_weight_decay(module: torch.nn.Module) -> frozenset[str]:
-    return getattr(module, "no_weight_decay", frozenset())
+def _no_weight_decay(module: torch.nn.Module) -> set[str]:
+    """The names that exist: some are learned only where an option says so."""
+    learned = {name for name, _ in module.named_parameters(recurse=False)}
+    return learned & getattr(module, "no_weight_decay", frozenset())
 
 
 def _bidirectional_refusal(config: SchemeConfig) -> str | None:
@@ -121,33 +161,87 @@ def _bidirectional_refusal(config: SchemeConfig) -> str | None:
 
 def use_text(page: Page) -> str:
     """How to patch a model with the scheme, alone and with others."""
-    config, name = page.subject.config, page.config_class.__name__
-    if default_config(page.config_class) is None:
-        first = f"model = patch_model(model, hf_posenc.{_code(config)})"
-    else:
-        first = f'model = patch_model(model, "{page.name}")'
-    lines = ["import hf_posenc", "from hf_posenc import patch_model", "", first]
-    if isinstance(config, LayeredConfig):
-        hint = (
+    sentences = [_native_hint(page)]
+    if isinstance(page.subject.config, LayeredConfig):
+        sentences.append(
             "It is an arrangement of layers: composing happens inside its layers, each of which takes any other scheme "
-            "or a `ComposedConfig`."
+            "or a list of schemes."
         )
     else:
-        hint = _composition_hint(page)
-        if any(field.name == "inner" for field in dataclasses.fields(config)):
-            lines.append(f'model = patch_model(model, "{page.name}", inner=hf_posenc.AlibiConfig())')
-        if not page.config_class.combinator and page.name != "none":
-            lines.append(_composition_example(page))
-            if page.subject.parts.additive is None:
-                lines.append(f'model = patch_model(model, "{page.name}", layers=[0, 1], elsewhere="none")')
-    return "```python\n" + "\n".join(lines) + f"\n```\n\n{hint} Options are the fields of `hf_posenc.{name}`."
+        sentences.append(_composition_hint(page))
+    sentences.append(f"Options are the fields of `hf_posenc.{page.config_class.__name__}`.")
+    if any(_no_weight_decay(module) for part in page.subject.parts for module in part.modules()):
+        sentences.append(
+            "`Trainer` decides by name what it decays; for the parameters trained without weight decay, hand it "
+            "`optimizers=(torch.optim.AdamW(hf_posenc.recipes.parameter_groups(model, 0.1), lr=3e-4), None)`."
+        )
+    code = "\n".join(["import hf_posenc", "from hf_posenc import patch_model", "", *_examples(page)])
+    return f"```python\n{code}\n```\n\n{' '.join(filter(None, sentences))}"
 
 
-def _composition_example(page: Page) -> str:
+def _examples(page: Page) -> list[str]:
+    """Calls of `patch_model`, the one that most people want first."""
+    options, layered = _native_options(page.config_class), isinstance(page.subject.config, LayeredConfig)
+    if _is_scale(page):
+        return [
+            f'model = patch_model(model, ["native", "{page.name}"])  # with the positions the model has',
+            f'model = patch_model(model, ["rope", "{page.name}"])  # with another scheme',
+            f'model = patch_model(model, ["native", "{page.name}"], layers=[0, 1])',
+        ]
+    if options:
+        shown = _changed(page.subject.config) | options
+        arguments = "".join(f", {name}={_value_code(shown[name])}" for name in dict.fromkeys([*options, *shown]))
+        alone = f'"{page.name}"{arguments}'
+        inside = f"hf_posenc.{page.config_class.__name__}({arguments.removeprefix(', ')})"
+    else:
+        alone = inside = f'"{page.name}"'
+        if default_config(page.config_class) is None:
+            alone = inside = f"hf_posenc.{_code(page.subject.config)}"
+    needs = "  # needs config.layer_types: Gemma 3, Cohere 2" if page.name == "local_global" else ""
+    lines = [f"model = patch_model(model, {alone}){needs}"]
+    if layered:
+        return lines
+    if "inner" in options:
+        lines.append(lines[0].replace('inner="native"', 'inner="alibi"'))
+    if not page.config_class.combinator and page.name != "none":
+        lines.append(f'model = patch_model(model, [{inside}, "{_companion(page)}"])  # with another scheme')
+        if page.subject.parts.additive is None:
+            lines.append(f'model = patch_model(model, {alone}, layers=[0, 1], elsewhere="none")')
+    return lines
+
+
+def _native_options(config_class: type[SchemeConfig]) -> dict[str, str]:
+    """The option of a scheme around another one which is the model's own in most uses."""
+    fields = {field.name: field for field in dataclasses.fields(config_class)}
+    for option in ("inner", "segment", "local"):
+        if option in fields and "SchemeConfig" in str(fields[option].type):
+            return {option: "native"}
+    return {}
+
+
+def _native_hint(page: Page) -> str:
+    """What happens to the positions that the model already has."""
+    for option in _native_options(page.config_class):
+        default = getattr(default_config(page.config_class) or page.subject.config, option)
+        return (
+            f'With `{option}="native"` the model keeps its own scheme there. The default is `{default.name}` with '
+            f"theta {default.theta:g}, whatever the model was trained with."
+        )
+    if _is_scale(page):
+        return (
+            f'The name alone, `patch_model(model, "{page.name}")`, replaces the positions the model has, so none are '
+            "left."
+        )
+    return ""
+
+
+def _is_scale(page: Page) -> bool:
+    return list(page.subject.parts) == [page.subject.parts.logit_scale]
+
+
+def _companion(page: Page) -> str:
     other = "alibi" if page.name != "alibi" and page.subject.parts.logit_bias is None else "rope"
-    if page.subject.parts.query_key_map is not None and other == "rope":
-        other = "sinusoidal"
-    return f'model = patch_model(model, ["{page.name}", "{other}"])  # with another scheme'
+    return "sinusoidal" if page.subject.parts.query_key_map is not None and other == "rope" else other
 
 
 def _composition_hint(page: Page) -> str:
@@ -176,12 +270,15 @@ def command_text(page: Page) -> str:
 
 def _code(config: SchemeConfig) -> str:
     """The config as an expression, with the options that differ from their defaults."""
-    arguments = []
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if value != field.default:
-            arguments.append(f"{field.name}={_value_code(value)}")
+    arguments = [f"{name}={_value_code(value)}" for name, value in _changed(config).items()]
     return f"{type(config).__name__}({', '.join(arguments)})"
+
+
+def _changed(config: SchemeConfig) -> dict[str, object]:
+    """The options that differ from their defaults."""
+    default = default_config(type(config))
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return {name: value for name, value in values.items() if default is None or value != getattr(default, name)}
 
 
 def _value_code(value: object) -> str:
@@ -189,7 +286,7 @@ def _value_code(value: object) -> str:
         return f"hf_posenc.{_code(value)}"
     if isinstance(value, tuple):
         return "(" + ", ".join(_value_code(item) for item in value) + ("," if len(value) == 1 else "") + ")"
-    return repr(value)
+    return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 def _source_link(config_class: type[SchemeConfig]) -> str:

@@ -12,6 +12,7 @@ from hf_posenc.plots.schemes.subject import config_label
 from hf_posenc.schemes import (
     AlibiConfig,
     ComposedConfig,
+    NativeConfig,
     NoneConfig,
     RopeConfig,
     ScheduleConfig,
@@ -105,8 +106,9 @@ class Page:
 
 
 def all_pages() -> list[Page]:
-    """The pages of all schemes that the package registers, by name."""
-    classes = [found for found in registered_configs() if found.__module__.startswith("hf_posenc.")]
+    """The pages of all schemes that the package registers, by name; "native" is a word for one of them."""
+    shipped = [found for found in registered_configs() if found.__module__.startswith("hf_posenc.")]
+    classes = [found for found in shipped if found is not NativeConfig]
     return [page_of(config_class) for config_class in classes]
 
 

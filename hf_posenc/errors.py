@@ -11,13 +11,42 @@ class PositionEncodingError(Exception):
 
 
 class UnknownNameError(PositionEncodingError, ValueError):
-    """A scheme, option or architecture name that nobody registered."""
+    """A scheme, option or architecture name that nobody registered.
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+    Args:
+        kind: what was named.
+        name: the name.
+        known: the names there are.
+        owner: whose names these are, for a message like "Unknown option 'thetha' of scheme 'rope'".
+        hint: a sentence on what is probably meant, in place of the nearest names.
+    """
+
+    def __init__(self, kind: str, name: str, known: Iterable[str], *, owner: str = "", hint: str = "") -> None:
         known = sorted(known)
-        close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
-        hint = f" Did you mean {' or '.join(repr(match) for match in close)}?" if close else ""
-        super().__init__(f"Unknown {kind} {name!r}.{hint} Known: {', '.join(known) or 'none'}.")
+        if not hint:
+            close = close_names(name, known)
+            hint = f"Did you mean {' or '.join(repr(match) for match in close)}?" if close else ""
+        of_whom = f" of {owner}" if owner else ""
+        super().__init__(
+            " ".join(
+                filter(None, (f"Unknown {kind} {name!r}{of_whom}.", hint, f"Known: {', '.join(known) or 'none'}."))
+            )
+        )
+
+
+def close_names(name: str, known: Iterable[str]) -> list[str]:
+    """At most three of the known names that resemble one, whatever its case, the nearest first."""
+    by_lower = {candidate.lower(): candidate for candidate in sorted(known)}
+    if name.lower() in by_lower:
+        return [by_lower[name.lower()]]
+    return [by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)]
+
+
+def missing_attribute(module: str, name: str, known: Iterable[str]) -> AttributeError:
+    """The error of a module for an attribute it does not have, with the nearest of those it has."""
+    close = [] if name.startswith("_") else close_names(name, known)
+    hint = f". Did you mean {close[0]!r}?" if close else ""
+    return AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name)
 
 
 class UnsupportedError(PositionEncodingError, ValueError):

@@ -13,7 +13,15 @@ from hf_posenc.cli import main
 from hf_posenc.cli.errors import UsageError
 from hf_posenc.cli.loading import auto_class
 from hf_posenc.cli.options import parse_layers, parse_options, parse_scheme, parse_value
-from hf_posenc.schemes import RopeConfig, SchemeConfig, YarnScaling, registry
+from hf_posenc.schemes import (
+    AlibiConfig,
+    ComposedConfig,
+    NativeConfig,
+    RopeConfig,
+    SchemeConfig,
+    YarnScaling,
+    registry,
+)
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "dog", "chased", "another", "cat"]
 
@@ -122,6 +130,12 @@ class TestOptions:
         assert parse_scheme(f"rope:{scaling},theta=5e5") == expected
         assert parse_scheme("rope") == RopeConfig()
 
+    def test_schemes_inside_schemes(self):
+        both = ComposedConfig((RopeConfig(), AlibiConfig()))
+        assert parse_scheme('composed:parts=["rope","alibi"]') == both
+        assert parse_scheme('self_extend:inner=["rope","alibi"],group=4').inner == both
+        assert parse_scheme("self_extend:inner=native").inner == NativeConfig()
+
     def test_layers(self):
         assert parse_layers("0,2,5") == [0, 2, 5]
         assert parse_layers("0-2,7") == [0, 1, 2, 7]
@@ -161,18 +175,90 @@ class TestLoading:
 class TestSchemes:
     def test_the_table_names_schemes_summaries_and_defaults(self, capsys, third_party):
         assert main(["schemes"]) == 0
-        lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+        lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
         assert "rotat" in lines["rope"].lower()
         assert "theta=10000.0" in lines["p_rope"]
         assert "strength=required" in lines["third_party"]
+
+    def test_arrangements_follow_and_nested_schemes_are_names(self, capsys):
+        assert main(["schemes"]) == 0
+        schemes, arrangements = capsys.readouterr().out.split("\narrangement ")
+        names = [line.split()[0] for line in arrangements.splitlines()[2:] if line]
+        assert {"composed", "interleaved", "local_global", "schedule"} <= set(names)
+        lines = {line.split()[0]: line for line in (schemes + arrangements).splitlines() if line}
+        assert "interleaved" not in schemes.split()
+        assert "inner=rope  group=8" in lines["self_extend"]
+        assert "inner=rope  other=none  every=4" in lines["interleaved"]
+
+    def test_one_scheme_in_detail(self, capsys):
+        assert main(["schemes", "kerple", "interleaved"]) == 0
+        kerple, interleaved = capsys.readouterr().out.split("\n\ninterleaved\n")
+        assert kerple.splitlines()[0] == "kerple"
+        assert "KERPLE, arXiv:2205.09921" in kerple.splitlines()[1]
+        rows = [" ".join(line.split()) for line in kerple.splitlines()]
+        assert {"option type default", "variant str log", "exponent float | None None"} <= set(rows)
+        assert "inner SchemeConfig rope" in [" ".join(line.split()) for line in interleaved.splitlines()]
+
+    def test_details_of_schemes_without_options_and_without_defaults(self, capsys, third_party):
+        assert main(["schemes", "none", "third_party"]) == 0
+        printed = capsys.readouterr().out
+        assert "It has no options." in printed
+        assert "strength  float  required" in printed
+
+    def test_an_unknown_scheme(self, capsys):
+        assert "Did you mean 'kerple'" in refused(capsys, "schemes", "kerpel")
 
     def test_json(self, capsys):
         import hf_posenc
 
         assert main(["schemes", "--json"]) == 0
         entries = json.loads(capsys.readouterr().out)
-        assert [entry["name"] for entry in entries] == hf_posenc.list_schemes()
+        names = hf_posenc.list_schemes()
+        assert [entry["name"] for entry in entries if not entry["arrangement"]] == names
+        assert [entry["name"] for entry in entries][: len(names)] == names
         assert all(entry["summary"] for entry in entries)
+        assert main(["schemes", "rope", "--json"]) == 0
+        assert [entry["options"]["theta"] for entry in json.loads(capsys.readouterr().out)] == [1e4]
+
+
+THIRD_PARTY = """
+from dataclasses import dataclass
+from typing import ClassVar
+from hf_posenc import NoneConfig, SchemeConfig, register_scheme
+
+@register_scheme
+@dataclass(frozen=True)
+class FarConfig(SchemeConfig):
+    "Positions of somebody else."
+    name: ClassVar[str] = "far_for_tests"
+"""
+
+
+class TestImport:
+    @pytest.fixture
+    def module(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(registry, "_SCHEMES", dict(registry._SCHEMES))
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "far_schemes.py").write_text(THIRD_PARTY)
+        yield "far_schemes"
+        sys.modules.pop("far_schemes", None)
+
+    def test_a_module_of_this_folder_registers_its_schemes(self, capsys, module):
+        assert "far_for_tests" in refused(capsys, "schemes", "far_for_tests")
+        assert main(["--import", "json", f"--import={module}", "schemes", "far_for_tests"]) == 0
+        assert "Positions of somebody else." in capsys.readouterr().out
+
+    def test_a_module_that_does_not_exist(self, capsys):
+        assert "no module 'nowhere_to_be_found'" in refused(capsys, "--import", "nowhere_to_be_found", "schemes")
+
+    def test_what_a_module_itself_lacks_keeps_its_traceback(self, module):
+        Path(f"{module}.py").write_text("import nowhere_to_be_found")
+        with pytest.raises(ModuleNotFoundError, match="nowhere_to_be_found"):
+            main(["--import", module, "schemes"])
+
+    def test_compare_runs_elsewhere(self, capsys):
+        assert "process of its own" in refused(capsys, "--import", "json", "compare", "--schemes", "none")
 
 
 class TestInspect:
@@ -254,6 +340,8 @@ class TestPatch:
             (["rope", "--option", "thetta=5"], "Did you mean 'theta'"),
             (["rope", "--option", "theta=-5"], "theta"),
             (["composed"], "parts"),
+            (['composed:parts=["rope","p_rope"]'], "map queries and keys"),
+            (["rope:scaling=yarn"], "YarnScaling(factor=..."),
             (["rope", "--elsewhere", "none"], "give --layers too"),
             (["rope", "--layers", "0,99", "--elsewhere", "none"], "99"),
         ],
@@ -353,9 +441,9 @@ class TestProcess:
         assert "Traceback" not in done.stderr
 
     def test_an_unexpected_exception_keeps_its_traceback(self, monkeypatch):
-        from hf_posenc.cli import verbs
+        from hf_posenc.cli import listing
 
-        monkeypatch.setattr(verbs, "schemes", lambda options: 1 / 0)
+        monkeypatch.setattr(listing, "schemes", lambda options: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             main(["schemes"])
 
@@ -365,3 +453,40 @@ class TestProcess:
             main(words)
         assert caught.value.code == 2
         assert "usage: hf-posenc" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("words", "usage"),
+        [
+            (["plot", "ssmax", "pope"], "usage: hf-posenc plot "),
+            (["schemes", "--jsno"], "usage: hf-posenc schemes "),
+            (["eval", "properties", "--scheme", "rope", "--nonsense"], "usage: hf-posenc eval properties "),
+        ],
+    )
+    def test_a_word_too_many_shows_the_usage_of_the_verb(self, capsys, words, usage):
+        with pytest.raises(SystemExit) as caught:
+            main(words)
+        assert caught.value.code == 2
+        printed = capsys.readouterr().err
+        assert usage in printed
+        assert f"unrecognized arguments: {words[-1]}" in printed
+
+    def test_a_reader_that_goes_away_ends_it_quietly(self):
+        command = [sys.executable, "-c", "import sys; from hf_posenc.cli import main; sys.exit(main(['schemes']))"]
+        read, write = os.pipe()
+        os.close(read)
+        with open(write, "w") as pipe:
+            done = subprocess.run(
+                command, stdout=pipe, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1], check=False
+            )
+        assert done.stderr == ""
+        assert done.returncode == 1
+
+    def test_other_broken_pipes_keep_their_traceback(self, monkeypatch):
+        from hf_posenc.cli import listing
+
+        def broken(options):
+            raise BrokenPipeError("of something else")
+
+        monkeypatch.setattr(listing, "schemes", broken)
+        with pytest.raises(BrokenPipeError, match="something else"):
+            main(["schemes"])

@@ -18,7 +18,10 @@ import hf_posenc
 from hf_posenc.schemes import get_scheme, registered_configs
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-NAMES = [found.name for found in registered_configs() if found.__module__.startswith("hf_posenc.")]
+#: "native" is a word for one of these, and has no page.
+NAMES = [
+    found.name for found in registered_configs() if found.__module__.startswith("hf_posenc.") and found.name != "native"
+]
 REMEDY = "run: python docs/generate_schemes.py"
 
 torch.set_num_threads(1)
@@ -132,8 +135,10 @@ def tiny_model(name: str):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_code_on_a_page_runs(name):
-    text = (DOCS / "schemes" / f"{name}.md").read_text()
+def test_the_code_on_a_page_runs(name, pages):
+    from scheme_facts import use_text
+
+    text = use_text(next(page for page in pages if page.name == name))
     code = re.search(r"```python\n(.*?)```", text, flags=re.DOTALL).group(1)
     assert "patch_model(model, " in code
     torch.manual_seed(0)
@@ -143,6 +148,73 @@ def test_the_code_on_a_page_runs(name):
     assert scope["model"] is model
     assert model.position_encoding.config is not None
     assert getattr(hf_posenc, get_scheme(name).__name__) is get_scheme(name)
+
+
+def first_example(name, pages):
+    """Runs what a page shows first on a model with a theta of its own; returns the config that is then in force."""
+    from scheme_facts import use_text
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    text = use_text(next(page for page in pages if page.name == name))
+    code = re.search(r"```python\n(.*?)```", text, flags=re.DOTALL).group(1)
+    lines = [line for line in code.splitlines() if line][:3]
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=64, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2, head_dim=32,
+        intermediate_size=32, max_position_embeddings=64, rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    )  # fmt: skip
+    scope = {"model": LlamaForCausalLM(config)}
+    exec(compile("\n".join(lines), name, "exec"), scope)
+    return scope["model"].position_encoding.config, text
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        *((name, "inner") for name in NAMES if name.startswith(("position_", "rerope", "self_extend"))),
+        ("randomized", "inner"),
+        ("interleaved", "inner"),
+        ("hierarchical", "segment"),
+    ],
+)
+def test_the_first_example_of_a_scheme_around_another_keeps_what_the_model_has(name, option, pages):
+    config, text = first_example(name, pages)
+    assert config.name == name
+    assert getattr(config, option).theta == 500.0
+    assert "The default is `rope` with theta 10000" in text
+
+
+@pytest.mark.parametrize("name", ["ssmax", "log_n_scale", "llama4_scale"])
+def test_the_first_example_of_a_scale_keeps_the_positions(name, pages):
+    config, text = first_example(name, pages)
+    assert [part.name for part in config.parts] == ["rope", name]
+    assert config.parts[0].theta == 500.0
+    assert "none are left" in text
+
+
+def test_a_page_says_how_parameters_go_without_weight_decay(pages):
+    from scheme_facts import use_text
+
+    said = {page.name for page in pages if "recipes.parameter_groups(model, 0.1)" in use_text(page)}
+    assert {"kerple", "learned_rope"} <= said
+    assert not {"alibi", "rope", "interleaved"} & said
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("cope", "queries, keys and the order of the tokens"),
+        ("fire", "positions"),
+        ("forget_gate", "hidden states and the order of the tokens"),
+        ("low_rank_relative", "positions and hidden states"),
+        ("shaw", "positions and queries"),
+        ("transformer_xl", "positions, queries and keys"),
+    ],
+)
+def test_a_page_says_what_a_bias_reads(name, read, pages):
+    from scheme_facts import facts_text
+
+    text = facts_text(next(page for page in pages if page.name == name))
+    assert f"The bias reads {read}, and is computed" in text
 
 
 class TestDocstrings:

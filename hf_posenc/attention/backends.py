@@ -86,5 +86,7 @@ def merge_mask(attention_mask: Tensor | None, bias: Tensor, dtype: torch.dtype) 
         if attention_mask.dtype == torch.bool:
             merged = torch.where(attention_mask, bias, smallest)
         else:
-            merged = attention_mask.to(bias.dtype) + bias
+            # A large bias must not bring a masked key back.
+            masked = attention_mask <= torch.finfo(attention_mask.dtype).min / 2
+            merged = (attention_mask.to(bias.dtype) + bias).masked_fill(masked, smallest)
     return merged.clamp(min=smallest).to(dtype)

@@ -16,12 +16,15 @@ from hf_posenc.entry import ATTRIBUTE
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.config_entry import detach_entry
 from hf_posenc.patching.discovery import find_stacks
+from hf_posenc.patching.native import native_scheme
 from hf_posenc.patching.placement import build_context
 from hf_posenc.patching.sites import Stack
 from hf_posenc.patching.table_site import table_origin, table_weight
 from hf_posenc.schemes import (
     ComposedConfig,
+    LayeredConfig,
     LearnedConfig,
+    NoneConfig,
     PRopeConfig,
     RopeConfig,
     SchemeConfig,
@@ -43,7 +46,12 @@ def stock_form(model: PreTrainedModel) -> tuple[Any, dict[str, Tensor]]:
     detach_entry(config)
     state = {name: tensor for name, tensor in model.state_dict().items() if ATTRIBUTE not in name.split(".")}
     stacks = find_stacks(model)
-    for part in scheme.parts if isinstance(scheme, ComposedConfig) else (scheme,):
+    native = _native(model)
+    own = {type(part) for part in _parts(native)}
+    if isinstance(scheme, LayeredConfig) and scheme == native:
+        return config, state
+    own -= {part for part in own if issubclass(part, LayeredConfig)}
+    for part in _parts(scheme):
         if isinstance(part, RopeConfig | PRopeConfig):
             if any(stack.rotaries for stack in stacks):
                 _write_rope_parameters(config, part, stacks)
@@ -53,8 +61,25 @@ def stock_form(model: PreTrainedModel) -> tuple[Any, dict[str, Tensor]]:
         elif isinstance(part, T5Config):
             for stack, encoding in zip(stacks, model.position_encoding.stacks.values(), strict=True):
                 _write_relative_biases(state, stack, encoding)
-    # Anything else is in stock form only where it is the architecture's own, which the comparison finds out.
+        elif type(part) not in own:
+            # A comparison of outputs would not do: some schemes act beyond a distance only.
+            raise UnsupportedError(
+                f"The scheme {part.name!r} cannot be said to a stock {type(model).__name__}, which has no such "
+                "mechanism. Use model.save_pretrained, and `import hf_posenc` where the checkpoint is loaded."
+            )
     return config, state
+
+
+def _parts(scheme: SchemeConfig) -> tuple[SchemeConfig, ...]:
+    return scheme.parts if isinstance(scheme, ComposedConfig) else (scheme,)
+
+
+def _native(model: PreTrainedModel) -> SchemeConfig:
+    """What the architecture has by itself; no positions where that has no name here."""
+    try:
+        return native_scheme(model)
+    except UnsupportedError:
+        return NoneConfig()
 
 
 def _write_rope_parameters(config: Any, scheme: SchemeConfig, stacks: list[Stack]) -> None:

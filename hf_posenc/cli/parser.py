@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
+import os
+import select
 import sys
 from collections.abc import Sequence
 
@@ -25,35 +28,99 @@ def main(arguments: Sequence[str] | None = None) -> int:
         not one of the library's keeps its traceback.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words[:1] == ["compare"]:
+    verb_index = _verb_index(words)
+    if words[verb_index : verb_index + 1] == ["compare"]:
         # Its options belong to the script, which argparse cannot pass through where they come first.
-        words = ["compare", "--", *words[1:]]
-    options = _parser().parse_args(words)
-    # A verb outside of verbs.py is named with its module.
-    module, _, verb = options.run.rpartition(".")
-    verbs = importlib.import_module(f"hf_posenc.cli.{module or 'verbs'}")
-
+        words.insert(verb_index + 1, "--")
+    options, unknown = _parser().parse_known_args(words)
+    if unknown:
+        # argparse itself would show the usage of the whole command instead of the verb's.
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
-        return int(getattr(verbs, verb)(options))
+        _import_modules(options)
+        # A verb outside of verbs.py is named with its module.
+        module, _, verb = options.run.rpartition(".")
+        status = int(getattr(importlib.import_module(f"hf_posenc.cli.{module or 'verbs'}"), verb)(options))
+        sys.stdout.flush()
+        return status
     except (PositionEncodingError, UsageError) as error:
         print(f"hf-posenc: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        return 1
+
+
+def _verb_index(words: list[str]) -> int:
+    """Where the verb stands, behind the options of the whole command."""
+    index = 0
+    while index < len(words) and words[index].startswith("--import"):
+        index += 1 if "=" in words[index] else 2
+    return index
+
+
+def _import_modules(options: argparse.Namespace) -> None:
+    """Imports what registers the schemes of others.
+
+    Raises:
+        UsageError: for a module that does not exist, or a verb that would not see its schemes.
+    """
+    if options.imports and options.run == "compare":
+        raise UsageError("--import does not reach training/compare.py, which runs in a process of its own.")
+    if options.imports and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    for name in options.imports:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
+            raise UsageError(
+                f"--import {name}: there is no module {error.name!r} on the import path or in this folder."
+            ) from error
+
+
+def _reader_is_gone() -> bool:
+    """Whether stdout is a pipe that nobody reads any more; what is left to write then goes nowhere."""
+    poll = select.poll()
+    try:
+        poll.register(sys.stdout.fileno(), select.POLLOUT)
+    except io.UnsupportedOperation:
+        # An object that somebody put in place of stdout.
+        return False
+    if not any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0)):
+        return False
+    # The interpreter flushes once more when it ends.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="hf-posenc", description="Replace the position encoding of Hugging Face models, and see what it does."
+        prog="hf-posenc",
+        description="Replace the position encoding of Hugging Face models, and see what it does.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="import this module first, for the schemes or architectures it registers; may be given several times",
     )
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
 
     schemes = verbs.add_parser("schemes", help="list the schemes and their options")
+    schemes.add_argument("names", nargs="*", metavar="NAME", help="only these, in detail")
     schemes.add_argument("--json", action="store_true", help="print JSON")
-    schemes.set_defaults(run="schemes")
+    schemes.set_defaults(run="listing.schemes", parser=schemes)
 
     inspect = verbs.add_parser("inspect", help="show where a model takes in position")
     _add_model(inspect)
     inspect.add_argument("--config-only", action="store_true", help="build from the config, with random weights")
-    inspect.set_defaults(run="inspect")
+    inspect.set_defaults(run="inspect", parser=inspect)
 
     patch = verbs.add_parser("patch", help="replace the position encoding of a checkpoint")
     _add_model(patch)
@@ -66,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     patch.add_argument("--elsewhere", metavar="SCHEME", help="scheme of the other layers (with --layers)")
     patch.add_argument("--stock", action="store_true", help="save a plain checkpoint that needs no hf_posenc")
     patch.add_argument("--overwrite", action="store_true", help="write into a folder that is not empty")
-    patch.set_defaults(run="patch")
+    patch.set_defaults(run="patch", parser=patch)
 
     evaluate = verbs.add_parser("eval", help="measure what a position encoding does")
     tests = evaluate.add_subparsers(title="tests", metavar="TEST", required=True)
@@ -87,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument("--markdown", action="store_true", help="print a Markdown table")
     dog.add_argument("--plot", metavar="FILE", help="write a figure of the distances layer by layer")
-    dog.set_defaults(run="eval_dog")
+    dog.set_defaults(run="eval_dog", parser=dog)
     add_properties(tests, _SCHEME_HELP)
 
     plot = verbs.add_parser("plot", help="draw what a scheme does, as PNG and SVG")
@@ -98,13 +165,13 @@ def _parser() -> argparse.ArgumentParser:
     plot.add_argument("--kind", nargs="+", metavar="KIND", help="kinds of figures (default: all that apply)")
     plot.add_argument("--output", default="plots", metavar="DIR", help="folder for the files (default: plots)")
     plot.add_argument("--list", action="store_true", help="only list the kinds that apply to the scheme")
-    plot.set_defaults(run="plotting.plot")
+    plot.set_defaults(run="plotting.plot", parser=plot)
 
     compare = verbs.add_parser(
         "compare", help="train one model per scheme and compare (training/compare.py; --help shows its options)"
     )
     compare.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
-    compare.set_defaults(run="compare")
+    compare.set_defaults(run="compare", parser=compare)
     return parser
 
 

@@ -20,7 +20,7 @@ def add_properties(tests: argparse._SubParsersAction[argparse.ArgumentParser], s
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON: every number, threshold and reason")
     form.add_argument("--markdown", action="store_true", help="print a Markdown page")
-    parser.set_defaults(run="properties.eval_properties")
+    parser.set_defaults(run="properties.eval_properties", parser=parser)
 
 
 def eval_properties(options: argparse.Namespace) -> int:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import inspect as inspection
 import itertools
 import json
 import subprocess
@@ -13,44 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc.cli.errors import UsageError
-
-_REQUIRED = "required"
-
-
-def schemes(options: argparse.Namespace) -> int:
-    """`hf-posenc schemes`."""
-    import hf_posenc
-    from hf_posenc.metrics.tables import format_table
-
-    entries: list[dict[str, Any]] = []
-    for name in hf_posenc.list_schemes():
-        summary = (inspection.getdoc(hf_posenc.get_scheme(name)) or "").strip().splitlines()[:1]
-        entries.append({"name": name, "summary": "".join(summary), "options": _defaults(name)})
-    if options.json:
-        print(json.dumps(entries, indent=2))
-        return 0
-    rows = [
-        [entry["name"], entry["summary"], "  ".join(f"{name}={value}" for name, value in entry["options"].items())]
-        for entry in entries
-    ]
-    print(format_table(["scheme", "what it is", "options"], rows))
-    return 0
-
-
-def _defaults(scheme: str) -> dict[str, Any]:
-    import hf_posenc
-
-    return {field.name: _default(field) for field in dataclasses.fields(hf_posenc.get_scheme(scheme))}
-
-
-def _default(field: dataclasses.Field[Any]) -> Any:
-    if field.default is not dataclasses.MISSING:
-        value = field.default
-    elif field.default_factory is not dataclasses.MISSING:
-        value = field.default_factory()
-    else:
-        return _REQUIRED
-    return value.to_dict() if hasattr(value, "to_dict") else value
 
 
 def inspect(options: argparse.Namespace) -> int:
@@ -105,13 +65,14 @@ def patch(options: argparse.Namespace) -> int:
 def eval_dog(options: argparse.Namespace) -> int:
     """`hf-posenc eval dog`."""
     import hf_posenc
+    from hf_posenc.cli.listing import is_complete
     from hf_posenc.cli.loading import load_model, load_tokenizer
     from hf_posenc.cli.options import parse_scheme
     from hf_posenc.metrics import dog_test
 
     wanted: list[Any] | None = None
     if options.schemes is not None:
-        complete = [name for name in hf_posenc.list_schemes() if _REQUIRED not in _defaults(name).values()]
+        complete = [name for name in hf_posenc.list_schemes() if is_complete(name)]
         names = itertools.chain.from_iterable(
             ["native", *complete] if name == "all" else [name] for name in _one_by_one(options.schemes)
         )

@@ -12,7 +12,8 @@ from hf_posenc.attention.key_channels import append_features, split_features
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.layer_call import LayerCall
 from hf_posenc.patching.length_checks import check_cache
-from hf_posenc.patching.logit_site import LogitSite
+from hf_posenc.patching.logit_site import LogitSite, refuse_cached_coordinates
+from hf_posenc.patching.offloading import weights_at_hand
 from hf_posenc.patching.rotary_calls import RotaryCall
 from hf_posenc.patching.state import ForwardState
 from hf_posenc.schemes.parts import QueryKeyMap
@@ -22,6 +23,9 @@ Phases = tuple[Tensor, ...]
 
 class AttentionSite(LogitSite):
     """Stands in for the `forward` of one attention module instance."""
+
+    #: Whether a call has shown that nothing happens to queries behind their rotation.
+    rotation_is_last = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's own forward with the scheme in place."""
@@ -52,10 +56,12 @@ class AttentionSite(LogitSite):
         query_key_map = self.encoding.query_key_map
         if query_key_map is not None and self._maps_here(query_key_map, first, second, time_axis):
             phases = self.phases(call.state, first.device)
-            first = mapped(query_key_map.map_query, first, phases, time_axis)
-            if second is not None:
-                second = mapped(query_key_map.map_key, second, phases, time_axis)
+            with weights_at_hand(query_key_map):
+                first = mapped(query_key_map.map_query, first, phases, time_axis)
+                if second is not None:
+                    second = mapped(query_key_map.map_key, second, phases, time_axis)
             call.rotations += 1
+            call.rotated_query = first if time_axis == 2 else first.transpose(1, 2)
         return first if second is None else (first, second)
 
     def _maps_here(self, query_key_map: QueryKeyMap, first: Tensor, second: Tensor | None, time_axis: int) -> bool:
@@ -85,7 +91,8 @@ class AttentionSite(LogitSite):
 
         def compute() -> Phases:
             check_cache(query_key_map, state)
-            return query_key_map.phases(positions)
+            with weights_at_hand(query_key_map):
+                return query_key_map.phases(positions)
 
         phases: Phases = state.shared(("phases", id(query_key_map)), compute)
         return phases
@@ -98,10 +105,30 @@ class AttentionSite(LogitSite):
 
         def compute() -> Phases:
             check_cache(query_key_map, state)
-            return query_key_map.phases(state.key_positions(key_start, key_length, device))
+            keys = state.key_positions(key_start, key_length, device)
+            refuse_cached_coordinates(query_key_map, state, keys)
+            with weights_at_hand(query_key_map):
+                return query_key_map.phases(keys)
 
         phases: Phases = state.shared(("key phases", id(query_key_map), key_length), compute)
         return phases
+
+    def check_rotated(self, call: LayerCall, query: Tensor) -> None:
+        """Requires that a rotation which a bias continues is the last thing that happened to the query.
+
+        Raises:
+            UnsupportedError: where the module changes it afterwards, as those with a norm behind the rotation do.
+        """
+        query_key_map, rotated = self.encoding.query_key_map, call.rotated_query
+        again = query_key_map is not None and query_key_map.mapped_again
+        if not again or self.rotation_is_last or rotated is None or torch.compiler.is_compiling():
+            return
+        if query.shape[-1] < rotated.shape[-1] or not torch.equal(query[..., : rotated.shape[-1]], rotated):
+            raise UnsupportedError(
+                f"{type(self.module).__name__} changes its queries after rotating them (a norm, for one), and this "
+                "scheme rotates far pairs once more. Use a RoPE scaling, or position_scale."
+            )
+        self.rotation_is_last = True
 
     def mapped_late(self, call: LayerCall, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and all keys on their way to the kernel, for what no rotary function and no cache has mapped."""
@@ -109,10 +136,13 @@ class AttentionSite(LogitSite):
         if query_key_map is None or call.rotations:
             return query, key
         self._check_heads(query_key_map, key)
-        query = query_key_map.map_query(query, self.phases(call.state, query.device))
+        phases = self.phases(call.state, query.device)
+        with weights_at_hand(query_key_map):
+            query = query_key_map.map_query(query, phases)
         if not call.keys_mapped:
             phases = self.key_phases(call.state, query.shape[-2], key.shape[-2], key.device)
-            key = query_key_map.map_key(key, phases)
+            with weights_at_hand(query_key_map):
+                key = query_key_map.map_key(key, phases)
         return query, key
 
     def caches_mapped(self, query_key_map: QueryKeyMap) -> bool:
@@ -139,7 +169,9 @@ class AttentionSite(LogitSite):
         if hasattr(self.module, "kv_lora_rank") or key.shape[-1] != self.encoding.head_dim or not whole:
             return key
         call.keys_mapped = True
-        return query_key_map.map_key(key, self.phases(call.state, key.device))
+        phases = self.phases(call.state, key.device)
+        with weights_at_hand(query_key_map):
+            return query_key_map.map_key(key, phases)
 
     def update_cache(
         self,

@@ -16,9 +16,10 @@ from hf_posenc.patching.placement import build_context, with_layout
 from hf_posenc.patching.report import PatchReport
 from hf_posenc.patching.runtime import StackRuntime
 from hf_posenc.patching.sites import Stack
+from hf_posenc.patching.suitability import check_parts, refuse_unsuited
 from hf_posenc.patching.table_site import table_origin, table_weight
-from hf_posenc.schemes import LayeredConfig
-from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes import ComposedConfig, LayeredConfig
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.parts import AdditiveEncoding, SchemeParts
 
 
@@ -40,10 +41,10 @@ class StackEncoding(nn.Module):
         self.groups = nn.ModuleList()
         self.additive: AdditiveEncoding | None = None
         self.layers: list[LayerEncoding] = []
+        self._built: dict[Hashable, SchemeParts] = {}
         self._build(config, stack, pairing_override)
 
     def _build(self, config: SchemeConfig, stack: Stack, pairing_override: str | None) -> None:
-        built: dict[Hashable, SchemeParts] = {}
         additive_layers: dict[SchemeConfig, AdditiveEncoding | None] = {}
         for attention in stack.attentions:
             layer_config = config
@@ -51,21 +52,9 @@ class StackEncoding(nn.Module):
                 layer_config = config.for_layer(attention.layer, attention.layer_type)
             context = build_context(stack, attention)
             layer_config = with_layout(layer_config, stack, attention, pairing_override)
-            key = (layer_config, context, attention.path if layer_config.per_layer else None)
-            if key not in built:
-                built[key] = layer_config.build(context)
-                additive_layers.setdefault(layer_config, built[key].additive)
-                in_layers = [part for part in built[key] if part is not built[key].additive]
-                if in_layers:
-                    self.groups.append(nn.ModuleList(in_layers))
-            parts = built[key]
-            again = parts.query_key_map is not None and parts.query_key_map.mapped_again
-            if again and hasattr(attention.module, "kv_lora_rank"):
-                raise UnsupportedError(
-                    f"{type(attention.module).__name__} (multi-head latent attention) rotates the end of its heads, "
-                    "and this scheme rotates far pairs once more, at the front of whole heads. Use a RoPE scaling, or "
-                    "position_scale."
-                )
+            parts = self._parts(layer_config, context, attention.path)
+            refuse_unsuited(attention.module, parts)
+            additive_layers.setdefault(layer_config, parts.additive)
             self.layers.append(
                 LayerEncoding(
                     query_key_map=parts.query_key_map,
@@ -77,9 +66,29 @@ class StackEncoding(nn.Module):
                     head_dim=attention.head_dim,
                 )
             )
+        self._built.clear()
         self.additive = _one_additive(additive_layers)
         self._check_shared_keys(stack)
         self.runtime.reads_coordinates = any(getattr(module, "reads_coordinates", False) for module in self.modules())
+
+    def _parts(self, config: SchemeConfig, context: BuildContext, path: str) -> SchemeParts:
+        """The parts at one layer: those of an earlier one, unless the scheme wants its own in every layer.
+
+        Of schemes that act together each is shared on its own, and is what the state dict names; their sum is not.
+        """
+        key = (config, context, path if config.per_layer else None)
+        if key in self._built:
+            return self._built[key]
+        if isinstance(config, ComposedConfig):
+            parts = config.merge([self._parts(part, context, path) for part in config.parts])
+        else:
+            parts = config.build(context)
+            check_parts(config, parts)
+            in_layers = [part for part in parts if part is not parts.additive]
+            if in_layers:
+                self.groups.append(nn.ModuleList(in_layers))
+        self._built[key] = parts
+        return parts
 
     def _check_shared_keys(self, stack: Stack) -> None:
         """Layers that read an earlier layer's keys find them mapped by that layer's scheme (Gemma 3n and 4)."""

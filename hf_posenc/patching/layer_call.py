@@ -48,6 +48,7 @@ class LayerCall:
         rotations: how often a rotary function of the architecture was replaced by the scheme's map.
         keys_mapped: whether keys were mapped on their way into the cache.
         attended: whether the attention function was reached.
+        rotated_query: what a rotary function's replacement returned last, `(batch, heads, query_len, width)`.
         key_features: what the bias keeps of each key's token, cached ones included, once it is known.
     """
 
@@ -56,4 +57,5 @@ class LayerCall:
     rotations: int = 0
     keys_mapped: bool = False
     attended: bool = False
+    rotated_query: Tensor | None = None
     key_features: Tensor | None = None

@@ -9,10 +9,11 @@ from hf_posenc.attention.distances import dense_bias, first_key_slot
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.layer_call import LayerCall, LayerEncoding
 from hf_posenc.patching.length_checks import check_cache
+from hf_posenc.patching.offloading import weights_at_hand
 from hf_posenc.patching.runtime import StackRuntime
 from hf_posenc.patching.state import ForwardState
-from hf_posenc.schemes.parts import DistanceBias, PairwiseBias
-from hf_posenc.schemes.positions import AttentionPairs
+from hf_posenc.schemes.parts import DistanceBias, PairwiseBias, Part
+from hf_posenc.schemes.positions import AttentionPairs, Positions
 
 
 class LogitSite:
@@ -30,7 +31,8 @@ class LogitSite:
         """`(batch, heads, query_len, num_features)` float32 of the new tokens."""
         bias = self.encoding.logit_bias
         assert isinstance(bias, PairwiseBias)
-        features: Tensor = bias.key_features(call.hidden_states)
+        with weights_at_hand(bias):
+            features: Tensor = bias.key_features(call.hidden_states)
         return features
 
     def bias(self, call: LayerCall, query: Tensor, key: Tensor, scaling: float) -> Tensor:
@@ -76,11 +78,14 @@ class LogitSite:
                     f"{type(self.encoding.logit_bias).__name__} has to remember something of each. Use use_cache=False."
                 )
             call.key_features = self.new_features(call)
+        keys = call.state.key_positions(key_start, key.shape[-2], query.device)
+        assert self.encoding.logit_bias is not None
+        refuse_cached_coordinates(self.encoding.logit_bias, call.state, keys)
         return AttentionPairs(
             query=query,
             key=key,
             query_slots=torch.arange(query.shape[-2], device=query.device) + (query_start - key_start),
-            keys=call.state.key_positions(key_start, key.shape[-2], query.device),
+            keys=keys,
             scaling=scaling,
             hidden_states=call.hidden_states,
             key_features=call.key_features,
@@ -109,3 +114,16 @@ class LogitSite:
         """Slots of the first query and of the first key."""
         offset = state.slot_offset(query_length, key_length)
         return offset, first_key_slot(offset, query_length, key_length)
+
+
+def refuse_cached_coordinates(part: Part, state: ForwardState, keys: Positions) -> None:
+    """Refuses to place cached keys on several axes, of which nobody has kept more than one.
+
+    Raises:
+        UnsupportedError: where `part` would need the others.
+    """
+    if part.reads_coordinates and state.coordinates is not None and keys.coordinates is None:
+        raise UnsupportedError(
+            "The tokens of this call stand on several axes, and the keys of cached ones are needed unrotated here, on "
+            "axes that the cache does not hold. Pass the whole sequence with use_cache=False."
+        )

@@ -24,6 +24,7 @@ from hf_posenc.patching.native import native_scheme
 from hf_posenc.patching.plan import SchemeLike, schedule, scheme_config
 from hf_posenc.patching.sites import Stack
 from hf_posenc.schemes import LayeredConfig
+from hf_posenc.schemes.arrangement.native import NativeConfig, names_native, with_native
 from hf_posenc.schemes.config import SchemeConfig
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
@@ -47,7 +48,7 @@ def patch_model(
     Args:
         model: any `PreTrainedModel` with softmax self-attention, or a PEFT model around one.
         scheme: a name from `list_schemes()`, a config such as `RopeConfig(theta=5e5)`, a config's dictionary, or a list
-            of these that act together.
+            of these that act together. "native", there or inside a config, stands for what the model has by itself.
         layers: indices of the layers that get the scheme; all by default.
         elsewhere: the scheme of the other layers; by default they keep what they have natively.
         **options: fields of the scheme's config, for a scheme given by name.
@@ -67,9 +68,10 @@ def patch_model(
     if elsewhere is not None and layers is None:
         raise ValueError("`elsewhere` says what the layers outside `layers` do: give `layers` as well.")
     stacks = find_stacks(target)
-    other = None if elsewhere is None else scheme_config(elsewhere, {})
-    if layers is not None and other is None:
-        other = native_scheme(target)
+    other = NativeConfig() if elsewhere is None else scheme_config(elsewhere, {})
+    if names_native(config) or (layers is not None and names_native(other)):
+        native, types = native_scheme(target), _layer_types(stacks)
+        config, other = with_native(config, native, types), with_native(other, native, types)
     config = schedule(config, stacks, layers, other)
     encoding = build_encoding(config, target, stacks)
     _warn_if_invisible(config, stacks)
@@ -85,6 +87,11 @@ def patch_model(
             install(previous, target)
         raise
     return model
+
+
+def _layer_types(stacks: list[Stack]) -> list[str | None]:
+    types = {attention.layer: attention.layer_type for stack in stacks for attention in stack.attentions}
+    return [types.get(layer) for layer in range(max(types) + 1)]
 
 
 def unpatch_model(model: ModelType) -> ModelType:

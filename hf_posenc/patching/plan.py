@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -71,6 +72,7 @@ def schedule(
                 f"The schedule names {len(config.layers)} layers, the last one with attention here is {deepest}."
             )
     if layers is None:
+        _check_all_occur(config, stacks)
         return config
     if isinstance(layers, int):
         raise TypeError(f"`layers` is a collection of layer indices, for example layers=[{layers}]; got {layers}.")
@@ -88,6 +90,26 @@ def schedule(
             config if layer in chosen else _at(elsewhere, layer, types.get(layer)) for layer in range(available[-1] + 1)
         )
     )
+
+
+def _check_all_occur(config: SchemeConfig, stacks: list[Stack]) -> None:
+    """Refuses an arrangement of which a part would never act.
+
+    Raises:
+        ValueError: naming that part, and the layers there are.
+    """
+    if not isinstance(config, LayeredConfig) or isinstance(config, ScheduleConfig):
+        return
+    attentions = [attention for stack in stacks for attention in stack.attentions]
+    used = {config.for_layer(attention.layer, attention.layer_type) for attention in attentions}
+    for field in dataclasses.fields(config):
+        scheme = getattr(config, field.name)
+        if isinstance(scheme, SchemeConfig) and scheme not in used:
+            layers = sorted({attention.layer for attention in attentions})
+            raise ValueError(
+                f"{type(config).__name__}.{field.name} ({scheme.name!r}) would act in no layer: layers with attention "
+                f"here are {layers}. Change which layers get it, or use a ScheduleConfig."
+            )
 
 
 def _at(config: SchemeConfig, layer: int, layer_type: str | None) -> SchemeConfig:

@@ -77,8 +77,12 @@ class EnterStack:
     def __init__(self, runtime: StackRuntime) -> None:
         self.runtime = runtime
 
-    def __call__(self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Pushes the state of this call.
+
+        Returns:
+            `None`, or the call's arguments with a mask of ones where positions have several axes and there is no mask:
+            without one transformers looks for packed documents in them.
 
         Raises:
             UnsupportedError: inside `nn.DataParallel`, whose replicas would run the original's weights.
@@ -101,18 +105,26 @@ class EnterStack:
             self.runtime.slots.reach(stack, offset + query_length)
         position_ids, coordinates = self._split_axes(arguments.get("position_ids"))
         token_ids = arguments.get("input_ids")
+        mask = arguments.get("attention_mask")
+        padding = _padding_mask(mask, stack, offset)
         self.runtime.states.push(
             ForwardState(
                 query_length=query_length,
                 offset=offset,
                 position_ids=position_ids,
-                attention_mask=_padding_mask(arguments.get("attention_mask"), stack),
+                attention_mask=padding,
+                mask_hides_padding=mask is not None and padding is None,
+                cache_object=_cache_of(arguments),
                 coordinates=coordinates,
                 token_ids=token_ids if isinstance(token_ids, Tensor) and token_ids.dim() == 2 else None,
             )
         )
         if torch.is_grad_enabled():
             keep_state_for_recomputation(stack, self.runtime)
+        if coordinates is None or mask is not None or not isinstance(offset, int):
+            return None
+        ones = coordinates.new_ones(coordinates.shape[1], offset + query_length)
+        return args, kwargs | {"attention_mask": ones}
 
     def _split_axes(self, position_ids: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """`(batch, query_len)` and, for a scheme of several axes, `(axes, batch, query_len)`.
@@ -185,11 +197,12 @@ def _named_arguments(stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     return dict(zip(names, args, strict=False)) | kwargs
 
 
-def _padding_mask(mask: Any, stack: nn.Module) -> Tensor | None:
+def _padding_mask(mask: Any, stack: nn.Module, offset: int | Tensor | None) -> Tensor | None:
     """`(batch, key_len)`, 1 at real tokens, from any form of mask; `None` where it does not say.
 
     generate() may hand over masks it has prepared already, `(batch, 1, query_len, key_len)`, one for each kind of
-    layer. The last query of a layer without a window sees exactly the real tokens.
+    layer. The last query of a layer without a window sees exactly the real tokens, unless the mask is one of the
+    caller's own, such as a block for each packed document.
     """
     if isinstance(mask, dict):
         mask = mask.get("full_attention")
@@ -198,9 +211,28 @@ def _padding_mask(mask: Any, stack: nn.Module) -> Tensor | None:
     if not isinstance(mask, Tensor):
         return None
     if mask.dim() == 4:
-        last = mask[:, 0, -1]
-        return last.to(torch.int64) if last.dtype == torch.bool else (last == 0).to(torch.int64)
+        visible = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0
+        last = visible[:, -1]
+        if not torch.compiler.is_compiling() and not _shows_padding_only(visible, offset):
+            return None
+        return last.to(torch.int64)
     return mask if mask.dim() == 2 else None
+
+
+def _shows_padding_only(visible: Tensor, offset: int | Tensor | None) -> bool:
+    """Whether every query sees the keys of the last one, all of them or those up to itself."""
+    last = visible[:, -1:]
+    slots = torch.arange(visible.shape[2], device=visible.device)
+    own = torch.arange(visible.shape[1], device=visible.device) + (0 if offset is None else offset)
+    earlier = last & (slots <= own.unsqueeze(-1))
+    # A padding token sees nothing, or everything where a kernel cannot take a row without keys.
+    own_is_real = last[:, 0].gather(1, own.clamp(max=visible.shape[2] - 1).expand(visible.shape[0], -1)).unsqueeze(-1)
+    idle = ~own_is_real & (visible == visible[..., :1]).all(-1, keepdim=True)
+    return any(bool(((visible == expected) | idle).all()) for expected in (last, earlier))
+
+
+def _cache_of(arguments: dict[str, Any]) -> Any:
+    return next((arguments[name] for name in _CACHE_ARGUMENTS if arguments.get(name) is not None), None)
 
 
 def _cached_length(arguments: dict[str, Any]) -> int | Tensor | None:

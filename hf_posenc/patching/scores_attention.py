@@ -52,7 +52,9 @@ class ScoresAttention(AttentionSite):
         seen: list[tuple[Tensor, Tensor]] = []
 
         def pair_map(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-            heads = self.mapped_late(call, *self._as_heads(query, key))
+            heads = self._as_heads(query, key)
+            self.check_rotated(call, heads[0])
+            heads = self.mapped_late(call, *heads)
             seen[:] = [heads]
             scaled = self.scaled(call.state, heads[0])
             return scaled.reshape(*query.shape[:-1], -1), heads[1].reshape(*key.shape[:-1], -1)

@@ -12,6 +12,8 @@ from torch import Tensor
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.positions import Positions
 
+_IRREGULAR = "_hf_posenc_irregular_positions"
+
 
 @dataclass
 class ForwardState:
@@ -24,6 +26,8 @@ class ForwardState:
         attention_mask: `(batch, key_len)` padding mask (1 = real token) as the caller gave it, or `None`.
         coordinates: `(axes, batch, query_len)` of tokens placed on several axes, or `None`.
         token_ids: `(batch, query_len)` vocabulary ids of the new tokens, or `None`.
+        mask_hides_padding: whether a mask was given in a form that does not show which tokens are padding.
+        cache_object: the cache of the call, or `None`.
     """
 
     query_length: int
@@ -32,6 +36,8 @@ class ForwardState:
     attention_mask: Tensor | None = None
     coordinates: Tensor | None = None
     token_ids: Tensor | None = None
+    mask_hides_padding: bool = False
+    cache_object: Any = None
     #: `position_ids` as the model itself handed them to its rotary module.
     rotary_position_ids: Tensor | None = None
     cache: dict[Hashable, Any] = field(default_factory=dict)
@@ -57,7 +63,7 @@ class ForwardState:
     def positions(self, device: torch.device) -> Positions:
         """The positions of the new tokens: as the caller gave them, else counted over real tokens, else by slot.
 
-        What the model itself handed to its rotary module comes last but one: it knows the slots of a cache that does
+        Before slots come the positions that the model handed to its rotary module: it knows those of a cache that does
         not say how long it is.
         """
         return self.shared("positions", lambda: self._resolve(device))
@@ -74,12 +80,15 @@ class ForwardState:
         return self.with_lengths((torch.arange(self.query_length, device=device) + start).unsqueeze(0))
 
     def with_lengths(self, ids: Tensor) -> Positions:
-        """Attaches the number of real tokens per sequence: from the mask, else from the last position."""
+        """Attaches the length of each sequence: where positions were given, one more than the last, else the count."""
         mask = self.attention_mask
-        if mask is not None:
-            lengths = mask.to(torch.int64).sum(-1, keepdim=True).to(ids.device)
+        if self.position_ids is not None or mask is None:
+            counted = self.mask_positions()
+            # The ids of padding say nothing.
+            visible = ids if counted is None else ids.where(counted.to(ids.device) >= 0, -1)
+            lengths = visible.amax(-1, keepdim=True) + 1
         else:
-            lengths = ids.amax(-1, keepdim=True) + 1
+            lengths = mask.to(torch.int64).sum(-1, keepdim=True).to(ids.device)
         return Positions(ids, lengths, self.coordinates, self.token_ids, self.memo)
 
     def key_positions(self, first_slot: int | Tensor, key_length: int, device: torch.device) -> Positions:
@@ -93,17 +102,37 @@ class ForwardState:
     def _resolve_keys(self, first_slot: int | Tensor, key_length: int, device: torch.device) -> Positions:
         own = self.positions(device)
         if isinstance(self.offset, int) and self.offset == 0 and key_length == self.query_length:
+            self._remember_irregular(own)
             return own
         slots = torch.arange(key_length, device=device) + first_slot
         mask = self.attention_mask
-        if mask is None:
-            ids = slots.unsqueeze(0)
-        else:
+        if mask is not None:
             counted = counted_tokens(mask.to(device))
             known = slots < mask.shape[1]
             ids = counted.index_select(1, slots.clamp(max=mask.shape[1] - 1)).where(known, -1)
+        elif self.mask_hides_padding and self.position_ids is not None and self.offset is not None:
+            # A window's mask does not show padding, but positions count back from the newest token to the first real.
+            newest = self.offset + self.query_length - 1
+            ids = (own.ids[:, -1:] - (newest - slots)).clamp(min=-1)
+        else:
+            ids = slots.unsqueeze(0)
         self._check_cached_positions(own, ids, first_slot)
         return Positions(ids, own.lengths, memo=self.memo)
+
+    def _remember_irregular(self, own: Positions) -> None:
+        """Marks a cache whose tokens stand where neither a mask nor slots would say."""
+        cache = self.cache_object
+        if cache is None or self.position_ids is None or torch.compiler.is_compiling():
+            return
+        counted = self.mask_positions()
+        if counted is not None:
+            expected = counted.to(own.ids.device)
+        else:
+            expected = torch.arange(own.ids.shape[-1], device=own.ids.device).unsqueeze(0)
+            if self.mask_hides_padding:
+                expected = expected - expected[:, -1:] + own.ids[:, -1:]
+        if bool(((expected != own.ids) & (expected >= 0)).any()):
+            cache.__dict__[_IRREGULAR] = True
 
     def _check_cached_positions(self, own: Positions, ids: Tensor, first_slot: int | Tensor) -> None:
         """The positions of cached tokens are known from mask and slots only, so the new ones have to continue them."""
@@ -111,11 +140,12 @@ class ForwardState:
             return
         slots = torch.arange(own.ids.shape[1], device=ids.device) + (self.offset - first_slot)
         expected = ids.index_select(1, slots.clamp(max=ids.shape[1] - 1))
-        if bool(((expected != own.ids) & (expected >= 0)).any()):
+        irregular = getattr(self.cache_object, "__dict__", {}).get(_IRREGULAR, False)
+        if irregular or bool(((expected != own.ids) & (expected >= 0)).any()):
             raise UnsupportedError(
-                "position_ids of the new tokens do not continue the cached ones (counted over the attention mask, or "
-                "by slot), so the positions of cached keys are unknown, and this scheme needs them. Pass the whole "
-                "sequence with use_cache=False, or position_ids that continue it."
+                "The position_ids of this call or of the cached tokens are not those that the attention mask (or the "
+                "slots) would give, so where cached keys stand is not known, and this scheme needs it. Pass the whole "
+                "sequence with use_cache=False, or leave position_ids out."
             )
 
     def by_slots(self, length: int) -> ForwardState:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from hf_posenc.patching.length_checks import check_cache
 from hf_posenc.patching.runtime import StackRuntime
-from hf_posenc.patching.state import ForwardState
+from hf_posenc.patching.state import ForwardState, one_axis
 from hf_posenc.schemes.parts import AdditiveEncoding
 from hf_posenc.schemes.positions import Positions
 
@@ -91,14 +91,14 @@ class TableSite:
         """
         if self._is_plain:
             rows = args[0] if args else kwargs["input"]
-            return (rows if rows.dim() == 2 else rows.reshape(1, -1)), None
+            return one_axis(rows) if rows.dim() > 1 else rows.unsqueeze(0), None
         output = self._numbered_table()(*args, **kwargs)
         extras = None
         if isinstance(output, tuple):
             output, *others = output
             extras = tuple(others)
         rows = output.squeeze(-1).round().to(torch.int64)
-        return (rows if rows.dim() == 2 else rows.reshape(1, -1)), extras
+        return one_axis(rows) if rows.dim() > 1 else rows.unsqueeze(0), extras
 
     def _numbered_table(self) -> nn.Module:
         weight = table_weight(self.module)

@@ -104,10 +104,22 @@ class SubConfig:
             UnknownNameError: for an unknown type or option.
         """
         options = dict(entry)
-        kind = str(options.pop("type"))
-        if kind not in SubConfig._types:
-            raise UnknownNameError("type of sub-config", kind, SubConfig._types)
-        return _construct(SubConfig._types[kind], repr(kind), options)
+        found = SubConfig.type_named(str(options.pop("type")))
+        return _construct(found, found.__name__, options)
+
+    @classmethod
+    def type_named(cls, kind: str) -> builtins.type[Self]:
+        """The subclass of this class whose `type` is `kind`.
+
+        Raises:
+            UnknownNameError: if there is none.
+        """
+        known = {name: found for name, found in SubConfig._types.items() if issubclass(found, cls)}
+        if kind not in known:
+            raise UnknownNameError(
+                "type", kind, known, owner="a group of options" if cls is SubConfig else cls.__name__
+            )
+        return known[kind]
 
 
 def _construct(cls: builtins.type[ConfigType], owner: str, options: dict[str, Any]) -> ConfigType:
@@ -115,14 +127,25 @@ def _construct(cls: builtins.type[ConfigType], owner: str, options: dict[str, An
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for option in options:
         if option not in fields:
-            raise UnknownNameError(f"option of {owner}", option, fields)
-    required = [name for name, field in fields.items() if field.default is field.default_factory is dataclasses.MISSING]
-    missing = [name for name in required if name not in options]
+            raise UnknownNameError("option", option, fields, owner=owner)
+    missing = [name for name in required_options(cls) if name not in options]
     if missing:
         raise ValueError(
-            f"{owner[0].upper()}{owner[1:]} needs the option{'s'[: len(missing) - 1]} {', '.join(missing)}."
+            f"{owner[0].upper()}{owner[1:]} needs the option{'s' if len(missing) > 1 else ''} {', '.join(missing)}."
         )
     return cls(**{option: _decode(value) for option, value in options.items()})
+
+
+def required_options(cls: builtins.type[Any]) -> list[str]:
+    """The options of a config class that have no default."""
+    return [
+        field.name for field in dataclasses.fields(cls) if field.default is field.default_factory is dataclasses.MISSING
+    ]
+
+
+def constructor_example(cls: builtins.type[Any]) -> str:
+    """How a config class is called, with dots for what has no default: `LinearScaling(factor=...)`."""
+    return f"{cls.__name__}({', '.join(f'{name}=...' for name in required_options(cls))})"
 
 
 def _encode(value: Any) -> Any:

@@ -36,6 +36,8 @@ class Part(nn.Module):
     length_dependent: bool = False
     #: Whether the part reads `Positions.coordinates` where the caller places tokens on several axes.
     reads_coordinates: bool = False
+    #: True where positions, or their distances, have to be whole numbers; a map that gives real ones is refused.
+    whole_positions: bool = False
     #: Names of the part's own parameters that its paper trains without weight decay.
     no_weight_decay: frozenset[str] = frozenset()
 
@@ -118,6 +120,9 @@ class PairwiseBias(LogitBias):
     num_features: int = 0
     #: True where `forward` reads `pairs.query` or `pairs.key`; such a bias fits heads of unchanged width only.
     reads_heads: bool = False
+    #: True where the bias corrects logits that the layer computes itself, so that nothing may come between them; models
+    #: that cap their logits before biases are refused.
+    replaces_logits: bool = False
 
     def key_features(self, hidden_states: Tensor) -> Tensor:
         """`(batch, length, hidden)` -> `(batch, heads, length, num_features)` float32, before the cache."""

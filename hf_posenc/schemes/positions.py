@@ -17,7 +17,8 @@ class Positions:
     Args:
         ids: `(batch or 1, length)`. int64 as the model counts them: the first real token of a sequence has position 0,
             padding may carry any negative value. A position map may turn them into float32.
-        lengths: `(batch or 1, 1)` int64, the number of real tokens of each sequence, cached ones included.
+        lengths: `(batch or 1, 1)` int64, the length of each sequence, cached tokens included: one more than its last
+            position, which is the number of its real tokens where positions have no gaps.
         coordinates: `(axes, batch or 1, length)` int64 where the caller placed tokens on several axes (time, height,
             width), else `None`.
         token_ids: `(batch, length)` int64, the vocabulary ids of the tokens, where the model was given them.

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from hf_posenc.errors import UnknownNameError
 from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.other_names import hint_for
 
 _SCHEMES: dict[str, type[SchemeConfig]] = {}
 
@@ -54,7 +55,7 @@ def get_scheme(name: str) -> type[SchemeConfig]:
     try:
         return _SCHEMES[name]
     except KeyError:
-        raise UnknownNameError("scheme", str(name), _SCHEMES) from None
+        raise UnknownNameError("scheme", str(name), _SCHEMES, hint=hint_for(str(name))) from None
 
 
 def registered_configs() -> list[type[SchemeConfig]]:
@@ -76,7 +77,10 @@ def scheme_from_dict(entry: dict[str, Any]) -> SchemeConfig:
 
 
 def as_scheme(value: Any) -> SchemeConfig:
-    """A config from any form a scheme is nested in: a config, a name, or the dictionary of a config.
+    """A config from any form a scheme is nested in.
+
+    Args:
+        value: a config, a config class, a name, the dictionary of a config, or a list of these, which act together.
 
     Raises:
         UnknownNameError: for an unknown scheme or option.
@@ -84,8 +88,14 @@ def as_scheme(value: Any) -> SchemeConfig:
     """
     if isinstance(value, SchemeConfig):
         return value
+    if isinstance(value, type) and issubclass(value, SchemeConfig):
+        return value.from_options({})
     if isinstance(value, str):
         return get_scheme(value).from_options({})
     if isinstance(value, dict):
         return scheme_from_dict(value)
-    raise ValueError(f"Not a scheme: {value!r}; expected a config such as AlibiConfig(), a name, or a dictionary.")
+    if isinstance(value, list | tuple):
+        return get_scheme("composed").from_options({"parts": value})
+    raise ValueError(
+        f"Not a scheme: {value!r}; expected a config such as AlibiConfig(), a name, a dictionary, or a list of these."
+    )

@@ -224,3 +224,22 @@ def test_a_longer_table_reaches_further_in_the_export(exported: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(exported / "gpt2-longer")
     assert loaded.config.max_position_embeddings == 80
     assert torch.isfinite(outputs(loaded, token_ids(80))).all()
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        {"scheme": "self_extend", "group": 4, "window": 64},
+        {"scheme": "rerope", "window": 100},
+        {"scheme": "position_clamp", "maximum": 60},
+        {"scheme": "interleaved", "other": {"scheme": "position_clamp", "maximum": 60}, "every": 2},
+        ["rope", {"scheme": "llama4_scale", "floor_scale": 64}],
+    ],
+    ids=["self_extend", "rerope", "position_clamp", "interleaved", "scale"],
+)
+def test_a_scheme_that_acts_far_away_only_is_not_taken_for_the_stock_one(scheme, tmp_path):
+    """Within the first dozens of tokens each of these is plain RoPE."""
+    model = hf_posenc.patch_model(llama(), scheme)
+    with pytest.raises(UnsupportedError, match="cannot be said"):
+        hf_posenc.save_stock_checkpoint(model, tmp_path / "stock")
+    assert not (tmp_path / "stock").exists()

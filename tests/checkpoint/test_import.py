@@ -37,4 +37,68 @@ def test_import_is_cheap() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
     seconds, *modules = done.stdout.split()
     assert float(seconds) < 0.1
-    assert not [name for name in modules if name.startswith(("hf_posenc.patching", "hf_posenc.schemes"))]
+    late = tuple(f"hf_posenc.{name}" for name in ("patching", "schemes", "recipes", "metrics", "plots"))
+    assert not [name for name in modules if name.startswith(late)]
+
+
+def test_subpackages_are_attributes_after_one_import() -> None:
+    code = (
+        "import hf_posenc; print(hf_posenc.recipes.drope.__name__, hf_posenc.metrics.dog_test.__name__, "
+        "hf_posenc.schemes.get_scheme.__name__, hf_posenc.plots.__name__, {'metrics', 'plots', 'recipes'} <= "
+        "set(dir(hf_posenc)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
+    assert done.stdout.split() == ["drope", "dog_test", "get_scheme", "hf_posenc.plots", "True"]
+
+
+def test_figures_are_attributes_too() -> None:
+    pytest.importorskip("matplotlib")
+    from hf_posenc.plots.dog import plot_dog
+    from hf_posenc.plots.schemes.catalogue import plot_scheme
+
+    assert hf_posenc.plots.plot_dog is plot_dog
+    assert hf_posenc.plots.schemes.plot_scheme is hf_posenc.plots.plot_scheme is plot_scheme
+    with pytest.raises(AttributeError, match="Did you mean 'plot_scheme'"):
+        _ = hf_posenc.plots.plot_shceme
+
+
+def test_every_shipped_config_is_listed_by_name_in_both_packages() -> None:
+    import hf_posenc.schemes as schemes
+
+    configs = {found for found in schemes.registered_configs() if found.__module__.startswith("hf_posenc.")}
+    names = {found.__name__ for found in configs} | set(_subclasses(schemes.RopeScaling))
+    assert len(configs) > 40
+    assert "ResonanceScaling" in names
+    for package in (hf_posenc, schemes):
+        assert names - set(package.__all__) == set(), package.__name__
+    assert all(f"import {name}" in _typed() or f" {name}," in _typed() for name in names)
+
+
+def _subclasses(owner: type) -> list[str]:
+    return [name for found in owner.__subclasses__() for name in (found.__name__, *_subclasses(found))]
+
+
+def _typed() -> str:
+    return (REPOSITORY / "hf_posenc" / "__init__.py").read_text().split("if TYPE_CHECKING:")[1].split("__all__ =")[0]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [("AlibConfig", "AlibiConfig"), ("RoPEConfig", "RopeConfig"), ("KERPLEConfig", "KerpleConfig")],
+)
+def test_a_misspelt_config_names_the_right_one(wrong: str, right: str) -> None:
+    for package in (hf_posenc, hf_posenc.schemes):
+        with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no .*Did you mean '{right}'"):
+            getattr(package, wrong)
+
+
+def test_configs_registered_elsewhere_are_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_posenc.schemes import registry
+
+    class ElsewhereConfig(hf_posenc.SchemeConfig):
+        name = "elsewhere_for_tests"
+
+    monkeypatch.setitem(registry._SCHEMES, "elsewhere_for_tests", ElsewhereConfig)
+    assert hf_posenc.ElsewhereConfig is hf_posenc.schemes.ElsewhereConfig is ElsewhereConfig
+    with pytest.raises(AttributeError, match="Did you mean 'ElsewhereConfig'"):
+        _ = hf_posenc.ElsewereConfig

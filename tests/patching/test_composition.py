@@ -19,6 +19,7 @@ from hf_posenc import (
     ScheduleConfig,
     UnsupportedError,
     get_scheme,
+    native_scheme,
     patch_model,
 )
 from tests.matrix.architectures import ARCHITECTURES
@@ -155,7 +156,7 @@ def test_local_and_global_layers_are_told_apart_by_the_model():
 def test_arrangements_are_not_nested(config: Any):
     with pytest.raises(ValueError, match="one layer"):
         config(ScheduleConfig((NoneConfig(),)))
-    with pytest.raises(ValueError, match="compose inside"):
+    with pytest.raises(ValueError, match="Compose inside"):
         patch_model(patched("llama_gqa", None), ComposedConfig((config(), AlibiConfig())))
 
 
@@ -186,3 +187,89 @@ def test_far_pairs_are_corrected_where_a_head_is_rotated_in_part():
     )
     assert distance(extended, rope) <= CLOSE
     assert distance(grouped, rope) > 1e-2
+
+
+def test_a_table_shared_by_all_layers_stays_one_beside_a_scheme_of_each_layer():
+    model = patched("llama_gqa", ["t5", {"scheme": "ssmax"}])
+    names = [name for name, _ in model.position_encoding.named_parameters()]
+    tables = [name for name, parameter in model.position_encoding.named_parameters() if parameter.shape == (32, 4)]
+    assert len(tables) == 1
+    assert len(names) == 1 + 2  # the table, and a scale in each of two layers
+    layers = model.position_encoding.stacks["model"].layers
+    assert layers[0].logit_bias is layers[1].logit_bias
+    assert layers[0].logit_scale is not layers[1].logit_scale
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", ["llama_gqa", "cohere2_interleaved", "bloom"])
+def test_native_stands_for_what_the_model_has(architecture: str):
+    row, model = ARCHITECTURES[architecture], patched(architecture, None)
+    stock, native = outputs(model, row, tokens()), native_scheme(model)
+    forms: list[Any] = ["native", ["native"], {"scheme": "interleaved", "inner": "native", "other": "native"}]
+    if not isinstance(native, ScheduleConfig):
+        forms.append({"scheme": "randomized", "inner": "native"})
+    for scheme_like in forms:
+        patch_model(model, scheme_like)
+        assert "native" not in str(model.position_encoding.config.to_dict())
+        assert distance(outputs(model, row, tokens()), stock) <= CLOSE
+    patch_model(model, ["native", {"scheme": "log_n_scale", "training_length": 4}])
+    assert distance(outputs(model, row, tokens()), stock) > 1e-3
+    if not isinstance(native, ScheduleConfig):
+        assert native in model.position_encoding.config.parts
+
+
+@torch.no_grad()
+def test_logits_that_are_capped_refuse_a_correction():
+    """The far correction has to act before the cap, and a bias acts behind it."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = Gemma2Config(**sizes, num_key_value_heads=2, head_dim=8, vocab_size=96, attn_logit_softcapping=3.0)
+    far = {"scheme": "rerope", "window": 4}
+    for scheme_like in (far, {"scheme": "position_shift", "inner": far, "offset": 1}, [far, "ssmax"]):
+        model = Gemma2ForCausalLM(config)
+        with pytest.raises(UnsupportedError, match="caps its logits"):
+            patch_model(model, scheme_like)
+    config.attn_logit_softcapping = None
+    patch_model(Gemma2ForCausalLM(config), far)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_length_is_the_last_position_with_a_mask_and_without(kind: str):
+    """Stock frequencies follow the largest position id, so the native round trip does, however the call is made."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 20}
+    rope = {"rope_type": kind, "rope_theta": 100.0, "factor": 4.0} | (factors if kind == "longrope" else {})
+    model = patched("llama_gqa", None, rope_parameters=rope, max_position_embeddings=20)
+    ids = tokens()
+    arguments = {"position_ids": torch.arange(ids.shape[1]).unsqueeze(0) + 40, "use_cache": False}
+    stock = outputs(model, LLAMA, ids, **arguments)
+    with pytest.warns(UserWarning, match="use_cache"):
+        patch_model(model, native_scheme(model))
+    for mask in (None, torch.ones_like(ids)):
+        assert distance(outputs(model, LLAMA, ids, attention_mask=mask, **arguments), stock) <= CLOSE
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [
+        ("llama_gqa", InterleavedConfig()),
+        ("mistral_sliding", LocalGlobalConfig()),
+        ("llama_gqa", InterleavedConfig(every=3)),
+    ],
+)
+def test_an_arrangement_of_which_a_part_never_acts_is_refused(architecture: str, config: Any):
+    with pytest.raises(ValueError, match=r"would act in no layer|layer_types"):
+        patch_model(patched(architecture, None), config)
+
+
+@torch.no_grad()
+def test_a_norm_behind_the_rotation_refuses_a_correction():
+    from transformers import HunYuanDenseV1Config, HunYuanDenseV1ForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = HunYuanDenseV1Config(**sizes, num_key_value_heads=2, head_dim=8, vocab_size=96, eod_token_id=1)
+    model = HunYuanDenseV1ForCausalLM(config).eval()
+    patch_model(model, {"scheme": "rerope", "window": 4})
+    with pytest.raises(UnsupportedError, match="changes its queries after rotating"):
+        model(tokens())

@@ -315,3 +315,27 @@ def test_padding_positions_are_no_packing() -> None:
     position_ids = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
     result = outputs(model, row, padded, attention_mask=mask, position_ids=position_ids)
     assert distance(result[:, 2:], outputs(model, row, ids)) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        ["rope", "forget_gate", "ssmax"],
+        "string",
+        "pope",
+        {"scheme": "fope", "learnable": True},
+        "learned_rope",
+        "learned",
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_weights_that_are_kept_elsewhere_come_when_they_are_needed(scheme: Any) -> None:
+    from accelerate import cpu_offload
+
+    row, model = ARCHITECTURES["llama_gqa"], patched("llama_gqa", scheme)
+    expected = outputs(model, row, tokens())
+    cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=True)
+    assert any(parameter.is_meta for parameter in model.position_encoding.parameters())
+    assert distance(outputs(model, row, tokens()), expected) <= 1e-6
+    assert all(parameter.is_meta for parameter in model.position_encoding.parameters())

@@ -28,8 +28,8 @@ class Copying(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": ids, "labels": ids}
 
 
-def trained(phases: SchemePhases, steps: int, folder: Any, **arguments: Any) -> tuple[Any, list[float]]:
-    model = patched("llama_gqa", None)
+def trained(phases: SchemePhases, steps: int, folder: Any, before: str | None = None) -> tuple[Any, list[float]]:
+    model = patched("llama_gqa", before)
     settings = TrainingArguments(
         output_dir=str(folder),
         max_steps=steps,
@@ -42,7 +42,6 @@ def trained(phases: SchemePhases, steps: int, folder: Any, **arguments: Any) -> 
         use_cpu=True,
         lr_scheduler_type="constant",
         seed=0,
-        **arguments,
     )
     trainer = Trainer(model, settings, train_dataset=Copying(), callbacks=[SchemePhasesCallback(phases)])
     trainer.train()
@@ -122,3 +121,20 @@ def test_groups_hold_every_trained_parameter_once():
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             assert (id(parameter) in undecayed) == (name.endswith("bias") or "LayerNorm" in name)
+
+
+def test_a_phase_that_no_step_reaches_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="never reach"):
+        trained(drope(500), 20, tmp_path)
+    with pytest.raises(TypeError, match="drope"):
+        SchemePhasesCallback("drope")
+
+
+@pytest.mark.parametrize("first", ["t5", "forget_gate"])
+def test_parameters_that_the_optimizer_has_never_seen_are_refused(first, tmp_path):
+    """The Trainer makes its optimizer before any callback runs."""
+    phases = SchemePhases(((0, first), (10, "none")))
+    with pytest.raises(UnsupportedError, match="before the Trainer is made"):
+        trained(phases, 20, tmp_path)
+    model, _ = trained(phases, 20, tmp_path, before=first)
+    assert model.position_encoding.config == hf_posenc.NoneConfig()

@@ -256,3 +256,11 @@ def test_unfitting_tables_are_not_adopted(native):
     before = part.weight.detach().clone()
     assert not part.adopt(native)
     assert torch.equal(part.weight, before)
+
+
+@pytest.mark.parametrize("config", [SinusoidalConfig, IntegerConfig, NormalizedIntegerConfig, BinaryConfig])
+def test_a_scale_of_zero_is_no_scheme(config):
+    for scale in (0, 0.0, -0.0):
+        with pytest.raises(ValueError, match=rf"{config.__name__}\.scale is .*other than 0.*'none'"):
+            config(scale=scale)
+    config(scale=-0.5)

@@ -11,6 +11,7 @@ from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
+from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes import AlibiConfig, BuildContext, DistanceBias, SchemeConfig, T5Config
 from hf_posenc.schemes.bias.alibi import alibi_slopes
 from hf_posenc.schemes.bias.t5 import relative_position_bucket
@@ -46,7 +47,7 @@ def test_alibi_variants_follow_the_direction_of_the_model():
     assert torch.equal(symmetric, bias_of(AlibiConfig("symmetric"), causal=False)(distance))
     causal = bias_of(AlibiConfig("causal"))(distance)
     assert torch.equal(causal[:, :10], symmetric[:, :10])
-    with pytest.raises(ValueError, match="'symmetric', 'asymmetric' or 'auto'"):
+    with pytest.raises(UnsupportedError, match=r"bidirectional.*'symmetric', 'asymmetric' or 'auto'"):
         bias_of(AlibiConfig("causal"), causal=False)
     with pytest.raises(ValueError, match="'causal' or 'auto'"):
         bias_of(AlibiConfig("asymmetric"), causal=True)
@@ -111,6 +112,8 @@ def test_t5_direction_follows_the_model_and_per_layer_the_config():
     assert bias_of(T5Config(), causal=False).bidirectional
     assert not bias_of(T5Config(), causal=True).bidirectional
     assert bias_of(T5Config(bidirectional=True), causal=True).bidirectional
+    with pytest.raises(UnsupportedError, match=r"bidirectional is False.*this bidirectional model"):
+        bias_of(T5Config(bidirectional=False), causal=False)
     assert not T5Config().per_layer
     assert T5Config(shared=False).per_layer
 

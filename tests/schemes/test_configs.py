@@ -15,21 +15,31 @@ from hf_posenc.schemes import (
     BuildContext,
     ComposedConfig,
     IntegerConfig,
+    InterleavedConfig,
     LearnedConfig,
     LinearScaling,
+    LocalGlobalConfig,
     NoneConfig,
     NormalizedIntegerConfig,
+    Positions,
     PRopeConfig,
     RopeConfig,
+    ScheduleConfig,
     SchemeConfig,
+    SelfExtendConfig,
     SinusoidalConfig,
     T5Config,
+    YarnScaling,
     get_scheme,
     list_schemes,
+    other_names,
     register_scheme,
     scheme_from_dict,
 )
 from hf_posenc.schemes import registry as registry_module
+from hf_posenc.schemes.bias.forget_gate import ForgetGateConfig
+from hf_posenc.schemes.bias.transformer_xl import TransformerXLConfig
+from hf_posenc.schemes.rotary.pope import PopeConfig
 
 from .table import positions_of
 
@@ -66,6 +76,25 @@ CONTEXT = BuildContext(24, 4, 6, max_positions=32)
         (RopeConfig, {"theta": True}, "theta is True"),
         (RopeConfig, {"theta": float("nan")}, "theta is nan"),
         (RopeConfig, {"theta": 0.0}, "greater than 0"),
+        (RopeConfig, {"theta": 10**400}, r"an integer of 1329 bits; .* within the range of float32 \(up to 3.4e\+38\)"),
+        (RopeConfig, {"theta": 10**10_000}, "within the range of float32"),
+        (
+            RopeConfig,
+            {"theta": 1e300},
+            r"theta is 1e\+300; expected a finite .* within the range of float32",
+        ),
+        (RopeConfig, {"theta": 1e-300}, "theta is 1e-300; expected at least 1e-18"),
+        (TransformerXLConfig, {"base": 1e-30}, "base is 1e-30; expected at least 1e-18"),
+        (PopeConfig, {"theta": 1e-30}, "at least 1e-18"),
+        (RopeConfig, {"inverse_frequencies": (1.0, 1e300)}, "of finite numbers.*, within the range of float32"),
+        (IntegerConfig, {"scale": -1e300}, "within the range of float32"),
+        (T5Config, {"max_distance": 10**400}, "an integer of 1329 bits; expected an integer of at most 64 bits"),
+        (LearnedConfig, {"offset": 2**63}, "at most 64 bits"),
+        (
+            ForgetGateConfig,
+            {"gate": "bias_only", "decay_times": (100.0, 1.0)},
+            "the shortest first",
+        ),
         (RopeConfig, {"rotary_dim": 7}, "expected an even number"),
         (RopeConfig, {"rotary_dim": 0}, "at least 2"),
         (RopeConfig, {"partial_rotary_factor": 1.5}, "at most 1"),
@@ -85,12 +114,36 @@ CONTEXT = BuildContext(24, 4, 6, max_positions=32)
         (PRopeConfig, {"rotary_dim": 3}, "even number"),
         (PRopeConfig, {"layout": "halves"}, "Known: auto, half, half_reversed, interleaved"),
         (ComposedConfig, {"parts": ()}, "non-empty sequence"),
-        (ComposedConfig, {"parts": ("alibi",)}, "expected scheme configs, for example AlibiConfig"),
+        (ComposedConfig, {"parts": (3,)}, "Not a scheme: 3; expected a config such as AlibiConfig"),
+        (ComposedConfig, {"parts": "alibi"}, "non-empty sequence"),
+        (ComposedConfig, {"parts": ("alibbi",)}, "Did you mean 'alibi'"),
+        (ScheduleConfig, {"layers": "rope"}, "at least one layer"),
+        (ScheduleConfig, {"layers": ("interleaved",)}, "for one layer"),
+        (
+            RopeConfig,
+            {"scaling": "yarn"},
+            r"RopeConfig\.scaling is 'yarn'.* give YarnScaling\(factor=\.\.\., original_max_positions=\.\.\.\)",
+        ),
+        (RopeConfig, {"scaling": "yarnn"}, "Unknown type 'yarnn' of RopeScaling. Did you mean 'yarn'"),
+        (RopeConfig, {"scaling": {"type": "yarn"}}, "YarnScaling needs the options factor, original_max_positions"),
+        (RopeConfig, {"thetha": 2.0}, "^Unknown option 'thetha' of scheme 'rope'. Did you mean 'theta'"),
+        (
+            RopeConfig,
+            {"scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}},
+            r"hf_posenc\.schemes\.from_rope_parameters",
+        ),
     ],
 )
 def test_bad_options_are_refused(scheme, options, message):
     with pytest.raises(ValueError, match=message):
         scheme.from_options(options)
+
+
+def test_the_smallest_base_is_finite_at_every_position():
+    ids = torch.tensor([[0, 1, 2**62]])
+    part = RopeConfig(theta=1e-18, rotary_dim=6).build(CONTEXT).query_key_map
+    assert all(phase.isfinite().all() for phase in part.phases(Positions(ids, ids[:, -1:] + 1)))
+    assert LearnedConfig(offset=2**63 - 1).offset == 2**63 - 1
 
 
 def test_lists_become_tuples():
@@ -107,6 +160,74 @@ def test_unknown_schemes_are_refused_with_a_hint():
         scheme_from_dict({"scheme": "nope"})
     with pytest.raises(ValueError, match="'scheme' key is expected"):
         scheme_from_dict({"theta": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"),
+    [
+        ("RoPE", "Did you mean 'rope'? Known"),
+        ("ALiBi", "Did you mean 'alibi'? Known"),
+        ("NoPE", "Did you mean 'none'?"),
+        ("fox", "Did you mean 'forget_gate'?"),
+        ("cable", "Did you mean 'forget_gate'?"),
+        ("TXL", "Did you mean 'transformer_xl'?"),
+        ("ricker", "Did you mean 'wavelet'?"),
+        ("rnope", "Did you mean 'interleaved'?"),
+        ("BiPE", "Did you mean 'hierarchical'?"),
+        ("lerope", "Did you mean 'learned_rope'?"),
+        ("wpe", "Did you mean 'learned'?"),
+        ("relative", "Did you mean 'shaw' or 't5'"),
+        ("yarn", "RopeConfig(scaling=YarnScaling(factor=..., original_max_positions=...))"),
+        ("pi", "RopeConfig(scaling=LinearScaling(factor=...))"),
+        ("ntk", "RopeConfig(scaling=NtkScaling(factor=...))"),
+        ("drope", "hf_posenc.recipes.drope(total_steps)"),
+    ],
+)
+def test_words_of_the_field_lead_to_the_scheme(word, hint):
+    with pytest.raises(UnknownNameError) as caught:
+        get_scheme(word)
+    assert f"Unknown scheme '{word}'. " in str(caught.value)
+    assert hint in str(caught.value)
+
+
+def test_every_hint_names_something_that_exists():
+    for names in other_names._SCHEMES.values():
+        for name in names:
+            get_scheme(name)
+    taken = (set(other_names._SCHEMES) | set(other_names._SCALINGS)) & set(registry_module._SCHEMES)
+    assert taken == set(), "a scheme of that name hides the hint"
+    assert all(other_names.hint_for(word) for word in other_names._SCALINGS)
+
+
+def test_a_scaling_given_as_a_dictionary_is_the_scaling():
+    entry = {"type": "yarn", "factor": 4.0, "original_max_positions": 64}
+    expected = RopeConfig(scaling=YarnScaling(4.0, 64))
+    assert RopeConfig(scaling=entry) == RopeConfig.from_options({"scaling": entry}) == expected
+
+
+def test_schemes_are_nested_by_name_dictionary_class_and_list():
+    both = ComposedConfig((T5Config(), RopeConfig()))
+    assert ComposedConfig(("t5", RopeConfig)) == both
+    assert ComposedConfig([{"scheme": "t5"}, "rope"]) == both
+    assert SelfExtendConfig(inner=["t5", "rope"]).inner == both
+    assert InterleavedConfig(inner=["t5", "rope"], other="alibi") == InterleavedConfig(both, AlibiConfig())
+    assert ScheduleConfig([["t5", "rope"], "none"]) == ScheduleConfig((both, NoneConfig()))
+    assert scheme_from_dict({"scheme": "composed", "parts": ["t5", "rope"]}) == both
+
+
+@pytest.mark.parametrize(
+    ("layered", "example"),
+    [
+        (InterleavedConfig(), "InterleavedConfig(inner=ComposedConfig((RopeConfig(), AlibiConfig())))"),
+        (LocalGlobalConfig(), "LocalGlobalConfig(local=ComposedConfig((RopeConfig(), AlibiConfig())))"),
+        (ScheduleConfig(("none", "rope")), "ScheduleConfig(layers=(AlibiConfig(), ...))"),
+    ],
+)
+def test_an_arrangement_of_layers_is_composed_inside(layered, example):
+    for parts in ((layered, "alibi"), ("alibi", layered)):
+        with pytest.raises(ValueError, match="Compose inside its layers") as caught:
+            ComposedConfig(parts)
+        assert example in str(caught.value)
 
 
 def test_third_parties_register_with_one_decorator(monkeypatch):

@@ -32,7 +32,9 @@ EVERY_VARIANT = pytest.mark.parametrize("config", VARIANTS, ids=repr)
 
 def bias_of(config: SchemeConfig) -> Any:
     torch.manual_seed(0)
-    bias = config.build(CONTEXT).logit_bias
+    # Only a bidirectional model has later keys to tell apart.
+    causal = getattr(config, "max_distance_ahead", None) is None
+    bias = config.build(dataclasses.replace(CONTEXT, causal=causal)).logit_bias
     assert bias is not None
     return bias
 
@@ -260,3 +262,16 @@ def test_unknown_choices_are_refused(scheme, option):
 def test_widths_that_do_not_work_out_are_refused(config, context, message):
     with pytest.raises(ValueError, match=message):
         config.build(context)
+
+
+def test_a_causal_model_refuses_a_distance_of_later_keys():
+    for ahead in (0, 2):
+        with pytest.raises(ValueError, match=rf"max_distance_ahead is {ahead}.*never attends to them"):
+            ShawConfig(max_distance=6, max_distance_ahead=ahead).build(CONTEXT)
+
+
+def test_biases_say_whether_they_need_whole_positions():
+    for config in (ShawConfig(), LowRankRelativeConfig()):
+        assert bias_of(config).whole_positions
+    for config in (ShawConfig("sinusoidal"), ShawConfig("wavelet"), GrapeConfig(), TransformerXLConfig()):
+        assert not bias_of(config).whole_positions

@@ -21,9 +21,11 @@ from hf_posenc.schemes.bias.cope import CopeConfig
 from hf_posenc.schemes.bias.forget_gate import ForgetGateConfig
 from hf_posenc.schemes.bias.grape import GrapeConfig
 from hf_posenc.schemes.bias.low_rank_relative import LowRankRelativeConfig
+from hf_posenc.schemes.bias.relative_tables import sinusoidal_vectors, turn_frequencies
 from hf_posenc.schemes.bias.shaw import ShawConfig
 from hf_posenc.schemes.bias.transformer_xl import TransformerXLConfig
 from hf_posenc.schemes.bias.wavelet import WaveletConfig
+from hf_posenc.schemes.constants import DeviceConstant
 from hf_posenc.schemes.logits import pairwise_bias, positional_logits
 
 HIDDEN, HEADS, HEAD_DIM, LENGTH = 24, 3, 8, 12
@@ -274,3 +276,60 @@ def test_a_fixed_table_of_shaw_is_the_scheme_of_its_name():
     query, key, _ = random_heads()
     wavelet = positional_logits(build(WaveletConfig()), query, key, counted())
     assert torch.equal(wavelet, positional_logits(build(ShawConfig("wavelet")), query, key, counted()))
+
+
+UNCLIPPED = [TransformerXLConfig(), ShawConfig(table="sinusoidal")]
+
+
+@pytest.mark.parametrize("config", UNCLIPPED, ids=repr)
+@pytest.mark.parametrize("later", [2_000, 131_000, 1_000_000])
+def test_sinusoids_of_early_tokens_do_not_depend_on_what_comes_later(config, later):
+    bias = build(config, head_dim=32).logit_bias
+    redraw(bias)
+    query, key = torch.randn(2, 1, HEADS, 65, 32).unbind()
+    ids = torch.cat((torch.arange(64), torch.tensor([later]))).unsqueeze(0)
+    whole = AttentionPairs(query, key, torch.arange(65), Positions(ids, torch.tensor([[later + 1]])), 32**-0.5)
+    early = AttentionPairs(
+        query[:, :, :64], key[:, :, :64], torch.arange(64), Positions(ids[:, :64], torch.tensor([[64]])), 32**-0.5
+    )
+    # The same sums, in blocks that the two lengths cut differently.
+    torch.testing.assert_close(pairwise_bias(bias, whole)[..., :64, :64], pairwise_bias(bias, early), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("position", [5, 4096, 131_071, 1_000_000])
+def test_sinusoids_are_right_far_from_the_start(position):
+    found = sinusoidal_vectors(torch.tensor([position]), DeviceConstant(turn_frequencies(64, 10000.0)))[0]
+    angles = [position * 10000.0 ** (-2 * pair / 64) for pair in range(32)]
+    expected = torch.tensor([math.sin(angle) for angle in angles] + [math.cos(angle) for angle in angles])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("shift", [1_000, 1_000_000])
+def test_sinusoids_of_the_distance_do_not_see_a_shift(shift):
+    for config in UNCLIPPED:
+        bias = build(config, head_dim=32).logit_bias
+        redraw(bias)
+        query, key = torch.randn(2, 1, HEADS, LENGTH, 32).unbind()
+        near, far = (
+            pairwise_bias(
+                bias,
+                AttentionPairs(
+                    query,
+                    key,
+                    torch.arange(LENGTH),
+                    Positions(torch.arange(start, start + LENGTH).unsqueeze(0), torch.tensor([[start + LENGTH]])),
+                    32**-0.5,
+                ),
+            )
+            for start in (0, shift)
+        )
+        torch.testing.assert_close(near, far, rtol=0, atol=2e-5)
+
+
+def test_learned_slopes_of_alibi_are_not_decayed_and_bfloat16_moves_them_little():
+    bias = build(AlibiConfig(learnable=True), heads=64).logit_bias
+    assert bias.no_weight_decay == {name for name, _ in bias.named_parameters()}
+    exact = torch.tensor(alibi_slopes(64))
+    error = (bias.to(torch.bfloat16).slopes / exact - 1).abs().max()
+    # Spacing of bfloat16 at ln(2**-8) = -5.5 is 1/32, of which rounding is off by half.
+    assert 0.005 < error < math.expm1(1 / 64)

@@ -24,6 +24,7 @@ from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 from hf_posenc.schemes import BuildContext, Positions, QueryKeyMap, RopeConfig, SchemeConfig
 from hf_posenc.schemes.logits import positional_logits
 from hf_posenc.schemes.position_maps.affine import PositionScaleConfig
+from hf_posenc.schemes.position_maps.randomized import RandomizedConfig
 from hf_posenc.schemes.rotary.grids import grid_coordinates
 from hf_posenc.schemes.rotary.mrope import MRopeConfig, default_sections
 from hf_posenc.schemes.rotary.rope_nd import RopeNdConfig, axial_frequencies
@@ -355,6 +356,25 @@ def test_another_number_of_axes_is_refused():
 def test_grids_that_are_none_are_refused(grid):
     with pytest.raises(ValueError, match="grid"):
         RopeNdConfig(grid=grid)
+
+
+@pytest.mark.parametrize("assignment", ["block", "split", "interleaved"])
+def test_fixed_frequencies_have_no_heads_to_share_them(assignment):
+    with pytest.raises(ValueError, match=f"per_head is False.*'{assignment}' are fixed"):
+        RopeNdConfig(assignment=assignment, per_head=False)
+
+
+def test_drawn_axes_share_a_draw_and_stay_in_range():
+    """Text has equal axes and keeps them equal; an axis that reaches further than positions counts too."""
+    part = map_of(RandomizedConfig(MRopeConfig(), max_position=40)).train()
+    coordinates = plain().ids.expand(3, 1, -1).clone()
+    coordinates[2] += 20
+    new = part.position_map.renumber(at(coordinates))
+    assert torch.equal(new.coordinates[0], new.ids)
+    assert torch.equal(new.coordinates[1], new.ids)
+    assert (new.coordinates[2] > new.ids).all()
+    assert new.coordinates.min() >= 0
+    assert new.coordinates.max() < 40
 
 
 def test_fewer_pairs_than_axes_are_refused():

@@ -22,6 +22,7 @@ from hf_posenc.schemes import (
     LinearScaling,
     NoneConfig,
     PairwiseBias,
+    Part,
     Positions,
     PRopeConfig,
     RopeConfig,
@@ -33,10 +34,15 @@ from hf_posenc.schemes import (
     YarnScaling,
     scheme_from_dict,
 )
+from hf_posenc.schemes.bias.cope import CopeConfig
+from hf_posenc.schemes.bias.forget_gate import ForgetGateConfig
+from hf_posenc.schemes.bias.low_rank_relative import LowRankRelativeConfig
+from hf_posenc.schemes.bias.shaw import ShawConfig
 from hf_posenc.schemes.logits import positional_logits
 from hf_posenc.schemes.position_maps.affine import PositionScaleConfig, PositionShiftConfig
 from hf_posenc.schemes.position_maps.clamped import PositionClampConfig
 from hf_posenc.schemes.position_maps.hierarchical import HierarchicalConfig, SeparatedSegments
+from hf_posenc.schemes.position_maps.mapped import MappedBias
 from hf_posenc.schemes.position_maps.randomized import RandomizedConfig, RandomizedMap
 from hf_posenc.schemes.position_maps.rerope import ReRopeConfig
 from hf_posenc.schemes.position_maps.self_extend import SelfExtendConfig
@@ -103,6 +109,56 @@ def test_a_map_takes_over_what_the_engine_asks_of_a_scheme():
         dynamic.check_cache(9, 20)
     rotation = build(PositionScaleConfig(RopeConfig(rotary_dim=4))).query_key_map
     assert (rotation.rotary_dim, rotation.symmetric, rotation.whole_heads, rotation.width_factor) == (4, True, False, 1)
+    assert not rotation.mapped_again
+
+
+def test_a_map_hides_no_correction_of_logits():
+    parts = build(PositionShiftConfig(ReRopeConfig(window=1)))
+    assert parts.query_key_map.mapped_again
+    assert parts.logit_bias.reads_heads
+    assert parts.logit_bias.replaces_logits
+    assert not build(PositionShiftConfig(ReRopeConfig(AlibiConfig(), window=1))).logit_bias.replaces_logits
+
+
+class Declares(PairwiseBias):
+    """Declares the opposite of every default."""
+
+    length_dependent = reads_coordinates = whole_positions = reads_heads = replaces_logits = True
+    num_features = 3
+    no_weight_decay = frozenset({"weight"})
+
+
+def test_a_mapped_part_declares_what_the_part_does():
+    mapped = MappedBias(PositionShiftConfig().position_map(), Declares())
+    declared = {name for kind in (Part, PairwiseBias) for name in kind.__annotations__}
+    # Parameters without weight decay are found at the part that has them.
+    assert mapped.no_weight_decay == frozenset()
+    for name in declared - {"no_weight_decay"}:
+        assert getattr(Declares, name) != getattr(PairwiseBias, name)
+        assert getattr(mapped, name) == getattr(Declares, name)
+
+
+@pytest.mark.parametrize(
+    "inner", [CopeConfig(), ForgetGateConfig(), ComposedConfig((CopeConfig(), ForgetGateConfig()))]
+)
+def test_schemes_by_the_order_of_tokens_are_refused(inner):
+    for config in (PositionShiftConfig, PositionScaleConfig, PositionClampConfig, RandomizedConfig):
+        with pytest.raises(ValueError, match=rf"{config.__name__}\.inner is '{inner.name}', which goes by the order"):
+            build(config(inner))
+    with pytest.raises(ValueError, match=rf"HierarchicalConfig\.segment is '{inner.name}', which goes by the order"):
+        build(HierarchicalConfig(segment=inner))
+
+
+def test_a_map_over_segments_between_separators_is_refused():
+    for config in (PositionShiftConfig, PositionScaleConfig, PositionClampConfig, RandomizedConfig):
+        with pytest.raises(ValueError, match="'hierarchical', which goes by the order"):
+            build(config(HierarchicalConfig(separators=(1,))))
+
+
+def test_what_goes_by_positions_beside_order_is_mapped():
+    build(PositionScaleConfig(ComposedConfig((RopeConfig(), ForgetGateConfig()))))
+    build(PositionScaleConfig(ForgetGateConfig("bias_only")))
+    build(PositionScaleConfig(HierarchicalConfig(segment_length=4), factor=2))
 
 
 def test_a_mapped_table_takes_over_native_rows():
@@ -181,21 +237,40 @@ def test_a_clamped_table_serves_any_length():
     assert torch.equal(vectors[4:], part.inner.weight[3].expand(5, -1))
 
 
-@pytest.mark.parametrize("inner", [LearnedConfig(), LearnedConfig(16, extension="interpolate"), BinaryConfig()])
+WHOLE = [
+    LearnedConfig(),
+    LearnedConfig(16, extension="interpolate"),
+    BinaryConfig(),
+    T5Config(),
+    ShawConfig(),
+    LowRankRelativeConfig(),
+    ComposedConfig((RopeConfig(), T5Config())),
+    PositionClampConfig(T5Config()),
+    RandomizedConfig(),
+]
+
+
+@pytest.mark.parametrize("inner", WHOLE, ids=str)
 def test_real_positions_are_refused_by_schemes_of_whole_ones(inner):
-    with pytest.raises(ValueError, match=f"'{inner.name}' needs whole positions"):
-        build(PositionScaleConfig(inner, factor=0.5)).additive(positions_of(5))
+    for config in (PositionScaleConfig(inner, factor=0.5), RandomizedConfig(inner, max_position=64, kind="float")):
+        with pytest.raises(ValueError, match=f"'{inner.name}', which needs whole positions"):
+            build(config)
+    build(PositionScaleConfig(inner, factor=2.0))
 
 
-def test_real_distances_are_refused_by_t5():
-    for config in (PositionScaleConfig(T5Config(), factor=0.5), ReRopeConfig(T5Config(), window=4, factor=2.0)):
-        with pytest.raises(ValueError, match="'t5' needs whole positions"):
-            logits_of(config)
+def test_far_distances_that_are_real_are_refused_by_t5():
+    with pytest.raises(ValueError, match="'t5', which needs whole positions"):
+        build(ReRopeConfig(T5Config(), window=4, factor=2.0))
 
 
-def test_real_positions_are_refused_by_the_draw():
-    with pytest.raises(ValueError, match="'randomized' needs whole positions"):
-        positional_logits(build(PositionScaleConfig(RandomizedConfig()), training=True), *heads(), positions_of(LENGTH))
+def test_real_positions_of_a_caller_are_not_blamed_on_a_map():
+    halves = Positions(positions_of(5).ids * 0.5, torch.tensor([[5]]))
+    for part in (build(LearnedConfig()).additive, RandomizedMap(8, real=False, always=True)):
+        with pytest.raises(
+            ValueError, match=r"needs whole positions, but these are real numbers \(torch.float32\)"
+        ) as error:
+            part(halves)
+        assert "map" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -211,6 +286,7 @@ def test_real_positions_are_refused_by_the_draw():
         (RandomizedConfig, {"evaluation": "none"}),
         (HierarchicalConfig, {"segment_length": 0}),
         (HierarchicalConfig, {"separators": 13}),
+        (HierarchicalConfig, {"segment_length": 5, "separators": (13,)}),
         (HierarchicalConfig, {"separators": (-1,)}),
         (HierarchicalConfig, {"max_segment_length": 0}),
         (SelfExtendConfig, {"group": 0}),
@@ -277,8 +353,7 @@ def test_everything_in_one_forward_shares_a_draw_and_the_next_one_draws_anew():
     first, second = build(config, training=True), build(config, training=True)
     positions = positions_of(LENGTH)
     vectors = first.additive(positions)
-    (table,) = positions.memo.values()
-    new = Positions(table.gather(1, positions.ids), positions.lengths)
+    new = Positions(RandomizedMap(64, real=False, always=True)(positions), positions.lengths)
     assert not torch.equal(new.ids, positions.ids)
     assert torch.equal(vectors, build(SinusoidalConfig()).additive(new))
     logits = positional_logits(first, *heads(), positions)
@@ -288,6 +363,67 @@ def test_everything_in_one_forward_shares_a_draw_and_the_next_one_draws_anew():
     assert torch.equal(positional_logits(first, *heads(), positions), logits)
     torch.manual_seed(1)
     assert not torch.equal(positional_logits(first, *heads(), positions_of(LENGTH)), logits)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_draw_fits_the_positions_it_is_for_whatever_was_drawn_before(order, seed):
+    """The second part counts from 8, so that its draw is of 14 positions and the first one's of 6."""
+    plain, shifted = RandomizedMap(16, real=False, always=True), PositionShiftConfig(offset=8).position_map()
+    torch.manual_seed(seed)
+    positions = positions_of(6)
+    asked = [positions, shifted.renumber(positions)]
+    found: dict[int, Tensor] = {index: plain(asked[index]) for index in order}
+    for ids in found.values():
+        assert (ids.diff() > 0).all()
+        assert ids.min() >= 0
+        assert ids.max() < 16
+    # No other order of the parts, and no other layer, finds anything else.
+    again = {index: RandomizedMap(16, real=False, always=True)(asked[index]) for index in reversed(order)}
+    assert all(torch.equal(found[index], again[index]) for index in order)
+    torch.manual_seed(seed)
+    alone = positions_of(6)
+    assert torch.equal(found[1], plain(shifted.renumber(alone)))
+
+
+def test_segments_are_drawn_for_as_many_as_there_are():
+    """Three segments of 8 positions to draw from, in a sequence of 12 tokens."""
+    parts = build(HierarchicalConfig(segment=RandomizedConfig(AlibiConfig(), max_position=8), segment_length=4), True)
+    mapped = parts.logit_bias
+    seen = set()
+    for seed in range(30):
+        torch.manual_seed(seed)
+        ids = mapped.inner.position_map(mapped.position_map.renumber(positions_of(12)))[0]
+        assert (ids[::4].diff() > 0).all()
+        assert ids.max() < 8
+        seen.add(tuple(ids[::4].tolist()))
+    assert len(seen) > 10
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        RandomizedConfig(),
+        PositionShiftConfig(RandomizedConfig()),
+        HierarchicalConfig(segment=RandomizedConfig()),
+        ComposedConfig((SinusoidalConfig(), RandomizedConfig(AlibiConfig()))),
+    ],
+    ids=str,
+)
+def test_a_draw_of_a_draw_is_refused(inner):
+    with pytest.raises(ValueError, match=f"'{inner.name}', which draws positions itself"):
+        build(RandomizedConfig(inner))
+
+
+def test_tables_with_fewer_rows_than_can_be_drawn_are_refused():
+    for inner in (LearnedConfig(num_positions=63), ComposedConfig((LearnedConfig(num_positions=63), RopeConfig()))):
+        with pytest.raises(ValueError, match=r"positions only.*Give LearnedConfig\.num_positions=64"):
+            build(RandomizedConfig(inner, max_position=64))
+    with pytest.raises(ValueError, match=r"32 positions only.*Give BinaryConfig\.bits=6"):
+        build(RandomizedConfig(BinaryConfig(bits=5), max_position=33))
+    build(RandomizedConfig(BinaryConfig(bits=5), max_position=32))
+    build(RandomizedConfig(LearnedConfig(num_positions=10, extension="interpolate"), max_position=64))
+    build(RandomizedConfig(PositionClampConfig(LearnedConfig(num_positions=10), maximum=9), max_position=64))
 
 
 def test_outside_training_positions_are_the_tokens_own_unless_asked_for():
@@ -360,6 +496,29 @@ def test_separators_in_padding_and_in_packed_documents_before_count_for_nothing(
     within = SeparatedSegments((9,), within=True, last=99)(positions)
     assert segment.tolist() == [[-1, -1, 0, 0, 1, 1, 1], [0, 0, 1, 0, 0, 0, 1]]
     assert within.tolist() == [[-1, -1, 0, 1, 0, 1, 2], [0, 1, 0, 0, 1, 2, 0]]
+
+
+def segments(ids: list[int], tokens: list[int]) -> tuple[list[int], list[int]]:
+    """The segment of each token and its place within, where token 9 ends a segment."""
+    positions = Positions(torch.tensor([ids]), torch.tensor([[len(ids)]]), token_ids=torch.tensor([tokens]))
+    segment, within = (SeparatedSegments((9,), within=within, last=99)(positions) for within in (False, True))
+    return segment[0].tolist(), within[0].tolist()
+
+
+def test_equal_positions_do_not_start_a_document():
+    assert segments([0, 1, 2, 2, 2, 2], [1, 9, 1, 1, 9, 1]) == ([0, 0, 1, 1, 1, 2], [0, 1, 0, 1, 2, 0])
+    # Documents of one token, which have no other position.
+    assert segments([0, 0, 0, 1], [9, 9, 9, 1]) == ([0, 0, 0, 1], [0, 0, 0, 0])
+    assert segments([3, 4, 5, 3, 4], [1, 9, 1, 1, 1]) == ([0, 0, 1, 0, 0], [0, 1, 0, 0, 1])
+
+
+def test_padding_between_documents_and_within_them_counts_for_nothing():
+    assert segments([0, 1, 2, -1, -1, 0, 1], [1, 9, 1, 9, 1, 1, 1]) == (
+        [0, 0, 1, -1, -1, 0, 0],
+        [0, 1, 0, -1, -1, 0, 1],
+    )
+    assert segments([-1, 0, 1, -1, 2, 3], [9, 1, 1, 9, 1, 9]) == ([-1, 0, 0, -1, 0, 0], [-1, 0, 1, -1, 2, 3])
+    assert segments([0, 1, -1, 2], [1, 9, 1, 1]) == ([0, 0, -1, 1], [0, 1, -1, 0])
 
 
 def test_separators_every_few_tokens_are_segments_of_that_length():
@@ -497,9 +656,8 @@ def test_reductions_to_the_scheme_itself(inner):
         ReRopeConfig(inner, window=LENGTH),
     ):
         assert torch.equal(visible(logits_of(same)), expected)
-    if inner != T5Config():  # whose distances have to be whole
-        leaky = visible(logits_of(ReRopeConfig(inner, window=3, factor=1.0)))
-        torch.testing.assert_close(leaky, expected, rtol=0, atol=1e-6)
+    for factor in (1, 1.0):
+        assert torch.equal(visible(logits_of(ReRopeConfig(inner, window=3, factor=factor))), expected)
 
 
 @pytest.mark.parametrize("inner", ROTATIONS, ids=str)

@@ -94,6 +94,12 @@ def test_resonance_is_a_scaling_that_wraps_another():
         (lambda: LearnedRopeConfig(sharing="heads"), UnknownNameError, "Did you mean 'head'"),
         (lambda: StringConfig("circulant", learned_frequencies=False), ValueError, "are all that"),
         (lambda: map_of(StringConfig("circulant", rotary_dim=2)), ValueError, "rotary_dim=4 or more"),
+        (lambda: StringConfig("circulant", layout="half"), ValueError, "layout is 'half'.*has no pairs"),
+        (
+            lambda: RopeConfig(theta=500.0, inverse_frequencies=(1.0, 0.5)),
+            ValueError,
+            r"both inverse_frequencies and theta=500\.0",
+        ),
         (lambda: HopeConfig(training_length=6), ValueError, "at least 7"),
         (lambda: HopeConfig(theta=0.5), ValueError, "at least 1"),
         (lambda: map_of(HopeConfig(), BuildContext(64, 4, 16)), ValueError, "Give training_length="),
@@ -102,7 +108,7 @@ def test_resonance_is_a_scaling_that_wraps_another():
         (lambda: FopeConfig(gain=-1), ValueError, "at least 0"),
         (lambda: ResonanceConfig(scaling=2.0), ValueError, "ResonanceConfig.scaling is 2.0"),
         (lambda: ResonanceConfig(scaling="resonanc"), UnknownNameError, "Did you mean 'resonance'"),
-        (lambda: RopeConfig(scaling="yarn"), ValueError, "needs the options factor"),
+        (lambda: RopeConfig(scaling="yarn"), ValueError, "options that have no default"),
     ],
 )
 def test_impossible_options_are_refused(build, error, message):

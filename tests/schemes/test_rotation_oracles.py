@@ -54,23 +54,24 @@ POPE_LOGITS = [
 ]
 
 # Fourier-Position-Embedding bd94b20, `FourierEmbedding` with 2 heads of 16, 64 positions and the settings of the
-# published runs (floor to zero, separate basis and head), on 5 tokens: 3 pairs turn. Its coefficients were replaced by
-# the identity plus 0.2 `ramp`, offsets 0.5 (cosine) and 0.9 (sine); queries and keys (offsets 0 and 1) were zero in the
-# dimensions of stopped pairs, which that code turns by 45 degrees.
+# published runs (floor to zero, separate basis and head), but with `fourier_norm`, as in the paper's listing, on 5
+# tokens: 3 pairs turn. Its coefficients were replaced by the identity plus 0.2 `ramp`, offsets 0.5 (cosine) and 0.9
+# (sine); queries and keys (offsets 0 and 1) were zero in the dimensions of stopped pairs, which that code turns by 45
+# degrees.
 FOPE_LOGITS = [
     [
-        [1.776767, 1.786591, 0.008665, -0.538728, 0.810581],
-        [-1.626577, 1.27929, 2.98201, 1.84626, 1.684407],
-        [-2.382898, -0.348349, 1.874427, 1.686381, 0.429613],
-        [-1.633928, -0.372063, -1.271491, 0.827978, 2.422618],
-        [0.557464, 0.672351, -1.602513, -0.439628, 2.173766],
+        [1.772112, 1.784155, 0.01007, -0.535083, 0.812424],
+        [-1.625309, 1.280748, 2.979677, 1.846175, 1.688243],
+        [-2.378687, -0.345499, 1.871346, 1.683764, 0.432165],
+        [-1.635582, -0.370331, -1.271856, 0.829544, 2.425286],
+        [0.552802, 0.670871, -1.600106, -0.436005, 2.173434],
     ],
     [
-        [0.777375, 1.626656, 0.467585, 0.938261, 1.326106],
-        [-1.785474, 2.323734, 3.159228, 1.801127, 0.298843],
-        [-1.919301, -0.169623, 0.79246, 1.489163, 0.109916],
-        [-0.158404, -0.419833, -1.476201, 1.955055, 2.756674],
-        [1.070981, -0.719119, -1.933201, -0.122414, 1.153578],
+        [0.774804, 1.626866, 0.468235, 0.942137, 1.328262],
+        [-1.781369, 2.324157, 3.154844, 1.801661, 0.303633],
+        [-1.915714, -0.16863, 0.789302, 1.488954, 0.113079],
+        [-0.159781, -0.417355, -1.474016, 1.958595, 2.757165],
+        [1.066637, -0.719574, -1.930075, -0.120831, 1.150744],
     ],
 ]
 

@@ -113,6 +113,19 @@ def test_fope_logits_depend_on_more_than_distance():
     assert (logits(parts, [0, 3, 10]) - logits(parts, [50, 53, 60])).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_fope_changes_nothing_at_position_0(seed):
+    part = map_of(FopeConfig(seed=seed))
+    cosine, sine = part.phases(positions_of(1))
+    torch.testing.assert_close(cosine, torch.ones_like(cosine), rtol=0, atol=1e-6)
+    assert not sine.any()
+
+
+def test_fope_refuses_shares_that_nearly_cancel():
+    with pytest.raises(ValueError, match=r"gain is 30.0, with which seed 0 .* smaller gain or another seed"):
+        map_of(FopeConfig(gain=30.0))
+
+
 @pytest.mark.parametrize("config", [*RELATIVE, FopeConfig()], ids=repr)
 def test_norms_are_kept_by_rotations_alone(config):
     part: Any = drawn(config).query_key_map
@@ -132,6 +145,17 @@ def test_xpos_magnitudes_up_to_the_documented_limits():
         return torch.hypot(cosine, sine)
 
     assert key_magnitude(4500).max() < torch.finfo(torch.float16).max < key_magnitude(4600).max()
+    for length in (1.0, 16.0):
+        end = math.floor(409 * math.log(65504 / length))
+        key = torch.zeros(1, 1, 1, HEAD_DIM, dtype=torch.float16)
+        key[..., 0] = length
+        near, far = (
+            part.map_key(key, part.phases(Positions(torch.tensor([[p]]), torch.tensor([[p + 1]]))))
+            for p in (end - 20, end + 800)
+        )
+        assert near.isfinite().all()
+        # Seven times the largest number: one of the two dimensions overflows whichever way the pair has turned.
+        assert not far.isfinite().all()
     assert torch.isfinite(key_magnitude(32_000)).all()
     with pytest.raises(SequenceLengthError, match=r"length 40001 .* 32695 positions .* larger scale_base"):
         key_magnitude(40_000)
@@ -161,6 +185,45 @@ def test_pope_clamps_its_phases_and_draws_them_where_asked():
     uniform = map_of(PopeConfig(initial_delta="uniform")).delta
     assert -2 * math.pi <= uniform.min() < -5
     assert -1 < uniform.max() <= 0
+
+
+@pytest.mark.parametrize("outside", [0.3, -7.0])
+def test_phases_of_pope_outside_of_their_range_come_back(outside):
+    part = map_of(PopeConfig())
+    with torch.no_grad():
+        part.delta.fill_(outside)
+    query, key = query_and_key(6)
+    phases = part.phases(positions_of(6))
+    keys = part.map_key(key, phases).repeat_interleave(HEADS // KEY_VALUE_HEADS, dim=1)
+    loss = (part.map_query(query, phases) @ keys.transpose(-1, -2)).square().mean()
+    # Away from the range nothing pulls; towards it every phase is pulled, whichever way the loss points.
+    (down,) = torch.autograd.grad(loss, part.delta, retain_graph=True)
+    (up,) = torch.autograd.grad(-loss, part.delta)
+    back = outside > 0
+    assert ((down >= 0) if back else (down <= 0)).all()
+    assert ((up >= 0) if back else (up <= 0)).all()
+    assert ((down != 0) ^ (up != 0)).all()
+
+
+def test_phases_of_pope_train_past_their_first_step():
+    part = map_of(PopeConfig())
+    optimizer = torch.optim.SGD(part.parameters(), lr=1e-3)
+    query, key = query_and_key(6)
+    goal = torch.randn(1, HEADS, 6, 6, generator=torch.Generator().manual_seed(2))
+
+    def step(goal: Tensor) -> None:
+        phases = part.phases(positions_of(6))
+        keys = part.map_key(key, phases).repeat_interleave(HEADS // KEY_VALUE_HEADS, dim=1)
+        optimizer.zero_grad()
+        (goal * (part.map_query(query, phases) @ keys.transpose(-1, -2))).sum().backward()
+        optimizer.step()
+
+    step(goal)
+    left = part.delta > 0
+    assert left.float().mean() > 0.3
+    before = part.delta.detach().clone()
+    step(-goal)
+    assert (part.delta < before)[left].all()
 
 
 def test_learned_frequencies_are_trained_without_weight_decay():

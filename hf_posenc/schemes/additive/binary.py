@@ -12,7 +12,7 @@ from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.parts import AdditiveEncoding, SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import check_integer, check_number, check_positions_below, whole_positions
+from hf_posenc.schemes.validation import check_integer, check_positions_below, check_strength, whole_positions
 
 _DEFAULT_MAX_POSITIONS = 2048
 
@@ -25,6 +25,8 @@ class BinaryEncoding(AdditiveEncoding):
         bits: number of binary digits.
         scale: the value of a set bit.
     """
+
+    whole_positions = True
 
     def __init__(self, hidden_size: int, bits: int, scale: float) -> None:
         super().__init__()
@@ -64,7 +66,7 @@ class BinaryConfig(SchemeConfig):
 
     Args:
         bits: number of digits; `None` takes the fewest that cover the model's own length (2048 where it has none).
-        scale: the value of a set bit.
+        scale: the value of a set bit, not 0.
     """
 
     name: ClassVar[str] = "binary"
@@ -74,7 +76,7 @@ class BinaryConfig(SchemeConfig):
 
     def __post_init__(self) -> None:
         check_integer(self, "bits", minimum=1, maximum=62, optional=True)
-        check_number(self, "scale")
+        check_strength(self, "scale")
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds an additive encoding.

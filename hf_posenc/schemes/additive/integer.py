@@ -15,7 +15,7 @@ from hf_posenc.schemes.constants import DeviceConstant
 from hf_posenc.schemes.parts import AdditiveEncoding, SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import check_boolean, check_choice, check_integer, check_number
+from hf_posenc.schemes.validation import check_boolean, check_choice, check_integer, check_strength
 
 _DIRECTIONS = ("ones", "random", "one_hot", "learned")
 _RANDOM_DIRECTION_SEED = 20241125
@@ -115,7 +115,7 @@ class IntegerConfig(SchemeConfig):
     LayerNorm (BERT, GPT-2), which subtracts the mean over components; models with RMSNorm (Llama) do see it.
 
     Args:
-        scale: factor of the position.
+        scale: factor of the position, not 0.
         direction: "ones"; "random", a fixed Gaussian direction that does not depend on any global seed; "one_hot", the
             first component; or "learned", drawn from N(0, initializer_range). The fixed ones have the norm
             `sqrt(hidden)`, so that `scale` means the same for each.
@@ -127,7 +127,7 @@ class IntegerConfig(SchemeConfig):
     direction: str = "ones"
 
     def __post_init__(self) -> None:
-        check_number(self, "scale")
+        check_strength(self, "scale")
         check_choice(self, "direction", _DIRECTIONS)
 
     @property
@@ -157,7 +157,7 @@ class NormalizedIntegerConfig(SchemeConfig):
     Args:
         length: a frozen `N` in tokens, or `None` for the current length of each sequence.
         subtract_one: divides by `N - 1`, so that the last token has coordinate 1.
-        scale: factor of the coordinate.
+        scale: factor of the coordinate, not 0.
         direction: as in `IntegerConfig`.
     """
 
@@ -171,7 +171,7 @@ class NormalizedIntegerConfig(SchemeConfig):
     def __post_init__(self) -> None:
         check_integer(self, "length", minimum=1, optional=True)
         check_boolean(self, "subtract_one")
-        check_number(self, "scale")
+        check_strength(self, "scale")
         check_choice(self, "direction", _DIRECTIONS)
 
     @property

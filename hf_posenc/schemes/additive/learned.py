@@ -27,6 +27,8 @@ class LearnedEncoding(AdditiveEncoding):
         initializer_range: standard deviation of new rows.
     """
 
+    whole_positions = True
+
     def __init__(
         self, hidden_size: int, num_positions: int, offset: int, extension: str, initializer_range: float
     ) -> None:

@@ -14,7 +14,7 @@ from hf_posenc.schemes.constants import DeviceConstant
 from hf_posenc.schemes.parts import AdditiveEncoding, SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import check_choice, check_integer, check_number
+from hf_posenc.schemes.validation import check_base, check_choice, check_integer, check_strength
 
 
 class SinusoidalEncoding(AdditiveEncoding):
@@ -86,7 +86,7 @@ class SinusoidalConfig(SchemeConfig):
             hidden size gets one more sine in the former and a zero at the end in the latter.
         layout: "interleaved", sine and cosine in turn; or "concatenated", all sines first.
         base: the longest wavelength is about `2 pi base`.
-        scale: factor of the vectors.
+        scale: factor of the vectors, not 0.
         offset: added to the position; fairseq's descendants (M2M100) start at 2.
     """
 
@@ -101,8 +101,8 @@ class SinusoidalConfig(SchemeConfig):
     def __post_init__(self) -> None:
         check_choice(self, "frequencies", ("vaswani", "tensor2tensor"))
         check_choice(self, "layout", ("interleaved", "concatenated"))
-        check_number(self, "base", above=0)
-        check_number(self, "scale")
+        check_base(self, "base")
+        check_strength(self, "scale")
         check_integer(self, "offset", minimum=0)
 
     def build(self, context: BuildContext) -> SchemeParts:

@@ -10,8 +10,10 @@ from typing import ClassVar, Generic, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.logits import pairwise_bias
+from hf_posenc.schemes.none import NoneConfig
 from hf_posenc.schemes.parts import (
     AdditiveEncoding,
     DistanceBias,
@@ -22,7 +24,7 @@ from hf_posenc.schemes.parts import (
     SchemeParts,
 )
 from hf_posenc.schemes.positions import AttentionPairs, Positions
-from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.registry import as_scheme, register_scheme
 
 PartType = TypeVar("PartType", bound=Part)
 
@@ -82,6 +84,7 @@ class SummedPairwiseBias(_PartSum[LogitBias], PairwiseBias):
         pairwise = [part for part in parts if isinstance(part, PairwiseBias)]
         self.num_features = sum(part.num_features for part in pairwise)
         self.reads_heads = any(part.reads_heads for part in pairwise)
+        self.replaces_logits = any(part.replaces_logits for part in pairwise)
 
     def key_features(self, hidden_states: Tensor) -> Tensor:
         """`(batch, heads, length, num_features)`: those of the summands, one after the other."""
@@ -133,7 +136,7 @@ class ComposedConfig(SchemeConfig):
     ones beside a rotation.
 
     Args:
-        parts: configs of other schemes, for example `(SinusoidalConfig(), AlibiConfig())`.
+        parts: other schemes, for example `(SinusoidalConfig(), AlibiConfig())`; names and dictionaries become configs.
     """
 
     name: ClassVar[str] = "composed"
@@ -147,18 +150,17 @@ class ComposedConfig(SchemeConfig):
                 f"ComposedConfig.parts is {self.parts!r}; expected a non-empty sequence of scheme configs, for example "
                 "(SinusoidalConfig(), AlibiConfig())."
             )
-        for part in self.parts:
-            if not isinstance(part, SchemeConfig):
-                raise ValueError(
-                    f"ComposedConfig.parts holds {part!r}; expected scheme configs, for example AlibiConfig()."
-                )
+        parts = tuple(as_scheme(part) for part in self.parts)
+        for index, part in enumerate(parts):
             if isinstance(part, ComposedConfig):
                 raise ValueError("ComposedConfig.parts holds another ComposedConfig; list its parts directly instead.")
-        object.__setattr__(self, "parts", tuple(self.parts))
+            if isinstance(part, LayeredConfig):
+                raise ValueError(_compose_inside(part, parts[:index] + parts[index + 1 :]))
+        object.__setattr__(self, "parts", parts)
 
     @property
     def per_layer(self) -> bool:  # type: ignore[override]
-        """Whether any of the schemes wants its own copy in every layer; then all biases and maps get one."""
+        """Whether any of the schemes wants its own copy in every layer."""
         return any(part.per_layer for part in self.parts)
 
     @property
@@ -172,7 +174,14 @@ class ComposedConfig(SchemeConfig):
         Raises:
             ValueError: if more than one scheme maps queries and keys.
         """
-        built = [part.build(context) for part in self.parts]
+        return self.merge([part.build(context) for part in self.parts])
+
+    def merge(self, built: list[SchemeParts]) -> SchemeParts:
+        """What the schemes amount to together, given the parts of each in order.
+
+        Raises:
+            ValueError: if more than one scheme maps queries and keys.
+        """
         additive = [parts.additive for parts in built if parts.additive is not None]
         biases = [parts.logit_bias for parts in built if parts.logit_bias is not None]
         maps = [parts.query_key_map for parts in built if parts.query_key_map is not None]
@@ -193,6 +202,25 @@ class ComposedConfig(SchemeConfig):
             logit_bias=sum_of_biases(biases),
             logit_scale=MultipliedScale(scales) if len(scales) > 1 else next(iter(scales), None),
         )
+
+
+def _compose_inside(layered: LayeredConfig, others: tuple[SchemeConfig, ...]) -> str:
+    """Why an arrangement of layers cannot be composed, and how the same is said."""
+    owner = type(layered).__name__
+    inner = next(
+        (field.name for field in dataclasses.fields(layered) if isinstance(getattr(layered, field.name), SchemeConfig)),
+        None,
+    )
+    # A schedule has no such option but a list of layers.
+    scheme = NoneConfig() if inner is None else getattr(layered, inner)
+    names = [type(part).__name__ + "()" for part in (scheme, *others) if not isinstance(part, NoneConfig)]
+    example = names[0] if len(names) == 1 else f"ComposedConfig(({', '.join(names)}))"
+    example = f"{owner}({inner}={example})" if inner else f"{owner}(layers=({example}, ...))"
+    return (
+        f"ComposedConfig.parts holds {layered.name!r}, which says what each layer gets, and a composition acts in one "
+        f"layer. Compose inside its layers instead, for example {example}; do the same for its other layers where "
+        "they are to have it too."
+    )
 
 
 def _refuse_head_readers(configs: tuple[SchemeConfig, ...], built: list[SchemeParts]) -> None:

@@ -40,8 +40,8 @@ class LayeredConfig(SchemeConfig):
             ValueError: always.
         """
         raise ValueError(
-            f"Scheme {self.name!r} has no parts of its own: build the scheme of each layer (`for_layer`). It cannot be "
-            "composed with another scheme either; compose inside its layers."
+            f"Scheme {self.name!r} has no parts of its own: it says which scheme each layer has. Build those one by "
+            "one (`for_layer`)."
         )
 
 
@@ -51,7 +51,8 @@ class ScheduleConfig(LayeredConfig):
     """One scheme per layer, as in models that alternate RoPE with no positions (arXiv:2501.18795).
 
     Args:
-        layers: the scheme of layer 0, 1, ... of every stack.
+        layers: the scheme of layer 0, 1, ... of every stack: configs, names or dictionaries, and lists of what acts
+            together.
 
     Raises:
         ValueError: if there are no layers, or an entry is no scheme or a schedule itself.
@@ -62,9 +63,12 @@ class ScheduleConfig(LayeredConfig):
     layers: tuple[SchemeConfig, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", tuple(self.layers))
-        if not self.layers:
-            raise ValueError("A schedule needs at least one layer.")
+        if not isinstance(self.layers, tuple | list) or not self.layers:
+            raise ValueError(
+                f"ScheduleConfig.layers is {self.layers!r}; a schedule needs at least one layer, for example "
+                "(RopeConfig(), NoneConfig())."
+            )
+        object.__setattr__(self, "layers", tuple(as_scheme(layer) for layer in self.layers))
         for index, config in enumerate(self.layers):
             check_not_layered(f"Layer {index} of a schedule", config)
 

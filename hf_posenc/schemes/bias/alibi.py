@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.constants import DeviceConstant
 from hf_posenc.schemes.parts import DistanceBias, SchemeParts
@@ -40,6 +41,9 @@ class AlibiBias(DistanceBias):
         asymmetric: the first `ceil(heads / 2)` heads look to the left and the others to the right.
         learnable: whether the slopes are trained, as logarithms so that they stay positive.
     """
+
+    # Decay would pull the logarithms to 0, that is, every slope to 1 and the model to its nearest tokens.
+    no_weight_decay = frozenset({"log_slopes"})
 
     def __init__(self, num_heads: int, asymmetric: bool, learnable: bool) -> None:
         super().__init__()
@@ -95,7 +99,9 @@ class AlibiConfig(SchemeConfig):
     Args:
         variant: "auto" is "causal" in a causal model and "symmetric" in a bidirectional one; "causal" and "asymmetric"
             only make sense in a causal and a bidirectional one respectively.
-        learnable: trains the slopes (as logarithms), starting from the fixed ones.
+        learnable: trains the slopes, as logarithms and without weight decay, starting from the fixed ones. Fixed slopes
+            are float32 in any model; learned ones have the dtype of the model, and bfloat16 rounds the logarithms of
+            small slopes by up to 1.6 %. Keep such a model's parameters in float32 (autocast) to train them.
     """
 
     name: ClassVar[str] = "alibi"
@@ -111,10 +117,11 @@ class AlibiConfig(SchemeConfig):
         """Builds a logit bias.
 
         Raises:
-            ValueError: if the variant contradicts the directions in which this model attends.
+            UnsupportedError: for the variant "causal" in a bidirectional model.
+            ValueError: for the variant "asymmetric" in a causal model, or with a single head.
         """
         if self.variant == "causal" and not context.causal:
-            raise ValueError(
+            raise UnsupportedError(
                 "AlibiConfig.variant is 'causal', which says nothing about the later keys that this bidirectional "
                 "model attends to. Use 'symmetric', 'asymmetric' or 'auto'."
             )

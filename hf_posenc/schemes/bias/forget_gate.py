@@ -131,10 +131,10 @@ class ForgetGateConfig(SchemeConfig):
         if self.decay_times is None:
             return
         check_numbers(self, "decay_times", minimum=0.1)
-        if len(self.decay_times) != 2:
+        if len(self.decay_times) != 2 or self.decay_times[0] > self.decay_times[1]:
             raise ValueError(
-                f"ForgetGateConfig.decay_times is {self.decay_times!r}; expected two times, the shortest and the "
-                "longest."
+                f"ForgetGateConfig.decay_times is {self.decay_times!r}; expected two times, the shortest first and the "
+                "longest last."
             )
         if self.gate != "bias_only" or self.initial_bias != 0:
             raise ValueError(

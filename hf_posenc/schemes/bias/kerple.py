@@ -3,38 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.parts import DistanceBias, SchemeParts
+from hf_posenc.schemes.projection import projected
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import check_boolean, check_choice, check_number
 
 #: Up to this exponent `-|d|**p` is conditionally positive definite, which the paper builds on.
 LARGEST_EXPONENT = 2.0
-
-
-class _Projected(torch.autograd.Function):
-    """Clamps, and drops only those gradients whose descent would lead further out of the range."""
-
-    @staticmethod
-    def forward(values: Tensor, minimum: float, maximum: float) -> Tensor:
-        return values.clamp(minimum, maximum)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, float, float], output: Tensor) -> None:
-        values, ctx.minimum, ctx.maximum = inputs
-        ctx.save_for_backward(values)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (values,) = ctx.saved_tensors
-        (gradient,) = gradients
-        outward = ((values < ctx.minimum) & (gradient > 0)) | ((values > ctx.maximum) & (gradient < 0))
-        return gradient.masked_fill(outward, 0.0), None, None
 
 
 class KerpleBias(DistanceBias):
@@ -71,12 +52,12 @@ class KerpleBias(DistanceBias):
         """Returns `(heads, *distance.shape)` in float32."""
         steps = distance.abs().float()
         axes = (-1, *(1 for _ in distance.shape))
-        r1: Tensor = _Projected.apply(self.r1.float(), self.minimum, torch.inf).view(axes)
+        r1 = projected(self.r1.float(), self.minimum, torch.inf).view(axes)
         if self.exponent is not None:
             return -r1 * steps**self.exponent
         assert self.r2 is not None
         largest = LARGEST_EXPONENT if self.variant == "power" else torch.inf
-        r2: Tensor = _Projected.apply(self.r2.float(), self.minimum, largest).view(axes)
+        r2 = projected(self.r2.float(), self.minimum, largest).view(axes)
         return -r1 * (torch.log1p(r2 * steps) if self.variant == "log" else steps**r2)
 
 

@@ -28,6 +28,8 @@ class LowRankRelativeBias(PairwiseBias):
         initializer_range: standard deviation of new entries.
     """
 
+    whole_positions = True
+
     def __init__(self, num_heads: int, hidden_size: int, rank: int, window: int, initializer_range: float) -> None:
         super().__init__()
         self.num_heads = num_heads

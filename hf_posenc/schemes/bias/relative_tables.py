@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
+
+from hf_posenc.schemes.constants import DeviceConstant
 
 #: From here on `(1 - u**2) * exp(-u**2 / 2)` is smaller than 2e-9: nothing in float32 beside its peak of 1.
 RICKER_SUPPORT = 7.0
@@ -36,35 +40,45 @@ def select_rows(products: Tensor, rows: Tensor) -> Tensor:
     return products.gather(-1, index)
 
 
-def sinusoidal_frequencies(width: int, base: float) -> Tensor:
-    """`(width / 2,)` float32 on the CPU: `base ** (-2 m / width)`."""
-    exponents = torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width
-    return 1.0 / (base**exponents)
+def turn_frequencies(width: int, base: float) -> Tensor:
+    """`(width / 2,)` float64 on the CPU, in turns per position: `base ** (-2 m / width) / (2 pi)`."""
+    exponents = torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width
+    return base**-exponents / (2 * math.pi)
 
 
-def sinusoidal_vectors(distance: Tensor, frequencies: Tensor) -> Tensor:
-    """`(*distance.shape, width)`: all sines, then all cosines, of distance times frequency."""
-    angles = distance.unsqueeze(-1).float() * frequencies
+def sinusoidal_vectors(positions: Tensor, frequencies: DeviceConstant) -> Tensor:
+    """`(*positions.shape, width)` float32: all sines, then all cosines, of the angle at each position.
+
+    Args:
+        positions: or distances, whole or real.
+        frequencies: of `turn_frequencies`.
+    """
+    # Whole turns are dropped in float64, which the mps device lacks: float32 angles are off by 1e-4 at position 4096.
+    where = torch.device("cpu") if positions.device.type == "mps" else positions.device
+    turns = positions.to(where).unsqueeze(-1).double() * frequencies.on(where)
+    angles = ((turns - turns.round()).float() * (2 * math.pi)).to(positions.device)
     return torch.cat((angles.sin(), angles.cos()), dim=-1)
 
 
-def sinusoidal_products(query: Tensor, frequencies: Tensor, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+def sinusoidal_products(
+    query: Tensor, frequencies: DeviceConstant, query_positions: Tensor, key_positions: Tensor
+) -> Tensor:
     """`query . sinusoid(key position - query position)` of all pairs, by the addition theorems.
 
     The sinusoid of a difference is that of the key, turned by the position of the query; so each query is turned back
-    once and meets the plain sinusoids of the keys. This holds for positions with gaps and for real ones.
+    once and meets the plain sinusoids of the keys. This holds for positions with gaps and for real ones. Both are
+    counted from the first key, so that what comes later in a sequence changes nothing, and a shift of all neither.
 
     Args:
         query: `(batch, heads, query_len, width)` float32; components as in `sinusoidal_vectors`.
-        frequencies: `(width / 2,)`.
+        frequencies: of `turn_frequencies`.
         query_positions: `(batch or 1, query_len)`.
         key_positions: `(batch or 1, key_len)`.
 
     Returns:
         `(batch, heads, query_len, key_len)` float32.
     """
-    # Only differences matter: counted from the last query, the angles of its neighbours are small and precise.
-    origin = query_positions[:, -1:]
+    origin = key_positions[:, :1]
     turn = sinusoidal_vectors(query_positions - origin, frequencies).unsqueeze(1)
     turn_sine, turn_cosine = turn.chunk(2, dim=-1)
     sine, cosine = query.chunk(2, dim=-1)

@@ -12,7 +12,7 @@ from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.constants import DeviceConstant
 from hf_posenc.schemes.parts import DistanceBias, SchemeParts
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import check_integer, check_number
+from hf_posenc.schemes.validation import check_base, check_integer
 
 
 class SandwichBias(DistanceBias):
@@ -65,7 +65,7 @@ class SandwichConfig(SchemeConfig):
 
     def __post_init__(self) -> None:
         check_integer(self, "width", minimum=2)
-        check_number(self, "base", above=0)
+        check_base(self, "base")
         if self.width % 2:
             raise ValueError(
                 f"SandwichConfig.width is {self.width}; expected an even number: a sine beside each cosine."

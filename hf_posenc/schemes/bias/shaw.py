@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from hf_posenc.schemes.bias.relative_tables import (
     check_whole_distances,
     select_rows,
-    sinusoidal_frequencies,
     sinusoidal_products,
+    turn_frequencies,
 )
 from hf_posenc.schemes.bias.wavelet import WaveletConfig
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
@@ -39,6 +39,7 @@ class ShawBias(PairwiseBias):
     """
 
     reads_heads = True
+    whole_positions = True
 
     def __init__(
         self, num_heads: int, head_dim: int, behind: int, ahead: int, per_head: bool, initializer_range: float
@@ -80,12 +81,11 @@ class SinusoidalShawBias(PairwiseBias):
 
     def __init__(self, head_dim: int) -> None:
         super().__init__()
-        self._frequencies = DeviceConstant(sinusoidal_frequencies(head_dim, 10000.0))
+        self._frequencies = DeviceConstant(turn_frequencies(head_dim, 10000.0))
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, query_len, key_len)` in float32."""
-        frequencies = self._frequencies.on(pairs.query.device)
-        products = sinusoidal_products(pairs.query.float(), frequencies, pairs.query_positions, pairs.keys.ids)
+        products = sinusoidal_products(pairs.query.float(), self._frequencies, pairs.query_positions, pairs.keys.ids)
         return products * pairs.scaling
 
 
@@ -111,7 +111,7 @@ class ShawConfig(SchemeConfig):
         max_distance: the distance in tokens from which on keys share one vector; `None` is 16, as for the paper's base
             model. Of the learned table only.
         max_distance_ahead: the same for later keys, where it differs; `None` takes `max_distance`. Wav2Vec2-BERT has
-            64 behind and 8 ahead. Of the learned table only.
+            64 behind and 8 ahead. Of the learned table in bidirectional models only.
         per_head: a learned table of its own for every query head.
     """
 
@@ -141,7 +141,8 @@ class ShawConfig(SchemeConfig):
         """Builds a logit bias.
 
         Raises:
-            ValueError: if a fixed table does not fit the width of a head.
+            ValueError: if a fixed table does not fit the width of a head, or if later keys have a distance of their own
+                in a causal model.
         """
         if self.table == "wavelet":
             return WaveletConfig().build(context)
@@ -152,6 +153,11 @@ class ShawConfig(SchemeConfig):
                     f"head here has the odd width {context.head_dim}. Use table='learned'."
                 )
             return SchemeParts(logit_bias=SinusoidalShawBias(context.head_dim))
+        if context.causal and self.max_distance_ahead is not None:
+            raise ValueError(
+                f"ShawConfig.max_distance_ahead is {self.max_distance_ahead}, which shapes the table for later keys, "
+                "but this causal model never attends to them. Leave it out."
+            )
         behind = DEFAULT_MAX_DISTANCE if self.max_distance is None else self.max_distance
         ahead = behind if self.max_distance_ahead is None else self.max_distance_ahead
         return SchemeParts(

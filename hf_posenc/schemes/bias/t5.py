@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.parts import DistanceBias, SchemeParts
 from hf_posenc.schemes.registry import register_scheme
@@ -55,6 +56,8 @@ class T5Bias(DistanceBias):
         bidirectional: whether the two directions are told apart.
         initializer_range: standard deviation of new entries.
     """
+
+    whole_positions = True
 
     def __init__(
         self, num_heads: int, num_buckets: int, max_distance: int, bidirectional: bool, initializer_range: float
@@ -108,7 +111,7 @@ class T5Config(SchemeConfig):
         num_buckets: number of buckets; even where directions are told apart.
         max_distance: the distance in tokens from which on all keys share one bucket.
         bidirectional: whether keys before and after the query have different buckets; `None` takes it where the model
-            itself is bidirectional.
+            itself is bidirectional, which `False` does not fit.
         shared: one table for all layers, as in T5; `False` gives every layer its own, as in UMT5.
     """
 
@@ -136,8 +139,14 @@ class T5Config(SchemeConfig):
         """Builds a logit bias.
 
         Raises:
+            UnsupportedError: if a bidirectional model gets buckets for earlier keys only.
             ValueError: if the buckets do not work out for the directions of this model.
         """
+        if self.bidirectional is False and not context.causal:
+            raise UnsupportedError(
+                "T5Config.bidirectional is False, which puts all later keys into the bucket of distance 0, and this "
+                "bidirectional model attends to them. Leave it out, or give True."
+            )
         bidirectional = self.bidirectional if self.bidirectional is not None else not context.causal
         self._check_buckets(bidirectional)
         return SchemeParts(

@@ -26,6 +26,11 @@ class AffineMap(PositionMap):
         self.factor = int(factor) if float(factor).is_integer() else factor
         self.offset = offset
 
+    @property
+    def gives_real_positions(self) -> bool:
+        """Whether the factor is not a whole number."""
+        return not isinstance(self.factor, int)
+
     def forward(self, positions: Positions) -> Tensor:
         """Returns `(batch or 1, length)`, int64 for whole positions and a whole factor, else float32."""
         ids = positions.ids if isinstance(self.factor, int) else positions.ids.float()
@@ -71,7 +76,8 @@ class PositionScaleConfig(PositionMapConfig):
         new_position = factor * p
 
     The paper interpolates RoPE: `factor = 1 / s` is `RopeConfig(scaling=LinearScaling(s))`. A whole factor keeps
-    positions whole; any other makes them real numbers, which `learned`, `binary` and `t5` refuse.
+    positions whole; any other makes them real numbers, which schemes of whole ones (`learned`, `binary`, `t5`, `shaw`,
+    ...) refuse.
 
     Args:
         inner: the scheme that gets the positions.

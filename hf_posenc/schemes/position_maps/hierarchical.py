@@ -45,6 +45,9 @@ class FixedSegments(PositionMap):
 class SeparatedSegments(PositionMap):
     """Segments that end with a separator token; a sequence, or a packed document, starts a new count.
 
+    A document starts at position 0, or where positions go back. Equal ones do not start it, as a caller or a clamp may
+    give them to neighbours.
+
     Args:
         separators: vocabulary ids.
         within: whether tokens get their position within the segment instead of that of the segment.
@@ -52,6 +55,7 @@ class SeparatedSegments(PositionMap):
     """
 
     length_dependent = True
+    reads_positions = False
 
     def __init__(self, separators: tuple[int, ...], within: bool, last: int) -> None:
         super().__init__()
@@ -77,16 +81,23 @@ class SeparatedSegments(PositionMap):
         is_separator = torch.zeros_like(tokens, dtype=torch.bool)
         for separator in self.separators:
             is_separator = is_separator | (tokens == separator)
-        is_separator = (is_separator & real).long()
-        before = is_separator.cumsum(-1) - is_separator
-        restart = real & torch.nn.functional.pad(ids[:, 1:] <= ids[:, :-1], (1, 0), value=True)
+        is_separator = is_separator & real
+        previous = self._previous(real)
+        restart = real & ((previous < 0) | (ids == 0) | (ids < ids.gather(-1, previous.clamp(min=0))))
         if self.within:
-            slots = torch.arange(ids.shape[-1], device=ids.device).expand_as(ids)
-            starts = restart | torch.nn.functional.pad(is_separator[:, :-1].bool(), (1, 0), value=True)
-            starts = starts | torch.nn.functional.pad(~real[:, :-1], (1, 0), value=True)
-            since = slots - slots.where(starts, 0).cummax(-1).values
+            rank = real.long().cumsum(-1)
+            starts = restart | is_separator.gather(-1, previous.clamp(min=0))
+            since = rank - rank.where(starts, 0).cummax(-1).values
             return since.clamp(max=self.last).where(real, -1)
+        before = is_separator.long().cumsum(-1) - is_separator.long()
         return (before - before.where(restart, 0).cummax(-1).values).where(real, -1)
+
+    @staticmethod
+    def _previous(real: Tensor) -> Tensor:
+        """The slot of the last real token before each, -1 for none, `(batch, length)`."""
+        slots = torch.arange(real.shape[-1], device=real.device).expand_as(real)
+        latest = slots.where(real, -1).cummax(-1).values
+        return torch.nn.functional.pad(latest[:, :-1], (1, 0), value=-1)
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
         """Refuses to extend any cache: how many separators it holds is not known."""
@@ -118,8 +129,8 @@ class HierarchicalConfig(SchemeConfig):
     Args:
         within: an additive scheme: a config, a name, or the dictionary of a config.
         segment: the scheme of the segments' positions, one that maps queries and keys or adds to logits.
-        segment_length: length of a segment in tokens, where there are no `separators`. There is no published one; 64
-            is about two sentences.
+        segment_length: length of a segment in tokens, in place of `separators`. There is no published one; 64 is about
+            two sentences.
         separators: vocabulary ids of the tokens that end a segment; they cannot extend a cache. Empty for segments of
             equal length.
         max_segment_length: how many positions within a segment are told apart, 1024 in the official code.
@@ -147,6 +158,11 @@ class HierarchicalConfig(SchemeConfig):
                 "segments of equal length."
             )
         object.__setattr__(self, "separators", tuple(separators))
+        if separators and self.segment_length != type(self).segment_length:
+            raise ValueError(
+                f"HierarchicalConfig has both separators={self.separators} and segment_length={self.segment_length}, "
+                "which say two things about where segments end; give one."
+            )
 
     @property
     def per_layer(self) -> bool:  # type: ignore[override]
@@ -162,7 +178,7 @@ class HierarchicalConfig(SchemeConfig):
         """Builds both schemes, each under its own map.
 
         Raises:
-            ValueError: if `within` is not additive, or `segment` is.
+            ValueError: if `within` is not additive, or `segment` is, or goes by the order of tokens.
         """
         within, segment = self.within.build(context), self.segment.build(context)
         if within.additive is None or len(list(within)) > 1:
@@ -175,8 +191,9 @@ class HierarchicalConfig(SchemeConfig):
                 f"HierarchicalConfig.segment is {self.segment.name!r}; expected a scheme that acts in attention only, "
                 "such as 'rope' or 'alibi'."
             )
-        parts = map_parts(self._segments(within=False), segment)
-        parts.additive = map_parts(self._segments(within=True), within).additive
+        parts = map_parts(self._segments(within=False), segment, "HierarchicalConfig.segment", self.segment)
+        mapped = map_parts(self._segments(within=True), within, "HierarchicalConfig.within", self.within)
+        parts.additive = mapped.additive
         return parts
 
     def _segments(self, within: bool) -> PositionMap:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.schemes.arrangement.composed import SummedPairwiseBias
 from hf_posenc.schemes.arrangement.schedule import check_not_layered
+from hf_posenc.schemes.bias.cope import CopeBias
+from hf_posenc.schemes.bias.forget_gate import ForgetGateBias
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.logits import pairwise_bias
 from hf_posenc.schemes.parts import (
@@ -33,6 +37,15 @@ class PositionMap(nn.Module):
 
     #: True where the new position of a token depends on more than its own old one, so that no cache can be extended.
     length_dependent: bool = False
+    #: Whether other positions make other ones of it; a map that goes by the order of tokens alone does not.
+    reads_positions: bool = True
+    #: True where the positions it is given have to be whole numbers.
+    whole_positions: bool = False
+
+    @property
+    def gives_real_positions(self) -> bool:
+        """Whether it may make real numbers of whole ones."""
+        return False
 
     def forward(self, positions: Positions) -> Tensor:
         """Returns the new ids, `(batch or 1, length)`, int64 or float32; padding stays negative."""
@@ -66,8 +79,15 @@ class _MappedPart(Part, Generic[PartType]):
         super().__init__()
         self.position_map = position_map
         self.inner = inner
+        self._say_the_same()
         self.length_dependent = inner.length_dependent or position_map.length_dependent
-        self.reads_coordinates = inner.reads_coordinates
+
+    def _say_the_same(self) -> None:
+        """Takes over all that the kind of part declares about itself, but for the names of parameters of its own."""
+        for kind in type(self).__mro__:
+            for name in inspect.get_annotations(kind) if issubclass(kind, Part) else ():
+                if name != "no_weight_decay" and hasattr(kind, name):
+                    setattr(self, name, getattr(self.inner, name, getattr(kind, name)))
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
         """Refuses where the map or the part does."""
@@ -90,13 +110,6 @@ class MappedEncoding(_MappedPart[AdditiveEncoding], AdditiveEncoding):
 class MappedQueryKeyMap(_MappedPart[QueryKeyMap], QueryKeyMap):
     """A query-key map that goes by the mapped positions."""
 
-    def __init__(self, position_map: PositionMap, inner: QueryKeyMap) -> None:
-        super().__init__(position_map, inner)
-        self.rotary_dim = inner.rotary_dim
-        self.symmetric = inner.symmetric
-        self.whole_heads = inner.whole_heads
-        self.width_factor = inner.width_factor
-
     def phases(self, positions: Positions) -> tuple[Tensor, ...]:
         """Returns the phases of the inner map."""
         return self.inner.phases(self.position_map.renumber(positions))
@@ -112,12 +125,6 @@ class MappedQueryKeyMap(_MappedPart[QueryKeyMap], QueryKeyMap):
 
 class MappedBias(_MappedPart[LogitBias], PairwiseBias):
     """A logit bias of the mapped positions. Their distances no longer repeat, so it is evaluated for every pair."""
-
-    def __init__(self, position_map: PositionMap, inner: LogitBias) -> None:
-        super().__init__(position_map, inner)
-        if isinstance(inner, PairwiseBias):
-            self.num_features = inner.num_features
-            self.reads_heads = inner.reads_heads
 
     def key_features(self, hidden_states: Tensor) -> Tensor:
         """`(batch, heads, length, num_features)` of the inner bias."""
@@ -136,8 +143,30 @@ class MappedScale(_MappedPart[LogitScale], LogitScale):
         return cast("Tensor", self.inner(self.position_map.renumber(positions)))
 
 
-def map_parts(position_map: PositionMap, parts: SchemeParts) -> SchemeParts:
-    """The same parts, at the mapped positions."""
+def map_parts(position_map: PositionMap, parts: SchemeParts, option: str, scheme: SchemeConfig) -> SchemeParts:
+    """The same parts, at the mapped positions.
+
+    Args:
+        position_map: maps the positions.
+        parts: of a scheme, at least one.
+        option: the option that names the scheme, for errors.
+        scheme: the scheme.
+
+    Raises:
+        ValueError: if the scheme goes by the order of tokens, so that other positions change nothing; or if it needs
+            whole positions and the map may give real ones.
+    """
+    if not any(_reads_positions(part) for part in parts):
+        raise ValueError(
+            f"{option} is {scheme.name!r}, which goes by the order of tokens and not by their positions, so other "
+            f"positions would change nothing. Use {scheme.name!r} by itself, or compose it with this scheme."
+        )
+    if position_map.gives_real_positions and any(needs_whole_positions(part) for part in parts):
+        raise ValueError(
+            f"{option} is {scheme.name!r}, which needs whole positions, and this map makes real numbers of them. Use a "
+            "map that keeps them whole (a whole factor, kind='integer'), or a scheme of real positions such as 'rope', "
+            "'alibi' or 'sinusoidal'."
+        )
     additive, query_key_map = parts.additive, parts.query_key_map
     bias, scale = parts.logit_bias, parts.logit_scale
     return SchemeParts(
@@ -146,6 +175,20 @@ def map_parts(position_map: PositionMap, parts: SchemeParts) -> SchemeParts:
         logit_bias=None if bias is None else MappedBias(position_map, bias),
         logit_scale=None if scale is None else MappedScale(position_map, scale),
     )
+
+
+def needs_whole_positions(part: Part) -> bool:
+    """Whether a part, or anything in it, refuses positions that are real numbers."""
+    return any(module.whole_positions for module in part.modules() if isinstance(module, Part | PositionMap))
+
+
+def _reads_positions(part: nn.Module) -> bool:
+    """Whether a part goes by the positions of tokens rather than by their order."""
+    if isinstance(part, _MappedPart):
+        return part.position_map.reads_positions and _reads_positions(part.inner)
+    if isinstance(part, SummedPairwiseBias):
+        return any(_reads_positions(summand) for summand in part.parts)
+    return not isinstance(part, CopeBias | ForgetGateBias)
 
 
 def nested_scheme(config: SchemeConfig, option: str) -> None:
@@ -166,7 +209,8 @@ class PositionMapConfig(SchemeConfig):
 
     All parts of the scheme get the mapped positions, a logit scale too: to leave one at the tokens' own positions,
     compose it with the map instead of putting it under the map. Lengths still count tokens. What goes by the order of
-    tokens instead of by their positions, such as the gates of `forget_gate`, is not changed by any map.
+    tokens instead of by their positions, such as the gates of `forget_gate`, is not changed by any map, and refused
+    where there is nothing else to map.
 
     Args:
         inner: the scheme that gets them: a config, a name, or the dictionary of a config.
@@ -195,7 +239,7 @@ class PositionMapConfig(SchemeConfig):
         """Builds the parts of the scheme under the map.
 
         Raises:
-            ValueError: if the scheme has no parts, or cannot be built here.
+            ValueError: if the scheme has no parts, cannot be built here, or does not go with the mapped positions.
         """
         parts = self.inner.build(context)
         if not list(parts):
@@ -203,4 +247,4 @@ class PositionMapConfig(SchemeConfig):
                 f"{type(self).__name__}.inner is {self.inner.name!r}, which encodes no positions, so there is "
                 f"nothing to map. Use {self.inner.name!r} itself."
             )
-        return map_parts(self.position_map(), parts)
+        return map_parts(self.position_map(), parts, f"{type(self).__name__}.inner", self.inner)

@@ -13,7 +13,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.arrangement.composed import sum_of_biases
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.parts import DistanceBias, LogitBias, PairwiseBias, SchemeParts
-from hf_posenc.schemes.position_maps.mapped import PositionMapConfig
+from hf_posenc.schemes.position_maps.mapped import PositionMapConfig, needs_whole_positions
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.rotary.rope import LengthDependentRotaryMap, RotaryMap
 
@@ -27,6 +27,11 @@ class FarPositions:
     """
 
     window: int
+
+    @property
+    def gives_real_positions(self) -> bool:
+        """Whether far positions may be real numbers."""
+        return False
 
     def query(self, ids: Tensor) -> Tensor:
         """Where queries stand for far keys, in the shape of `ids`."""
@@ -54,6 +59,7 @@ class FarRotation(PairwiseBias):
     """
 
     reads_heads = True
+    replaces_logits = True
 
     def __init__(self, rotation: RotaryMap, far: FarPositions) -> None:
         super().__init__()
@@ -125,7 +131,7 @@ class FarPositionsConfig(PositionMapConfig):
         Raises:
             UnsupportedError: in a bidirectional model.
             ValueError: for a scheme that has neither a rotation proportional to positions nor a bias of distance, or
-                has parts that would not follow.
+                has parts that would not follow, or need whole positions where far ones are real.
         """
         owner = type(self).__name__
         if not context.causal:
@@ -136,6 +142,12 @@ class FarPositionsConfig(PositionMapConfig):
         parts = self.inner.build(context)
         rotation, bias = parts.query_key_map, parts.logit_bias
         _check_follows(owner, self.inner, parts)
+        if bias is not None and self.far_positions().gives_real_positions and needs_whole_positions(bias):
+            raise ValueError(
+                f"{owner}.inner is {self.inner.name!r}, which needs whole positions, and this factor makes real "
+                "numbers of far ones. Leave the factor out, or use 'self_extend', or a bias of real distances such as "
+                "'alibi'."
+            )
         biases: list[LogitBias] = []
         if rotation is not None:
             rotation.mapped_again = True

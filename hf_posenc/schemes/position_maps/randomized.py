@@ -2,30 +2,40 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes.position_maps.mapped import PositionMap, PositionMapConfig
+from hf_posenc.schemes.additive.binary import BinaryEncoding
+from hf_posenc.schemes.additive.learned import LearnedEncoding
+from hf_posenc.schemes.arrangement.composed import SummedEncoding
+from hf_posenc.schemes.config import BuildContext
+from hf_posenc.schemes.parts import AdditiveEncoding, SchemeParts
+from hf_posenc.schemes.position_maps.mapped import MappedEncoding, PositionMap, PositionMapConfig
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import check_choice, check_integer, check_positions_below, whole_positions
 
 
 class RandomizedMap(PositionMap):
-    """Token `p` gets the `p`-th smallest of as many random positions as its sequence has tokens.
+    """Token `p` gets the `p`-th smallest of as many random positions as there are up to the last token's.
 
-    The draw is kept in `Positions.memo`, so that all layers and all parts of one forward call of the model see the
-    same one, and a layer that is recomputed for its gradient sees it again.
+    Kept in `Positions.memo` are the random numbers rather than the positions made of them: all layers and all parts of
+    one forward call of the model draw the same for the same tokens, a layer that is recomputed for its gradient too,
+    and a part that is given other positions gets a draw that fits those.
 
     Args:
         max_position: positions are drawn below it.
         real: whether real numbers are drawn instead of whole ones.
         always: whether positions are drawn outside training too.
     """
+
+    whole_positions = True
 
     def __init__(self, max_position: int, real: bool, always: bool) -> None:
         super().__init__()
@@ -38,6 +48,11 @@ class RandomizedMap(PositionMap):
         """Whether positions are random now."""
         return self.training or self.always
 
+    @property
+    def gives_real_positions(self) -> bool:
+        """Whether real numbers are drawn, now or in training."""
+        return self.real
+
     def forward(self, positions: Positions) -> Tensor:
         """Returns `(batch or 1, length)`, int64 or float32.
 
@@ -45,32 +60,51 @@ class RandomizedMap(PositionMap):
             SequenceLengthError: if there are more tokens than positions to draw from.
             ValueError: for positions that are not whole.
         """
+        return self._look_up(self.table(positions), positions.ids) if self.draws else positions.ids
+
+    def renumber(self, positions: Positions) -> Positions:
+        """The same tokens at their new positions; all axes of coordinates share the draw of the positions."""
         if not self.draws:
-            return positions.ids
+            return positions
+        table, coordinates = self.table(positions), positions.coordinates
+        if coordinates is not None:
+            coordinates = torch.stack([self._look_up(table, axis) for axis in coordinates.unbind(0)])
+        return dataclasses.replace(positions, ids=self._look_up(table, positions.ids), coordinates=coordinates)
+
+    def table(self, positions: Positions) -> Tensor:
+        """`(batch or 1, max_position)`: the new position of each old one, drawn for the last one of each sequence.
+
+        Raises:
+            SequenceLengthError: if there are more tokens than positions to draw from.
+            ValueError: for positions that are not whole.
+        """
+        last = whole_positions(positions.ids, "randomized").amax(-1, keepdim=True)
+        if positions.coordinates is not None:
+            axes = whole_positions(positions.coordinates, "randomized")
+            last = torch.maximum(last, axes.amax(dim=(0, -1)).unsqueeze(-1))
         check_positions_below(
-            whole_positions(positions.ids, "randomized"),
+            last,
             self.max_position,
             f"that 'randomized' draws from. Patch with 'randomized' and max_position={2 * self.max_position} or more.",
         )
         # By value, so that layers with copies of their own share one draw.
-        name = (RandomizedMap, self.max_position, self.real)
+        name = (RandomizedMap, self.max_position, self.real, last.shape[0])
         if name not in positions.memo:
-            positions.memo[name] = self.table(positions)
-        table: Tensor = positions.memo[name]
-        rows = max(table.shape[0], positions.ids.shape[0])
-        ids = positions.ids.expand(rows, -1)
-        drawn = table.expand(rows, -1).gather(1, ids.clamp(0, self.max_position - 1))
-        return drawn.where(ids >= 0, ids)
-
-    def table(self, positions: Positions) -> Tensor:
-        """`(batch or 1, max_position)`: the new position of each old one, drawn for the length of each sequence."""
-        count = torch.maximum(positions.lengths, positions.ids.amax(-1, keepdim=True) + 1)
-        noise = torch.rand(count.shape[0], self.max_position, dtype=torch.float32, device=positions.ids.device)
+            positions.memo[name] = torch.rand(
+                last.shape[0], self.max_position, dtype=torch.float32, device=positions.ids.device
+            )
+        noise, count = positions.memo[name].to(last.device), last + 1
         order = torch.arange(self.max_position, device=noise.device)
         # Past the tokens the table goes on in order, beyond what can be drawn.
         beyond = self.max_position + order - count
         drawn = noise * self.max_position if self.real else noise.argsort(dim=-1)
         return drawn.where(order < count, beyond).sort(dim=-1).values
+
+    def _look_up(self, table: Tensor, ids: Tensor) -> Tensor:
+        rows = max(table.shape[0], ids.shape[0])
+        ids = ids.expand(rows, -1)
+        drawn = table.expand(rows, -1).gather(1, ids.clamp(0, self.max_position - 1))
+        return drawn.where(ids >= 0, ids)
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
         """Refuses to extend any cache while positions are random: every length is a new draw."""
@@ -88,7 +122,7 @@ class RandomizedMap(PositionMap):
 class RandomizedConfig(PositionMapConfig):
     """Trains a scheme on positions drawn from a longer range (randomized positional encodings, arXiv:2305.16843).
 
-    For a sequence of `n` tokens, in every forward call::
+    For a sequence of the `n` positions `0 .. n - 1`, in every forward call::
 
         S = n distinct integers drawn uniformly from 0 .. max_position - 1, in ascending order
         new_position of token p = S[p]
@@ -101,7 +135,8 @@ class RandomizedConfig(PositionMapConfig):
     (section 3) draws positions once, which is followed here.
 
     `learned` needs a row for every position that can be drawn: `LearnedConfig(num_positions=2048)`. Real positions
-    do not go with schemes of whole numbers (`learned`, `binary`, `t5`).
+    do not go with schemes of whole numbers (`learned`, `binary`, `t5`, `shaw`, ...), and a draw does not go with
+    another draw.
 
     Args:
         inner: the scheme that gets the positions.
@@ -126,3 +161,41 @@ class RandomizedConfig(PositionMapConfig):
     def position_map(self) -> RandomizedMap:
         """A new map."""
         return RandomizedMap(self.max_position, self.kind == "float", self.evaluation == "random")
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Builds the parts of the scheme under the map.
+
+        Raises:
+            ValueError: if the scheme has no parts, cannot be built here, does not go with the positions drawn, has
+                vectors for fewer of them than can be drawn, or draws positions itself.
+        """
+        parts = super().build(context)
+        for part in parts:
+            if sum(isinstance(module, RandomizedMap) for module in part.modules()) > 1:
+                raise ValueError(
+                    f"RandomizedConfig.inner is {self.inner.name!r}, which draws positions itself. A draw out of drawn "
+                    "positions is one draw; use one 'randomized', with the larger max_position."
+                )
+        if parts.additive is not None:
+            self._check_vectors(cast("MappedEncoding", parts.additive).inner)
+        return parts
+
+    def _check_vectors(self, additive: AdditiveEncoding) -> None:
+        for count, option, enough in _limits(additive, self.max_position):
+            if count < self.max_position:
+                raise ValueError(
+                    f"RandomizedConfig.max_position is {self.max_position}, but {self.inner.name!r} has vectors for "
+                    f"{count} positions only, and every position below {self.max_position} can be drawn. Give "
+                    f"{option}={enough} or more, or max_position={count} or less."
+                )
+
+
+def _limits(additive: AdditiveEncoding, needed: int) -> Iterator[tuple[int, str, int]]:
+    """How many positions have a vector; the option that says so, and its value for `needed` of them."""
+    if isinstance(additive, SummedEncoding):
+        for part in additive.parts:
+            yield from _limits(cast("AdditiveEncoding", part), needed)
+    if isinstance(additive, LearnedEncoding) and additive.extension == "error":
+        yield additive.num_positions, "LearnedConfig.num_positions", needed
+    if isinstance(additive, BinaryEncoding):
+        yield 2**additive.bits, "BinaryConfig.bits", (needed - 1).bit_length()

@@ -24,15 +24,24 @@ class RectifiedPositions(FarPositions):
 
     factor: float | None
 
+    @property
+    def gives_real_positions(self) -> bool:
+        """Whether positions are divided."""
+        return self.factor not in (None, 1)
+
     def query(self, ids: Tensor) -> Tensor:
         """`window + (i - window) / factor`, or `window`."""
         if self.factor is None:
             return torch.full_like(ids, self.window)
+        if self.factor == 1:
+            return ids
         return self.window + (ids - self.window).float() / self.factor
 
     def key(self, ids: Tensor) -> Tensor:
         """`j / factor`, or 0."""
-        return torch.zeros_like(ids) if self.factor is None else ids.float() / self.factor
+        if self.factor is None:
+            return torch.zeros_like(ids)
+        return ids if self.factor == 1 else ids.float() / self.factor
 
 
 @register_scheme
@@ -49,7 +58,7 @@ class ReRopeConfig(FarPositionsConfig):
     It needs no training. The rotation of far pairs is corrected by a bias, so that keys are cached as the layer
     rotated them. The official code also multiplies queries by a logarithm of their position, which is a scheme of its
     own to compose with (`log_n_scale`). Distance biases are rectified as well, beyond the source; `t5`, which needs
-    whole distances, only with `factor=None`. `factor=1` is the scheme itself.
+    whole distances, only with `factor=None` or 1. `factor=1` is the scheme itself.
 
     Args:
         inner: a rotation proportional to positions (`rope` with any scaling, `p_rope`), a distance bias, or both.

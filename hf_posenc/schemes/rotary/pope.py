@@ -13,10 +13,11 @@ from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.constants import DeviceConstant
 from hf_posenc.schemes.parts import QueryKeyMap, SchemeParts
 from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.projection import projected
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.rope import key_heads, per_head
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
-from hf_posenc.schemes.validation import check_choice, check_number
+from hf_posenc.schemes.validation import check_base, check_choice
 
 
 class PopeMap(QueryKeyMap):
@@ -56,7 +57,7 @@ class PopeMap(QueryKeyMap):
         head_dim)`.
         """
         angles = positions.ids.unsqueeze(-1).float() * self._inverse_frequencies.on(positions.ids.device)
-        key_angles = angles.unsqueeze(-2) + self.delta.float().clamp(-2 * math.pi, 0.0)
+        key_angles = angles.unsqueeze(-2) + projected(self.delta.float(), -2 * math.pi, 0.0)
         return angles.cos(), angles.sin(), key_angles.cos(), key_angles.sin()
 
     def map_query(self, query: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
@@ -89,8 +90,10 @@ class PopeConfig(SchemeConfig):
 
     for a query at `p` and a key at `s`, before the layer's own `head_dim ** -0.5`. As real numbers, queries and keys
     are twice as wide (`2 * head_dim`: the real parts, then the imaginary ones); values keep their width. The learned
-    phase `delta`, `(key_value_heads, head_dim)` in every layer, is clamped to `[-2 pi, 0]` whenever it is used. Where
-    several query heads read one key head, they share its phases (the paper has as many key heads as query heads).
+    phase `delta`, `(key_value_heads, head_dim)` in every layer, is clamped to `[-2 pi, 0]` whenever it is used. It
+    starts on the edge of that range, where a plain clamp would leave a phase that the first step carries over it
+    without a gradient for good; here such a phase receives the gradients that lead back. Where several query heads
+    read one key head, they share its phases (the paper has as many key heads as query heads).
 
     The whole head is mapped, also where the architecture itself rotates a part of it. Every content dimension becomes
     positive, so this is a scheme to train with, not to put into a model trained with another.
@@ -108,7 +111,7 @@ class PopeConfig(SchemeConfig):
     initial_delta: str = "zero"
 
     def __post_init__(self) -> None:
-        check_number(self, "theta", above=0)
+        check_base(self, "theta")
         check_choice(self, "initial_delta", ("zero", "uniform"))
 
     def build(self, context: BuildContext) -> SchemeParts:

@@ -14,7 +14,7 @@ from hf_posenc.schemes.parts import QueryKeyMap, SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.scaling import RopeScaling, check_scaling, rope_inverse_frequencies
-from hf_posenc.schemes.validation import check_choice, check_integer, check_number, check_numbers
+from hf_posenc.schemes.validation import check_base, check_choice, check_integer, check_number, check_numbers
 
 ROPE_LAYOUTS = ("auto", "half", "half_reversed", "interleaved")
 
@@ -151,7 +151,7 @@ class RopeConfig(SchemeConfig):
             architecture, "half" where it has none.
         scaling: a stretch to longer sequences, such as `YarnScaling(factor=4.0, original_max_positions=2048)`.
         inverse_frequencies: the frequencies themselves, radians per position for each pair, for spectra that no
-            formula here gives; `theta` is then not used, and a `scaling` not allowed.
+            formula here gives, in place of `theta` and `scaling`.
         attention_scaling: factor of cosine and sine; `None` takes that of the scaling, else 1.
     """
 
@@ -223,6 +223,11 @@ class RopeConfig(SchemeConfig):
                 "RopeConfig has both inverse_frequencies and a scaling; explicit frequencies leave nothing to scale. "
                 "Give one of them, and attention_scaling= where cosine and sine need a factor."
             )
+        if self.theta != type(self).theta:
+            raise ValueError(
+                f"RopeConfig has both inverse_frequencies and theta={self.theta}, from which they would be computed; "
+                "give one of them."
+            )
         width = 2 * len(self.inverse_frequencies)
         if self.partial_rotary_factor is not None or self.rotary_dim not in (None, width):
             raise ValueError(
@@ -258,7 +263,7 @@ def check_rotary_options(config: Any) -> None:
         UnknownNameError: for an unknown layout.
         ValueError: for a value out of range.
     """
-    check_number(config, "theta", above=0)
+    check_base(config, "theta")
     check_rotary_dim(config)
     check_choice(config, "layout", ROPE_LAYOUTS)
 

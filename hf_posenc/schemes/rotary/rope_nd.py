@@ -16,7 +16,7 @@ from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.grids import check_grid, given_coordinates, grid_coordinates
 from hf_posenc.schemes.rotary.rope import ROPE_LAYOUTS, RotaryMap, check_rotary_dim, key_heads, resolve_rotary_dim
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
-from hf_posenc.schemes.validation import check_boolean, check_choice, check_integer, check_number
+from hf_posenc.schemes.validation import check_base, check_boolean, check_choice, check_integer
 
 ASSIGNMENTS = ("block", "split", "interleaved", "mixed")
 AXIAL_THETA, MIXED_THETA = 100.0, 10.0
@@ -150,13 +150,18 @@ class RopeNdConfig(SchemeConfig):
     layout: str = "auto"
 
     def __post_init__(self) -> None:
-        check_number(self, "theta", above=0, optional=True)
+        check_base(self, "theta", optional=True)
         check_grid(self)
         check_choice(self, "assignment", ASSIGNMENTS)
         check_boolean(self, "per_head")
         check_integer(self, "num_prefix_tokens", minimum=0)
         check_rotary_dim(self)
         check_choice(self, "layout", ROPE_LAYOUTS)
+        if self.assignment != "mixed" and not self.per_head:
+            raise ValueError(
+                f"RopeNdConfig.per_head is False, which shares learned frequencies between heads, but those of the "
+                f"assignment {self.assignment!r} are fixed, and the same for all. Leave it out, or use 'mixed'."
+            )
         if len(self.grid) > 2:
             raise ValueError(
                 f"RopeNdConfig.grid is {self.grid}, which makes {len(self.grid) + 1} axes; expected one size for two "

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes.config import SubConfig
+from hf_posenc.schemes.config import SubConfig, constructor_example, required_options
 from hf_posenc.schemes.validation import check_boolean, check_integer, check_number, check_numbers
 
 
@@ -379,22 +379,42 @@ class Llama3Scaling(RopeScaling):
 
 
 def check_scaling(config: Any) -> None:
-    """Requires `config.scaling` to be a `RopeScaling`, the type of one that needs no options, or `None`.
+    """Requires `config.scaling` to be a `RopeScaling`, its dictionary, the type of one without options, or `None`.
 
-    A type, as a user types it, is replaced by its scaling.
+    A type or a dictionary, as a user types it, is replaced by its scaling.
 
     Raises:
         UnknownNameError: for an unknown type.
         ValueError: for any other value.
     """
-    if isinstance(config.scaling, str):
-        object.__setattr__(config, "scaling", SubConfig.from_dict({"type": config.scaling}))
-    scaling = config.scaling
+    option, scaling = f"{type(config).__name__}.scaling", config.scaling
+    if isinstance(scaling, str):
+        found = RopeScaling.type_named(scaling)
+        if required_options(found):
+            raise ValueError(
+                f"{option} is {scaling!r}, a scaling with options that have no default: give "
+                f"{constructor_example(found)}, or a dictionary such as {_dictionary_example(found)}."
+            )
+        scaling = found()
+        object.__setattr__(config, "scaling", scaling)
+    if isinstance(scaling, dict) and {"rope_type", "rope_theta", "original_max_position_embeddings"} & set(scaling):
+        raise ValueError(
+            f"{option} is {scaling!r}, which are RoPE parameters as transformers writes them. "
+            "hf_posenc.schemes.from_rope_parameters(parameters) makes a RopeConfig of them; native_scheme(model) does "
+            "so for a whole model."
+        )
+    if isinstance(scaling, dict) and "type" in scaling:
+        scaling = SubConfig.from_dict(scaling)
+        object.__setattr__(config, "scaling", scaling)
     if scaling is not None and not isinstance(scaling, RopeScaling):
         raise ValueError(
-            f"{type(config).__name__}.scaling is {scaling!r}; expected a scaling such as YarnScaling(factor=4.0, "
+            f"{option} is {scaling!r}; expected a scaling such as YarnScaling(factor=4.0, "
             "original_max_positions=2048), or None."
         )
+
+
+def _dictionary_example(found: type[RopeScaling]) -> str:
+    return "{" + ", ".join([f'"type": "{found.type}"', *(f'"{name}": ...' for name in required_options(found))]) + "}"
 
 
 def _ntk_exponent(scaling: RopeScaling, rotary_dim: int) -> float:

@@ -208,6 +208,11 @@ class StringConfig(SchemeConfig):
                 "StringConfig.learned_frequencies is False, but the frequencies are all that the variant 'circulant' "
                 "learns. Leave it True, or use the variant 'cayley' or the scheme 'rope'."
             )
+        if self.variant == "circulant" and self.layout != "auto":
+            raise ValueError(
+                f"StringConfig.layout is {self.layout!r}, but the variant 'circulant' mixes all rotated dimensions and "
+                "has no pairs. Leave it out, or use the variant 'cayley'."
+            )
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds a query-key map.

@@ -80,9 +80,11 @@ class XposConfig(SchemeConfig):
     The authors' code takes the middle of the present sequence as origin, which changes all cached keys with every new
     token. Here it is fixed, so that keys can be cached; the logits are the same. Queries shrink and keys grow with the
     distance from the origin, by the factor `((1 + gamma) / gamma) ** (1 / scale_base)` per position in the fastest
-    pair: with the defaults float32 and bfloat16 hold about 32 000 positions on either side, float16 about 4 500.
-    Longer sequences are refused (up to the bound of float32). The paper's blockwise attention is a mask of its own,
-    not part of the scheme.
+    pair: with the defaults float32 and bfloat16 hold about 32 000 positions on either side; longer sequences are
+    refused. float16 ends much earlier and is not checked: a pair of length `x` overflows about `409 * ln(65504 / x)`
+    positions from the origin, at 3 400 where `x` is 16 and at 4 500 where it is 1, and logits are then infinite or not
+    numbers; give a larger `scale_base`, or an origin in the middle. The paper's blockwise attention is a mask of its
+    own, not part of the scheme.
 
     Causal models only: where keys may come after the query, their factor grows with distance without bound.
 

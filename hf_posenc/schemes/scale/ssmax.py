@@ -78,7 +78,7 @@ class SSMaxConfig(SchemeConfig):
     Args:
         training_length: the length in tokens over which the factor starts with a mean of 1 in a causal model, so that a
             pretrained model is disturbed least; 1024 tokens, the length of the paper's models, give `s = 0.168`.
-        initial_scale: where `s` starts, instead.
+        initial_scale: where `s` starts, in place of `training_length`.
         bias: learns a `b` too, from 0.
     """
 
@@ -93,6 +93,11 @@ class SSMaxConfig(SchemeConfig):
         check_integer(self, "training_length", minimum=2)
         check_number(self, "initial_scale", above=0.0, optional=True)
         check_boolean(self, "bias")
+        if self.initial_scale is not None and self.training_length != type(self).training_length:
+            raise ValueError(
+                f"SSMaxConfig has both initial_scale={self.initial_scale} and training_length={self.training_length}, "
+                "which both say where the scale starts; give one."
+            )
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds a logit scale."""

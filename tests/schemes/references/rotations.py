@@ -144,7 +144,7 @@ def fope_coefficients(heads: int, kept: int, gain: float, seed: int) -> list[lis
 
 
 def fope(config: Any, parts: Any, case: Any) -> list[Matrix]:
-    """arXiv:2412.17739, section 4: each cosine and sine with a share of those of all turning pairs."""
+    """arXiv:2412.17739, the listing of appendix B: identity plus normal numbers, every column with the sum 1."""
     width = config.rotary_dim or len(case.query[0][0])
     spectrum = floored(config, width)
     kept = sum(frequency > 0 for frequency in spectrum)
@@ -152,10 +152,11 @@ def fope(config: Any, parts: Any, case: Any) -> list[Matrix]:
     mixes = fope_coefficients(key_heads, kept, config.gain, config.seed)
 
     def series(function: Any, mix: Matrix, pair: int, position: int) -> float:
-        own = function(spectrum[pair] * position)
         if pair >= kept:
-            return own
-        return own + sum(mix[other][pair] * function(spectrum[other] * position) for other in range(kept))
+            return function(spectrum[pair] * position)
+        column = [float(other == pair) + mix[other][pair] for other in range(kept)]
+        waves = [function(frequency * position) for frequency in spectrum[:kept]]
+        return dot(waves, column) / sum(column)
 
     def turned(vector: list[float], head: int, position: int) -> list[float]:
         own = head * key_heads // len(case.query)

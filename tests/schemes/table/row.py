@@ -80,6 +80,7 @@ def dot(first: list[float], second: list[float]) -> float:
 def context_for(config: SchemeConfig, row: Row | None = None) -> BuildContext:
     """A small place with grouped heads; bidirectional for the variants that need it."""
     causal = config != get_scheme("alibi")(variant="asymmetric")  # type: ignore[call-arg]
+    causal = causal and getattr(config, "max_distance_ahead", None) is None
     return BuildContext(
         HIDDEN, HEADS, HEAD_DIM, causal=causal, max_positions=MAX_POSITIONS, num_key_value_heads=KEY_VALUE_HEADS
     )

@@ -1,0 +1,57 @@
+"""What the field calls things that have another name here: hints for the error about an unknown scheme."""
+
+from __future__ import annotations
+
+from hf_posenc.schemes.config import SubConfig, constructor_example
+
+_SCHEMES = {
+    "no_pe": ("none",),
+    "nope": ("none",),
+    "cable": ("forget_gate",),
+    "fox": ("forget_gate",),
+    "forgetting": ("forget_gate",),
+    "transformerxl": ("transformer_xl",),
+    "txl": ("transformer_xl",),
+    "ricker": ("wavelet",),
+    "wave": ("wavelet",),
+    "irope": ("interleaved",),
+    "nrope": ("interleaved",),
+    "rnope": ("interleaved",),
+    "rnope_swa": ("local_global",),
+    "bipe": ("hierarchical",),
+    "lerope": ("learned_rope",),
+    "absolute": ("learned", "sinusoidal"),
+    "ape": ("learned", "sinusoidal"),
+    "gpt": ("learned",),
+    "wpe": ("learned",),
+    "relative": ("shaw", "t5", "transformer_xl"),
+    "rpe": ("shaw", "t5", "transformer_xl"),
+    "rotary": ("rope",),
+    "axial": ("rope_nd",),
+    "scalable_softmax": ("ssmax",),
+    "stock": ("native",),
+}
+_SCALINGS = {
+    "dynamic": "dynamic",
+    "dynamic_ntk": "dynamic",
+    "linear": "linear",
+    "llama3": "llama3",
+    "longrope": "longrope",
+    "ntk": "ntk",
+    "pi": "linear",
+    "position_interpolation": "linear",
+    "yarn": "yarn",
+}
+
+
+def hint_for(name: str) -> str:
+    """A sentence on what somebody means by a name that no scheme has, or an empty text."""
+    word = name.lower().replace("-", "_").replace(" ", "_")
+    if word == "drope":
+        return "It is a way to train and not a scheme: hf_posenc.recipes.drope(total_steps)."
+    if word in _SCALINGS:
+        example = constructor_example(SubConfig.type_named(_SCALINGS[word]))
+        return f"It is a scaling of 'rope': RopeConfig(scaling={example})."
+    if word in _SCHEMES:
+        return f"Did you mean {' or '.join(repr(scheme) for scheme in _SCHEMES[word])}?"
+    return ""

@@ -1,0 +1,43 @@
+"""Parameters that are read as the nearest value of a range."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Projected(torch.autograd.Function):
+    """Clamps, and drops only those gradients whose descent would lead further out of the range."""
+
+    @staticmethod
+    def forward(values: Tensor, minimum: float, maximum: float) -> Tensor:
+        return values.clamp(minimum, maximum)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float, float], output: Tensor) -> None:
+        values, ctx.minimum, ctx.maximum = inputs
+        ctx.save_for_backward(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (values,) = ctx.saved_tensors
+        (gradient,) = gradients
+        outward = ((values < ctx.minimum) & (gradient > 0)) | ((values > ctx.maximum) & (gradient < 0))
+        return gradient.masked_fill(outward, 0.0), None, None
+
+
+def projected(values: Tensor, minimum: float, maximum: float) -> Tensor:
+    """`values` clamped to `[minimum, maximum]`, with gradients that can lead back into the range.
+
+    A plain clamp has no gradient outside of the range, so that a parameter that one step carries over the edge would
+    stay there for good. Here it receives every gradient but those whose descent leads further out.
+
+    Args:
+        values: of any shape.
+        minimum: may be `-inf`.
+        maximum: may be `inf`.
+    """
+    result: Tensor = _Projected.apply(values, minimum, maximum)
+    return result

@@ -1,0 +1,125 @@
+"""Masks of every form: what they say about positions, and what they do not say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from hf_posenc import UnsupportedError, native_scheme, patch_model
+from hf_posenc.attention.backends import merge_mask
+from tests.matrix.architectures import ARCHITECTURES
+from tests.matrix.running import distance, outputs, patched, tokens
+
+torch.set_num_threads(1)
+SELF_EXTEND = {"scheme": "self_extend", "window": 4, "group": 2}
+
+
+def blocks(lengths: tuple[int, ...], causal: bool) -> Tensor:
+    """`(1, 1, length, length)` bool: every document sees itself."""
+    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    visible = documents.unsqueeze(0) == documents.unsqueeze(1)
+    return (visible.tril() if causal else visible)[None, None]
+
+
+def additive(visible: Tensor) -> Tensor:
+    return torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
+
+
+@pytest.mark.parametrize("architecture", ["llama_gqa", "gpt2", "bert"])
+@torch.no_grad()
+def test_a_mask_with_a_block_per_document_says_nothing_about_padding(architecture: str) -> None:
+    """Stock numbers slots under such a mask, and so does the native round trip."""
+    row, model, ids = ARCHITECTURES[architecture], patched(architecture, None), tokens(1, 12)
+    arguments: dict[str, Any] = {"attention_mask": additive(blocks((6, 6), row.causal))}
+    if row.causal:
+        arguments["use_cache"] = False
+    stock = outputs(model, row, ids, **arguments)
+    patch_model(model, native_scheme(model))
+    assert distance(outputs(model, row, ids, **arguments), stock) <= 1e-5
+
+
+@pytest.mark.parametrize("architecture", ["llama_gqa", "bert"])
+@torch.no_grad()
+def test_packed_rows_of_a_length_dependent_scheme_are_refused_under_such_a_mask_too(architecture: str) -> None:
+    row = ARCHITECTURES[architecture]
+    with pytest.warns(UserWarning, match=r"use_cache|LayerNorm"):
+        model = patch_model(patched(architecture, None), "normalized_integer")
+    position_ids = torch.cat((torch.arange(5), torch.arange(7))).unsqueeze(0)
+    mask = additive(blocks((5, 7), row.causal))
+    with pytest.raises(UnsupportedError, match="separate rows"):
+        model(tokens(1, 12), attention_mask=mask, position_ids=position_ids)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "scheme", ["fire", {"scheme": "self_extend", "window": 4, "group": 2}, ["rope", "forget_gate"]]
+)
+@torch.no_grad()
+def test_a_window_and_padding_in_a_static_cache(scheme: Any, compiled: bool) -> None:
+    """generate() prepares the mask, which shows the window and hides the padding; positions still count back."""
+    model = patched("mistral_sliding", scheme, sliding_window=12)
+    ids = tokens(1, 10)
+    padded = torch.cat((torch.zeros(1, 5, dtype=torch.int64), ids), dim=1)
+    mask = (torch.arange(15) >= 5).long().unsqueeze(0)
+    settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    settings |= {"return_dict_in_generate": True, "output_logits": True}
+    alone = model.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    if compiled:
+        torch._dynamo.reset()
+        model.forward = torch.compile(model.forward, backend="eager")
+    both = model.generate(padded, attention_mask=mask, cache_implementation="static", **settings)
+    assert torch.equal(both.sequences[:, 15:], alone.sequences[:, 10:])
+    assert distance(torch.stack(both.logits), torch.stack(alone.logits)) <= 1e-4
+
+
+@torch.no_grad()
+def test_positions_that_were_irregular_when_they_were_cached_are_refused() -> None:
+    row, ids = ARCHITECTURES["llama_gqa"], tokens(1, 10)
+    position_ids = torch.tensor([[0, 1, 2, 2, 2, 5, 6, 7]])
+    for scheme, refused in ((SELF_EXTEND, True), ("rope", False)):
+        model = patched("llama_gqa", scheme)
+        cache = DynamicCache(config=model.config)
+        mask = torch.ones(1, 8)
+        outputs(model, row, ids[:, :8], position_ids=position_ids, past_key_values=cache, attention_mask=mask)
+        following = {
+            "position_ids": torch.tensor([[8, 9]]),
+            "past_key_values": cache,
+            "attention_mask": torch.ones(1, 10),
+        }
+        if refused:
+            with pytest.raises(UnsupportedError, match="cached keys stand"):
+                outputs(model, row, ids[:, 8:], **following)
+        else:
+            outputs(model, row, ids[:, 8:], **following)
+
+
+def test_a_masked_key_stays_masked_whatever_the_bias() -> None:
+    """In float16 a gate that forgets everything adds more than the mask takes away."""
+    mask = additive(torch.ones(1, 1, 3, 3, dtype=torch.bool).tril()).clamp(min=torch.finfo(torch.float16).min).half()
+    merged = merge_mask(mask, torch.full((1, 2, 3, 3), 1e5), torch.float16)
+    assert (merged[..., 0, 1:] == torch.finfo(torch.float16).min).all()
+    assert (merged[..., 2, :] > 0).all()
+
+
+@torch.no_grad()
+def test_several_axes_need_no_mask_of_the_caller() -> None:
+    row, ids = ARCHITECTURES["llama_gqa"], tokens(2, 8)
+    model = patched("llama_gqa", {"scheme": "mrope", "layout": "half"})
+    axes = torch.stack((torch.arange(8), torch.arange(8) // 4, torch.arange(8) % 4)).unsqueeze(1).expand(3, 2, 8)
+    without = outputs(model, row, ids, position_ids=axes, use_cache=False)
+    assert distance(without, outputs(model, row, ids, position_ids=axes, attention_mask=torch.ones_like(ids))) <= 1e-6
+    assert distance(without, outputs(model, row, ids, use_cache=False)) > 1e-3
+
+
+@torch.no_grad()
+def test_latent_attention_does_not_know_the_axes_of_cached_keys() -> None:
+    model = patched("deepseek_v3_mla", {"scheme": "rope_nd", "assignment": "mixed", "grid": [4]})
+    axes = torch.stack((torch.arange(8) // 4, torch.arange(8) % 4)).unsqueeze(1)
+    row, ids, cache = ARCHITECTURES["deepseek_v3_mla"], tokens(1, 8), DynamicCache(config=model.config)
+    outputs(model, row, ids[:, :6], position_ids=axes[..., :6], past_key_values=cache)
+    with pytest.raises(UnsupportedError, match=r"several axes|cached keys stand"):
+        outputs(model, row, ids[:, 6:], position_ids=axes[..., 6:], past_key_values=cache)

@@ -1,0 +1,90 @@
+"""The code in README.md and docs/architecture.md runs, block after block, on a small model."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import hf_posenc
+from hf_posenc.patching.architectures import declaration
+from hf_posenc.schemes import registry
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def small_llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=16, hidden_size=64, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2,
+            intermediate_size=32, max_position_embeddings=64,
+            rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+        )
+    )  # fmt: skip
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
+
+
+@pytest.fixture(autouse=True)
+def leave_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(registry, "_SCHEMES", dict(registry._SCHEMES))
+    monkeypatch.setattr(declaration, "_ARCHITECTURES", dict(declaration._ARCHITECTURES))
+    monkeypatch.chdir(tmp_path)
+
+
+def run(page: str, scope: dict[str, Any]) -> dict[str, Any]:
+    for number, block in enumerate(blocks(page)):
+        exec(compile(block, f"{page} block {number}", "exec"), scope)
+    return scope
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_readme_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name: small_llama())
+    ids = torch.arange(8)
+    scope = run("README.md", {"dataset": [{"input_ids": ids, "labels": ids}] * 4})
+    assert Path("patched/config.json").is_file()
+    assert type(scope["phases"]).__name__ == "SchemePhasesCallback"
+    decayed, undecayed = scope["optimizer"].param_groups
+    assert (decayed["weight_decay"], undecayed["weight_decay"]) == (0.1, 0.0)
+
+
+def test_the_code_of_the_architecture_page_runs_and_acts() -> None:
+    model = small_llama().eval()
+    scope = run("docs/architecture.md", {"model": model})
+    ids = torch.arange(14).unsqueeze(0)
+    near = hf_posenc.patch_model(small_llama().eval(), ["native", "near"])
+    with torch.no_grad():
+        stock, none = small_llama().eval()(ids).logits, hf_posenc.patch_model(small_llama().eval(), "none")(ids).logits
+        for parameter in near.position_encoding.parameters():
+            nn.init.ones_(parameter)
+        for changed in (model, near, hf_posenc.patch_model(small_llama().eval(), "window", reach=2)):
+            logits = changed(ids).logits
+            assert (logits - stock).abs().max() > 1e-3
+            assert (logits - none).abs().max() > 1e-3
+    assert model.position_encoding.config == scope["ClockConfig"](period=32.0)
+    # Every layer has its own.
+    assert len(list(near.position_encoding.parameters())) == 4
+
+
+def test_the_readme_counts_architectures_as_their_page_does() -> None:
+    page = (ROOT / "docs" / "architectures.md").read_text()
+    tried, refused, patched, *_ = re.search(r"\| all \| (\d+) \| (\d+) \| (\d+) \|", page).groups()
+    passed = re.search(r"In every column: (\d+) of", page).group(1)
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"Of the {tried} builds tried, {refused} are refused" in readme
+    assert f"of the other {patched}, {passed} pass it" in readme
+
+
+def test_the_readme_counts_schemes_as_the_index_does() -> None:
+    arranged = {found.name for found in registry.registered_configs() if found.combinator} - {"native"}
+    readme = (ROOT / "README.md").read_text()
+    assert f"{len(hf_posenc.list_schemes())} schemes and {len(arranged)} arrangements of schemes" in readme
