@@ -108,11 +108,30 @@ def test_nearest_rows_against_all_pairs(count):
 
 def test_length_consistency_sees_what_depends_on_the_length():
     assert length_consistency(NormalizedIntegerConfig(length=512)).passed
-    # p / 256 against p / 512 at p = 255, along a vector of length 8: half of the encoding is gone.
-    assert length_consistency("normalized_integer").value == pytest.approx(0.5)
+    # p / 256 against p / S at p = 255, along a vector of length 8.
+    found = length_consistency("normalized_integer").details["by_length"]
+    assert found == pytest.approx({512: 0.5, 2048: 0.875, 32768: 1 - 1 / 128})
     stretched = RopeConfig(scaling=DynamicScaling(factor=2.0, original_max_positions=256))
     assert not length_consistency(stretched).passed
-    assert length_consistency(RopeConfig(scaling=DynamicScaling(factor=2.0, original_max_positions=512))).passed
+    assert length_consistency(RopeConfig(scaling=DynamicScaling(factor=2.0, original_max_positions=32768))).passed
+
+
+@pytest.mark.parametrize(
+    ("scheme", "first"),
+    [
+        ("fire", 2048),
+        ("log_n_scale", 2048),
+        ("llama4_scale", 32768),
+        (RopeConfig(scaling=DynamicScaling(factor=1.0, original_max_positions=1024)), 2048),
+    ],
+)
+def test_schemes_that_follow_the_length_past_a_threshold_are_found_there(scheme, first):
+    """In an encoder; below its threshold each of them is the same at any length."""
+    found = length_consistency(scheme)
+    assert found.passed is False
+    assert {length: change > 1e-3 for length, change in found.details["by_length"].items()} == {
+        length: length >= first for length in (512, 2048, 32768)
+    }
 
 
 # Relativity and linearity
@@ -127,6 +146,13 @@ def test_relativity_names_what_a_table_refuses():
         "near positions moved by 30000",
         "spread positions",
     ]
+
+
+@pytest.mark.parametrize("name", ["fire", "log_n_scale", "llama4_scale", "ssmax"])
+def test_a_shift_is_not_a_longer_sequence(name):
+    found = relativity(name)
+    assert found.passed
+    assert found.value == 0
 
 
 def test_the_rounding_of_relative_schemes_grows_with_the_shift():
@@ -277,6 +303,11 @@ def test_envelope_of_roformer():
     assert rotary_envelope() == pytest.approx(expected, abs=1e-3)
     shown = long_term_decay("rope").details["envelope"]
     assert list(shown.values()) == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("name", ["xpos", "fope", "rerope", "alibi"])
+def test_only_rotations_have_an_envelope(name):
+    assert "envelope" not in long_term_decay(name).details
 
 
 def test_decay_of_rope_is_the_mean_cosine():

@@ -20,7 +20,7 @@ from hf_posenc.plots.schemes import KINDS, applicable_kinds, draw_kind, kind_nam
 from hf_posenc.plots.schemes.decay import roformer_envelope
 from hf_posenc.plots.schemes.drawing import color_scale
 from hf_posenc.plots.schemes.probes import bias_matrix, equal_query_key_logits, turning_frequencies
-from hf_posenc.plots.schemes.rotation import turning_pairs
+from hf_posenc.plots.schemes.rotation import turning_pairs, turning_speeds
 from hf_posenc.plots.schemes.subject import TINY, config_label
 from hf_posenc.schemes import (
     AdditiveEncoding,
@@ -38,6 +38,7 @@ from hf_posenc.schemes import (
     SchemeParts,
     SinusoidalConfig,
     T5Config,
+    YarnScaling,
     get_scheme,
 )
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
@@ -134,6 +135,37 @@ def test_the_pairs_that_turn_are_found_from_the_map_alone(layout, partner):
     assert all(second == partner(first) for first, second in pairs)
 
 
+SLOW = [
+    (get_scheme("mrope")(), 32, (31, 63)),
+    (RopeConfig(theta=5e6, layout="interleaved"), 32, (62, 63)),
+    (RopeConfig(theta=5e5, scaling=YarnScaling(4.0, 2048)), 32, (31, 63)),
+    (RopeConfig(theta=1e12), 32, (31, 63)),
+    # Maps that do not say how they pair dimensions.
+    (get_scheme("position_shift")(offset=32, inner=RopeConfig(theta=5e6, layout="interleaved")), 32, (62, 63)),
+    (get_scheme("position_scale")(factor=0.25, inner=RopeConfig(theta=5e5)), 32, (31, 63)),
+    (get_scheme("pope")(theta=5e5), 64, (63, 127)),
+]
+
+
+@pytest.mark.parametrize(("config", "count", "slowest"), SLOW, ids=lambda value: getattr(value, "name", ""))
+def test_slow_pairs_are_the_right_ones_and_come_last(config, count, slowest):
+    subject = subject_of(config)
+    pairs = turning_pairs(subject)
+    assert len(pairs) == count
+    assert len({second - first for first, second in pairs}) == 1
+    titles = [axes.get_title() for axes in draw_kind(kind_named("rotation"), subject).axes]
+    assert f"dimensions {slowest[0]} and {slowest[1]}\n" in titles[3]
+
+
+@pytest.mark.parametrize("inner", [None, RopeConfig(theta=5e6)])
+def test_the_speed_of_a_pair_is_its_frequency(inner):
+    config = RopeConfig(theta=5e6) if inner is None else get_scheme("position_shift")(offset=8, inner=inner)
+    subject = subject_of(config)
+    frequencies = rope_inverse_frequencies(5e6, 64).tolist()
+    # Where it is measured: float32 components, over 255 steps of the slowest pair.
+    assert turning_speeds(subject, turning_pairs(subject)) == pytest.approx(frequencies, rel=2e-3)
+
+
 def test_pairs_that_do_not_turn_are_left_out_of_the_rotation_picture():
     assert len(turning_pairs(subject_of(PRopeConfig(fraction=0.5, layout="half")))) == 16
     assert "rotation" not in kinds_of(PRopeConfig(fraction=0.0))
@@ -189,6 +221,15 @@ def test_decay_starts_at_the_mean_squared_length_of_the_vectors():
 def test_rotations_have_the_envelope_beside_the_decay_and_others_do_not():
     assert len(draw_kind(kind_named("decay"), subject_of(RopeConfig())).axes) == 2
     assert len(draw_kind(kind_named("decay"), subject_of(AlibiConfig())).axes) == 1
+
+
+@pytest.mark.parametrize("name", ["xpos", "fope", "rerope"])
+def test_what_is_more_than_a_rotation_has_no_envelope(name):
+    subject = subject_of(get_scheme(name)())
+    assert turning_frequencies(subject, 16) is not None
+    assert len(draw_kind(kind_named("decay"), subject).axes) == 1
+    assert "envelope" not in kind_named("decay").caption(subject)
+    assert "envelope" in kind_named("decay").caption(subject_of(RopeConfig()))
 
 
 def test_the_difference_figure_holds_one_token_at_three_positions():

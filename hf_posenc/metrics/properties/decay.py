@@ -36,7 +36,7 @@ def long_term_decay(scheme: str | SchemeConfig | Specimen, *, length: int = 256)
     Returns:
         `value` is the correlation; `details["half"]` is the first distance with less than half the logit of distance 0
         (`None` if there is none), `details["at"]` the curve at some distances, and `details["envelope"]`, for rotations
-        by position times frequency, RoFormer's mean of `|S_i|` by distance (`rotary_envelope`).
+        by position times frequency that all heads share, RoFormer's mean of `|S_i|` by distance (`rotary_envelope`).
     """
     specimen = build_specimen(scheme)
     specimens = [specimen]
@@ -56,10 +56,9 @@ def long_term_decay(scheme: str | SchemeConfig | Specimen, *, length: int = 256)
         "half": int(below[0]) if below.numel() else None,
         "at": {distance: float(curve[distance]) for distance in shown},
     }
-    query_key_map = specimen.parts.query_key_map
-    if isinstance(query_key_map, RotaryMap):
-        frequencies = query_key_map.inverse_frequencies(torch.tensor([[length]]))
-        values = envelope(frequencies.flatten(), ENVELOPE_DISTANCES)
+    frequencies = _rotation_frequencies(specimen, length)
+    if frequencies is not None:
+        values = envelope(frequencies, ENVELOPE_DISTANCES)
         details["envelope"] = dict(zip(ENVELOPE_DISTANCES, values, strict=True))
     return Measurement(value <= DECAYS_BELOW, value, DECAYS_BELOW, details)
 
@@ -133,6 +132,19 @@ def envelope(inverse_frequencies: Tensor, distances: Sequence[int]) -> list[floa
     angles = torch.tensor(distances, dtype=torch.float64).unsqueeze(-1) * inverse_frequencies.double()
     sums = torch.polar(torch.ones_like(angles), angles).cumsum(dim=-1)
     return [float(value) for value in sums.abs().mean(dim=-1)]
+
+
+def _rotation_frequencies(specimen: Specimen, length: int) -> Tensor | None:
+    """`(pairs,)`, of a map that only rotates; one that also changes lengths of pairs has no such bound."""
+    part = specimen.parts.query_key_map
+    if not isinstance(part, RotaryMap) or not part.symmetric or specimen.parts.logit_bias is not None:
+        return None
+    cosine, sine = part.phases(positions_at(torch.arange(length)))
+    squares = cosine.square() + sine.square()
+    frequencies = part.inverse_frequencies(torch.tensor([[length]])).flatten()
+    if frequencies.numel() != part.rotary_dim // 2 or not torch.allclose(squares, squares[:, :1].expand_as(squares)):
+        return None
+    return frequencies
 
 
 def _total(length: int) -> int:

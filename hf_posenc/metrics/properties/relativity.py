@@ -28,8 +28,9 @@ def relativity(scheme: str | SchemeConfig | Specimen, *, shifts: tuple[int, ...]
 
     Measured with random contents, in two sets of 96 positions: the first ones, and a random selection below twice the
     training length, for schemes that treat near and far keys differently. For additive schemes the logits are
-    `(x_i + PE_i) W_q . W_k (x_j + PE_j)`, contents included. Changes are relative to the largest logit where that is
-    more than 1; only pairs that the scheme may see are compared. Passes up to 2e-3.
+    `(x_i + PE_i) W_q . W_k (x_j + PE_j)`, contents included. The sequence keeps its length, for schemes that read it.
+    Changes are relative to the largest logit where that is more than 1; only pairs that the scheme may see are
+    compared. Passes up to 2e-3.
 
     Args:
         scheme: a name, a config, or a built specimen.
@@ -42,15 +43,15 @@ def relativity(scheme: str | SchemeConfig | Specimen, *, shifts: tuple[int, ...]
     refused: list[str] = []
     by_shift: dict[int, float] = {}
     for name, ids in _windows().items():
-        contents = random_contents(1, ids.shape[0])
+        contents, lengths = random_contents(1, ids.shape[0]), ids[-1:].unsqueeze(0) + 1
         unmoved = None
         with collecting_refusals(refused, f"{name} positions"):
-            unmoved = specimen.logits(positions_at(ids), contents)
+            unmoved = specimen.logits(positions_at(ids, lengths=lengths), contents)
         if unmoved is None:
             continue
         for shift in shifts:
             with collecting_refusals(refused, f"{name} positions moved by {shift}"):
-                moved = specimen.logits(positions_at(ids + shift), contents)
+                moved = specimen.logits(positions_at(ids + shift, lengths=lengths), contents)
                 by_shift[shift] = max(by_shift.get(shift, 0.0), logit_change(specimen, moved, unmoved))
     if not by_shift:
         return not_evaluated(refused)

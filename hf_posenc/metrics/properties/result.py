@@ -13,8 +13,14 @@ from hf_posenc.metrics.tables import format_number, format_table
 #: Heading of each property in the table, and what its number is.
 HEADINGS: dict[str, tuple[str, str]] = {
     "uniqueness": ("unique", "smallest distance between the encodings of two positions below 2048"),
-    "length_consistency": ("same at any length", "change of encodings when the sequence doubles"),
-    "relativity": ("relative", "largest change of a logit when all positions move by 1 to 30000"),
+    "length_consistency": (
+        "same at any length",
+        "largest change of the first 256 encodings when the sequence grows from 256 to 512, 2048 or 32768 tokens",
+    ),
+    "relativity": (
+        "relative",
+        "largest change of a logit when all positions move by 1 to 30000 in a sequence of the same length",
+    ),
     "linearity": ("linear", "residual of one linear map from every position to the one k later"),
     "defined_past_training": (
         "defined past training length",

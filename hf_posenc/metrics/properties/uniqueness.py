@@ -19,6 +19,8 @@ from hf_posenc.schemes.config import SchemeConfig
 #: Encodings nearer than this are the same: the rounding of a float32 logit of a few units, a few times over.
 UNIQUE_ABOVE = 1e-5
 CONSISTENT_UP_TO = 1e-5
+#: Past the training length, and past the first step of a temperature that rises every 8192 tokens.
+GROWN_TO = (2 * TRAINING_LENGTH, 32 * TRAINING_LENGTH)
 
 
 @torch.no_grad()
@@ -53,29 +55,39 @@ def uniqueness(scheme: str | SchemeConfig | Specimen, *, length: int = 2 * TRAIN
 
 @torch.no_grad()
 def length_consistency(scheme: str | SchemeConfig | Specimen, *, length: int = 256) -> Measurement:
-    """How far an encoding moves when the sequence doubles: `max_p |enc_T(p) - enc_2T(p)|`.
+    """How far encodings move when the sequence grows: the largest `max_p |enc_T(p) - enc_S(p)|` over the lengths `S`.
 
-    A scheme that fails cannot extend a cache: what it said about the tokens so far is no longer true. The logits are
-    compared too, for contents that differ, because a bias or a scale may depend on the length without an encoding of
-    its own. Passes up to 1e-5, relative to the largest encoding where that is more than 1.
+    A scheme that fails cannot extend a cache: what it said about the tokens so far is no longer true. The sequence
+    grows to twice `T`, and to 2 and 32 times the training length, because many schemes begin to follow the length only
+    past the one they were built for. The logits are compared too, for contents that differ, because a bias or a scale
+    may depend on the length without an encoding of its own. Passes up to 1e-5, relative to the largest encoding where
+    that is more than 1.
 
     Args:
         scheme: a name, a config, or a built specimen.
-        length: `T`.
+        length: `T`, less than the training length of 1024.
+
+    Returns:
+        `value` is the largest difference; `details["by_length"]` the difference for each `S`.
     """
     specimen = build_specimen(scheme)
     if not any(True for _ in specimen.parts):
         return does_not_apply("the scheme encodes nothing")
     refused: list[str] = []
-    difference = 0.0
-    with collecting_refusals(refused, f"sequences of {length} and {2 * length}"):
-        ids = torch.arange(length)
-        short, long = (position_rows(specimen, ids, torch.tensor([[total]])) for total in (length, 2 * length))
-        difference = float((short - long).norm(dim=-1).max() / short.norm(dim=-1).max().clamp(min=1))
-        difference = max(difference, _scale_difference(specimen, ids))
+    by_length: dict[int, float] = {}
+    ids = torch.arange(length)
+    with collecting_refusals(refused, f"sequences of {length} tokens"):
+        short = position_rows(specimen, ids, torch.tensor([[length]]))
+        largest = short.norm(dim=-1).max().clamp(min=1)
+        for total in (2 * length, *GROWN_TO):
+            long = position_rows(specimen, ids, torch.tensor([[total]]))
+            difference = float((short - long).norm(dim=-1).max() / largest)
+            by_length[total] = max(difference, _scale_difference(specimen, ids, total))
     if refused:
         return not_evaluated(refused)
-    return Measurement(difference <= CONSISTENT_UP_TO, difference, CONSISTENT_UP_TO, {"lengths": [length, 2 * length]})
+    value = max(by_length.values())
+    details = {"length": length, "by_length": by_length}
+    return Measurement(value <= CONSISTENT_UP_TO, value, CONSISTENT_UP_TO, details)
 
 
 def nearest_rows(rows: Tensor) -> tuple[float, list[int], int]:
@@ -101,10 +113,9 @@ def nearest_rows(rows: Tensor) -> tuple[float, list[int], int]:
     return float(distances[best]), [int(first[best]), int(second[best])], count - int(duplicate.sum())
 
 
-def _scale_difference(specimen: Specimen, ids: Tensor) -> float:
+def _scale_difference(specimen: Specimen, ids: Tensor, total: int) -> float:
     scale = specimen.parts.logit_scale
     if scale is None:
         return 0.0
-    count = ids.shape[0]
-    short, long = (scale(positions_at(ids, lengths=torch.tensor([[total]]))) for total in (count, 2 * count))
+    short, long = (scale(positions_at(ids, lengths=torch.tensor([[count]]))) for count in (ids.shape[0], total))
     return float((short - long).abs().max())

@@ -43,11 +43,27 @@ def _applies(subject: Subject) -> bool:
 
 
 def _spectrum(subject: Subject) -> Tensor | None:
-    """`(pairs,)`: the frequencies of a rotation whose pairs all heads share."""
+    """`(pairs,)`: the frequencies of a rotation whose pairs all heads share, where nothing else decides the logits.
+
+    RoFormer's bound holds for rotations: not where the map also changes the length of queries or keys, nor beside a
+    bias.
+    """
     frequencies = turning_frequencies(subject, _LENGTH)
-    if frequencies is None or frequencies.shape[0] != 1:
+    if frequencies is None or frequencies.shape[0] != 1 or subject.parts.logit_bias is not None:
         return None
-    return frequencies.flatten()
+    return frequencies.flatten() if _keeps_lengths(subject) else None
+
+
+def _keeps_lengths(subject: Subject) -> bool:
+    part = subject.parts.query_key_map
+    assert part is not None
+    query, key, _ = subject.random_heads(1)
+    query, key = (vectors.expand(-1, -1, _LENGTH, -1) for vectors in (query, key))
+    with torch.no_grad():
+        phases = part.phases(subject.positions(_LENGTH))
+        mapped = (part.map_query(query, phases), part.map_key(key, phases))
+    norms = [vectors.norm(dim=-1) for vectors in mapped]
+    return all(torch.allclose(norm, norm[..., :1].expand_as(norm), rtol=1e-4) for norm in norms)
 
 
 def _acts_on_logits(subject: Subject) -> bool:

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hf_posenc.errors import SequenceLengthError
 from hf_posenc.plots.schemes.drawing import chosen, panels
 from hf_posenc.plots.schemes.kind import FigureKind
 from hf_posenc.plots.schemes.probes import mapped_vectors, random_query
 from hf_posenc.plots.schemes.subject import INPUT_SEED, Subject
 from hf_posenc.plots.style import SEQUENTIAL_MAP
+from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.rotary.rope import RotaryMap
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,23 +24,29 @@ _SHOWN_POSITIONS = 16
 _PANELS = 4
 #: How far the logarithm of a pair's squared length may be from a straight line over position.
 _STEADY = 1e-3
+#: The least change of a component that is not the rounding of float32, as a share of the largest component.
+_MOVES = 2e-6
+#: Binary logarithms of how far to look for pairs, the farthest first: float32 counts to 2 ** 24, and maps whose factors
+#: grow with position end earlier.
+_REACHES = (24, 14, 8)
+#: Radians per position below which one step is measured to a few digits only.
+_SLOW = 1e-4
 
 
 def turning_pairs(subject: Subject) -> list[tuple[int, int]]:
-    """The pairs of dimensions that turn as position grows, found from what the map does to one random query.
+    """The pairs of dimensions that turn as position grows, from the first dimension on.
 
-    A pair turns if its length is constant, or grows or shrinks exponentially, while its components change. The partner
-    of a dimension is the one with which this holds best.
+    A rotation that says how it pairs dimensions is believed; of any other map the partner of a dimension is the one
+    with which the length of one random query stays the same best. Either way a pair counts only if it moves, and its
+    length is constant, or grows or shrinks exponentially.
     """
-    vectors = mapped_vectors(subject, random_query(subject), _LENGTH).double()
-    width = vectors.shape[1]
-    moving = (vectors - vectors[0]).abs().amax(0) > 1e-4 * vectors.abs().amax(0)
-    squares = vectors.square()
-    logarithms = (squares.unsqueeze(2) + squares.unsqueeze(1)).clamp(min=1e-12).log()
-    time = torch.linspace(-1, 1, _LENGTH, dtype=torch.float64)
-    slope = torch.einsum("t,tab->ab", time, logarithms) / time.square().sum()
-    spread = (logarithms - logarithms.mean(0) - time[:, None, None] * slope).abs().amax(0)
-    spread[torch.arange(width), torch.arange(width)] = torch.inf
+    ids, vectors = _widely_spread(subject)
+    spread = _unsteadiness(ids, vectors)
+    part = subject.parts.query_key_map
+    if isinstance(part, RotaryMap):
+        declared = zip(_declared_pairs(part), _declared_speeds(part, subject), strict=True)
+        return sorted(pair for pair, speed in declared if speed and spread[pair] < _STEADY)
+    moving = (vectors - vectors[0]).abs().amax(0) > _MOVES * vectors[0].abs().amax()
     spread[:, ~moving] = torch.inf
     partner = spread.argmin(1).tolist()
     return [
@@ -47,13 +56,79 @@ def turning_pairs(subject: Subject) -> list[tuple[int, int]]:
     ]
 
 
-def _speed(pair: Tensor) -> float:
-    """Radians per position of `(length, 2)`: the median of its first steps that turn at all."""
-    angles = torch.atan2(pair[:, 1], pair[:, 0])
-    step = angles.diff()[:_SHOWN_POSITIONS]
-    step = torch.atan2(step.sin(), step.cos())
-    turning = step[step.abs() > 1e-7]
+def _declared_pairs(part: RotaryMap) -> list[tuple[int, int]]:
+    pairs = range(part.rotary_dim // 2)
+    if part.layout == "interleaved":
+        return [(2 * pair, 2 * pair + 1) for pair in pairs]
+    return [(pair, pair + part.rotary_dim // 2) for pair in pairs]
+
+
+def _declared_speeds(part: RotaryMap, subject: Subject) -> list[float]:
+    """Radians per position of each pair of the first head, without sign; 0 where it does not turn."""
+    with torch.no_grad():
+        angles = part.angles(subject.positions(_LENGTH))[0].double()
+    steps = (angles if angles.ndim == 2 else angles[:, 0]).diff(dim=0).abs()
+    return [_typical(pair[:_SHOWN_POSITIONS]) or _typical(pair) for pair in steps.unbind(1)]
+
+
+def _typical(steps: Tensor) -> float:
+    """The median of the steps that turn: a map of positions may let some tokens share one."""
+    turning = steps[steps != 0].abs()
     return float(turning.median()) if turning.numel() else 0.0
+
+
+def _widely_spread(subject: Subject) -> tuple[Tensor, Tensor]:
+    """Positions from 0 to as far as the map goes, and one query there: `(count,)` and `(count, width)` float64.
+
+    Near positions do not tell slow pairs apart: what turns by little is as good as straight.
+    """
+    part, query = subject.parts.query_key_map, random_query(subject)
+    assert part is not None
+    for exponent in _REACHES:
+        far = torch.logspace(5, exponent, 192, base=2, dtype=torch.float64).round().long()
+        ids = torch.cat((torch.arange(32), far)).unique()
+        token_ids = subject.positions(ids.shape[0]).token_ids
+        positions = Positions(ids.unsqueeze(0), torch.tensor([[_LENGTH]]), token_ids=token_ids)
+        repeated = query.expand(1, subject.context.num_heads, ids.shape[0], query.shape[-1])
+        try:
+            with torch.no_grad():
+                vectors = part.map_query(repeated, part.phases(positions))[0, 0].double()
+        except SequenceLengthError:
+            continue
+        if vectors.isfinite().all():
+            return ids, vectors
+    near = mapped_vectors(subject, query, _LENGTH).double()
+    return torch.arange(_LENGTH), near
+
+
+def _unsteadiness(ids: Tensor, vectors: Tensor) -> Tensor:
+    """`(width, width)`: how far the logarithm of each pair's squared length is from a straight line over position."""
+    squares = vectors.square()
+    logarithms = (squares.unsqueeze(2) + squares.unsqueeze(1)).clamp(min=1e-300).log()
+    logarithms = logarithms - logarithms.mean(0)
+    time = ids.double() - ids.double().mean()
+    slope = torch.einsum("t,tab->ab", time, logarithms) / time.square().sum()
+    spread = (logarithms - time[:, None, None] * slope).abs().amax(0)
+    spread.fill_diagonal_(torch.inf)
+    return spread
+
+
+def turning_speeds(subject: Subject, pairs: list[tuple[int, int]]) -> list[float]:
+    """Radians per position of each pair, without sign: what the map says, or else the median of its first steps."""
+    part = subject.parts.query_key_map
+    if isinstance(part, RotaryMap):
+        by_pair = dict(zip(_declared_pairs(part), _declared_speeds(part, subject), strict=True))
+        return [by_pair[pair] for pair in pairs]
+    vectors = mapped_vectors(subject, random_query(subject), _LENGTH).double()
+    return [_measured_speed(vectors[:, list(pair)]) for pair in pairs]
+
+
+def _measured_speed(pair: Tensor) -> float:
+    step = torch.atan2(pair[:, 1], pair[:, 0]).diff()
+    step = torch.atan2(step.sin(), step.cos())
+    typical = _typical(step[:_SHOWN_POSITIONS]) or _typical(step)
+    # float32 rounds components by 1e-7, which counts where one step is hardly more.
+    return float(step[step != 0].mean().abs()) if typical < _SLOW else typical
 
 
 def _applies(subject: Subject) -> bool:
@@ -62,11 +137,12 @@ def _applies(subject: Subject) -> bool:
 
 def _draw(subject: Subject) -> Figure:
     vectors = mapped_vectors(subject, random_query(subject), _LENGTH)
-    pairs = sorted(turning_pairs(subject), key=lambda pair: -abs(_speed(vectors[:, list(pair)])))
-    shown = [pairs[index] for index in chosen(len(pairs), _PANELS)]
+    pairs = turning_pairs(subject)
+    ordered = sorted(zip(turning_speeds(subject, pairs), pairs, strict=True), key=lambda found: (-found[0], found[1]))
+    shown = [ordered[index] for index in chosen(len(ordered), _PANELS)]
     figure, axes = panels(subject.title, 1, len(shown), 2.35, 2.75, sharex=True, sharey=True)
     steps = torch.arange(_SHOWN_POSITIONS).numpy()
-    for panel, pair in zip(axes, shown, strict=True):
+    for panel, (speed, pair) in zip(axes, shown, strict=True):
         turning = vectors[:, list(pair)]
         turning = turning / turning[0].norm()
         circle = torch.linspace(0, 2 * torch.pi, 100)
@@ -80,7 +156,6 @@ def _draw(subject: Subject) -> Figure:
         reach = max(1.25, float(turning[:_SHOWN_POSITIONS].norm(dim=1).max()) * 1.1)
         panel.set_xlim(-reach, reach)
         panel.set_ylim(-reach, reach)
-        speed = abs(_speed(vectors[:, list(pair)]))
         panel.set_title(f"dimensions {pair[0]} and {pair[1]}\n{speed:.2g} rad per position", fontsize=9)
         panel.set_xticks([-1, 0, 1])
         panel.set_yticks([-1, 0, 1])

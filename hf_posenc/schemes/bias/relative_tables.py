@@ -21,8 +21,8 @@ def check_whole_distances(distance: Tensor, owner: str, remedy: str) -> None:
     """
     if distance.is_floating_point():
         raise ValueError(
-            f"{owner} looks distances up in a table of whole numbers, but the positions are {distance.dtype}: a "
-            f"position map has turned them into real numbers. {remedy}"
+            f"{owner} looks distances up in a table of whole numbers, but the positions are {distance.dtype} (a "
+            f"position map can do that, and so can position_ids). {remedy}"
         )
 
 

@@ -48,6 +48,8 @@ class TransformerXLBias(PairwiseBias):
     ) -> None:
         super().__init__()
         self.clamp_length = clamp_length
+        # The clamped table has one row for each whole distance.
+        self.whole_positions = clamp_length is not None
         self.initializer_range = initializer_range
         self._frequencies = DeviceConstant(turn_frequencies(hidden_size, base))
         self.content_bias = nn.Parameter(torch.empty(num_heads, head_dim))

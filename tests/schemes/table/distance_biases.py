@@ -31,7 +31,7 @@ ROWS: dict[str, Row] = {
             FireConfig(width=4, initial_c=2.0, initial_threshold=10.0, epsilon=0.01, shared=True),
         ),
         everywhere=True,
-        marks="++-.++..++-",
+        marks="+-+.++..++-",
     ),
     "sandwich": Row(
         "bias",

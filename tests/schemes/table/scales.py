@@ -14,19 +14,19 @@ ROWS: dict[str, Row] = {
         "logits",
         scales.ssmax,
         (SSMaxConfig(), SSMaxConfig(bias=True), SSMaxConfig(initial_scale=0.43), SSMaxConfig(training_length=16)),
-        marks="---.++..-++",
+        marks="--+.++..-++",
     ),
     "log_n_scale": Row(
         "logits",
         scales.log_n,
         (LogNScaleConfig(4), LogNScaleConfig(20, clamp=False), LogNScaleConfig(clamp=False)),
-        marks="-+-.++..-++",
+        marks="--+.++..-++",
     ),
     "llama4_scale": Row(
         "logits",
         scales.llama4,
         (Llama4ScaleConfig(floor_scale=4), Llama4ScaleConfig(0.5, 7, offset=0)),
         everywhere=True,
-        marks="-+-.++..-++",
+        marks="--+.++..-++",
     ),
 }
