@@ -14,15 +14,15 @@ RICKER_SUPPORT = 7.0
 
 
 def check_whole_distances(distance: Tensor, owner: str, remedy: str) -> None:
-    """Refuses distances that a position map has turned into real numbers.
+    """Refuses distances that are real numbers: a position map, or the caller's position_ids, may hold such.
 
     Raises:
         ValueError: naming the scheme, the dtype found and the remedy.
     """
     if distance.is_floating_point():
         raise ValueError(
-            f"{owner} looks distances up in a table of whole numbers, but the positions are {distance.dtype} (a "
-            f"position map can do that, and so can position_ids). {remedy}"
+            f"{owner} looks distances up in a table of whole numbers, but these positions are real numbers "
+            f"({distance.dtype}): a position map made them, or position_ids. {remedy}"
         )
 
 
