@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.metrics.distance import cosine_distance, relative_l2
 from hf_posenc.metrics.dog_result import DogResult, DogRow, LayerDistance
-from hf_posenc.metrics.errors import MeasurementError
+from hf_posenc.metrics.naming import resolve_scheme, scheme_label
 from hf_posenc.metrics.preserve import evaluation_mode, isolated_rng
 from hf_posenc.metrics.probe import AttentionProbe, build_for_probe, probe_distance, probe_heads
 from hf_posenc.metrics.representations import hidden_states, is_causal, rounding, sentence_embeddings
@@ -23,7 +23,6 @@ from hf_posenc.patching.apply import current_encoding, unwrapped
 from hf_posenc.patching.suspend import suspended
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.positions import Positions, integer_range
-from hf_posenc.schemes.registry import get_scheme
 
 SENTENCE = "The dog chased another dog"
 WORD = "dog"
@@ -74,7 +73,7 @@ def dog_test(
             belong to the model, or a scheme given by name needs options.
         UnsupportedError: if the model returns no hidden states.
     """
-    wanted = None if schemes is None else [_resolve(scheme) for scheme in schemes]
+    wanted = None if schemes is None else [None if scheme == NATIVE else resolve_scheme(scheme) for scheme in schemes]
     pair = tokenize_pair(tokenizer, sentence, word)
     embeddings = sentence_embeddings(model, pair.input_ids)
     probe = AttentionProbe(embeddings.shape[-1], probe_heads(embeddings.shape[-1]), seed=seed)
@@ -191,16 +190,6 @@ class _DogTest:
         )
 
 
-def scheme_label(config: SchemeConfig) -> str:
-    """A scheme's name with those of its plain options that are not at their default: `"rope:theta=500000.0"`."""
-    options = [
-        f"{field.name}={value}"
-        for field in dataclasses.fields(config)
-        if isinstance(value := getattr(config, field.name), str | int | float) and value != field.default
-    ]
-    return config.name + (":" + ",".join(options) if options else "")
-
-
 def _adopted_notes(model: Any) -> list[str]:
     encoding = current_encoding(unwrapped(model))
     report = None if encoding is None else encoding.report
@@ -209,19 +198,3 @@ def _adopted_notes(model: Any) -> list[str]:
         return []
     shown = ", ".join(adopted[:2]) + (f" and {len(adopted) - 2} more" if len(adopted) > 2 else "")
     return [f"Takes over weights of the stock model ({shown}); the others are newly initialised."]
-
-
-def _resolve(scheme: str | SchemeConfig) -> SchemeConfig | None:
-    """The config of a scheme, or `None` for the stock model."""
-    if isinstance(scheme, SchemeConfig):
-        return scheme
-    if scheme == NATIVE:
-        return None
-    config_class = get_scheme(scheme)
-    try:
-        return config_class()
-    except (TypeError, ValueError) as error:
-        raise MeasurementError(
-            f"The scheme {scheme!r} cannot be built from its name alone ({error}). Pass a config, "
-            f"{config_class.__name__}(...), in its place."
-        ) from error

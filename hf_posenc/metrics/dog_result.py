@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hf_posenc.metrics.naming import first_row
 from hf_posenc.metrics.tables import format_number, format_table
 
 #: A distance in the probe up to this one is rounding. The probe computes in float64, and without positions the
@@ -100,15 +101,12 @@ class DogResult:
     notes: tuple[str, ...] = ()
 
     def row(self, scheme: str) -> DogRow:
-        """The row of one scheme.
+        """The first row of a scheme.
 
         Raises:
             KeyError: if the test did not include it.
         """
-        for row in self.rows:
-            if row.scheme == scheme:
-                return row
-        raise KeyError(f"No row for {scheme!r}; the test covered {[row.scheme for row in self.rows]}.")
+        return first_row(self.rows, scheme, "test")
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: every field, and for each row the verdicts."""

@@ -294,7 +294,7 @@ def test_the_tokenizer_of_another_model_is_refused(tiny_bert, byte_tokenizer):
 
 
 def test_a_row_that_was_not_asked_for(tiny_bert, word_tokenizer):
-    with pytest.raises(KeyError, match="covered \\['none'\\]"):
+    with pytest.raises(KeyError, match="covers \\['none'\\]"):
         dog_test(tiny_bert(), word_tokenizer, ["none"]).row("rope")
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_posenc.metrics.naming import first_row
 from hf_posenc.metrics.properties.measurement import Measurement
 from hf_posenc.metrics.properties.specimen import HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, TRAINING_LENGTH
 from hf_posenc.metrics.tables import format_number, format_table
@@ -105,10 +106,7 @@ class PropertiesTable:
         Raises:
             KeyError: if the table does not include it.
         """
-        for row in self.rows:
-            if row.scheme == scheme:
-                return row
-        raise KeyError(f"No row for {scheme!r}; the table covers {[row.scheme for row in self.rows]}.")
+        return first_row(self.rows, scheme, "table")
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready: what the columns say, then every measurement with its threshold and its reasons."""

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import PositionEncodingError
 from hf_posenc.metrics.errors import MeasurementError
+from hf_posenc.metrics.naming import resolve_scheme
 from hf_posenc.metrics.preserve import isolated_rng
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.logits import positional_logits
 from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.positions import Positions
-from hf_posenc.schemes.registry import get_scheme
 
 #: The standard place: small, and of the widths for which the literature gives numbers (d = 64).
 HIDDEN_SIZE, NUM_HEADS, HEAD_DIM = 64, 4, 64
@@ -172,25 +172,6 @@ def collecting_refusals(refused: list[str], where: str) -> Iterator[None]:
         yield
     except PositionEncodingError as error:
         refused.append(f"{where}: {error}")
-
-
-def resolve_scheme(scheme: str | SchemeConfig) -> SchemeConfig:
-    """The config of a scheme given by name or as it is.
-
-    Raises:
-        UnknownNameError: for an unknown scheme.
-        MeasurementError: if the scheme cannot be built from its name alone.
-    """
-    if isinstance(scheme, SchemeConfig):
-        return scheme
-    config_class = get_scheme(scheme)
-    try:
-        return config_class()
-    except (TypeError, ValueError) as error:
-        raise MeasurementError(
-            f"The scheme {scheme!r} cannot be built from its name alone ({error}). Pass a config, "
-            f"{config_class.__name__}(...), in its place."
-        ) from error
 
 
 @torch.no_grad()

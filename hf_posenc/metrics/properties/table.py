@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from hf_posenc.metrics.dog import scheme_label
 from hf_posenc.metrics.errors import MeasurementError
+from hf_posenc.metrics.naming import resolve_scheme, scheme_label
 from hf_posenc.metrics.properties.decay import long_term_decay
 from hf_posenc.metrics.properties.determinism import determinism
 from hf_posenc.metrics.properties.extensibility import extensibility
@@ -17,7 +17,7 @@ from hf_posenc.metrics.properties.norms import norm_preservation
 from hf_posenc.metrics.properties.precision import DTYPES, low_precision
 from hf_posenc.metrics.properties.relativity import relativity
 from hf_posenc.metrics.properties.result import PropertiesRow, PropertiesTable
-from hf_posenc.metrics.properties.specimen import Specimen, build_specimen, collecting_refusals, resolve_scheme
+from hf_posenc.metrics.properties.specimen import Specimen, build_specimen, collecting_refusals
 from hf_posenc.metrics.properties.uniqueness import length_consistency, uniqueness
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.parts import SchemeParts
