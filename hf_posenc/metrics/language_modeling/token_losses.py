@@ -1,0 +1,167 @@
+"""Cross-entropy at every token of a batch."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_posenc.errors import SequenceLengthError, UnsupportedError
+from hf_posenc.metrics.errors import MeasurementError
+from hf_posenc.metrics.language_modeling.capacity import native_capacity
+from hf_posenc.metrics.preserve import evaluation_mode
+
+#: The label of a token that is not a target, in PyTorch and transformers alike.
+IGNORED = -100
+#: Tokens per forward call, which bounds memory.
+TOKENS_PER_BATCH = 8192
+#: Targets whose logits are turned into losses at once: the copies that this makes are as wide as the vocabulary.
+_TARGETS_AT_ONCE = 1024
+
+
+def token_losses(
+    model: Any,
+    input_ids: Tensor,
+    labels: Tensor,
+    causal: bool | None = None,
+    *,
+    tokens_per_batch: int = TOKENS_PER_BATCH,
+) -> Tensor:
+    """Cross-entropy in nats at every token.
+
+    The loss stands where the target stands: in a causal model, one place after the prediction. The model runs in
+    evaluation mode and is left as it was found.
+
+    Args:
+        model: a causal or masked language model of transformers, patched or not.
+        input_ids: `(sequences, length)` int64, without padding.
+        labels: `(sequences, length)`, the token that should be predicted at each place, not shifted; -100 at tokens
+            that are no target.
+        causal: whether the logits at a token predict the next one; `None` finds out, see `predicts_next_token`.
+        tokens_per_batch: tokens per forward call, at least one sequence.
+
+    Returns:
+        `(sequences, length)` float32 on the CPU; NaN where the token is no target, which the first token of a
+        sequence never is in a causal model, and infinity where the model's logits are NaN.
+
+    Raises:
+        SequenceLengthError: if the model has no positions for so long a sequence.
+        MeasurementError: for input that is no batch of tokens with labels.
+        UnsupportedError: for a model without one row of logits per token.
+    """
+    check_batch(model, input_ids, labels, tokens_per_batch)
+    if causal is None:
+        causal = predicts_next_token(model, input_ids)
+    capacity = native_capacity(model)
+    if capacity is not None and input_ids.shape[1] > capacity:
+        raise SequenceLengthError(
+            f"A sequence of length {input_ids.shape[1]} is longer than the {capacity} positions of the position table "
+            f"of {type(model).__name__}. Shorten the input, or patch the model with a scheme that extrapolates."
+        )
+    rows = max(1, tokens_per_batch // input_ids.shape[1])
+    parts: list[Tensor] = []
+    with evaluation_mode(model):
+        for ids, targets in zip(input_ids.split(rows), labels.split(rows), strict=True):
+            parts.append(_losses_of(logits_of(model, ids), targets, causal))
+    return torch.cat(parts)
+
+
+def predicts_next_token(model: Any, input_ids: Tensor) -> bool:
+    """Whether the logits at a token are blind to all that follows it, as measured on the first few tokens.
+
+    Such a model is taken to predict the next token; one that sees both sides, to fill in masked ones.
+
+    Args:
+        model: a language model.
+        input_ids: `(sequences, length)`; the first sequence is read.
+
+    Raises:
+        MeasurementError: if there are fewer than two tokens, or the logits are no numbers.
+    """
+    ids = input_ids[:1, :16].clone()
+    if ids.shape[1] < 2:
+        raise MeasurementError("One token cannot show whether a model is causal. Pass causal=True or causal=False.")
+    other = ids.clone()
+    other[:, -1] = (
+        ids[0, 0] if ids[0, -1] != ids[0, 0] else (ids[0, 0] + 1) % model.get_input_embeddings().weight.shape[0]
+    )
+    with evaluation_mode(model):
+        before, after = (logits_of(model, tokens)[:, :-1].float() for tokens in (ids, other))
+    if not bool(before.isfinite().all() and after.isfinite().all()):
+        raise MeasurementError(
+            f"The logits of {type(model).__name__} are not finite, so its causality cannot be seen. Pass causal=True "
+            f"or causal=False."
+        )
+    # A token that is seen changes logits by far more than another order of summation does.
+    return bool((after - before).norm() <= 1e-4 * before.norm())
+
+
+def logits_of(model: Any, input_ids: Tensor) -> Tensor:
+    """`(sequences, length, vocabulary)` on the model's device and in its dtype.
+
+    Raises:
+        UnsupportedError: for a model that returns something else.
+    """
+    device = model.get_input_embeddings().weight.device
+    accepted = inspect.signature(model.forward).parameters
+    options = {"use_cache": False} if "use_cache" in accepted else {}
+    logits = getattr(model(input_ids=input_ids.to(device), **options), "logits", None)
+    if logits is None or logits.dim() != 3 or logits.shape[:2] != input_ids.shape:
+        found = "no logits" if logits is None else f"logits of shape {tuple(logits.shape)}"
+        raise UnsupportedError(
+            f"{type(model).__name__} returns {found} for {tuple(input_ids.shape)} tokens; the loss needs one row of "
+            f"them per token. Load the model with AutoModelForCausalLM or AutoModelForMaskedLM."
+        )
+    return logits
+
+
+def check_batch(model: Any, input_ids: Tensor, labels: Tensor, tokens_per_batch: int) -> None:
+    """Refuses what would measure something else.
+
+    Raises:
+        MeasurementError: for shapes that do not fit, tokens or labels outside the vocabulary, no target at all.
+        UnsupportedError: for an encoder-decoder, whose decoder would be fed the text a second time.
+    """
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedError(
+            f"{type(model).__name__} is an encoder-decoder, which does not score a text by itself. Use a causal or a "
+            f"masked language model."
+        )
+    if input_ids.dim() != 2 or input_ids.numel() == 0 or labels.shape != input_ids.shape:
+        raise MeasurementError(
+            f"input_ids and labels must be the same (sequences, length) with at least one token, got "
+            f"{tuple(input_ids.shape)} and {tuple(labels.shape)}."
+        )
+    if tokens_per_batch < 1:
+        raise MeasurementError(f"tokens_per_batch must be at least 1, got {tokens_per_batch}.")
+    targets = labels[labels != IGNORED]
+    if targets.numel() == 0:
+        raise MeasurementError(f"labels holds no target: every label is {IGNORED}.")
+    rows = model.get_input_embeddings().weight.shape[0]
+    low, high = int(min(input_ids.min(), targets.min())), int(max(input_ids.max(), targets.max()))
+    if low < 0 or high >= rows:
+        raise MeasurementError(
+            f"The token ids run from {low} to {high}, but the model has embeddings for 0 to {rows - 1}. Use the "
+            f"tokenizer that belongs to this model."
+        )
+
+
+def _losses_of(logits: Tensor, labels: Tensor, causal: bool) -> Tensor:
+    targets = labels.to(logits.device)
+    losses = torch.full(targets.shape, float("nan"), device=logits.device)
+    if causal:
+        logits, targets = logits[:, :-1], targets[:, 1:]
+    wanted = targets != IGNORED
+    if not bool(wanted.any()):
+        return losses.cpu()
+    rows = wanted.nonzero().split(_TARGETS_AT_ONCE)
+    values = [
+        torch.nn.functional.cross_entropy(logits[row, place].float(), targets[row, place], reduction="none")
+        for row, place in (indices.unbind(-1) for indices in rows)
+    ]
+    # NaN says that a token is no target. A model whose logits are none gives no probability to any.
+    found = torch.cat(values).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    (losses[:, 1:] if causal else losses)[wanted] = found
+    return losses.cpu()

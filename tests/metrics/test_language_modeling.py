@@ -1,0 +1,241 @@
+import itertools
+import json
+import math
+
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
+
+from hf_posenc import SequenceLengthError, UnsupportedError, patch_model
+from hf_posenc.metrics import MeasurementError
+from hf_posenc.metrics.language_modeling import (
+    Frame,
+    loss_by_length,
+    predicts_next_token,
+    sliding_window_loss,
+    token_losses,
+)
+from hf_posenc.metrics.language_modeling.sliding import scored_spans
+
+IGNORED = -100
+
+
+def _text(windows=3, length=48, vocabulary=80):
+    return torch.randint(4, vocabulary, (windows, length), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def masked_model():
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=80, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=32, initializer_range=0.2,
+    )  # fmt: skip
+    return BertForMaskedLM(config).train()
+
+
+def _masked(ids, every=4, mask=1):
+    labels = torch.full_like(ids, IGNORED)
+    labels[:, ::every] = ids[:, ::every]
+    shown = ids.clone()
+    shown[:, ::every] = mask
+    return shown, labels
+
+
+def _plain_losses(model, ids):
+    """The loss of transformers itself, one token at a time."""
+    losses = torch.full(ids.shape, math.nan)
+    for row, place in itertools.product(range(ids.shape[0]), range(1, ids.shape[1])):
+        labels = torch.full_like(ids[:1], IGNORED)
+        labels[0, place] = ids[row, place]
+        with torch.no_grad():
+            losses[row, place] = model(input_ids=ids[row : row + 1], labels=labels).loss
+    return losses
+
+
+def test_the_loss_at_every_token_is_that_of_transformers(tiny_llama):
+    model, ids = tiny_llama(), _text(2, 12)
+    expected = _plain_losses(model, ids)
+    for tokens_per_batch in (1, 12, 1000):
+        found = token_losses(model, ids, ids, tokens_per_batch=tokens_per_batch)
+        # The same float32 sums, batched differently.
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5, equal_nan=True)
+
+
+def test_a_masked_model_predicts_the_token_itself(masked_model):
+    shown, labels = _masked(_text(2, 16))
+    losses = token_losses(masked_model, shown, labels)
+    assert masked_model.training  # as it was found
+    masked_model.eval()
+    with torch.no_grad():
+        expected = masked_model(input_ids=shown, labels=labels).loss
+    assert float(losses.nanmean()) == pytest.approx(float(expected), abs=1e-5)
+    assert losses.isnan().equal(labels == IGNORED)
+
+
+def test_who_predicts_what_is_measured(tiny_llama, masked_model):
+    assert predicts_next_token(tiny_llama(), _text())
+    assert not predicts_next_token(masked_model, _text())
+    for scheme in ("none", "alibi", "rope"):
+        assert predicts_next_token(patch_model(tiny_llama(), scheme), _text())
+        assert not predicts_next_token(patch_model(masked_model, scheme), _text())
+
+
+def test_every_length_reads_the_same_tokens_and_ends_on_the_same_targets(tiny_llama):
+    model, ids = tiny_llama(), _text(3, 48)
+    result = loss_by_length(model, ids, ids, [12, 48, 24], tail=8, position_bin=12)
+    assert result.causal
+    assert result.lengths == (12, 24, 48)
+    for row in result.rows:
+        pieces = ids.reshape(-1, row.length)
+        expected = _plain_losses(model, pieces)
+        assert row.loss == pytest.approx(float(expected.nanmean()), abs=1e-5)
+        assert row.tail_loss == pytest.approx(float(expected.view(3, 48)[:, -8:].mean()), abs=1e-5)
+        assert row.targets == 3 * 48 // row.length * (row.length - 1)
+        assert row.perplexity == pytest.approx(math.exp(row.loss))
+    assert result.position_edges == (0, 12, 24, 36, 48)
+    whole = _plain_losses(model, ids)
+    assert result.position_loss == pytest.approx(
+        [float(whole[:, start : start + 12].nanmean()) for start in (0, 12, 24, 36)], abs=1e-5
+    )
+
+
+def test_a_length_that_does_not_divide_the_window_reads_its_start_as_a_shorter_piece(tiny_llama):
+    model, ids = tiny_llama(), _text(2, 48)
+    row = loss_by_length(model, ids, ids, [20], tail=8).row(20)
+    expected = torch.cat(
+        [_plain_losses(model, ids[:, :8]), _plain_losses(model, ids[:, 8:28]), _plain_losses(model, ids[:, 28:])], dim=1
+    )
+    assert row.loss == pytest.approx(float(expected.nanmean()), abs=1e-5)
+    assert row.tail_loss == pytest.approx(float(expected[:, -8:].mean()), abs=1e-5)
+
+
+def test_one_token_that_is_left_over_is_no_piece(tiny_llama):
+    ids = _text(2, 49)
+    row = loss_by_length(tiny_llama(), ids, ids, [24], tail=8).row(24)
+    assert row.loss == pytest.approx(float(_plain_losses(tiny_llama(), ids[:, 1:].reshape(-1, 24)).nanmean()), abs=1e-5)
+
+
+def test_special_tokens_stand_around_every_piece_and_are_no_targets(tiny_llama):
+    model, ids = tiny_llama(), _text(2, 46)
+    result = loss_by_length(model, ids, ids, [24], tail=8, frame=Frame((2,), (3,)))
+    pieces = ids[:, 2:].reshape(-1, 22)
+    framed = torch.cat([torch.full((4, 1), 2), pieces, torch.full((4, 1), 3)], dim=1)
+    start = torch.cat([torch.full((2, 1), 2), ids[:, :2], torch.full((2, 1), 3)], dim=1)
+    expected = torch.cat(
+        [_plain_losses(model, start)[:, 1:-1], _plain_losses(model, framed)[:, 1:-1].reshape(2, 44)], dim=1
+    )
+    assert result.row(24).targets == 2 * 46
+    assert result.row(24).loss == pytest.approx(float(expected.mean()), abs=1e-5)
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_a_length_without_positions_has_its_reason_and_the_others_their_loss(masked_model, patched):
+    if patched:
+        patch_model(masked_model, "learned", num_positions=32)
+    shown, labels = _masked(_text(2, 64))
+    result = loss_by_length(masked_model, shown, labels, [16, 32, 64], tail=8, position_bin=16, sliding_window=32)
+    assert [row.loss is None for row in result.rows] == [False, False, True]
+    assert "32 positions" in result.row(64).reason
+    assert [loss is None for loss in result.position_loss] == [False, False, True, True]
+    assert result.sliding.loss is not None
+    assert "32 positions" in result.table()
+    assert json.loads(json.dumps(result.to_dict(), allow_nan=False))["loss"][2] is None
+    with pytest.raises(SequenceLengthError, match="32 positions"):
+        token_losses(masked_model, shown, labels)
+
+
+def test_a_patched_model_reads_past_its_table(masked_model):
+    patch_model(masked_model, "alibi")
+    shown, labels = _masked(_text(2, 64))
+    assert loss_by_length(masked_model, shown, labels, [64], tail=8).row(64).loss is not None
+
+
+def _guide_loss(model, ids, window, stride):
+    """The loop of the transformers guide, one text; every target's loss in the order of the text."""
+    losses, previous_end = [], 0
+    for begin in range(0, ids.shape[1], stride):
+        end = min(begin + window, ids.shape[1])
+        fresh = end - previous_end
+        losses.append(_plain_losses(model, ids[:, begin:end])[:, -fresh:])
+        previous_end = end
+        if end == ids.shape[1]:
+            break
+    return torch.cat(losses, dim=1)
+
+
+@pytest.mark.parametrize(("window", "stride"), [(16, 8), (16, 4), (24, 24), (48, 5), (64, 7)])
+def test_the_sliding_window_is_that_of_the_transformers_guide(tiny_llama, window, stride):
+    model, ids = tiny_llama(), _text(2, 48)
+    found = sliding_window_loss(model, ids, ids, window=window, stride=stride, tail=8)
+    expected = torch.cat([_guide_loss(model, row, window, stride) for row in ids.split(1)])
+    assert found.loss == pytest.approx(float(expected.nanmean()), abs=1e-5)
+    assert found.tail_loss == pytest.approx(float(expected[:, -8:].nanmean()), abs=1e-5)
+    assert found.targets == int((~expected.isnan()).sum())
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("length", "window", "stride"), [(48, 16, 8), (50, 16, 7), (16, 16, 16), (17, 16, 1), (33, 8, 8)]
+)
+def test_sliding_windows_score_every_target_once(length, window, stride, causal):
+    spans = scored_spans(length, window, stride, causal)
+    assert [place for _, first, last in spans for place in range(first, last)] == list(range(length))
+    for start, first, last in spans:
+        assert start <= first
+        assert last <= start + window <= length
+        if causal and first:
+            assert first - start >= window - stride
+
+
+def test_a_model_of_both_sides_is_scored_around_the_middle_of_a_window():
+    assert scored_spans(32, 16, 8, causal=False) == [(0, 0, 12), (8, 12, 20), (16, 20, 32)]
+
+
+def test_logits_that_are_no_numbers_are_said_not_averaged_over(tiny_llama):
+    model, ids = tiny_llama(), _text(2, 24)
+    with torch.no_grad():
+        model.lm_head.weight[7] = math.nan
+    losses = token_losses(model, ids, ids, True)
+    assert losses[:, 1:].isinf().all()
+    row = loss_by_length(model, ids, ids, [24], causal=True, tail=8).row(24)
+    assert (row.loss, row.reason) == (None, "The loss is not a finite number.")
+    with pytest.raises(MeasurementError, match="not finite"):
+        loss_by_length(model, ids, ids, [24], tail=8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lengths": []}, "no length"),
+        ({"lengths": [96]}, "do not fit windows of 48"),
+        ({"lengths": [1]}, "do not fit"),
+        ({"lengths": [16], "tail": 16}, "tail=16"),
+        ({"lengths": [16], "tail": 0}, "tail=0"),
+        ({"lengths": [16], "tail": 4, "position_bin": 0}, "position_bin"),
+        ({"lengths": [16], "tail": 4, "tokens_per_batch": 0}, "tokens_per_batch"),
+        ({"lengths": [16], "tail": 4, "sliding_window": 16, "stride": 17}, "leaves tokens out"),
+        ({"lengths": [16], "tail": 4, "sliding_window": 1}, "leaves tokens out"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(tiny_llama, options, message):
+    ids = _text()
+    with pytest.raises(MeasurementError, match=message):
+        loss_by_length(tiny_llama(), ids, ids, **options)
+
+
+def test_input_that_is_no_text_of_this_model_is_refused(tiny_llama, tiny_bert):
+    model, ids = tiny_llama(), _text()
+    with pytest.raises(MeasurementError, match="no target"):
+        token_losses(model, ids, torch.full_like(ids, IGNORED))
+    with pytest.raises(MeasurementError, match="embeddings for 0 to 79"):
+        token_losses(model, ids + 60, ids)
+    with pytest.raises(MeasurementError, match="same"):
+        token_losses(model, ids, ids[:, :4])
+    with pytest.raises(UnsupportedError, match="AutoModelForMaskedLM"):
+        token_losses(tiny_bert(), ids, ids)
+    encoder_decoder = T5ForConditionalGeneration(
+        T5Config(vocab_size=80, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4)
+    )
+    with pytest.raises(UnsupportedError, match="encoder-decoder"):
+        token_losses(encoder_decoder, ids, ids)
