@@ -1,0 +1,128 @@
+"""The plain spectrum of RoPE, and what all scalings of it have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_posenc.schemes.config import SubConfig, constructor_example, required_options
+from hf_posenc.schemes.validation import check_number
+
+
+def rope_exponents(rotary_dim: int) -> Tensor:
+    """`(d/2,)` float32: `2m / d`."""
+    return torch.arange(0, rotary_dim, 2, dtype=torch.int64, device="cpu").to(torch.float32) / rotary_dim
+
+
+def rope_inverse_frequencies(theta: float, rotary_dim: int) -> Tensor:
+    """`(d/2,)` float32: `theta**(-2m / d)` radians per position (RoPE, arXiv:2104.09864, section 3.2.2)."""
+    return 1.0 / (theta ** rope_exponents(rotary_dim))
+
+
+@dataclass(frozen=True)
+class RopeScaling(SubConfig):
+    """Common to all scalings. One that does not depend on the length only overrides `constants`."""
+
+    #: Whether the frequencies depend on the length of the sequence.
+    length_dependent: ClassVar[bool] = False
+
+    def constants(self, theta: float, rotary_dim: int) -> Tensor:
+        """Everything that does not depend on the length, `(..., d/2)` float32 on the CPU.
+
+        Raises:
+            ValueError: if the scaling has no meaning for this `theta` and `rotary_dim`.
+        """
+        raise NotImplementedError
+
+    def at_lengths(self, constants: Tensor, theta: float, rotary_dim: int, lengths: Tensor) -> Tensor:
+        """The inverse frequencies of sequences of the given lengths.
+
+        Args:
+            constants: what `constants` returned, on the device of `lengths`.
+            theta: the base.
+            rotary_dim: the rotary width `d`.
+            lengths: int64 of any shape.
+
+        Returns:
+            float32 in radians per position, broadcasting to `(*lengths.shape, d/2)`.
+        """
+        return constants
+
+    def attention_scaling(self, max_positions: int | None = None) -> float:
+        """The factor of cosine and sine.
+
+        Args:
+            max_positions: the length the model was extended to, for scalings that may infer their factor from it.
+        """
+        return 1.0
+
+    def check_cache(self, cached_length: int, total_length: int) -> None:
+        """Refuses to extend a cache whose keys were rotated with other frequencies.
+
+        Raises:
+            UnsupportedError: if the frequencies at the two lengths differ.
+        """
+
+    def spectrum(
+        self, theta: float, rotary_dim: int, length: int | None = None, max_positions: int | None = None
+    ) -> tuple[Tensor, float]:
+        """`(d/2,)` inverse frequencies at one length (default: a short one) and the attention scaling."""
+        constants = self.constants(theta, rotary_dim)
+        lengths = torch.tensor(1 if length is None else length, device="cpu")
+        return self.at_lengths(constants, theta, rotary_dim, lengths), self.attention_scaling(max_positions)
+
+
+@dataclass(frozen=True)
+class Factor:
+    """The first option of most scalings, which they inherit beside `RopeScaling`.
+
+    Args:
+        factor: `s`, at least 1.
+    """
+
+    factor: float
+
+    def __post_init__(self) -> None:
+        check_number(self, "factor", minimum=1)
+
+
+def check_scaling(config: Any) -> None:
+    """Requires `config.scaling` to be a `RopeScaling`, its dictionary, the type of one without options, or `None`.
+
+    A type or a dictionary, as a user types it, is replaced by its scaling.
+
+    Raises:
+        UnknownNameError: for an unknown type.
+        ValueError: for any other value.
+    """
+    option, scaling = f"{type(config).__name__}.scaling", config.scaling
+    if isinstance(scaling, str):
+        found = RopeScaling.type_named(scaling)
+        if required_options(found):
+            raise ValueError(
+                f"{option} is {scaling!r}, a scaling with options that have no default: give "
+                f"{constructor_example(found)}, or a dictionary such as {_dictionary_example(found)}."
+            )
+        scaling = found()
+        object.__setattr__(config, "scaling", scaling)
+    if isinstance(scaling, dict) and {"rope_type", "rope_theta", "original_max_position_embeddings"} & set(scaling):
+        raise ValueError(
+            f"{option} is {scaling!r}, which are RoPE parameters as transformers writes them. "
+            "hf_posenc.schemes.from_rope_parameters(parameters) makes a RopeConfig of them; native_scheme(model) does "
+            "so for a whole model."
+        )
+    if isinstance(scaling, dict) and "type" in scaling:
+        scaling = SubConfig.from_dict(scaling)
+        object.__setattr__(config, "scaling", scaling)
+    if scaling is not None and not isinstance(scaling, RopeScaling):
+        raise ValueError(
+            f"{option} is {scaling!r}; expected a scaling such as YarnScaling(factor=4.0, "
+            "original_max_positions=2048), or None."
+        )
+
+
+def _dictionary_example(found: type[RopeScaling]) -> str:
+    return "{" + ", ".join([f'"type": "{found.type}"', *(f'"{name}": ...' for name in required_options(found))]) + "}"

@@ -1,0 +1,140 @@
+"""Scalings whose frequencies change once a sequence is longer than those of training."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.schemes.rotary.scaling.base import Factor, RopeScaling, rope_exponents
+from hf_posenc.schemes.rotary.scaling.constant import ntk_exponent
+from hf_posenc.schemes.validation import check_integer, check_number, check_numbers
+
+
+@dataclass(frozen=True)
+class DynamicScaling(Factor, RopeScaling):
+    """Dynamic NTK: NTK-aware scaling that grows with the sequence (described in arXiv:2309.00071, section 3.3).
+
+    For a length `T > L` the base is `theta * (s T / L - (s - 1))**(d / (d - 2))`; up to `L` it is `theta`. Each
+    sequence of a batch goes by its own length.
+
+    Args:
+        factor: `s`, at least 1.
+        original_max_positions: `L`.
+    """
+
+    type: ClassVar[str] = "dynamic"
+    length_dependent: ClassVar[bool] = True
+
+    original_max_positions: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer(self, "original_max_positions", minimum=1)
+
+    def constants(self, theta: float, rotary_dim: int) -> Tensor:
+        """The exponents `2m / d`."""
+        ntk_exponent(self, rotary_dim)
+        return rope_exponents(rotary_dim)
+
+    def at_lengths(self, constants: Tensor, theta: float, rotary_dim: int, lengths: Tensor) -> Tensor:
+        """`(*lengths.shape, d/2)`."""
+        original = self.original_max_positions
+        stretch = self.factor * lengths.clamp(min=original).float() / original - (self.factor - 1)
+        grown = theta * stretch ** ntk_exponent(self, rotary_dim)
+        base = torch.where(lengths > original, grown, theta)
+        return 1.0 / (base.unsqueeze(-1) ** constants)
+
+    def check_cache(self, cached_length: int, total_length: int) -> None:
+        """Refuses to grow past the original length with cached keys."""
+        if 0 < cached_length < total_length and total_length > self.original_max_positions:
+            raise UnsupportedError(
+                f"Dynamic NTK scaling changes the frequencies of all {cached_length} cached keys when the sequence "
+                f"grows to {total_length}, past the original length of {self.original_max_positions}, so the cache "
+                "would be wrong. Generate with use_cache=False, or use a scaling that does not depend on the length, "
+                "such as 'ntk' or 'yarn'."
+            )
+
+
+@dataclass(frozen=True)
+class LongRopeScaling(RopeScaling):
+    """LongRoPE (arXiv:2402.13753): every frequency divided by its own factor, with one set for long sequences.
+
+    Cosine and sine are multiplied by `sqrt(1 + ln(s) / ln(L))`. Each sequence of a batch goes by its own length.
+
+    Args:
+        short_factor: `d/2` divisors for lengths up to `L`.
+        long_factor: `d/2` divisors for lengths past `L`.
+        original_max_positions: `L`.
+        factor: `s`; `None` takes the model's length divided by `L` (Phi-3).
+        attention_factor: the factor of cosine and sine, instead of the paper's.
+    """
+
+    type: ClassVar[str] = "longrope"
+    length_dependent: ClassVar[bool] = True
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_positions: int
+    factor: float | None = None
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        check_numbers(self, "short_factor", above=0)
+        check_numbers(self, "long_factor", above=0)
+        check_integer(self, "original_max_positions", minimum=2)
+        check_number(self, "factor", minimum=1, optional=True)
+        check_number(self, "attention_factor", above=0, optional=True)
+        if len(self.short_factor) != len(self.long_factor):
+            raise ValueError(
+                f"LongRopeScaling has {len(self.short_factor)} short factors and {len(self.long_factor)} long ones; "
+                "expected one of each per rotated pair."
+            )
+
+    def constants(self, theta: float, rotary_dim: int) -> Tensor:
+        """`(2, d/2)`: the short and the long spectrum."""
+        if len(self.short_factor) != rotary_dim // 2:
+            raise ValueError(
+                f"LongRopeScaling has {len(self.short_factor)} factors, but {rotary_dim} rotated dimensions make "
+                f"{rotary_dim // 2} pairs; expected one factor per pair."
+            )
+        factors = torch.tensor((self.short_factor, self.long_factor), dtype=torch.float32, device="cpu")
+        return 1.0 / (factors * theta ** rope_exponents(rotary_dim))
+
+    def at_lengths(self, constants: Tensor, theta: float, rotary_dim: int, lengths: Tensor) -> Tensor:
+        """`(*lengths.shape, d/2)`."""
+        return torch.where((lengths > self.original_max_positions).unsqueeze(-1), constants[1], constants[0])
+
+    def attention_scaling(self, max_positions: int | None = None) -> float:
+        """`attention_factor`, or the paper's formula.
+
+        Raises:
+            ValueError: if it needs `s`, and neither `factor` nor `max_positions` gives it.
+        """
+        if self.attention_factor is not None:
+            return self.attention_factor
+        factor = self.factor
+        if factor is None:
+            if max_positions is None:
+                raise ValueError(
+                    "LongRopeScaling.factor is None and this model has no length to infer it from. Give factor= (the "
+                    "extended length divided by original_max_positions) or attention_factor=."
+                )
+            factor = max_positions / self.original_max_positions
+        if factor <= 1:
+            return 1.0
+        return math.sqrt(1 + math.log(factor) / math.log(self.original_max_positions))
+
+    def check_cache(self, cached_length: int, total_length: int) -> None:
+        """Refuses to cross the original length with cached keys."""
+        if 0 < cached_length <= self.original_max_positions < total_length:
+            raise UnsupportedError(
+                f"LongRoPE switches from its short to its long factors at {self.original_max_positions} tokens, and "
+                f"the {cached_length} cached keys were rotated with the short ones, so the cache would be wrong for a "
+                f"sequence of {total_length}. Generate with use_cache=False, or process the prompt anew with more "
+                f"than {self.original_max_positions} tokens."
+            )

@@ -1,0 +1,185 @@
+"""Scalings whose frequencies are the same at every length."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_posenc.schemes.rotary.scaling.base import Factor, RopeScaling, rope_exponents, rope_inverse_frequencies
+from hf_posenc.schemes.validation import check_boolean, check_integer, check_number
+
+
+@dataclass(frozen=True)
+class LinearScaling(Factor, RopeScaling):
+    """Position interpolation (arXiv:2306.15595, eq. 4): all frequencies divided by `s`.
+
+    Args:
+        factor: `s`, at least 1.
+    """
+
+    type: ClassVar[str] = "linear"
+
+    def constants(self, theta: float, rotary_dim: int) -> Tensor:
+        """`theta**(-2m/d) / s`."""
+        return rope_inverse_frequencies(theta, rotary_dim) / self.factor
+
+
+@dataclass(frozen=True)
+class NtkScaling(Factor, RopeScaling):
+    """NTK-aware scaling (described in arXiv:2309.00071, definition 1): the base becomes `theta * s**(d / (d - 2))`.
+
+    Args:
+        factor: `s`, at least 1.
+    """
+
+    type: ClassVar[str] = "ntk"
+
+    def stretched_theta(self, theta: float, rotary_dim: int) -> float:
+        """The new base.
+
+        Raises:
+            ValueError: for a rotary width of 2, where the exponent has no value.
+        """
+        return theta * float(self.factor) ** ntk_exponent(self, rotary_dim)
+
+    def constants(self, theta: float, rotary_dim: int) -> Tensor:
+        """The plain spectrum of the new base."""
+        return rope_inverse_frequencies(self.stretched_theta(theta, rotary_dim), rotary_dim)
+
+
+@dataclass(frozen=True)
+class YarnScaling(Factor, RopeScaling):
+    """YaRN (arXiv:2309.00071, section 3.4): high frequencies kept, low ones divided by `s`, a ramp in between.
+
+    As in the authors' code and transformers, the ramp is linear in the pair index, between the (rounded) indices at
+    which a pair makes `beta_fast` and `beta_slow` turns within `L`; the paper's eq. 13 has it linear in the number of
+    turns. Cosine and sine are multiplied by `0.1 ln(s) + 1`.
+
+    Args:
+        factor: `s`, at least 1.
+        original_max_positions: `L`.
+        beta_fast: turns within `L` from which on a frequency is kept.
+        beta_slow: turns within `L` below which a frequency is fully divided.
+        attention_factor: the factor of cosine and sine, instead of the paper's.
+        mscale: with `mscale_all_dim`, the factor is `(0.1 mscale ln(s) + 1) / (0.1 mscale_all_dim ln(s) + 1)`
+            (DeepSeek-V2); where either is absent or 0, the paper's.
+        mscale_all_dim: see `mscale`.
+        truncate: rounds the ends of the ramp outwards to whole pairs.
+    """
+
+    type: ClassVar[str] = "yarn"
+
+    original_max_positions: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer(self, "original_max_positions", minimum=1)
+        check_number(self, "beta_fast", above=0)
+        check_number(self, "beta_slow", above=0)
+        check_number(self, "attention_factor", above=0, optional=True)
+        check_number(self, "mscale", minimum=0, optional=True)
+        check_number(self, "mscale_all_dim", minimum=0, optional=True)
+        check_boolean(self, "truncate")
+        if self.beta_fast <= self.beta_slow:
+            raise ValueError(
+                f"YarnScaling.beta_fast is {self.beta_fast}; expected more than beta_slow={self.beta_slow}: pairs that "
+                "turn faster than beta_fast are kept, and those slower than beta_slow are divided."
+            )
+
+    def constants(self, theta: float, rotary_dim: int) -> Tensor:
+        """The blended spectrum."""
+        if theta <= 1:
+            raise ValueError(f"YarnScaling needs theta greater than 1, got {theta}: its ramp divides by ln(theta).")
+        low = self._pair_with_turns(self.beta_fast, theta, rotary_dim)
+        high = self._pair_with_turns(self.beta_slow, theta, rotary_dim)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, rotary_dim - 1)
+        if low == high:
+            high += 0.001
+        pairs = torch.arange(rotary_dim // 2, dtype=torch.float32, device="cpu")
+        kept = 1 - ((pairs - low) / (high - low)).clamp(0, 1)
+        wavelengths = theta ** rope_exponents(rotary_dim)
+        return 1.0 / (self.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
+
+    def attention_scaling(self, max_positions: int | None = None) -> float:
+        """`attention_factor`, or what `mscale` and `mscale_all_dim` give, or the paper's `0.1 ln(s) + 1`."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._temperature(self.mscale) / self._temperature(self.mscale_all_dim)
+        return self._temperature(1.0)
+
+    def _temperature(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0
+
+    def _pair_with_turns(self, turns: float, theta: float, rotary_dim: int) -> float:
+        """The (fractional) pair index at which a pair makes that many turns within the original length."""
+        ratio = self.original_max_positions / (turns * 2 * math.pi)
+        return rotary_dim * math.log(ratio) / (2 * math.log(theta))
+
+
+@dataclass(frozen=True)
+class Llama3Scaling(Factor, RopeScaling):
+    """Llama 3.1's scaling: NTK-by-parts (arXiv:2309.00071, definition 2), linear in the number of turns.
+
+    With `r` the turns a pair makes within `L`: kept for `r > high_freq_factor`, divided by `s` for
+    `r < low_freq_factor`, and blended linearly in `r` between.
+
+    Args:
+        factor: `s`, at least 1.
+        low_freq_factor: turns below which a frequency is fully divided.
+        high_freq_factor: turns above which a frequency is kept.
+        original_max_positions: `L`.
+    """
+
+    type: ClassVar[str] = "llama3"
+
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_positions: int = 8192
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number(self, "low_freq_factor", above=0)
+        check_number(self, "high_freq_factor", above=0)
+        check_integer(self, "original_max_positions", minimum=1)
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"Llama3Scaling.high_freq_factor is {self.high_freq_factor}; expected more than "
+                f"low_freq_factor={self.low_freq_factor}, because the frequencies between them are blended."
+            )
+
+    def constants(self, theta: float, rotary_dim: int) -> Tensor:
+        """The blended spectrum."""
+        plain = rope_inverse_frequencies(theta, rotary_dim)
+        wavelength = 2 * math.pi / plain
+        turns = self.original_max_positions / wavelength
+        blend = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        blended = (1 - blend) * plain / self.factor + blend * plain
+        slow = wavelength > self.original_max_positions / self.low_freq_factor
+        fast = wavelength < self.original_max_positions / self.high_freq_factor
+        return torch.where(slow, plain / self.factor, torch.where(fast, plain, blended))
+
+
+def ntk_exponent(scaling: RopeScaling, rotary_dim: int) -> float:
+    """`d / (d - 2)`, to which NTK-aware scalings raise what they stretch the base by.
+
+    Raises:
+        ValueError: for a rotary width of 2, where it has no value.
+    """
+    if rotary_dim < 4:
+        raise ValueError(
+            f"{type(scaling).__name__} needs a rotary width of at least 4, got {rotary_dim}: it raises to d / (d - 2)."
+        )
+    return rotary_dim / (rotary_dim - 2)
