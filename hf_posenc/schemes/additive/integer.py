@@ -102,9 +102,25 @@ class NormalizedEncoding(DirectionEncoding):
             )
 
 
+class _AlongDirectionConfig(SchemeConfig):
+    """What both configs do with their `scale` and `direction`, which each declares in its own order of options."""
+
+    scale: float
+    direction: str
+
+    def __post_init__(self) -> None:
+        check_strength(self, "scale")
+        check_choice(self, "direction", _DIRECTIONS)
+
+    @property
+    def invisible_under_layer_norm(self) -> bool:
+        """Whether a LayerNorm removes this encoding exactly."""
+        return self.direction == "ones"
+
+
 @register_scheme
 @dataclass(frozen=True)
-class IntegerConfig(SchemeConfig):
+class IntegerConfig(_AlongDirectionConfig):
     """Adds `scale * p * direction` to every token (Hugging Face blog "You could have designed SOTA position encoding").
 
     To a token at position p it adds, with `u` a fixed vector of the norm `sqrt(hidden)`::
@@ -126,15 +142,6 @@ class IntegerConfig(SchemeConfig):
     scale: float = 1.0
     direction: str = "ones"
 
-    def __post_init__(self) -> None:
-        check_strength(self, "scale")
-        check_choice(self, "direction", _DIRECTIONS)
-
-    @property
-    def invisible_under_layer_norm(self) -> bool:
-        """Whether a LayerNorm removes this encoding exactly."""
-        return self.direction == "ones"
-
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds an additive encoding."""
         return SchemeParts(
@@ -144,7 +151,7 @@ class IntegerConfig(SchemeConfig):
 
 @register_scheme
 @dataclass(frozen=True)
-class NormalizedIntegerConfig(SchemeConfig):
+class NormalizedIntegerConfig(_AlongDirectionConfig):
     """Adds `scale * p / N * direction` to every token (same blog), with `N` the number of real tokens.
 
     To a token at position p of a sequence of N it adds, with `u` as in `integer`::
@@ -169,15 +176,9 @@ class NormalizedIntegerConfig(SchemeConfig):
     direction: str = "ones"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_integer(self, "length", minimum=1, optional=True)
         check_boolean(self, "subtract_one")
-        check_strength(self, "scale")
-        check_choice(self, "direction", _DIRECTIONS)
-
-    @property
-    def invisible_under_layer_norm(self) -> bool:
-        """Whether a LayerNorm removes this encoding exactly."""
-        return self.direction == "ones"
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds an additive encoding, length-dependent unless `length` is frozen."""
