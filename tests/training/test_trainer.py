@@ -1,0 +1,279 @@
+"""The Trainer's promises: exact sums, exact resumption, and errors instead of broken runs."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from hf_posenc.recipes import parameter_groups
+from tests.training.trainer_cases import Rows, curve, tiny, trainer
+from training.checkpoints import (
+    check_run,
+    checkpoint_settings,
+    differences,
+    incompleteness,
+    latest_complete_checkpoint,
+    record_run,
+)
+from training.errors import SettingsError
+from training.trainer import NonFiniteLossError, SavingError
+
+both = pytest.mark.parametrize("causal", [True, False], ids=["causal", "masked"])
+
+
+def weights(made: Any) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in made.model.state_dict().items()}
+
+
+def test_weight_decay_is_what_the_schemes_paper_wants(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    groups = made.create_optimizer().param_groups
+    wanted = parameter_groups(made.model, 0.1)
+    for group, expected in zip(groups, wanted, strict=True):
+        assert group["weight_decay"] == expected["weight_decay"]
+        assert {id(parameter) for parameter in group["params"]} == {id(parameter) for parameter in expected["params"]}
+    undecayed = {id(parameter) for parameter in groups[1]["params"]}
+    own = list(made.model.position_encoding.parameters())
+    assert own
+    assert all(id(parameter) in undecayed for parameter in own)
+
+
+@both
+@pytest.mark.parametrize("stop", [2, 4, 5, 7])
+def test_a_resumed_run_is_the_same_run(tmp_path: Path, causal: bool, stop: int) -> None:
+    """11 rows, batches of 2 x 2: two updates an epoch. Stops between logs, within an epoch and at its end."""
+    options = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 3}
+    whole = trainer(tmp_path / "whole", causal, **options)
+    whole.train()
+    first = trainer(tmp_path / "cut", causal, **options, save_strategy="steps", save_steps=stop, callbacks=[Stop(stop)])
+    first.train()
+    second = trainer(tmp_path / "cut", causal, **options)
+    torch.manual_seed(99)  # where a new process happens to stand
+    second.train(resume_from_checkpoint=str(latest_complete_checkpoint(tmp_path / "cut")))
+    assert curve(second) == curve(whole)
+    assert all(torch.equal(value, weights(second)[name]) for name, value in weights(whole).items())
+
+
+class Stop(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step >= self.step
+
+
+@both
+def test_evaluation_takes_no_random_numbers_from_training(tmp_path: Path, causal: bool) -> None:
+    ends = []
+    for options in ({}, {"eval_strategy": "steps", "eval_steps": 1}):
+        made = trainer(tmp_path, causal, **options)
+        made.train()
+        ends.append(weights(made))
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+
+
+@both
+def test_accumulated_batches_equal_one_large_one(tmp_path: Path, causal: bool) -> None:
+    """The rows have different numbers of targets, so a mean of means would differ in the first digits."""
+    common = {"logging_steps": 1, "max_steps": 4}
+    large = trainer(tmp_path / "a", causal, tiny(causal, dropout=0.0), per_device_train_batch_size=8, **common)
+    small = trainer(tmp_path / "b", causal, tiny(causal, dropout=0.0), gradient_accumulation_steps=4, **common)
+    large.train()
+    small.train()
+    for one, many in zip(curve(large), curve(small), strict=True):
+        for name in ("loss", "grad_norm"):
+            if name in one:
+                assert many[name] == pytest.approx(one[name], rel=1e-5), (name, one, many)  # fp32 sums in another order
+
+
+@both
+def test_evaluation_is_a_mean_over_tokens(tmp_path: Path, causal: bool) -> None:
+    losses = []
+    for batch in (1, 2, 5):
+        made = trainer(tmp_path, causal, per_device_eval_batch_size=batch)
+        losses.append(made.evaluate()["eval_loss"])
+    assert losses[1:] == pytest.approx(losses[:2], rel=1e-6)
+    model, rows, total, count = made.model.eval(), Rows(5, causal), 0.0, 0
+    for row in range(5):
+        item = rows[row]
+        logits = model(input_ids=item["input_ids"][None]).logits[0].detach()
+        targets = item["labels"]
+        if causal:
+            logits, targets = logits[:-1], targets[1:]
+        total += float(torch.nn.functional.cross_entropy(logits, targets, reduction="sum"))
+        count += int((targets != -100).sum())
+    assert losses[0] == pytest.approx(total / count, rel=1e-6)
+
+
+class Poison(TrainerCallback):
+    """Makes a weight NaN before one step, or after the step before."""
+
+    def __init__(self, step: int, event: str) -> None:
+        self.step = step
+        setattr(self, event, self._poison)
+
+    def _poison(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            with torch.no_grad():
+                next(model.parameters())[:] = float("nan")
+
+
+def test_a_loss_that_is_nan_names_the_step_and_is_never_saved(tmp_path: Path) -> None:
+    made = trainer(tmp_path, save_strategy="steps", save_steps=1, callbacks=[Poison(3, "on_step_begin")])
+    with pytest.raises(NonFiniteLossError, match=r"nan at step 4.*learning_rate"):
+        made.train()
+    assert latest_complete_checkpoint(tmp_path) == tmp_path / "checkpoint-3"
+    assert not (tmp_path / "checkpoint-4").exists()
+
+
+def test_weights_that_are_nan_are_never_saved(tmp_path: Path) -> None:
+    """The update itself made them so, after a loss that was still a number."""
+    made = trainer(tmp_path, save_strategy="steps", save_steps=1, callbacks=[Poison(3, "on_step_end")])
+    with pytest.raises(NonFiniteLossError, match=r"After step 3, .*checkpoint-3 was not written"):
+        made.train()
+    assert latest_complete_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+
+
+@pytest.mark.parametrize("failing", ["safetensors", "torch"])
+def test_a_full_disk_leaves_the_earlier_checkpoints(tmp_path: Path, monkeypatch: Any, failing: str) -> None:
+    options = {"save_strategy": "steps", "save_steps": 2}
+    whole = trainer(tmp_path / "whole", **options)
+    whole.train()
+    made = trainer(tmp_path / "cut", **options, callbacks=[FillDisk(4, monkeypatch, failing)])
+    with pytest.raises(SavingError, match=r"checkpoint-4 could not be written.*No space left.*Earlier checkpoints"):
+        made.train()
+    monkeypatch.undo()
+    assert not (tmp_path / "cut/checkpoint-4").exists()
+    found = latest_complete_checkpoint(tmp_path / "cut")
+    assert found == tmp_path / "cut/checkpoint-2"
+    again = trainer(tmp_path / "cut", **options)
+    again.train(resume_from_checkpoint=str(found))
+    assert curve(again) == curve(whole)
+
+
+class FillDisk(TrainerCallback):
+    def __init__(self, step: int, monkeypatch: Any, failing: str) -> None:
+        self.step, self.monkeypatch, self.failing = step, monkeypatch, failing
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step != self.step:
+            return
+
+        def fail(content: Any, path: Any, *rest: Any, **more: Any) -> None:
+            Path(path).write_bytes(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+        target = "torch.save" if self.failing == "torch" else "transformers.modeling_utils.safe_save_file"
+        self.monkeypatch.setattr(target, fail)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    trainer(folder, save_strategy="steps", save_steps=4).train()
+    return folder
+
+
+FILES = ["model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["missing", "cut off"])
+def test_a_half_written_checkpoint_is_passed_over(
+    saved: Path, tmp_path: Path, caplog: Any, name: str, damage: str
+) -> None:
+    shutil.copytree(saved, tmp_path / "run")
+    path = tmp_path / "run/checkpoint-8" / name
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    assert latest_complete_checkpoint(tmp_path / "run") == tmp_path / "run/checkpoint-4"
+    assert "checkpoint-8" in caplog.text
+    assert damage in caplog.text
+    problem = incompleteness(tmp_path / "run/checkpoint-8", 1)
+    assert problem is not None
+    assert damage in problem
+
+
+def test_a_checkpoint_of_one_process_is_none_for_two(saved: Path, caplog: Any) -> None:
+    assert latest_complete_checkpoint(saved, world_size=1) == saved / "checkpoint-8"
+    assert latest_complete_checkpoint(saved, world_size=2) is None
+    assert "rng_state_0.pth is missing" in caplog.text
+    assert incompleteness(saved / "checkpoint-5", 1) == "there is no such folder"
+
+
+def test_an_earlier_attempt_at_a_checkpoint_leaves_nothing(tmp_path: Path) -> None:
+    stale = tmp_path / "checkpoint-4/rng_state_1.pth"
+    stale.parent.mkdir()
+    stale.write_bytes(b"stale")
+    trainer(tmp_path, save_strategy="steps", save_steps=4).train()
+    assert not stale.exists()
+    assert incompleteness(stale.parent, 1) is None
+
+
+def test_settings_that_change_the_curve_are_named(tmp_path: Path) -> None:
+    def settings(data: str = "a", **options: Any) -> dict[str, Any]:
+        return checkpoint_settings(trainer(tmp_path / "unused", **options).args, data=data, scheme={"theta": 1.0})
+
+    first = settings()
+    free = settings(
+        logging_steps=7, save_steps=9, eval_strategy="steps", eval_steps=2, run_name="b", save_total_limit=2
+    )
+    assert differences(first, free) == []
+    assert differences(first, settings(learning_rate=2e-2)) == ["learning_rate was 0.01 and is now 0.02"]
+    for option in ({"seed": 1}, {"max_steps": 9}, {"gradient_accumulation_steps": 2}, {"bf16": True}):
+        assert [phrase.split()[0] for phrase in differences(first, settings(**option))] == list(option)
+    assert differences(first, settings("b")) == ["data was 'a' and is now 'b'"]
+
+    folder = tmp_path / "run"
+    assert check_run(folder, first) is False
+    record_run(folder, first)
+    assert check_run(folder, free) is True
+    with pytest.raises(SettingsError, match=r"max_steps was 8 and is now 9; .*seed was 42 and is now 3.*--output_dir"):
+        check_run(folder, settings(seed=3, max_steps=9))
+    assert json.loads((folder / "run_settings.json").read_text())["scheme.theta"] == 1.0
+
+
+def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("x")
+    with pytest.raises(SettingsError, match=r"thesis\.tex.*another --output_dir"):
+        check_run(tmp_path, {})
+
+
+def test_evaluation_may_not_change_where_it_chooses_the_model(tmp_path: Path) -> None:
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}
+    few = checkpoint_settings(trainer(tmp_path, **best, eval_steps=4, save_steps=4).args)
+    many = checkpoint_settings(trainer(tmp_path, **best, eval_steps=2, save_steps=2).args)
+    assert [phrase.split()[0] for phrase in differences(few, many)] == ["eval_steps", "save_steps"]
+
+
+def test_fewer_rows_than_a_batch_are_refused(tmp_path: Path) -> None:
+    made = trainer(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=4)
+    with pytest.raises(SettingsError, match="11 rows, and one update alone takes 16"):
+        made.train()
+
+
+def test_a_loss_hook_sees_the_batch_and_acts_in_training_only(tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    def hook(inputs: Any, outputs: Any, loss: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+        assert outputs.logits.shape[:2] == inputs["labels"].shape
+        seen.append(float(items))
+        return 0.0 * loss
+
+    made = trainer(tmp_path, loss_hooks=[hook], gradient_accumulation_steps=2, max_steps=2, logging_steps=1)
+    before = made.evaluate()["eval_loss"]
+    made.train()
+    assert len(seen) == 4
+    assert seen[0] == seen[1]
+    assert seen[2] == seen[3]
+    assert [entry["loss"] for entry in curve(made) if "loss" in entry] == [0.0, 0.0]
+    assert before > 1

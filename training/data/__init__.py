@@ -1,0 +1,1 @@
+"""Text to rows: loading, tokenising, packing, masking."""

@@ -1,0 +1,70 @@
+"""In which order rows are read, as a function of seed and epoch alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset, Sampler
+
+from training.errors import SettingsError
+
+#: A row as a sampler asks for it: epoch and number.
+EpochRow = tuple[int, int]
+
+
+class RowsByEpoch(Dataset[dict[str, Any]]):
+    """A dataset whose items are asked for as `(epoch, row)`, so that what is drawn for a row can differ by epoch.
+
+    A plain row number means epoch 0, for evaluation.
+    """
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, index: int | EpochRow) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class EpochOrder(Sampler[EpochRow]):
+    """A new permutation of all rows in each epoch, cut to whole batches.
+
+    Without a short batch at the end of an epoch, one process reads the same batches as several do together. Other rows
+    are left over in every epoch.
+
+    Args:
+        rows: how many there are.
+        multiple: rows in a batch, over all processes and accumulated batches together.
+        seed: of the permutations.
+        shuffle: whether to permute at all.
+
+    Raises:
+        SettingsError: if there are fewer rows than one batch takes.
+    """
+
+    def __init__(self, rows: int, multiple: int, seed: int, shuffle: bool = True) -> None:
+        if rows < multiple:
+            raise SettingsError(
+                f"The training text fills {rows} rows, and one update alone takes {multiple} "
+                "(per_device_train_batch_size x gradient_accumulation_steps x processes). Use more text, a shorter "
+                "--block_size, or smaller batches."
+            )
+        self.rows, self.length, self.seed, self.shuffle = rows, rows - rows % multiple, seed, shuffle
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the permutation of the next iteration."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[EpochRow]:
+        epoch = self.epoch
+        if self.shuffle:
+            order = np.random.default_rng([self.seed, epoch]).permutation(self.rows)
+        else:
+            order = np.arange(self.rows)
+        for row in order[: self.length]:
+            yield epoch, int(row)

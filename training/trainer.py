@@ -1,0 +1,281 @@
+"""`transformers.Trainer` for models with a scheme: exact sums, exact resumption, and no silent failures."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.utils.data import Sampler
+from transformers import Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from hf_posenc.recipes.parameter_groups import undecayed_scheme_parameters
+from training.checkpoints import incompleteness
+from training.data.order import EpochOrder, RowsByEpoch
+from training.objectives import evaluation_metrics, row_sums, summed_cross_entropy, target_count
+
+logger = logging.getLogger(__name__)
+
+#: Called while training with the inputs of a batch (labels included), what the model returned, the loss so far, and
+#: the number of targets in the whole update (over all processes and accumulated batches). Returns the loss to train on.
+LossHook = Callable[[Mapping[str, Any], Any, Tensor, Tensor], Tensor]
+
+_PROGRESS = "loss_in_progress.json"
+
+
+class TrainingError(RuntimeError):
+    """A run that cannot go on; the message says what happened and what to do."""
+
+
+class NonFiniteLossError(TrainingError):
+    """The loss, or a weight, stopped being a number."""
+
+
+class SavingError(TrainingError):
+    """A checkpoint or model could not be written."""
+
+
+class SchemeTrainer(Trainer):
+    """A `Trainer` whose curve depends on its settings alone.
+
+    - The loss is the mean over all target tokens of an update, however they are dealt out to processes and accumulated
+      batches; the evaluation loss is the mean over all target tokens, beside it the perplexity.
+    - What a scheme's paper trains without weight decay is trained without.
+    - A loss that is no number stops the run before the weights change; weights that are no numbers are never saved.
+    - A checkpoint that could not be written is removed, and the run stops with a `SavingError`.
+    - A resumed run logs the same numbers as one that was never interrupted, wherever between two logs it was stopped;
+      evaluation takes no random numbers from training.
+
+    Args:
+        *args: of `Trainer`.
+        causal: whether a place predicts the token after it (causal language modelling), rather than its own (masked).
+        loss_hooks: each replaces the training loss in turn, to add a teacher's for example.
+        **kwargs: of `Trainer`. A dataset that is `RowsByEpoch` is asked for its rows by epoch, in whole batches.
+    """
+
+    def __init__(self, *args: Any, causal: bool, loss_hooks: Sequence[LossHook] = (), **kwargs: Any) -> None:
+        self.causal = causal
+        self.loss_hooks = tuple(loss_hooks)
+        self._update_loss: Tensor | None = None
+        self._row_order: EpochOrder | None = None
+        super().__init__(
+            *args,
+            # Makes Trainer count the targets of an update, and leave the division by accumulated batches to the loss.
+            compute_loss_func=self._mean_loss,
+            compute_metrics=evaluation_metrics,
+            preprocess_logits_for_metrics=self._row_sums,
+            **kwargs,
+        )
+        self._loss_shifts_labels = causal
+
+    # What is optimised
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """As Trainer decides, less what the scheme's paper trains without weight decay."""
+        undecayed = undecayed_scheme_parameters(model)
+        return [name for name in super().get_decay_parameter_names(model) if name not in undecayed]
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor | Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The mean cross-entropy per target, times the number of processes, over which DDP takes a mean again."""
+        labels = inputs["labels"]
+        outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+        loss = self._mean_loss(outputs, labels, num_items_in_batch)
+        if model.training:
+            items = self._items(labels, num_items_in_batch)
+            for hook in self.loss_hooks:
+                loss = hook(inputs, outputs, loss, items)
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            loss = loss * self.accelerator.num_processes
+        return (loss, outputs) if return_outputs else loss
+
+    def _mean_loss(self, outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        smoothing = self.args.label_smoothing_factor if self.model.training else 0.0
+        summed = summed_cross_entropy(outputs.logits, labels, self.causal, smoothing)
+        return summed / self._items(labels, num_items_in_batch).to(summed.device)
+
+    def _items(self, labels: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
+        items = target_count(labels, self.causal) if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
+        return items.clamp(min=1)
+
+    def _row_sums(self, logits: Any, labels: Tensor) -> Tensor:
+        return row_sums(logits[0] if isinstance(logits, tuple) else logits, labels, self.causal)
+
+    # Rows
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[Any] | None:
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        if not isinstance(dataset, RowsByEpoch):
+            return super()._get_train_sampler(train_dataset)
+        arguments = self.args
+        self._row_order = EpochOrder(
+            len(dataset),
+            multiple=arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size,
+            seed=arguments.seed if arguments.data_seed is None else arguments.data_seed,
+            shuffle=arguments.train_sampling_strategy != "sequential",
+        )
+        return self._row_order
+
+    def _run_epoch(self, **arguments: Any) -> None:
+        if self._row_order is not None:
+            # accelerate does not reach a sampler below two wrappers, as there are when several processes resume.
+            self._row_order.set_epoch(arguments["epoch"])
+        checkpoint = arguments["resume_from_checkpoint"]
+        if checkpoint is not None and arguments["epoch"] == arguments["epochs_trained"]:
+            self._load_progress(Path(checkpoint))
+        super()._run_epoch(**arguments)
+
+    # Numbers that are none
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Tensor | Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """One forward and backward.
+
+        Raises:
+            NonFiniteLossError: on all processes, if the loss of the update on any of them is NaN or infinite.
+        """
+        loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        self._update_loss = loss if self._update_loss is None else self._update_loss + loss
+        if self.accelerator.sync_gradients:
+            total = float(self.accelerator.reduce(self._update_loss, "sum"))
+            self._update_loss = None
+            if not math.isfinite(total):
+                step = self.state.global_step + 1
+                raise NonFiniteLossError(
+                    f"The loss became {total} at step {step}. The weights are still those of step {step - 1}, and no "
+                    "checkpoint holds anything else. Try a lower --learning_rate, a longer warmup (--warmup_steps), a "
+                    "smaller --max_grad_norm, or bf16 instead of fp16."
+                )
+        return loss
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Evaluation, after which the random numbers go on as if there had been none.
+
+        Raises:
+            NonFiniteLossError: if the evaluation loss is NaN or infinite.
+        """
+        with _own_random_numbers(self.args.device):
+            metrics: dict[str, float] = super().evaluate(*args, **kwargs)
+        for name, value in metrics.items():
+            if name.endswith("_loss") and not math.isfinite(value):
+                raise NonFiniteLossError(
+                    f"{name} is {value} after step {self.state.global_step}. Either no token of the evaluation data is "
+                    "a target, or the model has diverged: try a lower --learning_rate."
+                )
+        return metrics
+
+    def _require_finite_weights(self) -> None:
+        found = [
+            name
+            for name, parameter in self.model.named_parameters()
+            if parameter.requires_grad and not torch.isfinite(_local(parameter.detach())).all()
+        ]
+        count = torch.tensor(float(len(found)), device=self.args.device)
+        if float(self.accelerator.reduce(count, "sum")):
+            named = f"{found[0]} ({len(found)} in all)" if found else "a parameter of another process"
+            raise NonFiniteLossError(
+                f"After step {self.state.global_step}, {named} holds NaN or infinity, so checkpoint-"
+                f"{self.state.global_step} was not written; earlier ones are as they were. Try a lower --learning_rate "
+                "or a smaller --max_grad_norm."
+            )
+
+    # Checkpoints
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Raises `SavingError` if the checkpoint cannot be written whole; then nothing is left of it."""
+        self._require_finite_weights()
+        folder = Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        # A folder of the same name is of an earlier attempt. Written over, the two could not be told apart.
+        if self.args.should_save and folder.exists():
+            shutil.rmtree(folder)
+        self.accelerator.wait_for_everyone()
+        try:
+            super()._save_checkpoint(model, trial)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            if incompleteness(folder, self.args.world_size) is None:  # what failed came after: pushing, or rotating
+                raise
+            shutil.rmtree(folder, ignore_errors=True)
+            raise SavingError(_explain(folder, error, "Earlier checkpoints are as they were")) from error
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes the model.
+
+        Raises:
+            SavingError: if it cannot be written whole; then its weights are removed.
+        """
+        if _internal_call and output_dir is not None and Path(output_dir).name.startswith(PREFIX_CHECKPOINT_DIR):
+            super().save_model(output_dir, _internal_call)
+            return
+        self._require_finite_weights()
+        try:
+            super().save_model(output_dir, _internal_call)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            folder = Path(output_dir or self.args.output_dir)
+            for path in folder.glob("*.safetensors*"):
+                path.unlink(missing_ok=True)
+            raise SavingError(_explain(folder, error, "The checkpoints are as they were")) from error
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        losses = self.accelerator.gather(self._tr_loss.detach().reshape(1)).tolist()
+        if self.args.should_save:
+            progress = {
+                "since_log": losses,
+                "total": self._total_loss_scalar,
+                "logged_at": self._globalstep_last_logged,
+            }
+            Path(output_dir, _PROGRESS).write_text(json.dumps(progress), encoding="utf-8")
+
+    def _load_progress(self, checkpoint: Path) -> None:
+        """The part of the mean loss that was summed, but not yet logged, when the checkpoint was written."""
+        path = checkpoint / _PROGRESS
+        if not path.exists():
+            logger.warning(
+                "%s has no %s: the first loss that is logged is a mean over fewer steps.", checkpoint, path.name
+            )
+            return
+        progress = json.loads(path.read_text(encoding="utf-8"))
+        self._tr_loss.fill_(progress["since_log"][self.args.process_index])
+        self._total_loss_scalar = progress["total"]
+        self._globalstep_last_logged = progress["logged_at"]
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As Trainer's; the final `train_loss` is the mean over the whole run, also where it was resumed."""
+        if "train_loss" in logs:
+            logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step, 1)
+        super().log(logs, start_time)
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """The part of a sharded parameter that this process holds; any other as it is."""
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
+def _explain(folder: Path, error: Exception, others: str) -> str:
+    free = shutil.disk_usage(folder.parent if folder.parent.exists() else Path.cwd()).free
+    return (
+        f"{folder} could not be written ({type(error).__name__}: {error}); what there was of it is removed. {others}. "
+        f"The disk has {free / 2**20:,.0f} MiB left: make room (--save_total_limit keeps fewer checkpoints), then run "
+        "the same command again to go on."
+    )
+
+
+@contextmanager
+def _own_random_numbers(device: torch.device) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield
