@@ -1,0 +1,387 @@
+import dataclasses
+import re
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import (
+    BertConfig,
+    BertLMHeadModel,
+    ByT5Tokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from hf_posenc import UnknownNameError, UnsupportedError, patch_model
+from hf_posenc.metrics import MeasurementError
+from hf_posenc.metrics.generalization import (
+    IGNORED,
+    SYNTHETIC_TASKS,
+    Example,
+    SyntheticExamples,
+    encode_example,
+    exact_match,
+    get_task,
+    held_out_examples,
+)
+from hf_posenc.metrics.generalization.examples import is_held_out, is_split
+from tests.metrics.conftest import build_byte_tokenizer, build_word_tokenizer
+
+TASKS = sorted(SYNTHETIC_TASKS)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return ByT5Tokenizer()
+
+
+def build_llama(tokenizer, scheme="rope", **options):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    return patch_model(LlamaForCausalLM(config), scheme, **options).eval()
+
+
+def train(model, examples, steps, batch_size=32, learning_rate=3e-3):
+    optimizer = torch.optim.AdamW([weight for weight in model.parameters() if weight.requires_grad], lr=learning_rate)
+    model.train()
+    for _, batch in zip(range(steps), DataLoader(examples, batch_size=batch_size), strict=False):
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def half_trained(tokenizer):
+    """A model that is right on some examples and wrong on others."""
+    return train(build_llama(tokenizer), SyntheticExamples("repeated_copy", range(1, 7), 0, tokenizer), steps=250)
+
+
+class TestTasks:
+    @pytest.mark.parametrize(
+        ("name", "prompt", "answer"),
+        [
+            ("repeated_copy", r"([a-z])\1{6}=", lambda prompt: prompt[:-1]),
+            ("copy", r"[a-z]{7}=", lambda prompt: prompt[:-1]),
+            ("reverse", r"[a-z]{7}=", lambda prompt: "".join(reversed(prompt[:-1]))),
+            ("sorting", r"[a-z]{7}=", lambda prompt: "".join(sorted(prompt[:-1]))),
+            ("addition", r"[1-9]\d{6}\+[1-9]\d{6}=", lambda prompt: str(sum(map(int, prompt[:-1].split("+"))))),
+            (
+                "reversed_addition",
+                r"[1-9]\d{6}\+[1-9]\d{6}=",
+                lambda prompt: str(sum(map(int, prompt[:-1].split("+"))))[::-1],
+            ),
+            ("parity", r"[01]{7}=", lambda prompt: str(sum(map(int, prompt[:-1])) % 2)),
+            ("passkey", r"(?=[a-z]*#\d{4}[a-z]*=).{12}=", lambda prompt: prompt[prompt.index("#") + 1 :][:4]),
+            ("needle", r"([a-zA-Z]\d\d){7}\?[a-zA-Z]=", lambda prompt: prompt[prompt.index(prompt[-2]) + 1 :][:2]),
+        ],
+    )
+    def test_problems_are_solved_as_by_hand(self, name, prompt, answer):
+        generator = np.random.default_rng(0)
+        drawn = [SYNTHETIC_TASKS[name].example(7, generator) for _ in range(200)]
+        for example in drawn:
+            assert re.fullmatch(prompt, example.prompt)
+            assert example.answer == answer(example.prompt)
+        assert len({example.prompt for example in drawn}) > (20 if name == "repeated_copy" else 100)
+
+    @pytest.mark.parametrize("name", TASKS)
+    def test_every_task_is_consistent_with_what_it_says_of_itself(self, name):
+        task = SYNTHETIC_TASKS[name]
+        assert task.name == name
+        assert "arXiv:" in type(task).__doc__
+        assert max(task.test_lengths) >= 2 * max(task.train_lengths)
+        assert min(task.test_lengths) <= max(task.train_lengths)  # what was learned is tested too
+        for length in sorted({*task.train_lengths, *task.test_lengths}):
+            generator = np.random.default_rng(length)
+            examples = [task.example(length, generator) for _ in range(100)]
+            sizes = [len(example.prompt + example.answer) for example in examples]
+            # An addition of one digit rarely has a carry; every other size is the same for all.
+            assert task.character_count(length) - 1 <= max(sizes) <= task.character_count(length)
+            assert all(example.prompt.count("=") == 1 and example.prompt.endswith("=") for example in examples)
+            assert all("=" not in example.answer for example in examples)
+
+    @pytest.mark.parametrize("name", TASKS)
+    def test_the_number_of_prompts_is_that_of_all_that_can_be_drawn(self, name):
+        task = SYNTHETIC_TASKS[name]
+        count = task.prompt_count(1)
+        if count > 5_000:
+            assert name in ("passkey", "needle")
+            return
+        generator = np.random.default_rng(0)
+        # Each of n prompts is missed by 20 n draws with probability exp(-20).
+        assert len({task.example(1, generator).prompt for _ in range(20 * count)}) == count
+
+    def test_parity_and_the_split_are_unrelated(self):
+        task = SYNTHETIC_TASKS["parity"]
+        counts = Counter(example.answer for example in held_out_examples(task, 30, 400, seed=0))
+        assert 150 < counts["1"] < 250  # 5 standard deviations of 10
+
+    @pytest.mark.parametrize("length", [0, -1, 1.5, True, "3"])
+    def test_lengths_that_no_task_has(self, length):
+        with pytest.raises(MeasurementError, match="whole number from 1"):
+            SYNTHETIC_TASKS["copy"].example(length, np.random.default_rng(0))
+
+    def test_there_are_only_so_many_keys(self):
+        with pytest.raises(MeasurementError, match="52 at most"):
+            held_out_examples(SYNTHETIC_TASKS["needle"], 53, 1, seed=0)
+
+    def test_an_unknown_task_names_the_nearest(self):
+        with pytest.raises(UnknownNameError, match="Did you mean 'reverse'"):
+            get_task("revers")
+
+
+class TestTrainingExamples:
+    @pytest.mark.parametrize("name", TASKS)
+    def test_an_item_depends_on_seed_and_index_alone(self, tokenizer, name):
+        first = SyntheticExamples(name, None, 3, tokenizer, size=100)
+        again = SyntheticExamples(name, None, 3, tokenizer, size=1_000)
+        expected = [first[index] for index in range(20)]
+        for index in reversed(range(20)):
+            assert all(torch.equal(expected[index][key], again[index][key]) for key in expected[index])
+        other = SyntheticExamples(name, None, 4, tokenizer, size=100)
+        assert [other.example(index) for index in range(100)] != [first.example(index) for index in range(100)]
+
+    def test_every_block_of_items_holds_every_length_once(self, tokenizer):
+        examples = SyntheticExamples("copy", [2, 4, 9], 0, tokenizer, size=300)
+        lengths = [len(examples.example(index).answer) for index in range(300)]
+        assert all(sorted(lengths[start : start + 3]) == [2, 4, 9] for start in range(0, 300, 3))
+        assert len({tuple(lengths[start : start + 3]) for start in range(0, 300, 3)}) == 6  # in every order
+
+    @pytest.mark.parametrize("name", TASKS)
+    def test_nothing_that_is_tested_was_trained_on(self, tokenizer, name):
+        task = SYNTHETIC_TASKS[name]
+        examples = SyntheticExamples(task, None, 0, tokenizer, size=4_000)
+        trained = {examples.example(index).prompt for index in range(4_000)}
+        for length in task.train_lengths:
+            tested = held_out_examples(task, length, 100, seed=1)
+            assert len({example.prompt for example in tested}) == len(tested) >= min(20, task.prompt_count(length))
+            if is_split(task, length):
+                assert not trained & {example.prompt for example in tested}
+
+    def test_the_split_takes_an_eighth(self):
+        task = SYNTHETIC_TASKS["copy"]
+        generator = np.random.default_rng(0)
+        held = sum(is_held_out(task, 5, task.example(5, generator)) for _ in range(4_000))
+        assert 400 < held < 600  # 500 expected, standard deviation 21
+
+    def test_a_length_with_few_prompts_is_not_split_and_is_tested_completely(self):
+        task = SYNTHETIC_TASKS["repeated_copy"]
+        assert not is_split(task, 5)
+        assert len(held_out_examples(task, 5, 100, seed=0)) == 26
+
+    def test_rows_are_padded_to_one_length(self, tokenizer):
+        examples = SyntheticExamples("copy", [1, 3], 0, tokenizer, size=10)
+        assert examples.row_length == 3 + 1 + 3 + 1  # text, separator, text, end
+        for index in range(10):
+            item, example = examples[index], examples.example(index)
+            used = len(example.prompt + example.answer) + 1
+            assert {len(row) for row in item.values()} == {8}
+            assert item["attention_mask"].tolist() == [1] * used + [0] * (8 - used)
+            assert (item["input_ids"][used:] == tokenizer.pad_token_id).all()
+            assert (item["labels"][used:] == IGNORED).all()
+            assert item["labels"][used - 1] == tokenizer.eos_token_id
+
+    def test_a_row_that_is_too_short_is_refused_not_cut(self, tokenizer):
+        with pytest.raises(MeasurementError, match="row_length=8 or more"):
+            SyntheticExamples("copy", [3], 0, tokenizer, row_length=7)[0]
+
+    def test_batches_come_out_of_an_ordinary_loader(self, tokenizer):
+        examples = SyntheticExamples("addition", [1, 2, 3], 0, tokenizer, size=64)
+        batches = list(DataLoader(examples, batch_size=32))
+        assert [batch["labels"].shape for batch in batches] == [(32, examples.row_length)] * 2
+
+    def test_indices_outside(self, tokenizer):
+        examples = SyntheticExamples("copy", None, 0, tokenizer, size=2)
+        for index in (2, -1):
+            with pytest.raises(IndexError):
+                examples[index]
+        with pytest.raises(MeasurementError, match="size is 0"):
+            SyntheticExamples("copy", None, 0, tokenizer, size=0)
+        with pytest.raises(MeasurementError, match="No lengths"):
+            SyntheticExamples("copy", [], 0, tokenizer)
+
+
+class TestEncoding:
+    def test_labels_are_the_answer_and_the_end(self, tokenizer):
+        ids, labels = encode_example(tokenizer, Example("ab=", "ba"))
+        assert ids == [*tokenizer("ab=ba", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        assert labels == [IGNORED] * 3 + ids[3:]
+
+    def test_the_answer_is_the_same_tokens_after_every_prompt(self):
+        tokenizer = build_byte_tokenizer(merged=("dog",))
+        tokenizer.add_special_tokens({"eos_token": "<end>"})
+        for prompt in ("a=", "a= "):
+            ids, labels = encode_example(tokenizer, Example(prompt, "dog"))
+            answer = [*tokenizer("dog")["input_ids"], tokenizer.eos_token_id]
+            assert [label for label in labels if label != IGNORED] == answer
+            assert len(ids) == len(labels)
+
+    def test_a_start_token_is_kept_where_the_tokenizer_sets_one(self, tokenizer):
+        from tokenizers import processors
+
+        starting = build_byte_tokenizer()
+        starting.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
+        assert encode_example(starting, Example("ab=", "c"))[0][0] != starting.bos_token_id
+        starting.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", starting.bos_token_id)]
+        )
+        ids, labels = encode_example(starting, Example("ab=", "c"))
+        assert ids.count(starting.bos_token_id) == 1
+        assert ids[0] == starting.bos_token_id
+        assert labels[0] == IGNORED
+        rows = SyntheticExamples("copy", [4], 0, starting)
+        assert rows.row_length == len(encode_example(starting, rows.example(0))[0])
+
+    def test_tokenizers_that_do_not_do(self, tokenizer):
+        with pytest.raises(MeasurementError, match="cannot write"):
+            encode_example(build_word_tokenizer(), Example("a+b=", "c"))
+        with pytest.raises(MeasurementError, match="no eos_token"):
+            encode_example(build_byte_tokenizer(), Example("ab=", "c"))
+
+
+class TestExactMatch:
+    @pytest.mark.parametrize("batch_size", [64, 5])
+    def test_teacher_forcing_is_greedy_decoding(self, tokenizer, half_trained, batch_size):
+        options = {"lengths": range(1, 11), "samples": 26, "batch_size": batch_size}
+        forced = exact_match(half_trained, tokenizer, "repeated_copy", **options)
+        decoded = exact_match(half_trained, tokenizer, "repeated_copy", method="generate", **options)
+        assert [row.exact_match for row in forced.rows] == [row.exact_match for row in decoded.rows]
+        matches = [row.exact_match for row in forced.rows]
+        # A comparison of zeros or of ones would show nothing.
+        assert any(0 < match < 1 for match in matches)
+        assert max(matches) > 0.5 > min(matches)
+        assert all(row.token_accuracy is None for row in decoded.rows)
+
+    def test_figures_agree_with_a_loop_by_hand(self, tokenizer, half_trained):
+        task = SYNTHETIC_TASKS["repeated_copy"]
+        row = exact_match(half_trained, tokenizer, task, [7], samples=26, seed=5).row(7)
+        right, right_tokens, tokens = 0, 0, 0
+        for example in held_out_examples(task, 7, 26, seed=5):
+            ids, labels = encode_example(tokenizer, example)
+            with torch.no_grad():
+                guesses = half_trained(torch.tensor([ids])).logits[0, :-1].argmax(-1)
+            hits = [int(guess) == label for guess, label in zip(guesses, labels[1:], strict=True) if label != IGNORED]
+            right += all(hits)
+            right_tokens += sum(hits)
+            tokens += len(hits)
+        assert row.exact_match == right / 26
+        assert row.token_accuracy == pytest.approx(right_tokens / tokens)
+        low, high = row.interval
+        assert 0 <= low <= row.exact_match <= high <= 1
+
+    def test_answers_of_unequal_lengths_share_a_test(self, tokenizer):
+        model = build_llama(tokenizer)
+        kinds = {len(example.answer) for example in held_out_examples(get_task("addition"), 3, 40, seed=0)}
+        assert kinds == {3, 4}
+        result = exact_match(model, tokenizer, "addition", [3], samples=40)
+        assert result.rows[0].samples == 40
+
+    def test_the_model_and_the_random_state_are_left_as_they_were(self, tokenizer, half_trained):
+        half_trained.train()
+        state = torch.get_rng_state()
+        exact_match(half_trained, tokenizer, "copy", [3], samples=4)
+        assert half_trained.training
+        assert torch.equal(torch.get_rng_state(), state)
+        half_trained.eval()
+
+    def test_the_result_as_table_and_as_data(self, tokenizer, half_trained):
+        result = exact_match(half_trained, tokenizer, "repeated_copy", [1, 40, 2], samples=10)
+        assert [row.length for row in result.rows] == [1, 2, 40]
+        assert not result.rows[0].held_out
+        table = result.table(markdown=True)
+        assert "with rope, task 'repeated_copy'" in table
+        assert table.count("\n| ") == 5  # headers, rule, three lengths
+        assert result.to_dict()["rows"][2]["length"] == 40
+        with pytest.raises(KeyError, match="covered"):
+            result.row(3)
+
+    def test_a_length_past_the_table_has_a_reason(self, tokenizer):
+        model = build_llama(tokenizer, "learned", num_positions=16)
+        result = exact_match(model, tokenizer, "copy", [3, 30], samples=4)
+        assert result.row(3).exact_match is not None
+        assert result.row(30).exact_match is None
+        assert "16" in result.row(30).reason
+        assert "[1] no number" in result.table()
+
+    @pytest.mark.parametrize("method", ["teacher_forced", "generate"])
+    def test_a_stock_table_that_ends_has_a_reason_too(self, tokenizer, method):
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_positions=16, n_embd=32, n_layer=1, n_head=2))
+        result = exact_match(model.eval(), tokenizer, "copy", [3, 30], samples=4, method=method)
+        assert result.scheme == "native (learned)"
+        assert result.row(3).exact_match is not None
+        assert "62 tokens are more than the 16 positions" in result.row(30).reason
+
+    def test_logits_that_are_no_numbers_are_no_result(self, tokenizer):
+        model = build_llama(tokenizer)
+        model.model.norm.weight.data[0] = float("nan")
+        with pytest.raises(MeasurementError, match="no numbers"):
+            exact_match(model, tokenizer, "copy", [3], samples=4)
+
+    def test_a_scheme_that_grows_with_the_sequence_says_so(self, tokenizer):
+        model = build_llama(tokenizer, "normalized_integer")
+        assert exact_match(model, tokenizer, "copy", [3], samples=4).notes
+        assert not exact_match(model, tokenizer, "copy", [3], samples=4, method="generate").notes
+
+    def test_models_that_do_not_continue_a_text(self, tokenizer):
+        size = {"vocab_size": len(tokenizer), "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        encoder = BertLMHeadModel(BertConfig(**size, intermediate_size=32)).eval()
+        with pytest.raises(UnsupportedError, match="sees those behind it"):
+            exact_match(encoder, tokenizer, "copy", [3])
+        headless = LlamaModel(LlamaConfig(**size, intermediate_size=32)).eval()
+        with pytest.raises(UnsupportedError, match="no logits"):
+            exact_match(headless, tokenizer, "copy", [3])
+        both = T5ForConditionalGeneration(
+            T5Config(vocab_size=len(tokenizer), d_model=32, d_kv=8, d_ff=32, num_layers=1)
+        )
+        with pytest.raises(UnsupportedError, match="with an encoder"):
+            exact_match(both.eval(), tokenizer, "copy", [3])
+
+    def test_a_causal_bert_is_a_causal_model(self, tokenizer):
+        size = {"vocab_size": len(tokenizer), "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        decoder = BertLMHeadModel(BertConfig(**size, intermediate_size=32, is_decoder=True)).eval()
+        assert exact_match(decoder, tokenizer, "copy", [3], samples=4).rows[0].samples == 4
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"method": "beam"}, "'beam'"),
+            ({"samples": 0}, "samples is 0"),
+            ({"batch_size": 0}, "batch_size is 0"),
+            ({"lengths": []}, "No lengths"),
+            ({"lengths": [0]}, "whole number"),
+        ],
+    )
+    def test_requests_that_do_not_do(self, tokenizer, options, message):
+        with pytest.raises(MeasurementError, match=message):
+            exact_match(build_llama(tokenizer), tokenizer, "copy", **{"lengths": [3], **options})
+
+    def test_a_tokenizer_of_another_model(self, tokenizer):
+        model = build_llama(tokenizer)
+        model.resize_token_embeddings(50)
+        with pytest.raises(MeasurementError, match="50 embeddings"):
+            exact_match(model, tokenizer, "copy", [3])
+
+
+def test_results_are_frozen(tokenizer):
+    result = exact_match(build_llama(tokenizer), tokenizer, "copy", [2], samples=2)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        result.seed = 1
