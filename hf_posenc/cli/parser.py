@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from hf_posenc.cli.errors import UsageError
+from hf_posenc.cli.losses import add_loss
 from hf_posenc.cli.properties import add_properties
 from hf_posenc.errors import PositionEncodingError
 
@@ -156,6 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     dog.add_argument("--plot", metavar="FILE", help="write a figure of the distances layer by layer")
     dog.set_defaults(run="eval_dog", parser=dog)
     add_properties(tests, _SCHEME_HELP)
+    add_loss(tests, _SCHEME_HELP)
 
     plot = verbs.add_parser("plot", help="draw what a scheme does, as PNG and SVG")
     plot.add_argument("scheme", metavar="SCHEME", help=_SCHEME_HELP)

@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 import json
 import math
@@ -11,11 +12,17 @@ from hf_posenc.metrics import MeasurementError
 from hf_posenc.metrics.language_modeling import (
     Frame,
     loss_by_length,
+    masked_targets,
     predicts_next_token,
     sliding_window_loss,
+    stream_windows,
+    text_losses,
     token_losses,
+    token_stream,
 )
 from hf_posenc.metrics.language_modeling.sliding import scored_spans
+from hf_posenc.metrics.language_modeling.text import special_frame
+from hf_posenc.plots.losses import plot_losses
 
 IGNORED = -100
 
@@ -239,3 +246,71 @@ def test_input_that_is_no_text_of_this_model_is_refused(tiny_llama, tiny_bert):
     )
     with pytest.raises(UnsupportedError, match="encoder-decoder"):
         token_losses(encoder_decoder, ids, ids)
+
+
+def test_masks_are_fixed_by_the_seed_and_shown_as_the_mask_token():
+    windows = _text(6, 200)
+    shown, labels = masked_targets(windows, 1, probability=0.15, seed=3)
+    chosen = labels != IGNORED
+    # Six standard deviations of 1200 draws.
+    assert abs(float(chosen.float().mean()) - 0.15) < 6 * math.sqrt(0.15 * 0.85 / 1200)
+    assert (shown[chosen] == 1).all()
+    assert labels[chosen].equal(windows[chosen])
+    assert shown[~chosen].equal(windows[~chosen])
+    assert masked_targets(windows[:2], 1, seed=3)[1].equal(labels[:2])
+    assert not masked_targets(windows, 1, seed=4)[1].equal(labels)
+    with pytest.raises(MeasurementError, match="between 0 and 1"):
+        masked_targets(windows, 1, probability=1.0)
+
+
+def test_windows_are_spread_over_the_stream_and_do_not_overlap():
+    stream = torch.arange(100)
+    windows = stream_windows(stream, 30)
+    assert windows.shape == (3, 30)
+    assert windows.flatten().unique().numel() == 90
+    assert (windows[0, 0], windows[-1, -1]) == (0, 99)
+    assert stream_windows(stream, 30, max_windows=1).tolist() == [list(range(30))]
+    with pytest.raises(MeasurementError, match="100 tokens"):
+        stream_windows(stream, 101)
+
+
+def test_documents_are_closed_by_the_end_token(word_tokenizer):
+    word_tokenizer.eos_token = "[SEP]"
+    assert token_stream(word_tokenizer, ["the dog", "a cat"]).tolist() == [4, 5, 3, 11, 8, 3]
+
+
+def test_special_tokens_are_those_of_the_tokenizer(word_tokenizer, byte_tokenizer):
+    assert special_frame(word_tokenizer, causal=False) == Frame((2,), (3,))
+    assert special_frame(word_tokenizer, causal=True) == Frame((2,), ())
+    assert special_frame(byte_tokenizer, causal=True) == Frame()
+
+
+def test_schemes_are_measured_in_turn_and_the_model_is_left_as_it_was(tiny_llama, word_tokenizer):
+    model = patch_model(tiny_llama(), "t5")
+    with torch.no_grad():
+        for parameter in model.position_encoding.parameters():
+            parameter.normal_()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    text = ["the dog chased another cat after a dog ran " * 20]
+    result = text_losses(model, word_tokenizer, text, [16, 32], ["native", "none", "learned"], special_tokens=False)
+    assert model.position_encoding.config.name == "t5"
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+    assert [row.scheme for row in result.rows] == ["native", "none", "learned"]
+    stock = text_losses(tiny_llama(), word_tokenizer, text, [16, 32], special_tokens=False)
+    assert result.row("native").value == stock.rows[0].value
+    assert result.row("none").value != stock.rows[0].value
+    as_found = text_losses(model, word_tokenizer, text, [16, 32], special_tokens=False)
+    assert as_found.rows[0].scheme == "t5"
+    assert as_found.rows[0].value not in [row.value for row in result.rows]
+
+
+def test_the_figure_needs_something_to_draw(tiny_llama, word_tokenizer, tmp_path):
+    text = ["the dog chased another cat after a dog ran " * 20]
+    result = text_losses(tiny_llama(), word_tokenizer, text, [16, 32], ["native", "none"], sliding_window=16)
+    figure = plot_losses(result, tmp_path / "losses.svg")
+    assert "position in pieces of 32 tokens" in (tmp_path / "losses.svg").read_text()
+    first = figure.axes[0].get_lines()[0]
+    assert first.get_ydata() == pytest.approx([row.loss for row in result.rows[0].value.rows])
+    empty = dataclasses.replace(result, rows=(dataclasses.replace(result.rows[0], value=None, error="no"),))
+    with pytest.raises(ValueError, match="Nothing to plot"):
+        plot_losses(empty)

@@ -138,7 +138,7 @@ class LengthLosses:
         """One sentence on what was read."""
         kind = "the next token" if self.causal else "masked tokens"
         return (
-            f"Loss of {kind} in nats, over the same {self.windows} windows of {self.window_length} tokens at every "
+            f"Loss of {kind} in nats, over the same {self.windows} x {self.window_length} tokens of text at every "
             f"length."
         )
 

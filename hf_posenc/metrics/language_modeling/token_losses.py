@@ -16,7 +16,7 @@ from hf_posenc.metrics.preserve import evaluation_mode
 #: The label of a token that is not a target, in PyTorch and transformers alike.
 IGNORED = -100
 #: Tokens per forward call, which bounds memory.
-TOKENS_PER_BATCH = 8192
+TOKENS_PER_BATCH = 4096
 #: Targets whose logits are turned into losses at once: the copies that this makes are as wide as the vocabulary.
 _TARGETS_AT_ONCE = 1024
 

@@ -1,0 +1,166 @@
+import json
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from hf_posenc.cli import main
+
+WORDS = [
+    "the",
+    "dog",
+    "another",
+    "a",
+    "chases",
+    "pig",
+    "cat",
+    "horse",
+    "boy",
+    "girl",
+    "man",
+    "woman",
+    "and",
+    "then",
+    "with",
+    "old",
+    "small",
+    "red",
+    "house",
+    "garden",
+    "near",
+    "over",
+    "teacher",
+    "student",
+    "doctor",
+    "lawyer",
+    "king",
+    "queen",
+    "sees",
+    "follows",
+    "helps",
+    "calls",
+    "likes",
+    "hears",
+    "knows",
+    "near",
+    "walked",
+    "field",
+    "water",
+    "road",
+]
+
+
+def _save_tokenizer(folder, *, mask):
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    vocabulary = {token: index for index, token in enumerate([*special, *dict.fromkeys(WORDS)])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]"}
+    if mask:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        )
+        names |= {"cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    sizes = {
+        "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
+        "max_position_embeddings": 64, "initializer_range": 0.2,
+    }  # fmt: skip
+    built = {}
+    for name, model_class, config in (
+        ("bert", BertForMaskedLM, BertConfig(**sizes)),
+        ("headless", BertModel, BertConfig(**sizes)),
+        ("llama", LlamaForCausalLM, LlamaConfig(**sizes)),
+    ):
+        torch.manual_seed(0)
+        folder = tmp_path_factory.mktemp(name)
+        model_class(config).save_pretrained(folder)
+        _save_tokenizer(folder, mask=name != "llama")
+        built[name] = str(folder)
+    return built
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    generator = torch.Generator().manual_seed(0)
+    words = [WORDS[index] for index in torch.randint(len(WORDS), (600,), generator=generator)]
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(" ".join(words))
+    return str(path)
+
+
+def _json(capsys, arguments):
+    assert main([*arguments, "--json"]) == 0, capsys.readouterr().err
+    return json.loads(capsys.readouterr().out)
+
+
+def test_loss_by_length_of_a_causal_model(folders, text, capsys, tmp_path):
+    words = ["eval", "loss", folders["llama"], "--text", text, "--lengths", "16", "32", "--samples", "4"]
+    words += ["--window", "16", "--schemes", "native,none", "alibi"]
+    result = _json(capsys, [*words, "--plot", str(tmp_path / "loss.png")])
+    assert (tmp_path / "loss.png").stat().st_size > 0
+    assert [row["scheme"] for row in result["rows"]] == ["native", "none", "alibi"]
+    assert result["causal"]
+    assert result["special_tokens"] == 0
+    losses = [row["losses"] for row in result["rows"]]
+    assert all(entry["lengths"] == [16, 32] and entry["sliding"]["window"] == 16 for entry in losses)
+    # 4 windows of 32 tokens: the first of each piece has no context.
+    assert all(entry["targets"] == [4 * 2 * 15, 4 * 31] for entry in losses)
+    assert losses[0]["loss"] != losses[1]["loss"]
+    assert main([*words, "--markdown"]) == 0
+    page = capsys.readouterr().out
+    assert "| alibi" in page
+    assert "Perplexity" in page
+
+
+def test_loss_by_length_of_a_masked_model_says_which_length_it_has_no_positions_for(folders, text, capsys):
+    words = ["eval", "loss", folders["bert"], "--text", text, "--lengths", "32", "128", "--samples", "4"]
+    result = _json(capsys, [*words, "--schemes", "native", "none", "forget_gate"])
+    assert not result["causal"]
+    assert result["special_tokens"] == 2
+    native, none, refused = result["rows"]
+    assert native["losses"]["loss"][1] is None
+    assert "64 positions" in native["losses"]["reasons"][1]
+    assert None not in none["losses"]["loss"]
+    assert refused["losses"] is None
+    assert "bidirectional" in refused["error"]
+    assert main([*words, "--schemes", "native", "forget_gate"]) == 0
+    table = capsys.readouterr().out
+    assert "length 128: A sequence of length 128" in table
+    assert "[1] cannot be measured" in table
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--text", "nowhere.txt"], "nowhere.txt"),
+        (["--text", "{text}", "--lengths", "5000"], "Give more text"),
+        (["--text", "{text}", "--lengths", "16", "--stride", "4"], "--window too"),
+        (["--text", "{text}", "--lengths", "16", "--window", "8", "--stride", "9"], "leaves tokens out"),
+        (["--text", "{text}", "--lengths", "16", "--plot", "nowhere/x.png"], "does not exist"),
+        (["--text", "{text}", "--lengths", "16", "--schemes", "ropee"], "Did you mean 'rope'"),
+        (["--text", "{text}", "--lengths", "16", "--device", "nodevice"], "--device nodevice"),
+    ],
+)
+def test_loss_with_impossible_options_says_why(folders, text, capsys, words, message):
+    assert main(["eval", "loss", folders["llama"], *(word.format(text=text) for word in words)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_loss_needs_a_language_model_and_a_mask_token(folders, text, capsys):
+    words = ["--text", text, "--lengths", "16"]
+    assert main(["eval", "loss", folders["headless"], *words]) == 2
+    assert "AutoModelForMaskedLM" in capsys.readouterr().err
+    assert main(["eval", "loss", folders["bert"], "--tokenizer", folders["llama"], *words]) == 2
+    assert "has no mask token" in capsys.readouterr().err
