@@ -143,10 +143,11 @@ def uninstall(encoding: PositionEncoding) -> None:
 
 
 def is_length_dependent(encoding: PositionEncoding) -> bool:
-    """Whether some part encodes a token differently once the sequence has grown; only causal stacks ever grow."""
+    """Whether some part encodes a token by more than a growing cache keeps; only causal stacks ever grow."""
     stacks = [stack for stack in encoding.stacks.values() if isinstance(stack, StackEncoding)]
     growing = [stack for stack in stacks if any(layer.causal for layer in stack.layers)]
-    return any(getattr(module, "length_dependent", False) for stack in growing for module in stack.modules())
+    flags = ("length_dependent", "needs_whole_sequence")
+    return any(getattr(module, flag, False) for stack in growing for module in stack.modules() for flag in flags)
 
 
 def _disable_unsafe_cache(encoding: PositionEncoding, model: PreTrainedModel) -> None:

@@ -24,7 +24,8 @@ def check_cache(part: Part, state: ForwardState) -> None:
         )
     if state.offset is None or type(part).check_cache is Part.check_cache:
         return
-    if torch.compiler.is_compiling() and isinstance(state.offset, Tensor) and not part.length_dependent:
+    grows_with_care = part.length_dependent or part.needs_whole_sequence
+    if torch.compiler.is_compiling() and isinstance(state.offset, Tensor) and not grows_with_care:
         # Reading the length would break the graph of compiled decoding. Only parts that draw positions while training
         # refuse a cache without depending on its length, and nobody trains on a compiled static cache.
         return

@@ -122,8 +122,8 @@ def _warn_if_invisible(config: SchemeConfig, stacks: list[Stack]) -> None:
 def _warn_if_uncacheable(encoding: PositionEncoding, model: PreTrainedModel) -> None:
     if is_length_dependent(encoding) and getattr(model, "generation_config", None) is not None:
         warnings.warn(
-            f"Scheme {encoding.config.name!r} encodes a token differently once the sequence has grown, so cached keys "
-            "become wrong. generate() recomputes the whole sequence for every token "
+            f"Scheme {encoding.config.name!r} encodes a token by the length of the sequence, or by tokens that a cache "
+            "does not keep, so no cache can be extended. generate() recomputes the whole sequence for every token "
             "(generation_config.use_cache=False).",
             UserWarning,
             stacklevel=3,

@@ -34,6 +34,12 @@ class Part(nn.Module):
     #: True where the encoding of a token depends on how long the sequence has become since. Such a part
     #: cannot extend a cache unless `check_cache` says that the cached tokens are still right.
     length_dependent: bool = False
+    #: True where a token is encoded by the tokens before it, which a cache does not keep. Such a part refuses to extend
+    #: any cache in `check_cache`; unlike a length-dependent one it may see several documents in a row.
+    needs_whole_sequence: bool = False
+    #: False where the part goes by the order of tokens alone, so that other positions change nothing. A position map
+    #: over nothing else is refused.
+    reads_positions: bool = True
     #: Whether the part reads `Positions.coordinates` where the caller places tokens on several axes.
     reads_coordinates: bool = False
     #: True where positions, or their distances, have to be whole numbers; a map that gives real ones is refused.

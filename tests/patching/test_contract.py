@@ -120,37 +120,6 @@ def test_other_models_are_untouched() -> None:
     assert not torch.equal(_logits(first), stock)
 
 
-def test_layers_keep_their_native_scheme_elsewhere() -> None:
-    model = patched("llama_gqa", None)
-    native = native_scheme(model)
-    patch_model(model, "none", layers=[1])
-    assert model.position_encoding.config == ScheduleConfig(layers=(native, NoneConfig()))
-    mixed = _logits(model)
-    assert distance(mixed, _logits(patched("llama_gqa", "none"))) > 1e-3
-    assert distance(mixed, _logits(patched("llama_gqa", None))) > 1e-3
-    patch_model(model, native, layers=[1])
-    assert distance(_logits(model), _logits(patched("llama_gqa", None))) <= 2e-5
-
-
-def test_native_scheme_sees_layers_without_rotation() -> None:
-    """Cohere2 rotates in its sliding layers only, Gemma3 with another base in each kind of layer."""
-    cohere = native_scheme(patched("cohere2_interleaved", None))
-    assert isinstance(cohere, ScheduleConfig)
-    assert [layer.name for layer in cohere.layers] == ["rope", "none"]
-    assert cohere.layers[0].layout == "interleaved"
-    gemma = native_scheme(patched("gemma3_two_rotaries", None))
-    assert [layer.theta for layer in gemma.layers] == [10_000.0, 1_000_000.0]
-
-
-def test_native_scheme_of_a_patched_model_is_that_of_the_stock_model() -> None:
-    model = patched("llama_gqa", None)
-    native = native_scheme(model)
-    patch_model(model, "alibi")
-    logits = _logits(model)
-    assert native_scheme(model) == native
-    assert torch.equal(_logits(model), logits)
-
-
 def test_copies_are_independent() -> None:
     model = patched("bert", "t5")
     row = ARCHITECTURES["bert"]
@@ -203,28 +172,6 @@ def test_what_is_no_transformers_model_is_refused() -> None:
         patch_model(nn.Linear(2, 2), "alibi")
 
 
-def test_a_sequence_past_a_table_names_length_and_remedy() -> None:
-    model = patched("bert", hf_posenc.LearnedConfig(num_positions=10))
-    with pytest.raises(hf_posenc.SequenceLengthError, match=r"14.*num_positions"):
-        outputs(model, ARCHITECTURES["bert"], tokens())
-
-
-@pytest.mark.parametrize("architecture", ["bert", "roberta", "gpt2", "opt", "bart"])
-@torch.no_grad()
-def test_schemes_without_a_table_go_past_the_native_length(architecture: str) -> None:
-    row = ARCHITECTURES[architecture]
-    long = tokens(1, 100)
-    with pytest.raises((IndexError, RuntimeError)):
-        outputs(patched(architecture, None), row, long)
-    model = patched(architecture, "alibi")
-    native = {name: buffer.shape for name, buffer in model.named_buffers()}
-    result = outputs(model, row, long)
-    assert result.shape[:2] == (1, 100)
-    assert distance(outputs(model, row, long[:, :14]), outputs(patched(architecture, "alibi"), row, long[:, :14])) == 0
-    unpatch_model(model)
-    assert {name: buffer.shape for name, buffer in model.named_buffers()} == native
-
-
 def test_constant_positions_under_layer_norm_warn_with_the_remedy() -> None:
     with pytest.warns(UserWarning, match="direction="):
         patch_model(ARCHITECTURES["bert"].build(), "integer")
@@ -245,33 +192,6 @@ def test_a_path_around_the_attention_interface_is_refused() -> None:
     model = patched("gpt2", "alibi", reorder_and_upcast_attn=True)
     with pytest.raises(UnsupportedError, match="reorder_and_upcast_attn"):
         model(tokens())
-
-
-def test_the_report_says_what_was_replaced() -> None:
-    model = patched("bert", "alibi")
-    report = model.position_encoding.report
-    text = str(report)
-    assert "position table" in text
-    assert "logit_bias" in text
-    assert report.to_dict()["stacks"][0]["attention_layers"] == [0, 1]
-    assert "alibi" in repr(model).lower()
-
-
-@pytest.mark.parametrize("scaling", [{"rope_type": "dynamic", "factor": 4.0}, {"rope_type": "default"}])
-def test_native_scheme_of_a_cast_model(scaling: dict[str, Any]) -> None:
-    """Casting rounds a stock rotary module's frequencies; a scaling that follows the length must not get lost in it."""
-    model = patched("llama_gqa", None, rope_parameters=scaling | {"rope_theta": 1e4}).to(torch.bfloat16)
-    native = native_scheme(model)
-    assert isinstance(native, RopeConfig)
-    assert (native.scaling is not None) == (scaling["rope_type"] == "dynamic")
-
-
-def test_looking_at_a_model_leaves_its_modes_alone() -> None:
-    model = patched("llama_gqa", None).train()
-    model.model.layers[0].eval()
-    modes = [module.training for module in model.modules()]
-    hf_posenc.inspect_model(model)
-    assert [module.training for module in model.modules()] == modes
 
 
 def test_a_part_of_a_model_is_refused() -> None:
@@ -307,20 +227,6 @@ def test_a_warning_turned_into_an_error_leaves_the_model_alone() -> None:
 def test_a_schedule_longer_than_the_model_is_refused() -> None:
     with pytest.raises(ValueError, match="names 3 layers"):
         patch_model(patched("llama_gqa", None), ScheduleConfig(layers=[NoneConfig()] * 3))
-
-
-def test_packed_rows_are_refused_where_the_length_decides() -> None:
-    model = patched("llama_gqa", "normalized_integer")
-    with pytest.raises(UnsupportedError, match="separate rows"):
-        model(tokens(1, 6), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
-
-
-def test_axes_that_differ_are_refused() -> None:
-    model = patched("llama_gqa", "rope")
-    axes = torch.arange(6).expand(3, 1, 6).clone()
-    axes[1] += 1
-    with pytest.raises(UnsupportedError, match="axes that differ"):
-        model.model(input_ids=tokens(1, 6), position_ids=axes)
 
 
 @torch.no_grad()
@@ -369,24 +275,6 @@ def test_layers_that_share_keys_need_one_rotation() -> None:
     with pytest.raises(UnsupportedError, match="reads the keys of layer 0"):
         patch_model(model, "rope", layers=[2, 3], elsewhere="none")
     patch_model(model, native_scheme(model))
-
-
-def test_a_declared_table_and_direction_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_posenc.patching.architectures import declaration
-
-    monkeypatch.setattr(declaration, "_ARCHITECTURES", dict(declaration._ARCHITECTURES))
-    model = patched("bert", None)
-    model.bert.embeddings.add_module("pos", nn.Embedding(64, 32))
-    register_architecture("bert", architecture=Architecture(tables=("embeddings.pos",), causal=True))
-    assert any("embeddings.pos " in table for table in hf_posenc.inspect_model(model).stacks[0].tables)
-    assert hf_posenc.inspect_model(model).stacks[0].causal
-
-
-def test_inspecting_a_patched_model_names_the_scheme_in_force() -> None:
-    model = patched("bert", "alibi")
-    text = str(hf_posenc.inspect_model(model))
-    assert "patched with: {'scheme': 'alibi'" in text
-    assert "native scheme: {'scheme': 'learned'" in text
 
 
 def test_a_forward_that_somebody_set_on_an_instance_is_not_passed_over() -> None:

@@ -26,6 +26,7 @@ class CopeBias(PairwiseBias):
     """
 
     reads_heads = True
+    reads_positions = False
 
     def __init__(self, head_dim: int, num_positions: int, initial_std: float) -> None:
         super().__init__()

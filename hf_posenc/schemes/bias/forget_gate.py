@@ -28,6 +28,7 @@ class ForgetGateBias(PairwiseBias):
     """
 
     num_features = 1
+    reads_positions = False
     no_weight_decay = frozenset({"bias"})
 
     def __init__(self, num_heads: int, hidden_size: int, initial_bias: float, initializer_range: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -30,6 +31,10 @@ class AffineMap(PositionMap):
     def gives_real_positions(self) -> bool:
         """Whether the factor is not a whole number."""
         return not isinstance(self.factor, int)
+
+    def last_position(self, last: int) -> int:
+        """`factor * last + offset`, rounded down."""
+        return math.floor(self.factor * last) + self.offset
 
     def forward(self, positions: Positions) -> Tensor:
         """Returns `(batch or 1, length)`, int64 for whole positions and a whole factor, else float32."""

@@ -24,6 +24,10 @@ class ClampMap(PositionMap):
         super().__init__()
         self.maximum = maximum
 
+    def last_position(self, last: int) -> int:
+        """`min(last, maximum)`."""
+        return min(last, self.maximum)
+
     def forward(self, positions: Positions) -> Tensor:
         """Returns `(batch or 1, length)` in the dtype of the positions."""
         return positions.ids.clamp(max=self.maximum)

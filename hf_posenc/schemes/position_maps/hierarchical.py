@@ -34,6 +34,10 @@ class FixedSegments(PositionMap):
         self.within = within
         self.last = last
 
+    def last_position(self, last: int) -> int:
+        """Of a token within its segment, or of the segment that `last` lies in."""
+        return min(last, self.length - 1, self.last) if self.within else last // self.length
+
     def forward(self, positions: Positions) -> Tensor:
         """Returns `(batch or 1, length)` in the dtype of the positions."""
         ids = positions.ids
@@ -54,7 +58,7 @@ class SeparatedSegments(PositionMap):
         last: the last position within a segment; later tokens share it.
     """
 
-    length_dependent = True
+    needs_whole_sequence = True
     reads_positions = False
 
     def __init__(self, separators: tuple[int, ...], within: bool, last: int) -> None:
@@ -62,6 +66,10 @@ class SeparatedSegments(PositionMap):
         self.separators = separators
         self.within = within
         self.last = last
+
+    def last_position(self, last: int) -> int:
+        """`last` itself: one segment may hold all tokens, or each of them end one."""
+        return min(last, self.last) if self.within else last
 
     def forward(self, positions: Positions) -> Tensor:
         """Returns `(batch, length)` int64.

@@ -10,10 +10,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.arrangement.composed import SummedPairwiseBias
 from hf_posenc.schemes.arrangement.schedule import check_not_layered
-from hf_posenc.schemes.bias.cope import CopeBias
-from hf_posenc.schemes.bias.forget_gate import ForgetGateBias
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.logits import pairwise_bias
 from hf_posenc.schemes.parts import (
@@ -35,8 +32,10 @@ PartType = TypeVar("PartType", bound=Part)
 class PositionMap(nn.Module):
     """Positions -> other positions, one token at a time."""
 
-    #: True where the new position of a token depends on more than its own old one, so that no cache can be extended.
+    #: True where the new position of a token depends on how long the sequence has become since (`Part`).
     length_dependent: bool = False
+    #: True where it depends on the tokens before it, which no cache keeps (`Part`).
+    needs_whole_sequence: bool = False
     #: Whether other positions make other ones of it; a map that goes by the order of tokens alone does not.
     reads_positions: bool = True
     #: True where the positions it is given have to be whole numbers.
@@ -46,6 +45,10 @@ class PositionMap(nn.Module):
     def gives_real_positions(self) -> bool:
         """Whether it may make real numbers of whole ones."""
         return False
+
+    def last_position(self, last: int) -> int | None:
+        """The greatest position it may give to tokens at positions up to `last`; `None` where that is not known."""
+        return None
 
     def forward(self, positions: Positions) -> Tensor:
         """Returns the new ids, `(batch or 1, length)`, int64 or float32; padding stays negative."""
@@ -81,6 +84,8 @@ class _MappedPart(Part, Generic[PartType]):
         self.inner = inner
         self._say_the_same()
         self.length_dependent = inner.length_dependent or position_map.length_dependent
+        self.needs_whole_sequence = inner.needs_whole_sequence or position_map.needs_whole_sequence
+        self.reads_positions = inner.reads_positions and position_map.reads_positions
 
     def _say_the_same(self) -> None:
         """Takes over all that the kind of part declares about itself, but for the names of parameters of its own."""
@@ -156,7 +161,7 @@ def map_parts(position_map: PositionMap, parts: SchemeParts, option: str, scheme
         ValueError: if the scheme goes by the order of tokens, so that other positions change nothing; or if it needs
             whole positions and the map may give real ones.
     """
-    if not any(_reads_positions(part) for part in parts):
+    if not any(part.reads_positions for part in parts):
         raise ValueError(
             f"{option} is {scheme.name!r}, which goes by the order of tokens and not by their positions, so other "
             f"positions would change nothing. Use {scheme.name!r} by itself, or compose it with this scheme."
@@ -180,15 +185,6 @@ def map_parts(position_map: PositionMap, parts: SchemeParts, option: str, scheme
 def needs_whole_positions(part: Part) -> bool:
     """Whether a part, or anything in it, refuses positions that are real numbers."""
     return any(module.whole_positions for module in part.modules() if isinstance(module, Part | PositionMap))
-
-
-def _reads_positions(part: nn.Module) -> bool:
-    """Whether a part goes by the positions of tokens rather than by their order."""
-    if isinstance(part, _MappedPart):
-        return part.position_map.reads_positions and _reads_positions(part.inner)
-    if isinstance(part, SummedPairwiseBias):
-        return any(_reads_positions(summand) for summand in part.parts)
-    return not isinstance(part, CopeBias | ForgetGateBias)
 
 
 def nested_scheme(config: SchemeConfig, option: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,6 +53,10 @@ class RandomizedMap(PositionMap):
     def gives_real_positions(self) -> bool:
         """Whether real numbers are drawn, now or in training."""
         return self.real
+
+    def last_position(self, last: int) -> int:
+        """The last one that can be drawn."""
+        return self.max_position - 1
 
     def forward(self, positions: Positions) -> Tensor:
         """Returns `(batch or 1, length)`, int64 or float32.
@@ -181,21 +186,42 @@ class RandomizedConfig(PositionMapConfig):
         return parts
 
     def _check_vectors(self, additive: AdditiveEncoding) -> None:
-        for count, option, enough in _limits(additive, self.max_position):
-            if count < self.max_position:
-                raise ValueError(
-                    f"RandomizedConfig.max_position is {self.max_position}, but {self.inner.name!r} has vectors for "
-                    f"{count} positions only, and every position below {self.max_position} can be drawn. Give "
-                    f"{option}={enough} or more, or max_position={count} or less."
-                )
+        short = next(_short_tables(additive, self.max_position - 1), None)
+        if short is None:
+            return
+        count, last, option, enough = short
+        # Maps keep the order of positions, so that what fits for a range fits for every shorter one.
+        drawable = bisect.bisect_left(
+            range(1, self.max_position), True, key=lambda limit: any(_short_tables(additive, limit - 1))
+        )
+        moved = f", which its own map turns into up to {last}" if last != self.max_position - 1 else ""
+        fewer = f", or max_position={drawable} or less" if drawable else ""
+        raise ValueError(
+            f"RandomizedConfig.max_position is {self.max_position}, but {self.inner.name!r} has vectors for {count} "
+            f"positions only, and every position below {self.max_position} can be drawn{moved}. Give {option}={enough} "
+            f"or more{fewer}."
+        )
 
 
-def _limits(additive: AdditiveEncoding, needed: int) -> Iterator[tuple[int, str, int]]:
-    """How many positions have a vector; the option that says so, and its value for `needed` of them."""
+def _short_tables(additive: AdditiveEncoding, last: int) -> Iterator[tuple[int, int, str, int]]:
+    """What has no vector for the greatest position.
+
+    Args:
+        additive: an encoding.
+        last: the greatest position that it is given.
+
+    Yields:
+        For how many positions a table has vectors, the greatest one it is given, the option that says how many, and
+        a value of it that fits.
+    """
     if isinstance(additive, SummedEncoding):
         for part in additive.parts:
-            yield from _limits(cast("AdditiveEncoding", part), needed)
-    if isinstance(additive, LearnedEncoding) and additive.extension == "error":
-        yield additive.num_positions, "LearnedConfig.num_positions", needed
-    if isinstance(additive, BinaryEncoding):
-        yield 2**additive.bits, "BinaryConfig.bits", (needed - 1).bit_length()
+            yield from _short_tables(cast("AdditiveEncoding", part), last)
+    if isinstance(additive, MappedEncoding):
+        mapped = additive.position_map.last_position(last)
+        if mapped is not None:
+            yield from _short_tables(additive.inner, mapped)
+    if isinstance(additive, LearnedEncoding) and additive.extension == "error" and additive.num_positions <= last:
+        yield additive.num_positions, last, "LearnedConfig.num_positions", last + 1
+    if isinstance(additive, BinaryEncoding) and last.bit_length() > additive.bits:
+        yield 2**additive.bits, last, "BinaryConfig.bits", last.bit_length()

@@ -1,0 +1,104 @@
+"""What is said about a model: its native scheme, the report of a patch, and `inspect_model`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hf_posenc
+from hf_posenc import (
+    NoneConfig,
+    RopeConfig,
+    ScheduleConfig,
+    native_scheme,
+    patch_model,
+)
+from hf_posenc.patching import Architecture, register_architecture
+from tests.matrix.architectures import ARCHITECTURES
+from tests.matrix.running import distance, outputs, patched, tokens
+
+LLAMA = ARCHITECTURES["llama_gqa"]
+
+
+def _logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return outputs(model, LLAMA, tokens())
+
+
+def test_layers_keep_their_native_scheme_elsewhere() -> None:
+    model = patched("llama_gqa", None)
+    native = native_scheme(model)
+    patch_model(model, "none", layers=[1])
+    assert model.position_encoding.config == ScheduleConfig(layers=(native, NoneConfig()))
+    mixed = _logits(model)
+    assert distance(mixed, _logits(patched("llama_gqa", "none"))) > 1e-3
+    assert distance(mixed, _logits(patched("llama_gqa", None))) > 1e-3
+    patch_model(model, native, layers=[1])
+    assert distance(_logits(model), _logits(patched("llama_gqa", None))) <= 2e-5
+
+
+def test_native_scheme_sees_layers_without_rotation() -> None:
+    """Cohere2 rotates in its sliding layers only, Gemma3 with another base in each kind of layer."""
+    cohere = native_scheme(patched("cohere2_interleaved", None))
+    assert isinstance(cohere, ScheduleConfig)
+    assert [layer.name for layer in cohere.layers] == ["rope", "none"]
+    assert cohere.layers[0].layout == "interleaved"
+    gemma = native_scheme(patched("gemma3_two_rotaries", None))
+    assert [layer.theta for layer in gemma.layers] == [10_000.0, 1_000_000.0]
+
+
+def test_native_scheme_of_a_patched_model_is_that_of_the_stock_model() -> None:
+    model = patched("llama_gqa", None)
+    native = native_scheme(model)
+    patch_model(model, "alibi")
+    logits = _logits(model)
+    assert native_scheme(model) == native
+    assert torch.equal(_logits(model), logits)
+
+
+@pytest.mark.parametrize("scaling", [{"rope_type": "dynamic", "factor": 4.0}, {"rope_type": "default"}])
+def test_native_scheme_of_a_cast_model(scaling: dict[str, Any]) -> None:
+    """Casting rounds a stock rotary module's frequencies; a scaling that follows the length must not get lost in it."""
+    model = patched("llama_gqa", None, rope_parameters=scaling | {"rope_theta": 1e4}).to(torch.bfloat16)
+    native = native_scheme(model)
+    assert isinstance(native, RopeConfig)
+    assert (native.scaling is not None) == (scaling["rope_type"] == "dynamic")
+
+
+def test_looking_at_a_model_leaves_its_modes_alone() -> None:
+    model = patched("llama_gqa", None).train()
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    hf_posenc.inspect_model(model)
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_the_report_says_what_was_replaced() -> None:
+    model = patched("bert", "alibi")
+    report = model.position_encoding.report
+    text = str(report)
+    assert "position table" in text
+    assert "logit_bias" in text
+    assert report.to_dict()["stacks"][0]["attention_layers"] == [0, 1]
+    assert "alibi" in repr(model).lower()
+
+
+def test_inspecting_a_patched_model_names_the_scheme_in_force() -> None:
+    model = patched("bert", "alibi")
+    text = str(hf_posenc.inspect_model(model))
+    assert "patched with: {'scheme': 'alibi'" in text
+    assert "native scheme: {'scheme': 'learned'" in text
+
+
+def test_a_declared_table_and_direction_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_posenc.patching.architectures import declaration
+
+    monkeypatch.setattr(declaration, "_ARCHITECTURES", dict(declaration._ARCHITECTURES))
+    model = patched("bert", None)
+    model.bert.embeddings.add_module("pos", nn.Embedding(64, 32))
+    register_architecture("bert", architecture=Architecture(tables=("embeddings.pos",), causal=True))
+    assert any("embeddings.pos " in table for table in hf_posenc.inspect_model(model).stacks[0].tables)
+    assert hf_posenc.inspect_model(model).stacks[0].causal

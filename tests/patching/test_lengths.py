@@ -1,0 +1,106 @@
+"""Lengths and positions a caller may give: past a table, packed documents, caches, and axes that differ."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import hf_posenc
+from hf_posenc import (
+    UnsupportedError,
+    patch_model,
+    unpatch_model,
+)
+from hf_posenc.patching.length_checks import check_cache
+from hf_posenc.patching.state import ForwardState
+from hf_posenc.schemes import BuildContext
+from tests.matrix.architectures import ARCHITECTURES
+from tests.matrix.running import distance, outputs, patched, tokens
+
+
+def test_a_sequence_past_a_table_names_length_and_remedy() -> None:
+    model = patched("bert", hf_posenc.LearnedConfig(num_positions=10))
+    with pytest.raises(hf_posenc.SequenceLengthError, match=r"14.*num_positions"):
+        outputs(model, ARCHITECTURES["bert"], tokens())
+
+
+@pytest.mark.parametrize("architecture", ["bert", "roberta", "gpt2", "opt", "bart"])
+@torch.no_grad()
+def test_schemes_without_a_table_go_past_the_native_length(architecture: str) -> None:
+    row = ARCHITECTURES[architecture]
+    long = tokens(1, 100)
+    with pytest.raises((IndexError, RuntimeError)):
+        outputs(patched(architecture, None), row, long)
+    model = patched(architecture, "alibi")
+    native = {name: buffer.shape for name, buffer in model.named_buffers()}
+    result = outputs(model, row, long)
+    assert result.shape[:2] == (1, 100)
+    assert distance(outputs(model, row, long[:, :14]), outputs(patched(architecture, "alibi"), row, long[:, :14])) == 0
+    unpatch_model(model)
+    assert {name: buffer.shape for name, buffer in model.named_buffers()} == native
+
+
+def test_packed_rows_are_refused_where_the_length_decides() -> None:
+    model = patched("llama_gqa", "normalized_integer")
+    with pytest.raises(UnsupportedError, match="separate rows"):
+        model(tokens(1, 6), position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]))
+
+
+def test_axes_that_differ_are_refused() -> None:
+    model = patched("llama_gqa", "rope")
+    axes = torch.arange(6).expand(3, 1, 6).clone()
+    axes[1] += 1
+    with pytest.raises(UnsupportedError, match="axes that differ"):
+        model.model(input_ids=tokens(1, 6), position_ids=axes)
+
+
+DOCUMENTS = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])
+SEPARATED = hf_posenc.HierarchicalConfig(separators=(5, 7), segment="alibi")
+
+
+def _with_separators() -> Tensor:
+    """Two documents of 5 and 7 tokens; segments end within each, and the first document ends without a separator."""
+    ids = tokens(1, 12).clamp(min=8)
+    ids[0, [2, 7, 9]] = torch.tensor([5, 7, 5])
+    return ids
+
+
+@torch.no_grad()
+def test_packed_documents_are_cut_into_segments_each_for_itself() -> None:
+    model, ids = patched("llama_gqa", SEPARATED), _with_separators()
+    packed = model(ids, position_ids=DOCUMENTS, use_cache=False).logits
+    alone = torch.cat([model(part, use_cache=False).logits for part in (ids[:, :5], ids[:, 5:])], dim=1)
+    assert distance(packed, alone) <= 1e-5
+    whole = model(ids, use_cache=False).logits
+    assert distance(packed, whole) > 1e-2
+
+
+def test_packed_documents_are_refused_where_a_part_beside_the_segments_goes_by_the_length() -> None:
+    model = patched("llama_gqa", hf_posenc.ComposedConfig((SEPARATED, hf_posenc.NormalizedIntegerConfig())))
+    with pytest.raises(UnsupportedError, match="separate rows"):
+        model(_with_separators(), position_ids=DOCUMENTS, use_cache=False)
+
+
+@pytest.mark.parametrize("compiling", [False, True])
+@torch.no_grad()
+def test_a_cache_without_the_separators_it_holds_is_refused(compiling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where compiled decoding leaves the question to parts that must ask it: the length is a tensor there."""
+    with pytest.warns(UserWarning, match="by tokens that a cache does not keep"):
+        model = patch_model(patched("llama_gqa", None), SEPARATED)
+    ids = _with_separators()
+    cached = model(ids, use_cache=True).past_key_values
+    with pytest.raises(UnsupportedError, match="among the 12 cached tokens"):
+        model(ids[:, :1], past_key_values=cached)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+    state = ForwardState(query_length=1, offset=torch.tensor(12))
+    with pytest.raises(UnsupportedError, match="among the 12 cached tokens"):
+        check_cache(SEPARATED.build(BuildContext(32, 4, 8)).additive, state)
+
+
+@torch.no_grad()
+def test_generation_recomputes_segments_for_every_token() -> None:
+    model, ids = patched("llama_gqa", SEPARATED), _with_separators()
+    grown = model.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)
+    for length in (12, 13, 14):
+        assert grown[0, length] == model(grown[:, :length], use_cache=False).logits[0, -1].argmax()
