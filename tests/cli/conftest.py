@@ -1,0 +1,67 @@
+"""Tiny models with a tokenizer in a folder, and a scheme that somebody else registered."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+
+from hf_posenc.schemes import (
+    SchemeConfig,
+    registry,
+)
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "dog", "chased", "another", "cat"]
+
+
+def save_tokenizer(folder):
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def bert(tmp_path_factory):
+    from transformers import BertConfig, BertForMaskedLM
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("bert")
+    config = BertConfig(
+        vocab_size=16, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=32, initializer_range=0.2,
+    )  # fmt: skip
+    BertForMaskedLM(config).save_pretrained(folder)
+    save_tokenizer(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("llama")
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=64, max_position_embeddings=32, initializer_range=0.2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def third_party(monkeypatch):
+    """A registered scheme that has no default options."""
+
+    @dataclass(frozen=True)
+    class ThirdParty(SchemeConfig):
+        """Positions of one's own."""
+
+        name: ClassVar[str] = "third_party"
+        strength: float
+
+    monkeypatch.setitem(registry._SCHEMES, "third_party", ThirdParty)

@@ -1,0 +1,106 @@
+"""`hf-posenc inspect` and `hf-posenc patch`."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_posenc.cli import main
+
+from .running import logits, refused
+
+
+class TestInspect:
+    def test_prints_what_the_library_says(self, capsys, bert):
+        from transformers import AutoModelForMaskedLM
+
+        import hf_posenc
+
+        assert main(["inspect", bert]) == 0
+        printed = capsys.readouterr().out
+        assert printed.strip() == str(hf_posenc.inspect_model(AutoModelForMaskedLM.from_pretrained(bert))).strip()
+
+    def test_a_config_is_enough(self, capsys, bert, tmp_path):
+        (tmp_path / "config.json").write_text((Path(bert) / "config.json").read_text())
+        assert main(["inspect", str(tmp_path), "--config-only"]) == 0
+        assert "position_embeddings" in capsys.readouterr().out
+        assert "cannot load" in refused(capsys, "inspect", str(tmp_path))
+
+    def test_a_folder_without_a_model(self, capsys, tmp_path):
+        assert "cannot load" in refused(capsys, "inspect", str(tmp_path))
+
+
+class TestPatch:
+    def test_the_patched_model_is_saved_with_its_tokenizer(self, capsys, bert, tmp_path):
+        from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+        assert main(["patch", bert, "alibi", "--output", str(tmp_path)]) == 0
+        assert "alibi" in capsys.readouterr().out
+        model = AutoModelForMaskedLM.from_pretrained(tmp_path)
+        assert model.position_encoding.config.name == "alibi"
+        assert AutoTokenizer.from_pretrained(tmp_path)("the dog")["input_ids"] == [4, 5]
+
+    def test_options_reach_the_scheme(self, llama, tmp_path, capsys):
+        from transformers import AutoModelForCausalLM
+
+        words = ["--option", "theta=77", "fraction=0.5", "--output", str(tmp_path)]
+        assert main(["patch", llama, "p_rope", *words]) == 0
+        config = AutoModelForCausalLM.from_pretrained(tmp_path).position_encoding.config
+        assert (config.theta, config.fraction) == (77, 0.5)
+        assert "without a tokenizer" in capsys.readouterr().err
+
+    def test_layers_get_schemes_of_their_own(self, llama, tmp_path):
+        from transformers import AutoModelForCausalLM
+
+        import hf_posenc
+
+        words = ["--layers", "0,1", "--elsewhere", "none", "--output", str(tmp_path)]
+        assert main(["patch", llama, "rope:theta=300", *words]) == 0
+        expected = AutoModelForCausalLM.from_pretrained(llama).eval()
+        hf_posenc.patch_model(expected, "rope", theta=300, layers=[0, 1], elsewhere="none")
+        with torch.no_grad():
+            assert torch.equal(logits(tmp_path), expected(torch.tensor([[4, 5, 6, 7, 5]])).logits)
+
+    def test_a_stock_checkpoint_needs_no_plugin(self, llama, tmp_path):
+        assert main(["patch", llama, "rope:theta=300", "--stock", "--output", str(tmp_path)]) == 0
+        entry = json.loads((tmp_path / "config.json").read_text())
+        assert entry["model_type"] == "llama"
+        assert "position_encoding" not in entry
+        assert not torch.equal(logits(tmp_path), logits(llama))
+
+    def test_a_scheme_that_stock_transformers_cannot_say(self, capsys, llama, tmp_path):
+        output = tmp_path / "new"
+        assert main(["patch", llama, "alibi", "--stock", "--output", str(output)]) == 2
+        assert "hf-posenc: error: " in capsys.readouterr().err.splitlines()[-1]
+        assert not output.exists()
+
+    def test_a_full_folder_is_kept_unless_told_otherwise(self, capsys, llama, tmp_path):
+        (tmp_path / "precious.txt").write_text("mine")
+        assert "not empty" in refused(capsys, "patch", llama, "none", "--output", str(tmp_path))
+        assert [file.name for file in tmp_path.iterdir()] == ["precious.txt"]
+        assert main(["patch", llama, "none", "--output", str(tmp_path), "--overwrite"]) == 0
+        assert (tmp_path / "config.json").is_file()
+        assert (tmp_path / "precious.txt").read_text() == "mine"
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["alibbi"], "Did you mean 'alibi'"),
+            (["rope", "--option", "thetta=5"], "Did you mean 'theta'"),
+            (["rope", "--option", "theta=-5"], "theta"),
+            (["composed"], "parts"),
+            (['composed:parts=["rope","p_rope"]'], "map queries and keys"),
+            (["rope:scaling=yarn"], "YarnScaling(factor=..."),
+            (["rope", "--elsewhere", "none"], "give --layers too"),
+            (["rope", "--layers", "0,99", "--elsewhere", "none"], "99"),
+        ],
+    )
+    def test_bad_requests_write_nothing(self, capsys, llama, tmp_path, words, message):
+        output = tmp_path / "new"
+        assert message in refused(capsys, "patch", llama, *words, "--output", str(output))
+        assert not output.exists()
+
+    def test_a_file_is_not_a_folder(self, capsys, llama, tmp_path):
+        (tmp_path / "file").write_text("")
+        assert "is a file" in refused(capsys, "patch", llama, "none", "--output", str(tmp_path / "file"))

@@ -1,0 +1,88 @@
+"""Words that stand for options, schemes, layers and models."""
+
+import pytest
+
+from hf_posenc.cli.errors import UsageError
+from hf_posenc.cli.loading import auto_class
+from hf_posenc.cli.options import parse_layers, parse_options, parse_scheme, parse_value
+from hf_posenc.schemes import (
+    AlibiConfig,
+    ComposedConfig,
+    NativeConfig,
+    RopeConfig,
+    YarnScaling,
+)
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        ("text", "value"),
+        [
+            ("5e5", 5e5), ("500_000", 500_000), ("-1", -1), ("true", True), ("False", False), ("none", None),
+            ("null", None), ("half", "half"), ("[1, 2]", [1, 2]), ('{"type": "yarn"}', {"type": "yarn"}),
+        ],
+    )  # fmt: skip
+    def test_values(self, text, value):
+        assert parse_value(text) == value
+        assert type(parse_value(text)) is type(value)
+
+    def test_broken_json_is_not_taken_for_text(self):
+        with pytest.raises(UsageError, match="looks like JSON"):
+            parse_value("{type: yarn}")
+
+    @pytest.mark.parametrize("pair", ["theta", "=5", ""])
+    def test_a_word_without_a_value_is_refused(self, pair):
+        with pytest.raises(UsageError, match="name=value"):
+            parse_options([pair])
+
+    def test_an_option_given_twice_is_refused(self):
+        with pytest.raises(UsageError, match="'theta' is given twice"):
+            parse_scheme("rope:theta=1e4", ["theta=2e4"])
+
+    def test_schemes_with_options(self):
+        scaling = 'scaling={"type": "yarn", "factor": 4.0, "original_max_positions": 64}'
+        expected = RopeConfig(theta=5e5, scaling=YarnScaling(factor=4.0, original_max_positions=64))
+        assert parse_scheme("rope", ["theta=5e5", scaling]) == expected
+        assert parse_scheme(f"rope:{scaling},theta=5e5") == expected
+        assert parse_scheme("rope") == RopeConfig()
+
+    def test_schemes_inside_schemes(self):
+        both = ComposedConfig((RopeConfig(), AlibiConfig()))
+        assert parse_scheme('composed:parts=["rope","alibi"]') == both
+        assert parse_scheme('self_extend:inner=["rope","alibi"],group=4').inner == both
+        assert parse_scheme("self_extend:inner=native").inner == NativeConfig()
+
+    def test_layers(self):
+        assert parse_layers("0,2,5") == [0, 2, 5]
+        assert parse_layers("0-2,7") == [0, 1, 2, 7]
+
+    @pytest.mark.parametrize("text", ["", "a", "1,", "3-1", "-1"])
+    def test_other_layers_are_refused(self, text):
+        with pytest.raises(UsageError):
+            parse_layers(text)
+
+
+class TestLoading:
+    @pytest.mark.parametrize(
+        ("architecture", "expected"),
+        [
+            ("LlamaForCausalLM", "AutoModelForCausalLM"),
+            ("GPT2LMHeadModel", "AutoModelForCausalLM"),
+            ("BertForMaskedLM", "AutoModelForMaskedLM"),
+            ("BertModel", "AutoModel"),
+            ("hf_posenc.BertForMaskedLM", "AutoModelForMaskedLM"),
+            ("T5ForConditionalGeneration", "AutoModelForSeq2SeqLM"),
+            ("BertForSequenceClassification", "AutoModelForSequenceClassification"),
+            (None, "AutoModel"),
+        ],
+    )
+    def test_the_auto_class_keeps_the_head(self, architecture, expected):
+        from transformers import PreTrainedConfig
+
+        assert auto_class(PreTrainedConfig(architectures=architecture and [architecture])).__name__ == expected
+
+    def test_an_architecture_that_would_lose_its_head_is_refused(self):
+        from transformers import PreTrainedConfig
+
+        with pytest.raises(UsageError, match="No Auto class of transformers loads the architecture 'MyModel'"):
+            auto_class(PreTrainedConfig(architectures=["MyModel"]))

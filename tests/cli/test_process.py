@@ -1,0 +1,93 @@
+"""`hf-posenc compare`, and exit status, errors and usage of all commands."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_posenc.cli import main
+
+from .running import refused
+
+
+class TestCompare:
+    def test_the_script_gets_its_arguments_untouched(self, tmp_path, monkeypatch):
+        (tmp_path / "training").mkdir()
+        (tmp_path / "training" / "compare.py").write_text(
+            "import json, sys\nopen('seen.json', 'w').write(json.dumps(sys.argv[1:]))\nsys.exit(7)\n"
+        )
+        monkeypatch.chdir(tmp_path)
+        assert main(["compare", "--schemes", "none", "--", "--help"]) == 7
+        assert json.loads((tmp_path / "seen.json").read_text()) == ["--schemes", "none", "--", "--help"]
+
+    def test_without_the_repository_the_error_teaches(self, capsys, tmp_path, monkeypatch):
+        import hf_posenc.cli
+
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(hf_posenc.cli, "__file__", str(tmp_path / "site" / "hf_posenc" / "cli" / "__init__.py"))
+        assert "clone the repository" in refused(capsys, "compare")
+
+
+class TestProcess:
+    def test_errors_and_status_in_a_process_of_its_own(self, tmp_path):
+        root = Path(__file__).parents[2]
+        command = [sys.executable, "-m", "hf_posenc.cli", "patch", "nowhere", "alibbi", "--output", str(tmp_path / "x")]
+        environment = os.environ | {"PYTHONPATH": str(root), "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
+        assert done.returncode == 2
+        assert "Did you mean 'alibi'" in done.stderr
+        assert "Traceback" not in done.stderr
+
+    def test_an_unexpected_exception_keeps_its_traceback(self, monkeypatch):
+        from hf_posenc.cli import listing
+
+        monkeypatch.setattr(listing, "schemes", lambda options: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            main(["schemes"])
+
+    @pytest.mark.parametrize("words", [[], ["eval"], ["nonsense"], ["patch", "model", "rope"]])
+    def test_incomplete_commands_show_the_usage(self, capsys, words):
+        with pytest.raises(SystemExit) as caught:
+            main(words)
+        assert caught.value.code == 2
+        assert "usage: hf-posenc" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("words", "usage"),
+        [
+            (["plot", "ssmax", "pope"], "usage: hf-posenc plot "),
+            (["schemes", "--jsno"], "usage: hf-posenc schemes "),
+            (["eval", "properties", "--scheme", "rope", "--nonsense"], "usage: hf-posenc eval properties "),
+        ],
+    )
+    def test_a_word_too_many_shows_the_usage_of_the_verb(self, capsys, words, usage):
+        with pytest.raises(SystemExit) as caught:
+            main(words)
+        assert caught.value.code == 2
+        printed = capsys.readouterr().err
+        assert usage in printed
+        assert f"unrecognized arguments: {words[-1]}" in printed
+
+    def test_a_reader_that_goes_away_ends_it_quietly(self):
+        command = [sys.executable, "-c", "import sys; from hf_posenc.cli import main; sys.exit(main(['schemes']))"]
+        read, write = os.pipe()
+        os.close(read)
+        with open(write, "w") as pipe:
+            done = subprocess.run(
+                command, stdout=pipe, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2], check=False
+            )
+        assert done.stderr == ""
+        assert done.returncode == 1
+
+    def test_other_broken_pipes_keep_their_traceback(self, monkeypatch):
+        from hf_posenc.cli import listing
+
+        def broken(options):
+            raise BrokenPipeError("of something else")
+
+        monkeypatch.setattr(listing, "schemes", broken)
+        with pytest.raises(BrokenPipeError, match="something else"):
+            main(["schemes"])

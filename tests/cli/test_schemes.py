@@ -1,0 +1,103 @@
+"""`hf-posenc schemes`, and modules that register more of them."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_posenc.cli import main
+from hf_posenc.schemes import (
+    registry,
+)
+
+from .running import refused
+
+
+class TestSchemes:
+    def test_the_table_names_schemes_summaries_and_defaults(self, capsys, third_party):
+        assert main(["schemes"]) == 0
+        lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
+        assert "rotat" in lines["rope"].lower()
+        assert "theta=10000.0" in lines["p_rope"]
+        assert "strength=required" in lines["third_party"]
+
+    def test_arrangements_follow_and_nested_schemes_are_names(self, capsys):
+        assert main(["schemes"]) == 0
+        schemes, arrangements = capsys.readouterr().out.split("\narrangement ")
+        names = [line.split()[0] for line in arrangements.splitlines()[2:] if line]
+        assert {"composed", "interleaved", "local_global", "schedule"} <= set(names)
+        lines = {line.split()[0]: line for line in (schemes + arrangements).splitlines() if line}
+        assert "interleaved" not in schemes.split()
+        assert "inner=rope  group=8" in lines["self_extend"]
+        assert "inner=rope  other=none  every=4" in lines["interleaved"]
+
+    def test_one_scheme_in_detail(self, capsys):
+        assert main(["schemes", "kerple", "interleaved"]) == 0
+        kerple, interleaved = capsys.readouterr().out.split("\n\ninterleaved\n")
+        assert kerple.splitlines()[0] == "kerple"
+        assert "KERPLE, arXiv:2205.09921" in kerple.splitlines()[1]
+        rows = [" ".join(line.split()) for line in kerple.splitlines()]
+        assert {"option type default", "variant str log", "exponent float | None None"} <= set(rows)
+        assert "inner SchemeConfig rope" in [" ".join(line.split()) for line in interleaved.splitlines()]
+
+    def test_details_of_schemes_without_options_and_without_defaults(self, capsys, third_party):
+        assert main(["schemes", "none", "third_party"]) == 0
+        printed = capsys.readouterr().out
+        assert "It has no options." in printed
+        assert "strength  float  required" in printed
+
+    def test_an_unknown_scheme(self, capsys):
+        assert "Did you mean 'kerple'" in refused(capsys, "schemes", "kerpel")
+
+    def test_json(self, capsys):
+        import hf_posenc
+
+        assert main(["schemes", "--json"]) == 0
+        entries = json.loads(capsys.readouterr().out)
+        names = hf_posenc.list_schemes()
+        assert [entry["name"] for entry in entries if not entry["arrangement"]] == names
+        assert [entry["name"] for entry in entries][: len(names)] == names
+        assert all(entry["summary"] for entry in entries)
+        assert main(["schemes", "rope", "--json"]) == 0
+        assert [entry["options"]["theta"] for entry in json.loads(capsys.readouterr().out)] == [1e4]
+
+
+THIRD_PARTY = """
+from dataclasses import dataclass
+from typing import ClassVar
+from hf_posenc import NoneConfig, SchemeConfig, register_scheme
+
+@register_scheme
+@dataclass(frozen=True)
+class FarConfig(SchemeConfig):
+    "Positions of somebody else."
+    name: ClassVar[str] = "far_for_tests"
+"""
+
+
+class TestImport:
+    @pytest.fixture
+    def module(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(registry, "_SCHEMES", dict(registry._SCHEMES))
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "far_schemes.py").write_text(THIRD_PARTY)
+        yield "far_schemes"
+        sys.modules.pop("far_schemes", None)
+
+    def test_a_module_of_this_folder_registers_its_schemes(self, capsys, module):
+        assert "far_for_tests" in refused(capsys, "schemes", "far_for_tests")
+        assert main(["--import", "json", f"--import={module}", "schemes", "far_for_tests"]) == 0
+        assert "Positions of somebody else." in capsys.readouterr().out
+
+    def test_a_module_that_does_not_exist(self, capsys):
+        assert "no module 'nowhere_to_be_found'" in refused(capsys, "--import", "nowhere_to_be_found", "schemes")
+
+    def test_what_a_module_itself_lacks_keeps_its_traceback(self, module):
+        Path(f"{module}.py").write_text("import nowhere_to_be_found")
+        with pytest.raises(ModuleNotFoundError, match="nowhere_to_be_found"):
+            main(["--import", module, "schemes"])
+
+    def test_compare_runs_elsewhere(self, capsys):
+        assert "process of its own" in refused(capsys, "--import", "json", "compare", "--schemes", "none")
