@@ -1,4 +1,4 @@
-"""Rotations over several axes: equality with transformers, and what each axis may and may not change."""
+"""Rotations over several axes: what each axis may and may not change, grids, sections, and what is refused."""
 
 from __future__ import annotations
 
@@ -6,22 +6,8 @@ import dataclasses
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import (
-    LightGlueConfig,
-    Llama4VisionConfig,
-    PixtralVisionConfig,
-    Qwen2VLTextConfig,
-    Qwen2VLVisionConfig,
-    Qwen3VLTextConfig,
-)
-from transformers.models.lightglue import modeling_lightglue as lightglue
-from transformers.models.llama4 import modeling_llama4 as llama4
-from transformers.models.pixtral import modeling_pixtral as pixtral
-from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
-from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 
-from hf_posenc.schemes import BuildContext, Positions, QueryKeyMap, RopeConfig, SchemeConfig
+from hf_posenc.schemes import RopeConfig, SchemeConfig
 from hf_posenc.schemes.logits import positional_logits
 from hf_posenc.schemes.position_maps.affine import PositionScaleConfig
 from hf_posenc.schemes.position_maps.randomized import RandomizedConfig
@@ -29,161 +15,19 @@ from hf_posenc.schemes.rotary.grids import grid_coordinates
 from hf_posenc.schemes.rotary.mrope import MRopeConfig, default_sections
 from hf_posenc.schemes.rotary.rope_nd import RopeNdConfig, axial_frequencies
 
-HEADS, HEAD_DIM, LENGTH, WIDTH = 4, 16, 20, 5
-
-
-def context(head_dim: int = HEAD_DIM, key_heads: int = HEADS) -> BuildContext:
-    return BuildContext(HEADS * head_dim, HEADS, head_dim, causal=False, num_key_value_heads=key_heads)
-
-
-def map_of(config: SchemeConfig, head_dim: int = HEAD_DIM, key_heads: int = HEADS) -> QueryKeyMap:
-    torch.manual_seed(3)
-    part = config.build(context(head_dim, key_heads)).query_key_map
-    assert part is not None
-    return part
-
-
-def query_and_key(head_dim: int = HEAD_DIM, key_heads: int = HEADS, length: int = LENGTH) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return (
-        torch.randn(1, HEADS, length, head_dim, generator=generator),
-        torch.randn(1, key_heads, length, head_dim, generator=generator),
-    )
-
-
-def at(coordinates: Tensor) -> Positions:
-    """Tokens at `(axes, batch, length)`."""
-    ids = torch.arange(coordinates.shape[-1]).unsqueeze(0)
-    return Positions(ids, ids[:, -1:] + 1, coordinates)
-
-
-def plain(length: int = LENGTH) -> Positions:
-    ids = torch.arange(length).unsqueeze(0)
-    return Positions(ids, ids[:, -1:] + 1)
-
-
-def mapped(part: QueryKeyMap, positions: Positions, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    phases = part.phases(positions)
-    return part.map_query(query, phases), part.map_key(key, phases)
-
-
-def logits_of(config: SchemeConfig, positions: Positions, query: Tensor, key: Tensor) -> Tensor:
-    torch.manual_seed(3)
-    return positional_logits(config.build(context(query.shape[-1], key.shape[1])), query, key, positions)
-
-
-def scattered(axes: int) -> Tensor:
-    """`(axes, 1, LENGTH)` of places in no order."""
-    generator = torch.Generator().manual_seed(axes)
-    return torch.randint(0, 30, (axes, 1, LENGTH), generator=generator)
-
-
-AXIAL = {"rope_type": "axial", "rope_theta": 10_000.0}
-
-
-def test_split_frequencies_are_bit_equal_to_pixtral():
-    stock = PixtralVisionConfig(
-        hidden_size=HEADS * HEAD_DIM, num_attention_heads=HEADS, head_dim=HEAD_DIM, rope_parameters=AXIAL
-    )
-    query, key = query_and_key()
-    rows_and_columns = grid_coordinates(plain().ids, (WIDTH,))
-    cosine, sine = pixtral.PixtralVisionRotaryEmbedding(stock)(query, rows_and_columns[:, 0].T)
-    expected = pixtral.apply_rotary_pos_emb(query, key, cosine.unsqueeze(0), sine.unsqueeze(0))
-    part = map_of(RopeNdConfig(10_000.0, (WIDTH,), "split"))
-    for ours, theirs in zip(mapped(part, plain(), query, key), expected, strict=True):
-        assert torch.equal(ours, theirs)
-
-
-def test_interleaved_frequencies_are_those_of_pixtral_in_another_order():
-    query, key = query_and_key()
-    order = torch.arange(HEAD_DIM // 2)
-    order = torch.cat((order[::2], order[1::2]))
-    order = torch.cat((order, order + HEAD_DIM // 2))
-    split = logits_of(RopeNdConfig(10_000.0, (WIDTH,), "split"), plain(), query[..., order], key[..., order])
-    interleaved = logits_of(RopeNdConfig(10_000.0, (WIDTH,), "interleaved"), plain(), query, key)
-    torch.testing.assert_close(interleaved, split, rtol=0, atol=1e-6)
-
-
-def test_blocks_are_bit_equal_to_the_vision_tower_of_qwen2_vl():
-    stock = Qwen2VLVisionConfig(embed_dim=HEADS * HEAD_DIM, num_heads=HEADS)
-    stock.num_attention_heads, stock.rope_parameters = HEADS, AXIAL
-    query, key = query_and_key()
-    rows_and_columns = grid_coordinates(plain().ids, (WIDTH,))
-    cosine, sine = qwen2_vl.Qwen2VLVisionRotaryEmbedding(stock)(query, rows_and_columns[:, 0].T)
-    expected = qwen2_vl.apply_rotary_pos_emb_vision(query[0].transpose(0, 1), key[0].transpose(0, 1), cosine, sine)
-    part = map_of(RopeNdConfig(10_000.0, (WIDTH,), "block"))
-    for ours, theirs in zip(mapped(part, plain(), query, key), expected, strict=True):
-        assert torch.equal(ours[0].transpose(0, 1), theirs)
-
-
-def test_blocks_equal_the_vision_tower_of_llama4():
-    """Its axes are x and y, counted from 1, and its class token, which comes last, is not turned."""
-    stock = Llama4VisionConfig(
-        hidden_size=HEADS * HEAD_DIM,
-        num_attention_heads=HEADS,
-        image_size=20,
-        patch_size=5,
-        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
-    )
-    query, key = query_and_key(length=17)
-    rotation = llama4.Llama4VisionRotaryEmbedding(stock)(query)
-    expected = llama4.vision_apply_rotary_emb(query.transpose(1, 2), key.transpose(1, 2), rotation)
-    patch = torch.arange(16)
-    coordinates = torch.stack((patch % 4 + 1, patch // 4 + 1))
-    coordinates = torch.nn.functional.pad(coordinates, (0, 1)).unsqueeze(1)
-    part = map_of(RopeNdConfig(10_000.0, assignment="block", layout="interleaved"))
-    for ours, theirs in zip(mapped(part, at(coordinates), query, key), expected, strict=True):
-        # The same angles; complex products round in another order.
-        torch.testing.assert_close(ours.transpose(1, 2), theirs, rtol=0, atol=1e-6)
-
-
-def test_mixed_frequencies_equal_lightglue():
-    """Its one matrix of frequencies serves all heads, and its coordinates are real numbers."""
-    stock = LightGlueConfig(descriptor_dim=HEADS * HEAD_DIM, num_attention_heads=HEADS, num_key_value_heads=HEADS)
-    encoder = lightglue.LightGluePositionalEncoder(stock)
-    keypoints = torch.randn(1, LENGTH, 2)
-    query, key = query_and_key()
-    ((cosine, sine),) = encoder(keypoints)
-    expected = lightglue.apply_rotary_pos_emb(query, key, cosine, sine)
-    part = map_of(RopeNdConfig(assignment="mixed", per_head=False, layout="interleaved"))
-    part.load_state_dict({"frequencies": encoder.projector.weight.T.unsqueeze(1)})
-    for ours, theirs in zip(mapped(part, at(keypoints.movedim(-1, 0)), query, key), expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
-
-
-@pytest.mark.parametrize(("head_dim", "sections"), [(128, (16, 24, 24)), (16, (2, 3, 3)), (16, (4, 4, 0))])
-def test_contiguous_sections_are_bit_equal_to_qwen2_vl(head_dim, sections):
-    stock = Qwen2VLTextConfig(
-        hidden_size=HEADS * head_dim,
-        num_attention_heads=HEADS,
-        num_key_value_heads=2,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": list(sections)},
-    )
-    query, key = query_and_key(head_dim, 2)
-    coordinates = scattered(3)
-    cosine, sine = qwen2_vl.Qwen2VLRotaryEmbedding(stock)(query, coordinates)
-    expected = qwen2_vl.apply_rotary_pos_emb(query, key, cosine, sine)
-    part = map_of(MRopeConfig(sections=sections), head_dim, 2)
-    for ours, theirs in zip(mapped(part, at(coordinates), query, key), expected, strict=True):
-        assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize(("head_dim", "sections"), [(128, (24, 20, 20)), (16, (4, 2, 2)), (16, (3, 3, 2))])
-def test_interleaved_sections_are_bit_equal_to_qwen3_vl(head_dim, sections):
-    stock = Qwen3VLTextConfig(
-        hidden_size=HEADS * head_dim,
-        num_attention_heads=HEADS,
-        num_key_value_heads=2,
-        head_dim=head_dim,
-        rope_parameters={"rope_type": "default", "rope_theta": 5e6, "mrope_section": list(sections)},
-    )
-    query, key = query_and_key(head_dim, 2)
-    coordinates = scattered(3)
-    cosine, sine = qwen3_vl.Qwen3VLTextRotaryEmbedding(stock)(query, coordinates)
-    expected = qwen3_vl.apply_rotary_pos_emb(query, key, cosine, sine)
-    part = map_of(MRopeConfig(5e6, sections, interleaved=True), head_dim, 2)
-    for ours, theirs in zip(mapped(part, at(coordinates), query, key), expected, strict=True):
-        assert torch.equal(ours, theirs)
+from .coordinate_cases import (
+    HEAD_DIM,
+    LENGTH,
+    WIDTH,
+    at,
+    context,
+    logits_of,
+    map_of,
+    mapped,
+    plain,
+    query_and_key,
+    scattered,
+)
 
 
 def test_default_sections_are_the_released_ones_in_proportion():
@@ -294,29 +138,6 @@ def test_given_coordinates_win_over_the_grid():
     assert torch.equal(logits_of(config, same, query, key), logits_of(config, plain(), query, key))
     other = at(grid_coordinates(plain().ids, (WIDTH + 1,)))
     assert (logits_of(config, other, query, key) - logits_of(config, plain(), query, key)).abs().max() > 0.1
-
-
-def test_mixed_frequencies_start_as_in_the_official_code():
-    """Fixture: `init_random_2d_freqs(dim=8, num_heads=2, theta=10.0)` of github.com/naver-ai/rope-vit
-    (deit/models_v2_rope.py) after `torch.manual_seed(0)`, rows x of both heads and y of both heads."""
-    expected = [
-        [[-0.999723, -0.31614, -0.023518, -0.007437], [0.114241, 0.036126, 0.993453, 0.314157]],
-        [[0.023518, 0.007437, -0.999723, -0.31614], [-0.993453, -0.314157, 0.114241, 0.036126]],
-    ]
-    torch.manual_seed(0)
-    part = RopeNdConfig(assignment="mixed").build(context(8, 2)).query_key_map
-    torch.testing.assert_close(part.frequencies.detach(), torch.tensor(expected), rtol=0, atol=1e-6)
-    assert part.no_weight_decay == {"frequencies"}
-    assert part.whole_heads
-
-
-def test_axial_angles_are_those_of_the_official_code():
-    """Fixture: cosine and sine of patch 5 of `compute_axial_cis(dim=8, end_x=3, end_y=2)`, same file: x, y = 2, 1."""
-    expected = [-0.416147, 0.909297, 0.980067, 0.198669, 0.540302, 0.841471, 0.995004, 0.099833]
-    part = map_of(RopeNdConfig(layout="interleaved"), head_dim=8)
-    cosine, sine = part.phases(at(torch.tensor([[[2]], [[1]]])))
-    ours = torch.stack((cosine[0, 0, ::2], sine[0, 0, ::2]), dim=-1).flatten()
-    torch.testing.assert_close(ours, torch.tensor(expected), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("grid", [(4,), (3, 4)])
