@@ -1,6 +1,7 @@
 """Loss by length of a model: `accelerate launch eval/loss.py MODEL --text FILE --lengths 128 512 1024`.
 
-The same as `hf-posenc eval loss`, on the device that accelerate chose. The first process measures, the others leave.
+The same as `hf-posenc eval loss`, on the device that accelerate chose. The first process measures, the
+others leave.
 """
 
 from __future__ import annotations

@@ -7,48 +7,12 @@ from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, Ll
 
 from hf_posenc.cli import main
 
-WORDS = [
-    "the",
-    "dog",
-    "another",
-    "a",
-    "chases",
-    "pig",
-    "cat",
-    "horse",
-    "boy",
-    "girl",
-    "man",
-    "woman",
-    "and",
-    "then",
-    "with",
-    "old",
-    "small",
-    "red",
-    "house",
-    "garden",
-    "near",
-    "over",
-    "teacher",
-    "student",
-    "doctor",
-    "lawyer",
-    "king",
-    "queen",
-    "sees",
-    "follows",
-    "helps",
-    "calls",
-    "likes",
-    "hears",
-    "knows",
-    "near",
-    "walked",
-    "field",
-    "water",
-    "road",
-]
+TEXT = (
+    "the dog another a chases pig cat horse boy girl man woman and then with old small red house garden near over "
+    "teacher student doctor lawyer king queen sees follows helps calls likes hears knows walked field water road "
+    "today finds"
+)
+WORDS = TEXT.split()
 
 
 def _save_tokenizer(folder, *, mask):
@@ -164,3 +128,23 @@ def test_loss_needs_a_language_model_and_a_mask_token(folders, text, capsys):
     assert "AutoModelForMaskedLM" in capsys.readouterr().err
     assert main(["eval", "loss", folders["bert"], "--tokenizer", folders["llama"], *words]) == 2
     assert "has no mask token" in capsys.readouterr().err
+
+
+def test_sensitivity_under_several_schemes(folders, text, capsys):
+    words = ["eval", "sensitivity", folders["bert"], "--schemes", "native,none", "--gaps", "2", "8", "--offsets", "1"]
+    words += ["--context", "16", "--text", text]
+    native, none = _json(capsys, words)["rows"]
+    assert native["value"]["repeated"]["gaps"] == [2, 8]
+    assert native["value"]["repeated"]["distances"][0][-1] > 1e-3
+    assert none["value"]["repeated"]["distances"][0][-1] <= 1e-5
+    assert [shift["offset"] for shift in none["value"]["shifted"]["shifts"]] == [1, 0]
+    assert none["value"]["permuted"]["context"] == 16
+    assert main([*words, "--markdown"]) == 0
+    assert "| gap 2 |" in capsys.readouterr().out
+
+
+def test_sensitivity_with_a_text_that_is_too_short_says_so(folders, capsys, tmp_path):
+    (tmp_path / "short.txt").write_text("the dog")
+    words = ["--text", str(tmp_path / "short.txt"), "--gaps", "2", "--schemes", "none"]
+    assert main(["eval", "sensitivity", folders["bert"], *words]) == 2
+    assert "3 tokens, and one window alone needs 50" in capsys.readouterr().err

@@ -11,8 +11,11 @@ import sys
 from collections.abc import Sequence
 
 from hf_posenc.cli.errors import UsageError
+from hf_posenc.cli.harness import VERB as HARNESS
+from hf_posenc.cli.harness import add_harness
 from hf_posenc.cli.losses import add_loss
 from hf_posenc.cli.properties import add_properties
+from hf_posenc.cli.sensitivity import add_sensitivity
 from hf_posenc.errors import PositionEncodingError
 
 _SCHEME_HELP = "a scheme, with options after a colon: rope  rope:theta=500000,layout=interleaved"
@@ -30,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     verb_index = _verb_index(words)
-    if words[verb_index : verb_index + 1] == ["compare"]:
+    if words[verb_index : verb_index + 1] in (["compare"], [HARNESS]):
         # Its options belong to the script, which argparse cannot pass through where they come first.
         words.insert(verb_index + 1, "--")
     options, unknown = _parser().parse_known_args(words)
@@ -158,6 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     dog.set_defaults(run="eval_dog", parser=dog)
     add_properties(tests, _SCHEME_HELP)
     add_loss(tests, _SCHEME_HELP)
+    add_sensitivity(tests, _SCHEME_HELP)
 
     plot = verbs.add_parser("plot", help="draw what a scheme does, as PNG and SVG")
     plot.add_argument("scheme", metavar="SCHEME", help=_SCHEME_HELP)
@@ -169,6 +173,7 @@ def _parser() -> argparse.ArgumentParser:
     plot.add_argument("--list", action="store_true", help="only list the kinds that apply to the scheme")
     plot.set_defaults(run="plotting.plot", parser=plot)
 
+    add_harness(verbs)
     compare = verbs.add_parser(
         "compare", help="train one model per scheme and compare (training/compare.py; --help shows its options)"
     )

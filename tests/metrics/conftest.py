@@ -53,6 +53,11 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     return build_word_tokenizer()
 
 
+@pytest.fixture(scope="session")
+def tokenizer_of() -> Callable[[tuple[str, ...]], PreTrainedTokenizerFast]:
+    return build_word_tokenizer
+
+
 @pytest.fixture
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     return build_byte_tokenizer()

@@ -1,0 +1,19 @@
+"""Position sensitivity of a model: `accelerate launch eval/sensitivity.py MODEL --schemes native none rope`.
+
+The same as `hf-posenc eval sensitivity`, on the device that accelerate chose. The first process measures, the
+others leave.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from accelerate import PartialState
+
+from hf_posenc.cli import main
+
+if __name__ == "__main__":
+    state = PartialState()
+    status = main(["eval", "sensitivity", "--device", str(state.device), *sys.argv[1:]]) if state.is_main_process else 0
+    state.destroy_process_group()
+    sys.exit(status)

@@ -1,0 +1,216 @@
+import dataclasses
+import json
+
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+
+from hf_posenc import UnknownNameError, patch_model
+from hf_posenc.metrics import MeasurementError, relative_l2
+from hf_posenc.metrics.sensitivity import ENGLISH, sensitivity_test, tokenize_material
+from hf_posenc.metrics.sensitivity.outputs import outputs_of, relative_changes
+from hf_posenc.metrics.sensitivity.permuted_context import permuted_context, shuffled_order
+from hf_posenc.metrics.sensitivity.repeated_words import repeated_sentences, repeated_words
+from hf_posenc.metrics.sensitivity.role_swaps import role_swaps
+from hf_posenc.metrics.sensitivity.shifted_positions import shifted_positions
+
+WORDS = tuple(dict.fromkeys((*ENGLISH.nouns, *ENGLISH.verbs, *ENGLISH.fillers, "the", "another", "today")))
+SIZES = {
+    "vocab_size": 120, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 512, "initializer_range": 0.2,
+}  # fmt: skip
+#: Rounding of float32 through three layers.
+ROUNDING = 1e-5
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_of):
+    return tokenizer_of(WORDS)
+
+
+@pytest.fixture(scope="module")
+def material():
+    generator = torch.Generator().manual_seed(0)
+    words = [WORDS[index] for index in torch.randint(len(WORDS), (300,), generator=generator)]
+    return dataclasses.replace(ENGLISH, passage=" ".join(words))
+
+
+@pytest.fixture(scope="module")
+def tokens(tokenizer, material):
+    return tokenize_material(tokenizer, material)
+
+
+@pytest.fixture
+def encoder():
+    torch.manual_seed(0)
+    return BertForMaskedLM(BertConfig(intermediate_size=64, **SIZES)).eval()
+
+
+@pytest.fixture
+def decoder():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(intermediate_size=64, **SIZES)).eval()
+
+
+def test_the_words_stand_where_they_should(tokens, tokenizer):
+    sentences, first = repeated_sentences(tokens, 5)
+    assert tokenizer.convert_ids_to_tokens(sentences[0].tolist()) == (
+        ["[CLS]", "the", "dog", "and", "then", "with", "another", "dog", "[SEP]"]
+    )
+    assert sentences.shape[0] == len(ENGLISH.nouns)
+    assert sentences[:, first].equal(sentences[:, first + 5])
+
+
+def test_an_encoder_without_positions_sees_a_set(encoder, tokenizer, material):
+    result = sensitivity_test(
+        encoder, tokenizer, ["native", "none", "alibi", "rope", "sinusoidal"], gaps=(2, 16), material=material
+    )
+    assert not result.causal
+    assert {row.scheme: result.sees_order(row.scheme) for row in result.rows} == {
+        "native": True, "none": False, "alibi": True, "rope": True, "sinusoidal": True,
+    }  # fmt: skip
+    for row in result.rows:
+        if row.scheme != "none":
+            assert row.value.largest() > 1e-3
+            assert min(row.value.repeated.at(2), row.value.roles.word[-1], row.value.roles.sentence[-1]) > 1e-4
+
+
+def test_relative_schemes_do_not_see_a_shift_and_absolute_ones_do(encoder, tokens):
+    for scheme, absolute in {"none": False, "alibi": False, "rope": False, "t5": False, "sinusoidal": True}.items():
+        shifts = shifted_positions(patch_model(encoder, scheme), tokens, offsets=(1, 100), padding=5).shifts
+        assert [(shift.offset, shift.padding) for shift in shifts] == [(1, 0), (100, 0), (0, 5)]
+        for shift in shifts[:2]:
+            # Phases of positions near 100 are rounded a little otherwise than those near 0.
+            assert (shift.change > 1e-2) if absolute else (shift.change <= ROUNDING)
+        # A patched model counts no padding.
+        assert shifts[2].change <= ROUNDING
+
+
+def test_a_stock_table_counts_padding_and_ends(encoder, tokens):
+    shifts = shifted_positions(encoder, tokens, offsets=(1, 4000)).shifts
+    assert shifts[0].change > 1e-2
+    assert shifts[1].change is None
+    assert "past the 512 positions" in shifts[1].reason
+    assert shifts[2].change > 1e-2
+
+
+def test_positions_are_counted_as_the_model_counts_them(tokens):
+    torch.manual_seed(0)
+    options = {"ffn_dim": 64, "word_embed_proj_dim": 32, **SIZES}
+    model = OPTForCausalLM(OPTConfig(**options)).eval()
+    assert shifted_positions(model, tokens, offsets=(1,)).shifts[0].change > 1e-2
+    patch_model(model, "alibi")
+    assert shifted_positions(model, tokens, offsets=(1,)).shifts[0].change <= ROUNDING
+
+
+def test_a_causal_model_tells_words_apart_by_its_mask(decoder, tokenizer, material):
+    result = sensitivity_test(decoder, tokenizer, ["native", "none"], gaps=(2, 16), material=material)
+    assert result.causal
+    none = result.row("none").value
+    # Each occurrence sees another prefix; the embeddings are still equal.
+    assert none.repeated.distances[0][0] == 0
+    assert none.repeated.at(2) > 1e-2
+    # After one layer the last word has seen the same words in either order, and the mask tells from the second on.
+    assert none.roles.sentence[1] <= ROUNDING
+    assert none.roles.sentence[2] > 1e-3
+    assert none.roles.logits > 1e-3
+    assert result.row("native").value.roles.sentence[1] > 1e-3
+    assert result.sees_order("none") is None
+    assert "mask" in result.table()
+    assert "loss" in result.table()
+
+
+def test_distances_are_those_of_single_sentences(encoder, tokens):
+    found = repeated_words(encoder, tokens, [4])
+    sentences, first = repeated_sentences(tokens, 4)
+    single = [outputs_of(encoder, sentence[None]).states for sentence in sentences]
+    expected = [
+        sum(relative_l2(states[layer][0, first], states[layer][0, first + 4]) for states in single) / len(single)
+        for layer in range(4)
+    ]
+    assert found.distances[0] == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_loss_of_a_shuffled_context_is_that_of_the_token_in_question(decoder, tokens):
+    found = permuted_context(decoder, tokens, causal=True, context=8, within=(None,), max_windows=3)
+    frame, count = tokens.frame, tokens.passage.shape[0] - 10
+    windows = torch.stack([tokens.passage[start : start + 10] for start in (0, count // 2, count)])
+    assert (frame.before, found.windows, found.context) == ((2,), 3, 8)
+    with torch.no_grad():
+        logits = decoder(torch.cat([torch.full((3, 1), 2), windows[:, :9]], dim=1)).logits[:, -1]
+    assert found.loss == pytest.approx(float(torch.nn.functional.cross_entropy(logits, windows[:, 9])), abs=1e-5)
+
+
+def test_a_masked_model_predicts_the_masked_last_token(encoder, tokens):
+    masked = dataclasses.replace(tokens, mask_token_id=1)
+    found = permuted_context(patch_model(encoder, "none"), masked, causal=False, context=8, max_windows=4)
+    assert found.loss > 0
+    assert all(abs(permutation.loss_change) <= ROUNDING for permutation in found.permutations)
+    assert permuted_context(encoder, tokens, causal=False, context=8, max_windows=4).loss is None
+
+
+def test_blocks_are_shuffled_by_themselves():
+    order = shuffled_order(20, 8, 50, torch.Generator().manual_seed(0))
+    assert order.sort(dim=1).values.equal(torch.arange(20).expand(50, 20))
+    assert (order // 8).equal((torch.arange(20) // 8).expand(50, 20))
+    assert not order.equal(torch.arange(20).expand(50, 20))
+    whole = shuffled_order(20, 20, 50, torch.Generator().manual_seed(0))
+    assert not (whole // 8).equal((torch.arange(20) // 8).expand(50, 20))
+
+
+def test_changes_by_row_are_the_distances_of_the_library():
+    first, second = torch.randn(3, 4, 5), torch.randn(3, 4, 5)
+    second[0] = first[0] = 0
+    expected = [relative_l2(one, other) for one, other in zip(first, second, strict=True)]
+    assert relative_changes(first, second).tolist() == pytest.approx(expected)
+
+
+def test_what_one_scheme_cannot_do_stands_in_its_row(encoder, tokenizer, material):
+    schemes = ["native", "forget_gate"]
+    result = sensitivity_test(encoder, tokenizer, schemes, gaps=(2, 600), offsets=(1,), material=material)
+    native, refused = result.rows
+    assert native.value.repeated.at(600) is None
+    assert "512 positions" in native.value.repeated.reasons[1]
+    assert refused.value is None
+    table = result.table(markdown=True)
+    assert "cannot be measured" in table
+    assert "gap 600: Position" in table
+    assert json.loads(json.dumps(result.to_dict(), allow_nan=False))["rows"][1]["error"] == refused.error
+    with pytest.raises(KeyError, match="alibi"):
+        result.row("alibi")
+
+
+def test_the_model_is_left_as_it_was_found(encoder, tokenizer, material):
+    patch_model(encoder, "t5").train()
+    before = {name: value.clone() for name, value in encoder.state_dict().items()}
+    with pytest.raises(UnknownNameError, match="alibi"):
+        sensitivity_test(encoder, tokenizer, ["alibbi"], material=material)
+    sensitivity_test(encoder, tokenizer, ["none"], gaps=(2,), offsets=(1,), material=material)
+    assert encoder.position_encoding.config.name == "t5"
+    assert encoder.training
+    assert all(value.equal(before[name]) for name, value in encoder.state_dict().items())
+
+
+def test_words_the_tokenizer_does_not_know_are_named(byte_tokenizer, tokenizer, tokens, encoder):
+    with pytest.raises(MeasurementError, match=r"has 1 of the nouns .* Pass material"):
+        tokenize_material(byte_tokenizer, ENGLISH)
+    with pytest.raises(MeasurementError, match="the another 'anotherword'"):
+        tokenize_material(tokenizer, dataclasses.replace(ENGLISH, another="anotherword"))
+    with pytest.raises(MeasurementError, match="at least 2"):
+        repeated_words(encoder, tokens, [1])
+    with pytest.raises(MeasurementError, match="one window alone needs 402"):
+        permuted_context(encoder, tokens, causal=False, context=400)
+    with pytest.raises(MeasurementError, match="At least 2 tokens"):
+        permuted_context(encoder, tokens, causal=False, within=(1,))
+    with pytest.raises(MeasurementError, match="at least 1"):
+        shifted_positions(encoder, tokens, offsets=(0,))
+    with pytest.raises(MeasurementError, match="one window alone needs 400"):
+        shifted_positions(encoder, tokens, length=400)
+
+
+def test_roles_are_exchanged_for_every_two_nouns(encoder, tokens):
+    found = role_swaps(patch_model(encoder, "none"), tokens, causal=False)
+    assert found.pairs == 66
+    assert max(*found.word, *found.sentence) <= ROUNDING
+    # As if the decoder's last word were asked: the same set of words again.
+    assert max(role_swaps(encoder, tokens, causal=True).sentence) <= ROUNDING
