@@ -45,10 +45,12 @@ def format_number(value: float | None) -> str:
 
 
 def _is_number(cell: str) -> bool:
+    """Whether a cell is a number, a number with its interval ("1.65 ± 0.02"), a large one ("1,234"), or missing."""
     if cell in ("-", ""):
         return True
     try:
-        float(cell)
+        for part in cell.split(" ± "):
+            float(part.replace(",", ""))
     except ValueError:
         return False
     return True

@@ -1,0 +1,191 @@
+"""The model card of a patched model: what takes in position, how it is loaded, and what it scored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modelcard import TASK_MAPPING
+
+from hf_posenc.errors import PositionEncodingError
+from hf_posenc.patching.apply import current_encoding, unwrapped
+from hf_posenc.version import __version__
+
+#: Tags of every card, which make patched models findable.
+TAGS = ("hf_posenc", "position-encoding")
+
+_PACKAGES = ("torch", "transformers", "peft")
+
+
+def model_card(
+    model: nn.Module,
+    *,
+    model_id: str,
+    description: str = "",
+    sections: Mapping[str, str] | None = None,
+    base_model: str | None = None,
+    license: str | None = None,
+    language: str | Sequence[str] | None = None,
+    datasets: Sequence[str] | None = None,
+    eval_results: Sequence[EvalResult] | None = None,
+) -> ModelCard:
+    """A card for a patched model, to be saved beside it or pushed with it.
+
+        card = model_card(model, model_id="me/llama-alibi", base_model="HuggingFaceTB/SmolLM2-135M")
+        card.save("llama-alibi/README.md")
+
+    It says which scheme the model has, with its options, what of the stock model it replaced, and that `hf_posenc` has
+    to be imported before `from_pretrained`. What a program cannot know (training data, intended use, limits) comes
+    from `sections`.
+
+    Args:
+        model: a patched model, or a PEFT model around one. PEFT writes a card of its own into the folder of an
+            adapter, which says nothing of the scheme: save this one after `save_pretrained`.
+        model_id: hub id or folder, for the title and the loading example.
+        description: a paragraph below the title.
+        sections: further sections, title to Markdown text, in this order.
+        base_model: hub id of the model that was patched; by default the one it was loaded from, unless that is a
+            path of this machine.
+        license: identifier of the licence, such as "apache-2.0".
+        language: code or codes, such as "en".
+        datasets: hub ids of what it was trained on.
+        eval_results: for the model-index of the card.
+
+    Raises:
+        PositionEncodingError: for a model that is not patched.
+        TypeError: for something that is not a transformers model.
+    """
+    inner = unwrapped(model)
+    encoding = current_encoding(inner)
+    if encoding is None:
+        raise PositionEncodingError(
+            f"This {type(inner).__name__} is not patched, so its card would have nothing to say about a scheme. Call "
+            "patch_model first, or write an ordinary huggingface_hub.ModelCard."
+        )
+    adapter = model is not inner
+    base = base_model or _hub_name(inner)
+    if adapter and base is None:
+        raise PositionEncodingError(
+            "The card of an adapter has to name the patched model below it: give base_model, the hub id or folder that "
+            "it was saved to."
+        )
+    class_name = type(inner).__name__
+    data = card_data(
+        model_id, class_name, encoding.config.name, base_model=base, license=license, language=language,
+        datasets=datasets, eval_results=eval_results, library_name="peft" if adapter else "transformers",
+    )  # fmt: skip
+    loading = adapter_loading(model_id, class_name, str(base)) if adapter else loading_section(model_id, class_name)
+    parts = [
+        f"# {model_id}",
+        description,
+        f"## Position encoding\n\n{scheme_section(encoding.config.to_dict(), class_name)}",
+        "" if encoding.report is None else f"What was replaced:\n\n```\n{encoding.report}\n```",
+        f"## Loading\n\n{loading}",
+        *(f"## {title}\n\n{text}" for title, text in (sections or {}).items()),
+        f"### Framework versions\n\n{versions_section()}",
+    ]
+    body = "\n\n".join(part.strip() for part in parts if part.strip())
+    return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n", ignore_metadata_errors=False)
+
+
+def card_data(
+    model_id: str,
+    class_name: str,
+    scheme: str,
+    *,
+    tags: Sequence[str] = (),
+    eval_results: Sequence[EvalResult] | None = None,
+    library_name: str = "transformers",
+    **fields: Any,
+) -> ModelCardData:
+    """The YAML head of a card: library, task of the class, tags with the scheme, and results.
+
+    Args:
+        model_id: hub id or folder; its last part names the model in the model-index.
+        class_name: of the model, such as "LlamaForCausalLM".
+        scheme: name of the scheme, which becomes a tag.
+        tags: further tags.
+        eval_results: for the model-index.
+        library_name: what loads it.
+        fields: of `huggingface_hub.ModelCardData`; `None` leaves one out.
+    """
+    every_tag = [*TAGS, scheme.replace("_", "-"), *tags]
+    return ModelCardData(
+        model_name=model_id.rstrip("/").rsplit("/", 1)[-1],
+        library_name=library_name,
+        pipeline_tag=pipeline_tag(class_name),
+        tags=list(dict.fromkeys(every_tag)),
+        eval_results=list(eval_results) if eval_results else None,
+        **{name: value for name, value in fields.items() if value is not None},
+    )
+
+
+def scheme_section(config: Mapping[str, Any], class_name: str) -> str:
+    """Which scheme it is, with every option, in Markdown."""
+    options = json.dumps(dict(config), indent=2, ensure_ascii=False)
+    return (
+        f"A stock `{class_name}` whose position encoding was replaced by `{config['scheme']}` of the package "
+        f"`hf_posenc`. All options:\n\n```json\n{options}\n```"
+    )
+
+
+def loading_section(path: str, class_name: str, *, patched: bool = True, tokenizer: bool = False) -> str:
+    """How a saved model is loaded, and what happens without the package, in Markdown.
+
+    Args:
+        path: hub id or folder.
+        class_name: of the model.
+        patched: whether it has a scheme of this package; a stock model needs no import.
+        tokenizer: whether its tokenizer lies beside it.
+    """
+    names = ["AutoTokenizer", class_name] if tokenizer else [class_name]
+    lines = ["import hf_posenc  # before from_pretrained"] if patched else []
+    lines += [f"from transformers import {', '.join(names)}", "", f'model = {class_name}.from_pretrained("{path}")']
+    lines += [f'tokenizer = AutoTokenizer.from_pretrained("{path}")'] if tokenizer else []
+    lines += ["print(model.position_encoding.config)"] if patched else []
+    code = "\n".join(["```python", *lines, "```"])
+    if not patched:
+        return code
+    return (
+        f"{code}\n\n`pip install hf-posenc` once. Without the import, loading stops with an error; it never gives a "
+        "model with other positions."
+    )
+
+
+def adapter_loading(path: str, class_name: str, base_model: str) -> str:
+    """How an adapter on a patched model is loaded, in Markdown."""
+    return (
+        f"```python\nimport hf_posenc  # before from_pretrained\nfrom peft import PeftModel\nfrom transformers import "
+        f'{class_name}\n\nbase = {class_name}.from_pretrained("{base_model}")  # the patched model\n'
+        f'model = PeftModel.from_pretrained(base, "{path}")\n```\n\n'
+        "The adapter holds no scheme: the model below it does, and has to be the patched one."
+    )
+
+
+def versions_section() -> str:
+    """The installed versions, in Markdown."""
+    lines = [f"- hf_posenc {__version__}"]
+    for package in _PACKAGES:
+        try:
+            lines.append(f"- {package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    return "\n".join(lines)
+
+
+def pipeline_tag(class_name: str) -> str | None:
+    """The hub's task of a model class, such as "text-generation"; `None` for a base model."""
+    return next((task for task, names in TASK_MAPPING.items() if class_name in names.values()), None)
+
+
+def _hub_name(model: PreTrainedModel) -> str | None:
+    """What the model was loaded from, if that is a name others can load: `owner/name` or a bare name, not a path."""
+    name = str(getattr(model, "name_or_path", "") or "")
+    is_path = name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1 or Path(name).exists()
+    return None if not name or is_path else name
