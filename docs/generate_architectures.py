@@ -98,6 +98,8 @@ def _run_one(pair: Pair, results: Any) -> None:
     try:
         results.put(check_pair(pair).to_dict())
     except Exception:
+        # Building and calling somebody else's model may raise anything: the sweep goes on, the row holds the traceback,
+        # and the exit status says that a process died.
         results.put({"pair": pair.name, "died": traceback.format_exc(limit=-4)})
 
 

@@ -6,28 +6,36 @@ A check that the stock model fails as well says nothing about a scheme and is ma
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, StaticCache
+from transformers import PreTrainedModel
 
 from hf_posenc import UnsupportedError, native_scheme, patch_model, unpatch_model
 from hf_posenc.patching.architectures import architecture_of
 from hf_posenc.patching.discovery import find_stacks
 
-from .findings import CONTENT_BOUND, EFFECT_BOUND, KEPT_BOUND, NATIVE_BOUND, SAME_BOUND, Finding, Record, above, at_most
+from .calling import Caller
+from .findings import (
+    CONTENT_BOUND,
+    EFFECT_BOUND,
+    KEPT_BOUND,
+    NATIVE_BOUND,
+    SAME_BOUND,
+    Finding,
+    Record,
+    above,
+    at_most,
+    attempt,
+    failure,
+)
 from .population import Pair
-from .shrinking import FIRST_TOKEN, VOCABULARY
-from .tiny import WITHOUT_POSITIONS, one_layer_models, tiny_model
+from .tiny import WITHOUT_POSITIONS, one_layer_models
 from .traces import difference, trace_of
 
-LENGTH = 20
-PREFILL = 13
-PADDING = 5
 HIDDEN = 64
 SCHEMES = ("native", "none", "alibi", "t5", "rope", "sinusoidal", "forget_gate", "shaw", "pope")
 #: Small enough for the tiny models, other than what any of them has natively, and gates that do not close at once.
@@ -43,7 +51,7 @@ def check_pair(pair: Pair, schemes: tuple[str, ...] = SCHEMES) -> Record:
     return Checker(pair).record_of(schemes)
 
 
-class Checker:
+class Checker(Caller):
     """The checks of one pair.
 
     Args:
@@ -51,10 +59,7 @@ class Checker:
     """
 
     def __init__(self, pair: Pair) -> None:
-        self.pair = pair
-        self.model = tiny_model(pair)
-        generator = torch.Generator().manual_seed(7)
-        self.tokens = torch.randint(FIRST_TOKEN, VOCABULARY, (2, LENGTH), generator=generator)
+        super().__init__(pair)
         self.record = Record(pair.name)
 
     def record_of(self, schemes: tuple[str, ...]) -> Record:
@@ -114,11 +119,11 @@ class Checker:
                 patch_model(self.model, config)
             else:
                 self._patch(self.model, scheme, config)
-        except Exception as error:  # the table names whatever went wrong
+        except Exception as error:  # As in `attempt`: the row says what went wrong, and the other schemes go on.
             if isinstance(error, UnsupportedError) and "bidirectional" in str(error):
                 found["patch"] = Finding("refused", note=str(error))
                 return
-            found["patch"] = Finding("fail", note=f"{type(error).__name__}: {error}")
+            found["patch"] = failure(error)
             if scheme == "native":
                 self.record.native = f"({error})"
             found["undo"] = self._undo()
@@ -151,13 +156,15 @@ class Checker:
 
     def _check_order(self, scheme: str, config: Any, model: PreTrainedModel, positional: bool) -> Finding:
         """Without positions the order of earlier tokens is invisible in one layer; with any scheme it is not."""
-        try:
+
+        def permuted() -> float:
             self._patch(model, scheme, config)
-            value = self._permuted(model)
-        except Exception as error:
-            return Finding("fail", note=f"{type(error).__name__}: {error}")
-        finally:
-            unpatch_model(model)
+            return self._permuted(model)
+
+        value = attempt(permuted)
+        unpatch_model(model)
+        if isinstance(value, Finding):
+            return value
         if scheme == "none":
             kept = architecture_of(self.model.config).kept
             finding = at_most(value, KEPT_BOUND if kept else SAME_BOUND)
@@ -179,22 +186,16 @@ class Checker:
             found["eager"] = self._same(self._eager, full, True)
 
     def _same(self, compute: Callable[[], Tensor], expected: Tensor, stock_holds: bool) -> Finding:
-        try:
-            value = self._distance(compute(), expected)
-        except UnsupportedError as error:
-            return Finding("refused", note=str(error))
-        except Exception as error:
-            return Finding("fail" if stock_holds else "stock", note=f"{type(error).__name__}: {error}"[:300])
-        finding = at_most(value, SAME_BOUND)
+        value = attempt(lambda: self._distance(compute(), expected), refusable=True)
+        finding = value if isinstance(value, Finding) else at_most(value, SAME_BOUND)
         if finding.verdict == "fail" and not stock_holds:
             finding.verdict = "stock"
         return finding
 
     def _measured(self, found: dict[str, Finding], name: str, compute: Callable[[], Tensor]) -> Tensor | None:
-        try:
-            output = compute()
-        except Exception as error:
-            found[name] = Finding("fail", note=f"{type(error).__name__}: {error}"[:300])
+        output = attempt(compute)
+        if isinstance(output, Finding):
+            found[name] = output
             return None
         found[name] = Finding("pass" if bool(torch.isfinite(output).all()) else "fail")
         return output
@@ -217,17 +218,15 @@ class Checker:
         if scheme == "sinusoidal":
             return Finding("skip", note="acts before the layers")
         layers = sorted({layer for stack in find_stacks(self.model) for layer in stack.layers()})
-        smallest = float("inf")
-        try:
-            for layer in layers:
-                patch_model(self.model, config, layers=[layer], elsewhere="none", **OPTIONS.get(scheme, {}))
-                stir(self.model)
-                smallest = min(smallest, self._distance(self._run(self.tokens), self.without))
-        except Exception as error:
-            return Finding("fail", note=f"{type(error).__name__}: {error}"[:300])
-        finally:
-            self._patch(self.model, scheme, config)
-        return above(smallest)
+
+        def effect(layer: int) -> float:
+            patch_model(self.model, config, layers=[layer], elsewhere="none", **OPTIONS.get(scheme, {}))
+            stir(self.model)
+            return self._distance(self._run(self.tokens), self.without)
+
+        smallest = attempt(lambda: min(effect(layer) for layer in layers))
+        self._patch(self.model, scheme, config)
+        return smallest if isinstance(smallest, Finding) else above(smallest)
 
     def _depends_on_content(self) -> Finding:
         """Attention that is uniform adds up the effects of two tokens; real attention does not."""
@@ -254,117 +253,18 @@ class Checker:
         value = float(interaction)
         return Finding("pass" if value > CONTENT_BOUND else "fail", value)
 
-    def _run(self, tokens: Tensor, model: PreTrainedModel | None = None, **options: Any) -> Tensor:
-        model = self.model if model is None else model
-        if self.pair.kind == "seq2seq":
-            options["decoder_input_ids"] = (
-                tokens.flip(-1) if "decoder_input_ids" not in options else options["decoder_input_ids"]
-            )
-        return output_of(model(input_ids=tokens, **options))
-
     def _distance(self, ours: Tensor, theirs: Tensor | None) -> float:
         assert theirs is not None
         return float((ours - theirs).abs().max()) / self.scale
 
     def _holds(self, compute: Callable[[], Tensor], expected: Tensor) -> bool:
-        try:
-            return self._distance(compute(), expected) <= SAME_BOUND
-        except Exception:
-            return False
-
-    def _decode(self, with_mask: bool, given_cache: bool = False, static: bool = False) -> Tensor:
-        """Logits of the full sequence, computed with a cache: a prefill, then one token at a time."""
-        if self.pair.kind == "seq2seq":
-            return self._decode_decoder(static)
-        cache: Any = StaticCache(config=self.model.config, max_cache_len=LENGTH + 4) if static else None
-        if given_cache and not static:
-            cache = DynamicCache(config=self.model.config)
-        has_mems = "mems" in inspect.signature(type(self.model).forward).parameters
-        if has_mems and static:
-            raise TypeError("This architecture remembers in `mems` and takes no cache.")
-        memory: dict[str, Any] | None = {"use_mems": True} if has_mems else None
-        pieces = []
-        bounds = [0, *range(PREFILL, LENGTH + 1)]
-        for start, end in itertools.pairwise(bounds):
-            options: dict[str, Any] = {"use_cache": True} if memory is None else dict(memory)
-            if cache is not None:
-                options["past_key_values"] = cache
-            if with_mask:
-                options["attention_mask"] = torch.ones(2, end, dtype=torch.int64)
-                if "position_ids" in inspect.signature(type(self.model).forward).parameters:
-                    options["position_ids"] = torch.arange(start, end).expand(2, -1)
-            output = self.model(input_ids=self.tokens[:, start:end], **options)
-            cache = getattr(output, "past_key_values", cache)
-            if hasattr(output, "mems"):
-                memory = {"mems": output.mems, "use_mems": True}
-            pieces.append(output_of(output))
-        return torch.cat(pieces, dim=1)
-
-    def _decode_decoder(self, static: bool) -> Tensor:
-        encoder_outputs = self.model.get_encoder()(input_ids=self.tokens)
-        cache: Any = None
-        if static:
-            config = self.model.config.get_text_config(decoder=True)
-            own, cross = (StaticCache(config=config, max_cache_len=length) for length in (LENGTH + 4, LENGTH))
-            cache = EncoderDecoderCache(own, cross)
-        target = self.tokens.flip(-1)
-        pieces = []
-        bounds = [0, *range(PREFILL, LENGTH + 1)]
-        for start, end in itertools.pairwise(bounds):
-            output = self.model(
-                encoder_outputs=encoder_outputs,
-                decoder_input_ids=target[:, start:end],
-                past_key_values=cache,
-                use_cache=True,
-            )
-            cache = output.past_key_values
-            pieces.append(output_of(output))
-        return torch.cat(pieces, dim=1)
-
-    def _alone(self) -> Tensor:
-        return self._run(self.tokens[:1, : LENGTH - PADDING])
-
-    def _padded(self, with_ids: bool) -> Tensor:
-        """The logits of one sequence that was padded on the left."""
-        tokens = self.tokens[:1, : LENGTH - PADDING]
-        pad = _pad_token(self.model)
-        mask = torch.cat((torch.zeros(1, PADDING, dtype=torch.int64), torch.ones_like(tokens)), dim=1)
-        options: dict[str, Any] = {"attention_mask": mask}
-        if with_ids:
-            options["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
-        if self.pair.kind == "seq2seq":
-            options["decoder_input_ids"] = tokens.flip(-1)
-        padded = self._run(torch.cat((tokens.new_full((1, PADDING), pad), tokens), dim=1), **options)
-        return padded if self.pair.kind == "seq2seq" else padded[:, PADDING:]
+        value = attempt(lambda: self._distance(compute(), expected))
+        return not isinstance(value, Finding) and value <= SAME_BOUND
 
     def _padding_holds(self, with_ids: bool) -> bool:
         if with_ids and "position_ids" not in inspect.signature(type(self.model).forward).parameters:
             return False
         return self._holds(lambda: self._padded(with_ids), self._alone())
-
-    def _eager(self) -> Tensor:
-        before = self.model.config._attn_implementation
-        self.model.set_attn_implementation("eager")
-        try:
-            return self._run(self.tokens)
-        finally:
-            self.model.set_attn_implementation(before)
-
-    def _permuted(self, model: PreTrainedModel) -> float:
-        """How much the last token notices that the earlier ones changed places."""
-        tokens = self.tokens[:1, :12]
-        order = torch.tensor([7, 2, 10, 0, 5, 9, 1, 4, 8, 3, 6, 11])
-        last, permuted = self._run(tokens, model)[:, -1], self._run(tokens[:, order], model)[:, -1]
-        return float((last - permuted).abs().max() / last.std())
-
-
-def output_of(output: Any) -> Tensor:
-    """The logits, or the last hidden state of a model without a head."""
-    for name in ("logits", "prediction_logits", "last_hidden_state"):
-        value = getattr(output, name, None)
-        if isinstance(value, Tensor):
-            return value
-    raise TypeError(f"{type(output).__name__} holds neither logits nor hidden states.")
 
 
 def stir(model: PreTrainedModel) -> None:
@@ -396,10 +296,6 @@ def _brief(config: Any) -> str:
         names = list(dict.fromkeys(_brief(one) for one in fields))
         return (" / " if hasattr(config, "layers") else " + ").join(names)
     return str(config.name)
-
-
-def _pad_token(model: PreTrainedModel) -> int:
-    return getattr(model.config, "pad_token_id", None) or 0
 
 
 def _own_scheme(model: PreTrainedModel) -> str:

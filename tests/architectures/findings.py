@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+from hf_posenc import UnsupportedError
+
+Measured = TypeVar("Measured")
 
 #: Bounds on differences of logits whose standard deviation is 1.
 NATIVE_BOUND = 1e-5
@@ -62,3 +67,24 @@ def at_most(value: float, bound: float) -> Finding:
 
 def above(value: float) -> Finding:
     return Finding("pass" if value > EFFECT_BOUND else "fail", value)
+
+
+def failure(error: Exception) -> Finding:
+    return Finding("fail", note=f"{type(error).__name__}: {error}"[:300])
+
+
+def attempt(compute: Callable[[], Measured], *, refusable: bool = False) -> Measured | Finding:
+    """What a check measures, or the finding that it could not.
+
+    Args:
+        compute: patches or calls a model.
+        refusable: whether an `UnsupportedError` counts as a refusal instead of a failure.
+    """
+    try:
+        return compute()
+    except Exception as error:
+        # The code of a hundred architectures, called in ways that some of them do not serve, may raise anything. None
+        # of it may end the sweep, and all of it stands in the record with its type.
+        if refusable and isinstance(error, UnsupportedError):
+            return Finding("refused", note=str(error))
+        return failure(error)
