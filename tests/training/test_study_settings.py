@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hf_posenc import RopeConfig, SinusoidalConfig, UnknownNameError
+from training import compare
+from training.errors import SettingsError
+from training.study.arguments import parse_study
+from training.study.cells import study_cells
+from training.study.settings import StudySettings
+from training.study.training_settings import parse_lengths
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tasks": "causal,maskd"}, "Unknown task 'maskd'.*Did you mean 'masked'"),
+        ({"schemes": ","}, "names nothing"),
+        ({"schemes": "none,none"}, "more than once"),
+        ({"scheme_options": "{rope}"}, "not JSON"),
+        ({"scheme_options": "[1]"}, "must map names"),
+        ({"schemes": "none", "scheme_options": '{"rope": {}}'}, "which --schemes does not name"),
+        ({"tasks": "causal", "task_options": '{"masked": {}}'}, "which --tasks does not name"),
+        ({"task_options": '{"causal": {"max_step": 3}}'}, "Did you mean 'max_steps'"),
+        ({"task_options": '{"causal": {"max_steps": "3"}}'}, "it takes int"),
+        ({"task_options": '{"causal": {"max_steps": true}}'}, "it takes int"),
+        ({"task_options": '{"causal": {"schemes": ["xpos"]}}'}, "names the scheme 'xpos'"),
+        ({"schemes": "none", "scheme_options": '{"none": {"training": {"max_steps": 0}}}'}, "nothing to read"),
+        ({"schemes": "none", "scheme_options": '{"none": {"from": "rope"}}'}, "--schemes does not name"),
+        (
+            {
+                "schemes": "a,b",
+                "scheme_options": '{"a": {"scheme": "none", "from": "b"}, "b": {"scheme": "none", "from": "a"}}',
+            },
+            "no training could begin",
+        ),
+        (
+            {
+                "schemes": "rope,a",
+                "scheme_options": '{"a": {"scheme": "rope", "from": "rope", "training": {"num_layers": 3}}}',
+            },
+            "cannot change its num_layers",
+        ),
+        ({"schemes": "native", "scheme_options": '{"native": {"theta": 3}}'}, "it has no options"),
+        ({"seeds": "0,-1"}, "whole numbers"),
+        ({"max_steps": -1}, "cannot be negative"),
+        ({"train_length": 1}, "--train_length is 1"),
+        ({"length_factor": 3}, "power of two"),
+        ({"hidden_size": 20, "num_heads": 4}, "heads of 5 dimensions"),
+        ({"mlm_probability": 1.0}, "between 0 and 1"),
+        ({"validation_fraction": 0.0}, "between 0 and 1"),
+        ({"learning_rate": 0.0}, "must be positive"),
+        ({"workers": -1}, "cannot be negative"),
+        ({"test_lengths": "5-"}, "write lengths and ranges"),
+        ({"train_lengths": "5-3"}, "ends before it begins"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_cannot_work_says_why(options, message):
+    with pytest.raises(SettingsError, match=message):
+        study_cells(StudySettings(**options))
+
+
+def test_unknown_scheme_and_option_are_refused_with_the_nearest_name():
+    with pytest.raises(UnknownNameError, match="Did you mean 'sinusoidal'"):
+        study_cells(StudySettings(schemes="none,sinusodal"))
+    with pytest.raises(UnknownNameError, match="theta"):
+        study_cells(StudySettings(schemes="rope", scheme_options='{"rope": {"teta": 1.0}}'))
+    with pytest.raises(SettingsError, match="theta"):
+        study_cells(StudySettings(schemes="rope", scheme_options='{"rope": {"theta": -1.0}}'))
+
+
+def test_a_wrong_command_line_leaves_no_output_folder(tmp_path, capsys):
+    out = tmp_path / "out"
+    assert compare.main(["--schemes=allibi", f"--output_dir={out}"]) == 2
+    assert "Did you mean 'alibi'" in capsys.readouterr().err
+    assert compare.main([str(tmp_path / "absent.yaml"), f"--output_dir={out}"]) == 2
+    assert "Cannot read the study" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_lengths():
+    settings = StudySettings(train_length=24, length_factor=4)
+    assert settings.lengths == [24, 48, 96]
+    assert settings.max_length == 96
+    assert parse_lengths("test_lengths", "5, 1-3,2") == [1, 2, 3, 5]
+
+
+def test_tasks_and_schemes_have_settings_of_their_own():
+    study = StudySettings(
+        schemes="rope,stretched",
+        scheme_options=json.dumps(
+            {"stretched": {"scheme": "rope", "theta": 500.0, "from": "rope", "training": {"max_steps": 7}}}
+        ),
+        tasks="causal,copy",
+        task_options=json.dumps({"causal": {"max_steps": 50, "seeds": [1, 2]}, "copy": {"schemes": ["rope"]}}),
+        max_steps=90,
+    )
+    cells = {cell.name: cell for cell in study_cells(study)}
+    assert list(cells) == [
+        "causal-rope-seed1", "causal-rope-seed2", "copy-rope-seed0", "causal-stretched-seed1", "causal-stretched-seed2",
+    ]  # fmt: skip
+    assert cells["causal-rope-seed1"].settings.max_steps == 50
+    assert cells["copy-rope-seed0"].settings.max_steps == 90
+    stretched = cells["causal-stretched-seed2"]
+    assert stretched.settings.max_steps == 7
+    assert stretched.entry.config == RopeConfig(theta=500.0)
+    assert stretched.start is cells["causal-rope-seed2"]
+    assert stretched.start.keeps_model
+    assert not stretched.keeps_model
+
+
+def test_what_a_scheme_starts_from_is_run_too():
+    study = StudySettings(
+        schemes="none,rope,tuned",
+        scheme_options='{"tuned": {"scheme": "rope", "from": "rope"}}',
+        tasks="causal",
+        task_options='{"causal": {"schemes": ["tuned"]}}',
+    )
+    assert [cell.entry.label for cell in study_cells(study)] == ["rope", "tuned"]
+
+
+def test_sinusoids_have_the_size_of_the_tokens_unless_somebody_says_otherwise():
+    by_default, by_hand = (
+        StudySettings(schemes="sinusoidal", scheme_options=options).entries[0].config
+        for options in ("{}", '{"sinusoidal": {"scale": 1.0}}')
+    )
+    assert by_default == SinusoidalConfig(scale=0.07)
+    assert by_hand == SinusoidalConfig(scale=1.0)
+
+
+def test_a_yaml_file_says_what_flags_say_and_flags_come_after_it(tmp_path):
+    path = tmp_path / "study.yaml"
+    path.write_text(
+        "schemes: [none, rope]\nscheme_options: {rope: {theta: 500.0}}\nseeds: [0, 1]\nlearning_rate: 1e-3\n"
+        "task_options:\n  causal: {max_steps: 3}\nsave_models: true\n"
+    )
+    from_file = parse_study([str(path), "--max_steps=9", "--seeds=4"], "")
+    from_flags = StudySettings(
+        schemes="none,rope", scheme_options='{"rope": {"theta": 500.0}}', seeds="4", learning_rate=1e-3,
+        task_options='{"causal": {"max_steps": 3}}', save_models=True, max_steps=9,
+    )  # fmt: skip
+    assert from_file.to_dict() == from_flags.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("scheme: [none]", "unknown setting 'scheme'. Did you mean 'schemes'"),
+        ("- none", "must hold settings by name"),
+        ("max_steps: many", "it takes int"),
+        ("learning_rate: high", "it takes a number"),
+        ("schemes: [none", "is not YAML"),
+    ],
+)
+def test_a_study_that_cannot_be_read_says_why(tmp_path, text, message):
+    path = tmp_path / "study.yaml"
+    path.write_text(text)
+    with pytest.raises(SettingsError, match=message):
+        parse_study([str(path)], "")
+
+
+def test_identity_holds_what_changes_a_result_and_nothing_else():
+    def identity(**options):
+        return study_cells(StudySettings(schemes="none", tasks="causal", **options))[0].identity({"digest": "d"})
+
+    assert identity(workers=7, output_dir="x", checkpoint_every=3, name="y") == identity()
+    for change in ({"learning_rate": 1.0}, {"train_length": 16}, {"mlm_probability": 0.3}, {"tokenizer_name": "t"}):
+        assert identity(**change) != identity()
+
+
+def test_every_option_has_a_help_text(capsys):
+    with pytest.raises(SystemExit):
+        compare.main(["--help"])
+    text = capsys.readouterr().out
+    for name in StudySettings().to_dict():
+        assert f"--{name}" in text
+    assert "None" not in {field.metadata.get("help") for field in StudySettings.__dataclass_fields__.values()}
+
+
+def test_one_worker_for_each_gpu():
+    assert StudySettings().worker_count(jobs=12, accelerators=2) == 2
+    assert StudySettings(workers=5).worker_count(jobs=3, accelerators=0) == 3

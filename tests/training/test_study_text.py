@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from training.corpus import load_tokenizer
+from training.study.masking import MaskingCollator
+from training.study.text import IGNORED, TrainingWindows, validation_batch, validation_windows
+from training.study.training_settings import TrainingSettings
+
+STREAM = np.random.default_rng(0).integers(3, 259, size=1000).astype(np.int32)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(None)
+
+
+@pytest.fixture(scope="module")
+def settings():
+    return TrainingSettings(train_length=16, max_steps=40, batch_size=4, eval_windows=5)
+
+
+def test_every_window_comes_once_per_epoch(settings):
+    windows = TrainingWindows(STREAM, settings, seed=0)
+    assert len(windows) == 160
+    assert sorted(windows.order[:62]) == list(range(62))
+    assert sorted(windows.order[62:124]) == list(range(62))
+    item = windows[3]
+    assert item["place"] == 3
+    assert item["input_ids"].tolist() == STREAM[windows.order[3] * 16 :][:16].tolist()
+    assert not np.array_equal(windows.order, TrainingWindows(STREAM, settings, seed=1).order)
+
+
+def test_masks_depend_on_the_row_alone(tokenizer, settings):
+    windows = TrainingWindows(STREAM, settings, seed=0)
+    collate = MaskingCollator(tokenizer, 0.15, seed=0)
+    four = collate([windows[index] for index in range(8, 12)])
+    torch.manual_seed(99)
+    two = collate([windows[index] for index in (10, 11)])
+    for name in ("input_ids", "labels"):
+        assert torch.equal(four[name][2:], two[name])
+    other_seed = MaskingCollator(tokenizer, 0.15, seed=1)([windows[index] for index in range(8, 12)])
+    assert not torch.equal(other_seed["labels"] == IGNORED, four["labels"] == IGNORED)
+
+
+def test_evaluation_shows_every_masked_target_as_the_mask_token(tokenizer, settings):
+    windows = validation_windows(STREAM, settings)
+    assert windows.shape == (5, 64)
+    batch = validation_batch(windows, tokenizer, causal=False, mlm_probability=0.15)
+    targets = batch["labels"] != IGNORED
+    assert 0.05 < targets.float().mean() < 0.3
+    assert (batch["input_ids"][targets] == tokenizer.mask_token_id).all()
+    assert torch.equal(batch["labels"][targets], windows[targets])
+    assert torch.equal(batch["input_ids"][~targets], windows[~targets])
+
+
+def test_rows_with_labels_are_not_masked_again(tokenizer, settings):
+    batch = validation_batch(validation_windows(STREAM, settings), tokenizer, causal=False, mlm_probability=0.15)
+    rows = [{name: values[index] for name, values in batch.items()} for index in range(5)]
+    assert torch.equal(MaskingCollator(tokenizer, 0.15, seed=0)(rows)["input_ids"], batch["input_ids"])

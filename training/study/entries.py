@@ -1,0 +1,95 @@
+"""The schemes of a study: a label, a config, and what the training starts from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_posenc import PositionEncodingError, get_scheme
+from hf_posenc.schemes.config import SchemeConfig
+from training.errors import SettingsError
+
+#: The label of the unpatched model, the control.
+NATIVE = "native"
+
+#: Used where `--scheme_options` says nothing else. The paper's sinusoids have the size of its token vectors, because it
+#: multiplies those by sqrt(hidden) (arXiv:1706.03762, section 3.4). None of the models here does, so the sinusoids come
+#: down to the tokens instead: at scale 1 they would drown them.
+DEFAULT_OPTIONS: dict[str, dict[str, Any]] = {"sinusoidal": {"scale": 0.07}}
+
+
+@dataclass(frozen=True)
+class SchemeEntry:
+    """One line of a study's results.
+
+    Args:
+        label: its name in tables and folders.
+        config: the scheme, or `None` for the unpatched model.
+        start: label of the entry whose trained model this one starts from; `None` for new weights.
+        training: settings of its trainings that differ from those of the task.
+    """
+
+    label: str
+    config: SchemeConfig | None
+    start: str | None = None
+    training: dict[str, Any] = field(default_factory=dict)
+
+    def config_dict(self) -> dict[str, Any] | None:
+        """The scheme as JSON, every option written out."""
+        return None if self.config is None else self.config.to_dict()
+
+
+def parse_entries(labels: list[str], options: dict[str, dict[str, Any]]) -> list[SchemeEntry]:
+    """The schemes of a study.
+
+    Args:
+        labels: in the order of the tables.
+        options: per label the options of the scheme; and, where needed, `scheme` (its name, where the label is
+            another one), `from` (the label whose trained model it starts from) and `training` (settings of its own).
+
+    Raises:
+        UnknownNameError: for an unknown scheme or option, with the nearest names.
+        SettingsError: for options without a scheme, a value out of range, or a start that does not exist.
+    """
+    unused = sorted(set(options) - set(labels))
+    if unused:
+        raise SettingsError(f"--scheme_options has options for {', '.join(unused)}, which --schemes does not name.")
+    entries = [_entry(label, dict(options.get(label, {}))) for label in labels]
+    by_label = {entry.label: entry for entry in entries}
+    for entry in entries:
+        _check_start(entry, by_label)
+    return entries
+
+
+def _entry(label: str, options: dict[str, Any]) -> SchemeEntry:
+    start, training = options.pop("from", None), options.pop("training", {})
+    if not isinstance(training, dict):
+        raise SettingsError(f"--scheme_options for {label!r}: training is {training!r}; it takes settings by name.")
+    scheme = options.pop("scheme", label)
+    if scheme == NATIVE:
+        if options:
+            raise SettingsError(f"{NATIVE!r} is the unpatched model; it has no options ({', '.join(options)}).")
+        return SchemeEntry(label, None, start, training)
+    if label == scheme:
+        options = DEFAULT_OPTIONS.get(scheme, {}) | options
+    try:
+        config = get_scheme(scheme).from_options(options)
+    except PositionEncodingError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"--scheme_options for {label!r}: {error}") from error
+    return SchemeEntry(label, config, start, training)
+
+
+def _check_start(entry: SchemeEntry, entries: dict[str, SchemeEntry]) -> None:
+    seen = [entry.label]
+    while entry.start is not None:
+        if entry.start not in entries:
+            raise SettingsError(
+                f"{entry.label!r} starts from {entry.start!r}, which --schemes does not name. Name it too: its model "
+                "has to be trained first."
+            )
+        if entry.start in seen:
+            raise SettingsError(f"{' starts from '.join([*seen, entry.start])}: no training could begin.")
+        seen.append(entry.start)
+        entry = entries[entry.start]

@@ -1,0 +1,76 @@
+"""The output folder: who may write to it, and whether what is in it fits this run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from training.checkpoints import differences
+from training.errors import SettingsError
+from training.files import read_json, write_json
+from training.study.cells import FINISHED, Cell
+
+_CONTENTS = ("data", "trainings", "models", "plots", "results.json", "table.md", "report.html")
+
+
+def lock(folder: Path) -> FileLock:
+    """Takes the folder for this run; the lock falls with the process, however it ends.
+
+    Raises:
+        SettingsError: if another run is writing there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    taken = FileLock(folder / ".lock")
+    try:
+        taken.acquire(timeout=0)
+    except Timeout as error:
+        raise SettingsError(
+            f"Another study is writing to {folder}. Wait for it, or name another --output_dir."
+        ) from error
+    return taken
+
+
+def clear(folder: Path) -> None:
+    """Removes what an earlier study left, and nothing else."""
+    for name in _CONTENTS:
+        path = folder / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def check_cell(cell: Cell, corpus: dict[str, Any] | None) -> None:
+    """Compares with what this training began with, or records it.
+
+    Every training stands for itself: a study may be asked for more schemes, tasks and seeds in the same folder.
+
+    Args:
+        cell: the training.
+        corpus: summary of the text; `None` where no task reads any.
+
+    Raises:
+        SettingsError: if a setting or the text itself differs, or if the training has ended without the model that is
+            now asked for.
+    """
+    path = cell.folder / "settings.json"
+    wanted = cell.identity(corpus)
+    earlier = read_json(path)
+    if earlier is None:
+        write_json(path, wanted)
+    elif changed := differences(earlier, wanted):
+        raise SettingsError(
+            f"{cell.name} in {cell.study.output_dir} began with other settings: {'; '.join(changed)}. Results of "
+            "different settings cannot stand in one table. Name another --output_dir, go back to the earlier settings "
+            "to resume, or start anew with --overwrite."
+        )
+    result = cell.result()
+    if cell.keeps_model and result and result["status"] == FINISHED and not cell.model_folder.exists():
+        raise SettingsError(
+            f"{cell.name} has ended in {cell.study.output_dir} without --save_models, so its model is gone. Drop "
+            "--save_models (or the schemes that start from it), name another --output_dir, or start anew with "
+            "--overwrite."
+        )
