@@ -21,6 +21,7 @@ from scheme_pages import GROUPS, PREFERRED_EXAMPLES, Page, PageFigure, all_pages
 from hf_posenc.plots.schemes import KINDS, draw_kind, kind_named  # noqa: E402
 from hf_posenc.plots.schemes.subject import standard_places  # noqa: E402
 from hf_posenc.plots.style import save_figure, styled  # noqa: E402
+from hf_posenc.schemes import NativeConfig  # noqa: E402
 
 NOTICE = "<!-- Written by docs/generate_schemes.py. Edits are lost. -->"
 
@@ -95,6 +96,12 @@ def index_text(pages: list[Page]) -> str:
         rows = [f"| [`{page.name}`]({page.name}.md) | {table_cell(summary(page.config_class))} |" for page in members]
         if rows:
             sections += [f"## {group}", "\n".join(["| scheme | what it is |", "|---|---|", *rows])]
+    # It is drawn and described nowhere, because it computes nothing before a model says what it stands for.
+    sections.append(
+        f"`{NativeConfig.name}` is a word and no scheme, so it has no page: wherever a scheme can be named, it stands "
+        'for the one that the model has by itself, as in `inner="native"` or `["native", "ssmax"]`. '
+        "`native_scheme(model)` names that one, and [Architectures](../architectures.md) lists it for each architecture."
+    )
     return "\n\n".join(sections) + "\n"
 
 
