@@ -100,7 +100,8 @@ def index_text(pages: list[Page]) -> str:
     sections.append(
         f"`{NativeConfig.name}` is a word and no scheme, so it has no page: wherever a scheme can be named, it stands "
         'for the one that the model has by itself, as in `inner="native"` or `["native", "ssmax"]`. '
-        "`native_scheme(model)` names that one, and [Architectures](../architectures.md) lists it for each architecture."
+        "`native_scheme(model)` names that one, and [Architectures](../architectures.md) lists it for each "
+        "architecture."
     )
     return "\n\n".join(sections) + "\n"
 
