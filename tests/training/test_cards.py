@@ -130,7 +130,7 @@ def test_other_text_has_an_unknown_licence_and_language():
 def test_a_model_from_another_one_says_so():
     healed = finished("causal", "alibi", model="models/b") | {"from": "rope"}
     ((_, card),) = study_cards(study([finished("causal", "rope"), healed]))
-    assert "Trained further from another model" in card.text
+    assert "Trained further from the model `rope` of the same study, which was trained to predict" in card.text
     assert "`alibi` starts from the trained `rope` of the same seed, trained for 20 steps more." in card.text
 
 

@@ -11,12 +11,13 @@ import pytest
 
 from tests.training.study_results import finished, published_comparison, study, three_seeds, unfinished
 from training.files import read_json
-from training.study.aggregation import aggregate, of_task
+from training.study.aggregation import Estimate, aggregate, of_task
+from training.study.figures import draw_figures
 from training.study.outputs import main, write_outputs
 from training.study.report import format_report
 from training.study.schema import ResultsError
 from training.study.summary import task_findings
-from training.study.tables import format_tables, ranges
+from training.study.tables import format_tables, number, ranges
 
 VOID = {"meta", "img", "br", "link"}
 
@@ -108,6 +109,21 @@ def test_a_figure_of_fewer_seeds_is_marked(results):
     assert "fewer seeds" not in format_tables(results)
 
 
+def test_a_model_that_was_only_read_is_in_no_loss_curve():
+    read = finished("causal", "alibi", seconds=0.0, cpu_seconds=0.0) | {"from": "rope"}
+    read["curve"] = {"step": [0], "train_loss": [], "validation_loss": [2.6]}
+    results = study([finished("causal", "rope"), read])
+    assert "`alibi` starts from the trained `rope` of the same seed, read as it is" in format_tables(results)
+    figures = {figure.name: figure for figure in draw_figures(results, aggregate(results))}
+    assert "alibi" not in figures["causal_loss_curves"].alternative
+    assert "alibi" in figures["causal_loss_by_length"].alternative
+
+
+def test_zero_has_no_sign():
+    assert number(Estimate(-0.0001, 0.01, 3)) == "0.000 ± 0.010"
+    assert number(Estimate(-0.5, None, 1), 0, 100.0) == "-50"
+
+
 def test_lengths_in_words():
     assert ranges([1, 2, 3, 4]) == "1 to 4"
     assert ranges([1, 2, 4]) == "1, 2, 4"
@@ -125,7 +141,8 @@ def test_findings_are_those_of_the_published_comparison():
     assert "learned (+1.43), sinusoidal (+1.46)" in causal
     assert "one seed, which ranks no neighbours" in causal
     masked = " ".join(task_findings(results["tasks"]["masked"], of_task(items, "masked")))
-    assert "hardly anything was learned: none." in masked
+    assert "hardly anything was learned (left out below): none." in masked
+    assert "none (+" not in masked
 
 
 def test_findings_of_generalisation_tell_not_learning_from_not_generalising():

@@ -154,7 +154,10 @@ def _description(run: dict[str, Any], task: dict[str, Any]) -> str:
         "causal": "predict the next token",
         "masked": "fill in masked tokens",
     }.get(task.get("objective", ""), f"solve the synthetic task '{run['task']}'")
-    begin = "Trained further from another model of the same study" if run.get("from") else "Trained from scratch"
+    begin = "Trained from scratch"
+    if run.get("from"):
+        further = "Trained further" if run["curve"]["step"][-1] else "The weights, without further training,"
+        begin = f"{further} from the model `{run['from']}` of the same study, which was trained"
     which = "the unpatched control" if run["config"] is None else f"position encoding `{run['scheme']}`"
     return (
         f"A small `{task['model']}` ({run['parameters']:,} parameters): {which}. {begin} to {aim}; seed {run['seed']}."
@@ -188,7 +191,7 @@ def _generated_data(run: dict[str, Any], task: dict[str, Any]) -> str:
 def _training(run: dict[str, Any], task: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [("steps", f"{run['curve']['step'][-1]:,}"), ("sequences per step", str(task["batch_size"]))]
     rows += [] if task["kind"] == GENERALIZATION else [("tokens per sequence", str(task["train_length"]))]
-    rows += [(name, str(value)) for name, value in run.get("training", {}).items()]
+    rows += [(name, str(value)) for name, value in run.get("training", {}).items() if name != "max_steps"]
     rows += [("seed", str(run["seed"])), ("trained parameters", f"{run['parameters']:,}")]
     return [*rows, ("wall time", f"{run['seconds']:.0f} s"), ("processor time", f"{run['cpu_seconds']:.0f} s")]
 

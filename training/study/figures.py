@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 #: A loss above this multiple of what token frequencies give leaves the figure at the top.
 _CEILING = 1.6
+#: The same for losses while training, which start above that level.
+_TRAINING_CEILING = 2.5
 #: Where an exact zero is drawn on the logarithmic axis of the dog distance.
 _DOG_FLOOR = 1e-8
 #: An SVG is kept up to this many bytes; a larger one would weigh more than it shows.
@@ -83,7 +85,8 @@ def _loss_curves(
 ) -> StudyFigure | None:
     language = task["kind"] == LANGUAGE_MODELING
     where = f"at {task['train_length']} tokens" if language else "at the trained lengths"
-    curves = _curves(aggregates, lambda item: item.steps, lambda item: item.validation_loss)
+    trained = [item for item in aggregates if item.steps[-1] > 0]
+    curves = _curves(trained, lambda item: item.steps, lambda item: item.validation_loss)
     if not curves:
         return None
     figure = plot_curves(
@@ -92,7 +95,7 @@ def _loss_curves(
         x_label="training step",
         y_label=f"validation loss {where} (nats per token)",
         reference=_frequencies(task) if language else None,
-        ceiling=_ceiling(task),
+        ceiling=_TRAINING_CEILING * task["unigram_cross_entropy"] if language else None,
     )
     reading = (
         f"Loss on held-out data {where} while training. A line that falls earlier learns faster; a flat stretch is a "
@@ -347,5 +350,5 @@ def _frequencies(task: dict[str, Any]) -> tuple[str, float]:
     return "token frequencies", task["unigram_cross_entropy"]
 
 
-def _ceiling(task: dict[str, Any]) -> float | None:
-    return _CEILING * task["unigram_cross_entropy"] if task["kind"] == LANGUAGE_MODELING else None
+def _ceiling(task: dict[str, Any]) -> float:
+    return float(_CEILING * task["unigram_cross_entropy"])

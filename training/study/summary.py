@@ -80,14 +80,14 @@ def _language_modeling(task: dict[str, Any], finished: Sequence[Aggregate]) -> l
     if little:
         findings.append(
             f"Within {LITTLE} nats of what token frequencies alone give ({task['unigram_cross_entropy']:.2f}), or "
-            f"worse, so hardly anything was learned: {', '.join(little)}."
+            f"worse, so hardly anything was learned (left out below): {', '.join(little)}."
         )
     if len(lengths) == 1:
         return findings
     rises = {
         item.scheme: _mean(item, -1) - _mean(item, 0)
         for item in finished
-        if item.loss[0].mean is not None and item.loss[-1].mean is not None
+        if item.loss[0].mean is not None and item.loss[-1].mean is not None and item.scheme not in little
     }
     flat = [name for name, rise in rises.items() if rise < FLAT]
     steep = sorted((name for name in rises if name not in flat), key=lambda name: rises[name])

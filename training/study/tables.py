@@ -104,7 +104,8 @@ def number(estimate: Estimate | None, digits: int = 3, factor: float = 1.0) -> s
     """`1.652 ± 0.012`, `1.652` for one seed, `-` for none."""
     if estimate is None or estimate.mean is None:
         return MISSING
-    text = f"{factor * estimate.mean:.{digits}f}"
+    # Adding zero turns the negative zero that rounding leaves into a plain one.
+    text = f"{round(factor * estimate.mean, digits) + 0.0:.{digits}f}"
     return text if estimate.half_width is None else f"{text} ± {factor * estimate.half_width:.{digits}f}"
 
 
