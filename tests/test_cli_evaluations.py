@@ -148,3 +148,24 @@ def test_sensitivity_with_a_text_that_is_too_short_says_so(folders, capsys, tmp_
     words = ["--text", str(tmp_path / "short.txt"), "--gaps", "2", "--schemes", "none"]
     assert main(["eval", "sensitivity", folders["bert"], *words]) == 2
     assert "3 tokens, and one window alone needs 50" in capsys.readouterr().err
+
+
+def test_quantised_positions_of_a_causal_and_of_a_masked_model(folders, text, capsys):
+    words = ["--text", text, "--length", "16", "--samples", "2", "--variants", "ids bfloat16", "encodings int8"]
+    words += ["--positions", "0", "4000"]
+    [native] = _json(capsys, ["eval", "quantized", folders["llama"], *words])["rows"]
+    assert native["value"]["positions"] == [0, 4000]
+    assert [row["variant"] for row in native["value"]["rows"]] == ["float32", "ids bfloat16", "encodings int8"]
+    assert native["value"]["rows"][1]["changes"][0] == 0
+    assert native["value"]["rows"][1]["changes"][1] != 0
+    assert main(["eval", "quantized", folders["bert"], *words, "--schemes", "native,none", "--markdown"]) == 0
+    page = capsys.readouterr().out
+    assert "| encodings int8" in page
+    assert "64 positions" in page
+    assert "none cannot be measured" in page
+
+
+def test_an_unknown_variant_is_refused(folders, text, capsys):
+    words = ["--text", text, "--length", "16", "--variants", "ids int3"]
+    assert main(["eval", "quantized", folders["llama"], *words]) == 2
+    assert "ids bfloat16" in capsys.readouterr().err

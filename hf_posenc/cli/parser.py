@@ -15,6 +15,7 @@ from hf_posenc.cli.harness import VERB as HARNESS
 from hf_posenc.cli.harness import add_harness
 from hf_posenc.cli.losses import add_loss
 from hf_posenc.cli.properties import add_properties
+from hf_posenc.cli.quantized import add_quantized
 from hf_posenc.cli.sensitivity import add_sensitivity
 from hf_posenc.errors import PositionEncodingError
 
@@ -162,6 +163,7 @@ def _parser() -> argparse.ArgumentParser:
     add_properties(tests, _SCHEME_HELP)
     add_loss(tests, _SCHEME_HELP)
     add_sensitivity(tests, _SCHEME_HELP)
+    add_quantized(tests, _SCHEME_HELP)
 
     plot = verbs.add_parser("plot", help="draw what a scheme does, as PNG and SVG")
     plot.add_argument("scheme", metavar="SCHEME", help=_SCHEME_HELP)

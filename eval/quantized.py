@@ -1,0 +1,19 @@
+"""Quantised positions of a model: `accelerate launch eval/quantized.py MODEL --positions 0 1024 4096`.
+
+The same as `hf-posenc eval quantized`, on the device that accelerate chose. The first process measures, the
+others leave.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from accelerate import PartialState
+
+from hf_posenc.cli import main
+
+if __name__ == "__main__":
+    state = PartialState()
+    status = main(["eval", "quantized", "--device", str(state.device), *sys.argv[1:]]) if state.is_main_process else 0
+    state.destroy_process_group()
+    sys.exit(status)

@@ -1,0 +1,236 @@
+"""A scheme whose positions, encodings or keys are held in low precision, and nothing else.
+
+It is an ordinary position map around the scheme, so the patch places it wherever the scheme itself would stand. It is
+not registered: nobody wants to train with it or to save it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.metrics.quantization.rounding import FLOATS, FORMATS, INTEGERS, rounded, rounded_ids
+from hf_posenc.schemes.arrangement.schedule import LayeredConfig
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.none import NoneConfig
+from hf_posenc.schemes.parts import AdditiveEncoding, LogitBias, LogitScale, QueryKeyMap, SchemeParts
+from hf_posenc.schemes.position_maps.mapped import (
+    MappedBias,
+    MappedEncoding,
+    MappedQueryKeyMap,
+    MappedScale,
+    PositionMap,
+    PositionMapConfig,
+)
+from hf_posenc.schemes.positions import AttentionPairs, Positions
+from hf_posenc.schemes.validation import check_choice, check_integer
+
+
+class RoundedPositions(PositionMap):
+    """`p + offset`, as a floating-point format holds it.
+
+    Args:
+        offset: in tokens.
+        form: the format, or `None` for integers.
+    """
+
+    def __init__(self, offset: int, form: str | None) -> None:
+        super().__init__()
+        self.offset = offset
+        self.form = form
+
+    def forward(self, positions: Positions) -> Tensor:
+        """Returns `(batch or 1, length)`; padding stays as it is."""
+        ids = positions.ids + self.offset
+        return (ids if self.form is None else rounded_ids(ids, self.form)).where(positions.ids >= 0, positions.ids)
+
+
+class RoundedEncoding(MappedEncoding):
+    """Vectors in low precision.
+
+    Args:
+        position_map: maps the positions.
+        inner: the encoding.
+        form: the format.
+    """
+
+    def __init__(self, position_map: PositionMap, inner: AdditiveEncoding, form: str) -> None:
+        super().__init__(position_map, inner)
+        self.form = form
+
+    def forward(self, positions: Positions) -> Tensor:
+        """Returns `(batch or 1, length, hidden)`."""
+        return rounded(super().forward(positions), self.form)
+
+
+class RoundedQueryKeyMap(MappedQueryKeyMap):
+    """Phases (cosines and sines), or the keys themselves, in low precision.
+
+    Args:
+        position_map: maps the positions.
+        inner: the map.
+        form: the format of the phases, or `None`.
+        keys: the format of the keys, with one scale per token and head, or `None`.
+        keys_before: whether keys are rounded before they are mapped, and not after.
+    """
+
+    def __init__(
+        self, position_map: PositionMap, inner: QueryKeyMap, form: str | None, keys: str | None, keys_before: bool
+    ) -> None:
+        super().__init__(position_map, inner)
+        self.form = form
+        self.keys = keys
+        self.keys_before = keys_before
+
+    def phases(self, positions: Positions) -> tuple[Tensor, ...]:
+        """Returns the phases of the inner map, rounded."""
+        phases = super().phases(positions)
+        return phases if self.form is None else tuple(rounded(phase, self.form) for phase in phases)
+
+    def map_key(self, key: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
+        """`(batch, key_value_heads, length, head_dim)`."""
+        if self.keys is None:
+            return super().map_key(key, phases)
+        if self.keys_before:
+            return super().map_key(rounded(key, self.keys, scale_over=(-1,)), phases)
+        return rounded(super().map_key(key, phases), self.keys, scale_over=(-1,))
+
+
+class RoundedBias(MappedBias):
+    """A bias in low precision; integers have one scale per head.
+
+    Args:
+        position_map: maps the positions.
+        inner: the bias.
+        form: the format.
+        causal: whether later keys are masked, so that their bias does not count.
+    """
+
+    def __init__(self, position_map: PositionMap, inner: LogitBias, form: str, causal: bool) -> None:
+        super().__init__(position_map, inner)
+        self.form = form
+        self.causal = causal
+
+    def forward(self, pairs: AttentionPairs) -> Tensor:
+        """Returns `(batch or 1, heads, query_len, key_len)` in float32."""
+        visible = pairs.slot_distance <= 0 if self.causal else None
+        return rounded(super().forward(pairs), self.form, scale_over=(0, 2, 3), counted=visible)
+
+
+class RoundedScale(MappedScale):
+    """A logit scale in low precision.
+
+    Args:
+        position_map: maps the positions.
+        inner: the scale.
+        form: the format.
+    """
+
+    def __init__(self, position_map: PositionMap, inner: LogitScale, form: str) -> None:
+        super().__init__(position_map, inner)
+        self.form = form
+
+    def forward(self, positions: Positions) -> Tensor:
+        """Returns `(batch or 1, heads or 1, length)` in float32."""
+        return rounded(super().forward(positions), self.form)
+
+
+@dataclass(frozen=True)
+class QuantizedConfig(PositionMapConfig):
+    """A scheme of which one thing is held in low precision.
+
+    Args:
+        inner: the scheme.
+        offset: what is added to every position first, so that short texts can stand far along.
+        ids: format of the position ids, "float16" or "bfloat16"; `None` for integers.
+        encodings: format of the vectors, cosines and sines, biases and scales; `None` for float32.
+        keys: format of the keys of a query-key map; `None` leaves them as they are.
+        keys_before: whether keys are rounded before they are mapped, and not after.
+    """
+
+    name: ClassVar[str] = "quantized"
+
+    offset: int = 0
+    ids: str | None = None
+    encodings: str | None = None
+    keys: str | None = None
+    keys_before: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer(self, "offset", minimum=0)
+        if self.ids is not None:
+            check_choice(self, "ids", tuple(FLOATS))
+        if self.encodings is not None:
+            check_choice(self, "encodings", FORMATS)
+        if self.keys is not None:
+            check_choice(self, "keys", tuple(INTEGERS))
+
+    def position_map(self) -> RoundedPositions:
+        """A new map."""
+        return RoundedPositions(self.offset, self.ids)
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Builds the parts of the scheme, rounded.
+
+        Raises:
+            UnsupportedError: if the scheme has no parts, goes by the order of tokens alone, or cannot be built here;
+                and if keys are to be rounded, and the scheme does not map them.
+        """
+        try:
+            parts = super().build(context)
+        except UnsupportedError:
+            raise
+        except ValueError as error:
+            raise UnsupportedError(str(error).replace(f"{type(self).__name__}.inner is", "The scheme is")) from error
+        additive, query_key_map = parts.additive, parts.query_key_map
+        bias, scale = parts.logit_bias, parts.logit_scale
+        if self.keys is not None and query_key_map is None:
+            raise UnsupportedError(f"Scheme {self.inner.name!r} does not map keys: before and after are the same.")
+        if isinstance(query_key_map, MappedQueryKeyMap):
+            parts.query_key_map = RoundedQueryKeyMap(
+                query_key_map.position_map, query_key_map.inner, self.encodings, self.keys, self.keys_before
+            )
+        if self.encodings is not None:
+            if isinstance(additive, MappedEncoding):
+                parts.additive = RoundedEncoding(additive.position_map, additive.inner, self.encodings)
+            if isinstance(bias, MappedBias):
+                parts.logit_bias = RoundedBias(bias.position_map, bias.inner, self.encodings, context.causal)
+            if isinstance(scale, MappedScale):
+                parts.logit_scale = RoundedScale(scale.position_map, scale.inner, self.encodings)
+        return parts
+
+
+def quantized(config: SchemeConfig, settings: QuantizedConfig) -> SchemeConfig:
+    """`settings` around a scheme; of one that differs between layers, around each layer's that encodes anything.
+
+    Raises:
+        UnsupportedError: for a scheme that encodes nothing in any layer.
+    """
+    wrapped = _wrapped(config, settings)
+    if wrapped == config:
+        raise UnsupportedError(
+            f"Scheme {config.name!r} encodes no positions, so there is nothing to hold in low precision."
+        )
+    return wrapped
+
+
+def _wrapped(config: SchemeConfig, settings: QuantizedConfig) -> SchemeConfig:
+    if isinstance(config, NoneConfig):
+        return config
+    if not isinstance(config, LayeredConfig):
+        return dataclasses.replace(settings, inner=config)
+    changes: dict[str, object] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, SchemeConfig):
+            changes[field.name] = _wrapped(value, settings)
+        elif isinstance(value, tuple):
+            changes[field.name] = tuple(
+                _wrapped(one, settings) if isinstance(one, SchemeConfig) else one for one in value
+            )
+    return dataclasses.replace(config, **changes)

@@ -1,0 +1,204 @@
+import dataclasses
+import json
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_posenc import AlibiConfig, ComposedConfig, RopeConfig, UnsupportedError, list_schemes, patch_model
+from hf_posenc.metrics import MeasurementError
+from hf_posenc.metrics.language_modeling import token_losses
+from hf_posenc.metrics.quantization import (
+    VARIANTS,
+    QuantizedConfig,
+    quantization_test,
+    quantized_positions,
+    rounded,
+    rounded_ids,
+)
+from hf_posenc.schemes import InterleavedConfig, NoneConfig
+from hf_posenc.schemes.config import BuildContext
+from hf_posenc.schemes.positions import AttentionPairs, Positions
+
+#: Rounding of float32 in the mean of a loss.
+ROUNDING = 1e-5
+
+
+@pytest.fixture
+def llama():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=80, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=64, max_position_embeddings=8192, initializer_range=0.3,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(4, 80, (2, 48), generator=torch.Generator().manual_seed(1))
+
+
+def test_ids_are_rounded_as_a_cast_rounds_them():
+    ids = torch.arange(70_000)
+    assert rounded_ids(ids, "bfloat16")[:257].equal(ids[:257])
+    assert rounded_ids(ids, "bfloat16")[257:260].tolist() == [256, 258, 260]
+    assert rounded_ids(ids, "float16")[:2049].equal(ids[:2049])
+    assert rounded_ids(ids, "float16")[[2049, 2051, 65_504, 69_999]].tolist() == [2048, 2052, 65_504, 65_504]
+    assert rounded_ids(torch.tensor([257.5]), "bfloat16").tolist() == [258.0]
+
+
+def test_values_are_rounded_to_the_format():
+    values = torch.randn(3, 4, 50, generator=torch.Generator().manual_seed(0))
+    assert rounded(values, "bfloat16").equal(values.bfloat16().float())
+    assert rounded(torch.tensor([1e9, -1e9]), "float16").tolist() == [65_504.0, -65_504.0]
+    for form, steps in (("int8", 127), ("int4", 7)):
+        whole = rounded(values, form)
+        assert whole.unique().numel() <= 2 * steps + 1
+        # Half a step of the one scale, and a little for float32.
+        assert (whole - values).abs().max() <= values.abs().max() / steps / 2 * 1.0001
+        rows = rounded(values, form, scale_over=(-1,))
+        assert ((rows - values).abs() <= values.abs().amax(-1, keepdim=True) / steps / 2 * 1.0001).all()
+        assert rounded(torch.zeros(4), form).tolist() == [0.0] * 4
+    hidden = torch.tensor([1.0, 0.5, -1e9])
+    counted = torch.tensor([True, True, False])
+    assert rounded(hidden, "int8", counted=counted).tolist() == pytest.approx([1.0, 64 / 127, -1.0])
+
+
+@pytest.mark.parametrize("scheme", ["native", "rope", "alibi", "sinusoidal", "t5", "xpos", "cope"])
+def test_nothing_rounded_is_the_scheme_itself(llama, ids, scheme):
+    if scheme != "native":
+        patch_model(llama, scheme)
+    if llama_encoding := getattr(llama, "position_encoding", None):
+        with torch.no_grad():
+            for parameter in llama_encoding.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    expected = float(token_losses(llama, ids, ids, True).nanmean())
+    if scheme == "cope":
+        with pytest.raises(UnsupportedError, match="order of tokens"):
+            quantized_positions(llama, ids, ids, positions=[0], variants=[])
+        return
+    found = quantized_positions(llama, ids, ids, positions=[0], variants=[])
+    assert found.rows[0].losses[0] == pytest.approx(expected, abs=ROUNDING)
+    if scheme != "native":
+        # Put back with all it has learned.
+        assert llama.position_encoding.config.name == scheme
+        assert float(token_losses(llama, ids, ids, True).nanmean()) == expected
+
+
+def test_rounded_ids_cost_nothing_where_they_are_exact_and_more_farther_along(llama, ids):
+    found = quantized_positions(llama, ids, ids, positions=[4096, 0], variants=["ids float16", "ids bfloat16"])
+    assert found.positions == (0, 4096)
+    reference = found.rows[0].losses
+    # A relative scheme: where the text stands is no matter in float32.
+    assert reference[0] == pytest.approx(reference[1], abs=1e-4)
+    assert found.change("ids float16", 0) == found.change("ids bfloat16", 0) == 0
+    # From 4096 on, bfloat16 has every 32nd position, and float16 every 4th.
+    assert abs(found.change("ids bfloat16", 4096)) > 1e-2
+    assert abs(found.change("ids float16", 4096)) > 1e-4
+
+
+def test_the_losses_are_those_of_positions_given_by_hand(llama, ids):
+    found = quantized_positions(llama, ids, ids, positions=[4096], variants=["ids bfloat16"])
+    positions = rounded_ids(torch.arange(4096, 4096 + 48), "bfloat16").expand(2, 48)
+    with torch.no_grad():
+        logits = llama(input_ids=ids, position_ids=positions).logits[:, :-1]
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+    # Explicit position_ids that stay equal or jump look packed to transformers' masks, but not with a plain causal one.
+    assert found.rows[1].losses[0] == pytest.approx(float(expected), abs=1e-4)
+
+
+def test_every_variant_changes_a_rotation_and_coarser_ones_change_it_more(llama, ids):
+    found = quantized_positions(llama, ids, ids, positions=[1000])
+    changes = {row.variant: abs(found.change(row.variant, 1000)) for row in found.rows[1:]}
+    assert list(changes) == list(VARIANTS)
+    assert all(change > 0 for variant, change in changes.items() if variant != "ids float16")
+    assert changes["ids float16"] == 0  # 1048 < 2048
+    assert changes["keys int8 after"] != changes["keys int8 before"]
+    errors = {}
+    for form in ("float16", "bfloat16", "int8", "int4"):
+        part = QuantizedConfig(inner=RopeConfig(), encodings=form).build(BuildContext(64, 4, 16)).query_key_map
+        exact = RopeConfig().build(BuildContext(64, 4, 16)).query_key_map
+        where = Positions(torch.arange(100)[None], torch.tensor([[100]]))
+        errors[form] = max(
+            float((one - other).abs().max()) for one, other in zip(part.phases(where), exact.phases(where), strict=True)
+        )
+    assert 0 < errors["float16"] < errors["bfloat16"] < errors["int8"] < errors["int4"]
+
+
+def test_keys_are_rounded_before_or_after_their_rotation():
+    context = BuildContext(64, 4, 16)
+    key = torch.randn(1, 4, 10, 16, generator=torch.Generator().manual_seed(0))
+    where = Positions(torch.arange(10)[None], torch.tensor([[10]]))
+    rope = RopeConfig().build(context).query_key_map
+    phases = rope.phases(where)
+    before = QuantizedConfig(inner=RopeConfig(), keys="int8", keys_before=True).build(context).query_key_map
+    after = QuantizedConfig(inner=RopeConfig(), keys="int8").build(context).query_key_map
+    assert before.map_key(key, before.phases(where)).equal(rope.map_key(rounded(key, "int8", scale_over=(-1,)), phases))
+    assert after.map_key(key, after.phases(where)).equal(rounded(rope.map_key(key, phases), "int8", scale_over=(-1,)))
+    assert before.map_query(key, phases).equal(rope.map_query(key, phases))
+
+
+def test_the_integer_scale_of_a_bias_is_that_of_what_can_be_seen():
+    context = BuildContext(64, 4, 16, causal=True)
+    bias = QuantizedConfig(inner=AlibiConfig(), encodings="int8").build(context).logit_bias
+    exact = QuantizedConfig(inner=AlibiConfig()).build(context).logit_bias
+    heads = torch.zeros(1, 4, 64, 16)
+    pairs = AttentionPairs(heads, heads, torch.arange(64), Positions(torch.arange(64)[None], torch.tensor([[64]])), 1.0)
+    visible = torch.ones(64, 64).tril().bool()
+    error = (bias(pairs) - exact(pairs)).abs()[..., visible].amax(-1)[0]
+    steps = exact(pairs).abs()[..., visible].amax(-1)[0] / 127
+    assert (error > 0).all()
+    assert (error <= steps / 2 * 1.0001).all()
+
+
+def test_schemes_that_differ_between_layers_are_rounded_layer_by_layer(llama, ids):
+    patch_model(llama, InterleavedConfig(every=2))
+    found = quantized_positions(llama, ids, ids, positions=[4096], variants=["ids bfloat16"])
+    assert abs(found.change("ids bfloat16", 4096)) > 1e-3
+    patch_model(llama, ComposedConfig(parts=(RopeConfig(), AlibiConfig())))
+    found = quantized_positions(llama, ids, ids, positions=[4096], variants=["ids bfloat16"])
+    assert abs(found.change("ids bfloat16", 4096)) > 1e-3
+    patch_model(llama, InterleavedConfig(inner=NoneConfig(), every=2))
+    with pytest.raises(UnsupportedError, match="nothing to hold"):
+        quantized_positions(llama, ids, ids)
+
+
+def test_the_rounded_scheme_is_nobody_elses(llama):
+    assert "quantized" not in list_schemes()
+    for options in ({"ids": "int8"}, {"encodings": "int3"}, {"keys": "float16"}, {"offset": -1}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            QuantizedConfig(**options)
+
+
+def test_what_has_no_keys_to_round_or_no_positions_left_says_so(llama, word_tokenizer):
+    text = ["the dog chased another cat after a dog ran " * 20]
+    result = quantization_test(
+        llama, word_tokenizer, text, ["native", "alibi", "learned", "none"], length=32, positions=[0, 9000],
+        variants=["ids bfloat16", "keys int8 after"],
+    )  # fmt: skip
+    native, alibi, learned, none = result.rows
+    assert all(change is not None for row in native.value.rows for change in row.losses)
+    assert alibi.value.rows[2].losses == (None, None)
+    assert "does not map keys" in alibi.value.rows[2].reasons[0]
+    assert learned.value.rows[0].losses[0] is not None
+    assert "8192 positions" in learned.value.rows[0].reasons[1]
+    assert "encodes no positions" in none.error
+    table = result.table(markdown=True)
+    assert "| ids bfloat16" in table
+    assert "float32 at 9000" in table
+    assert "none cannot be measured" in table
+    entry = json.loads(json.dumps(result.to_dict(), allow_nan=False))
+    assert entry["rows"][0]["value"]["rows"][1]["changes"][0] == 0
+    assert entry["rows"][3]["value"] is None
+    assert "position_encoding" not in dict(llama.named_modules())
+
+
+def test_impossible_measurements_are_refused(llama, ids):
+    for options in ({"variants": ["ids int3"]}, {"positions": []}, {"positions": [-1]}):
+        with pytest.raises(MeasurementError, match="Positions are 0 or more"):
+            quantized_positions(llama, ids, ids, **options)
+    with pytest.raises(KeyError, match="at 7"):
+        quantized_positions(llama, ids, ids, positions=[0], variants=[]).change("float32", 7)
+    row = quantized_positions(llama, ids, ids, positions=[0], variants=[]).rows[0]
+    assert dataclasses.astuple(row)[0] == "float32"
