@@ -72,6 +72,8 @@ def test_time_is_by_the_steps_of_the_run_and_not_of_its_task():
     price = found(results, "causal", "rope").price
     assert price is not None
     assert price.mean == 1.0
+    longer["training"] = {"train_length": 64}
+    assert found(results, "causal", "rope").price is None
     zero_shot = found(results, "causal", "alibi")
     assert (zero_shot.price, zero_shot.seconds.mean, zero_shot.start) == (None, None, "rope")
 

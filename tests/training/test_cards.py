@@ -128,10 +128,14 @@ def test_other_text_has_an_unknown_licence_and_language():
 
 
 def test_a_model_from_another_one_says_so():
-    healed = finished("causal", "alibi", model="models/b") | {"from": "rope"}
+    longer = {"max_steps": 20, "train_length": 64, "learning_rate": 0.1}
+    healed = finished("causal", "alibi", model="models/b", training=longer) | {"from": "rope"}
     ((_, card),) = study_cards(study([finished("causal", "rope"), healed]))
     assert "Trained further from the model `rope` of the same study, which was trained to predict" in card.text
     assert "`alibi` starts from the trained `rope` of the same seed, trained for 20 steps more." in card.text
+    assert "| tokens per sequence | 64 |" in card.text
+    assert "| learning_rate | 0.1 |" in card.text
+    assert "| sequences per step | 4 |" in card.text
 
 
 def test_the_index_lists_cards_of_every_study_in_the_folder(results, tmp_path):

@@ -116,7 +116,16 @@ def test_a_model_that_was_only_read_is_in_no_loss_curve():
     assert "`alibi` starts from the trained `rope` of the same seed, read as it is" in format_tables(results)
     figures = {figure.name: figure for figure in draw_figures(results, aggregate(results))}
     assert "alibi" not in figures["causal_loss_curves"].alternative
+    assert "causal_further_loss_curves" not in figures
     assert "alibi" in figures["causal_loss_by_length"].alternative
+
+
+def test_models_that_start_from_others_have_loss_curves_of_their_own():
+    results = study([finished("causal", "rope"), finished("causal", "alibi") | {"from": "rope"}])
+    figures = {figure.name: figure for figure in draw_figures(results, aggregate(results))}
+    assert "rope from" in figures["causal_loss_curves"].alternative
+    assert "alibi from" in figures["causal_further_loss_curves"].alternative
+    assert "alibi" not in figures["causal_loss_curves"].alternative
 
 
 def test_zero_has_no_sign():

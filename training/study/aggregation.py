@@ -13,6 +13,8 @@ from scipy.stats import t as student_t
 from training.study.schema import FINISHED, GENERALIZATION, LANGUAGE_MODELING, ResultsError, check_results
 
 CONFIDENCE = 0.95
+#: Settings that make a step longer or shorter: with other ones than its task, a training has no price beside it.
+_STEP_SETTINGS = ("train_length", "train_lengths", "batch_size", "hidden_size", "num_layers", "num_heads")
 
 #: A distance up to this one is rounding of float32.
 ROUNDING = 1e-5
@@ -78,7 +80,8 @@ class Aggregate:
         difference: loss (or accuracy) less that of the control with the same seed, one estimate per length.
         seconds: wall time per step; no number for a model that was only read.
         cpu_seconds: processor time per step.
-        price: wall time per step divided by that of `price_reference` with the same seed.
+        price: wall time per step divided by that of `price_reference` with the same seed; `None` where there is no
+            such reference, or steps of another size.
         cpu_price: processor time, likewise.
         price_reference: label of the scheme without positions, else an unpatched model, else `None`.
     """
@@ -279,6 +282,7 @@ def _ratios(
     key: str, finished: list[dict[str, Any]], peers: list[dict[str, Any]], reference: str | None
 ) -> Estimate | None:
     base = {run["seed"]: _per_step(run, key) for run in peers if run["scheme"] == reference}
-    pairs = [(_per_step(run, key), base.get(run["seed"])) for run in finished]
+    alike = [run for run in finished if not set(_STEP_SETTINGS) & set(run.get("training", {}))]
+    pairs = [(_per_step(run, key), base.get(run["seed"])) for run in alike]
     ratios = [own / other for own, other in pairs if own is not None and other is not None]
     return estimate(ratios) if ratios else None

@@ -189,9 +189,15 @@ def _generated_data(run: dict[str, Any], task: dict[str, Any]) -> str:
 
 
 def _training(run: dict[str, Any], task: dict[str, Any]) -> list[tuple[str, str]]:
-    rows = [("steps", f"{run['curve']['step'][-1]:,}"), ("sequences per step", str(task["batch_size"]))]
-    rows += [] if task["kind"] == GENERALIZATION else [("tokens per sequence", str(task["train_length"]))]
-    rows += [(name, str(value)) for name, value in run.get("training", {}).items() if name != "max_steps"]
+    """What this run was trained with: the settings of its task, changed by those of its scheme."""
+    own = {name: value for name, value in run.get("training", {}).items() if name != "max_steps"}
+    rows = [
+        ("steps", f"{run['curve']['step'][-1]:,}"),
+        ("sequences per step", str(own.pop("batch_size", task["batch_size"]))),
+    ]
+    if task["kind"] != GENERALIZATION:
+        rows.append(("tokens per sequence", str(own.pop("train_length", task["train_length"]))))
+    rows += [(name, str(value)) for name, value in own.items()]
     rows += [("seed", str(run["seed"])), ("trained parameters", f"{run['parameters']:,}")]
     return [*rows, ("wall time", f"{run['seconds']:.0f} s"), ("processor time", f"{run['cpu_seconds']:.0f} s")]
 

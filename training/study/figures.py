@@ -83,8 +83,35 @@ def save_figures(figures: Sequence[StudyFigure], folder: Path) -> list[Path]:
 def _loss_curves(
     name: str, task: dict[str, Any], aggregates: Sequence[Aggregate], labels: list[str]
 ) -> StudyFigure | None:
+    reading = (
+        "Loss on held-out data while training. A line that falls earlier learns faster; a flat stretch is a plateau that "
+        "the model has not left yet."
+    )
+    new = [item for item in aggregates if item.start is None]
+    return _training_curves(name, task, new, labels, ("loss_curves", "Loss while training"), reading)
+
+
+def _further_curves(
+    name: str, task: dict[str, Any], aggregates: Sequence[Aggregate], labels: list[str]
+) -> StudyFigure | None:
+    reading = (
+        "Loss on held-out data of models that start from a trained one, from their first new step on. Where the position "
+        "encoding was exchanged, the line shows how fast the model recovers."
+    )
+    further = [item for item in aggregates if item.start is not None]
+    what = ("further_loss_curves", "Loss while training further")
+    return _training_curves(name, task, further, labels, what, reading)
+
+
+def _training_curves(
+    name: str,
+    task: dict[str, Any],
+    aggregates: Sequence[Aggregate],
+    labels: list[str],
+    what: tuple[str, str],
+    reading: str,
+) -> StudyFigure | None:
     language = task["kind"] == LANGUAGE_MODELING
-    where = f"at {task['train_length']} tokens" if language else "at the trained lengths"
     trained = [item for item in aggregates if item.steps[-1] > 0]
     curves = _curves(trained, lambda item: item.steps, lambda item: item.validation_loss)
     if not curves:
@@ -93,17 +120,11 @@ def _loss_curves(
         curves,
         labels=labels,
         x_label="training step",
-        y_label=f"validation loss {where} (nats per token)",
+        y_label="validation loss at the trained length (nats per token)",
         reference=_frequencies(task) if language else None,
         ceiling=_TRAINING_CEILING * task["unigram_cross_entropy"] if language else None,
     )
-    reading = (
-        f"Loss on held-out data {where} while training. A line that falls earlier learns faster; a flat stretch is a "
-        "plateau that the model has not left yet."
-    )
-    return StudyFigure(
-        f"{name}_loss_curves", name, "Loss while training", f"{reading} {_BANDS}", curve_summary(curves, "step"), figure
-    )
+    return StudyFigure(f"{name}_{what[0]}", name, what[1], f"{reading} {_BANDS}", curve_summary(curves, "step"), figure)
 
 
 def _loss_by_length(
@@ -316,6 +337,7 @@ def _price(name: str, task: dict[str, Any], aggregates: Sequence[Aggregate], lab
 
 _LANGUAGE = (
     _loss_curves,
+    _further_curves,
     _loss_by_length,
     _tail_loss_by_length,
     _sliding_window,
@@ -323,7 +345,7 @@ _LANGUAGE = (
     _dog_distance,
     _price,
 )
-_GENERALIZATION = (_exact_match_map, _exact_match_curves, _loss_curves, _dog_distance, _price)
+_GENERALIZATION = (_exact_match_map, _exact_match_curves, _loss_curves, _further_curves, _dog_distance, _price)
 
 
 def _curves(
