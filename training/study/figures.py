@@ -84,8 +84,8 @@ def _loss_curves(
     name: str, task: dict[str, Any], aggregates: Sequence[Aggregate], labels: list[str]
 ) -> StudyFigure | None:
     reading = (
-        "Loss on held-out data while training. A line that falls earlier learns faster; a flat stretch is a plateau that "
-        "the model has not left yet."
+        "Loss on held-out data while training. A line that falls earlier learns faster; a flat stretch is a plateau "
+        "that the model has not left yet."
     )
     new = [item for item in aggregates if item.start is None]
     return _training_curves(name, task, new, labels, ("loss_curves", "Loss while training"), reading)
@@ -95,8 +95,8 @@ def _further_curves(
     name: str, task: dict[str, Any], aggregates: Sequence[Aggregate], labels: list[str]
 ) -> StudyFigure | None:
     reading = (
-        "Loss on held-out data of models that start from a trained one, from their first new step on. Where the position "
-        "encoding was exchanged, the line shows how fast the model recovers."
+        "Loss on held-out data of models that start from a trained one, from their first new step on. Where the "
+        "position encoding was exchanged, the line shows how fast the model recovers."
     )
     further = [item for item in aggregates if item.start is not None]
     what = ("further_loss_curves", "Loss while training further")
