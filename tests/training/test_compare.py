@@ -63,6 +63,8 @@ def test_results_hold_settings_versions_and_every_training(finished, results):
     assert len((finished / "results.json").read_text()) < 80_000
     assert results["settings"]["train_length"] == 16
     assert results["command"].startswith("python training/compare.py --dataset_name=")
+    assert str(finished) not in results["command"]
+    assert "--workers" not in results["command"]
     assert results["tasks"]["causal"]["lengths"] == [16, 32, 64]
     assert results["tasks"]["repeated_copy"]["lengths"] == [3, 12]
     assert results["corpus"]["train_documents"] == 6

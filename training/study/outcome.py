@@ -6,6 +6,7 @@ import os
 import platform
 import shlex
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from training.study.text import IGNORED, validation_batch, validation_windows
 
 #: Say where and how fast a study runs, and nothing about what comes out of it.
 _WITHOUT_EFFECT = ("output_dir", "overwrite", "workers", "checkpoint_every", "save_models")
+_LOCAL = ("output_dir", "overwrite", "workers", "checkpoint_every")
 
 
 def study_results(
@@ -47,18 +49,43 @@ def study_results(
     return {
         "name": study.name,
         "settings": {name: value for name, value in study.to_dict().items() if name not in _WITHOUT_EFFECT},
-        "command": shlex.join(["python", *command]),
+        "command": shlex.join(["python", *_repeating(command)]),
         "corpus": None if corpus is None else corpus.summary,
         "tasks": {task.name: _task(task, corpus, tokenizer) for task in study.study_tasks},
         "runs": [outcomes[cell.name] for cell in _in_order(study, cells)],
         "versions": {"python": platform.python_version(), "hf-posenc": __version__}
         | {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")},
         "machine": {
-            "cpu": platform.machine() if not torch.cuda.is_available() else torch.cuda.get_device_name(),
+            "cpu": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),
             "cores": os.cpu_count() or 1,
             "threads_per_run": threads,
         },
     }
+
+
+def _repeating(command: list[str]) -> list[str]:
+    """The words that repeat a study on any machine: without where and how fast it ran."""
+    words: list[str] = []
+    waiting = False
+    for word in command:
+        flag, equals, _ = word.partition("=")
+        local = flag.startswith("--") and flag.removeprefix("--") in _LOCAL
+        if local or (waiting and not word.startswith("--")):
+            waiting = local and not equals
+            continue
+        waiting = False
+        words.append(word)
+    return words
+
+
+def _processor() -> str:
+    """The name of the processor, as far as the system tells it."""
+    information = Path("/proc/cpuinfo")
+    if information.is_file():
+        for line in information.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def _in_order(study: StudySettings, cells: list[Cell]) -> list[Cell]:

@@ -34,7 +34,7 @@ def run_here(cells: list[Cell], report: Report, on_result: OnResult) -> None:
 
 
 def run_in_workers(cells: list[Cell], workers: int, report: Report, on_result: OnResult) -> None:
-    """Runs `workers` trainings at a time, each on its share of the CPU's cores, and on a GPU of its own if there is one.
+    """Runs `workers` trainings at a time, each on its share of the cores, and on a GPU of its own if there is one.
 
     Raises:
         RuntimeError: if a worker process was killed, for example for want of memory.
