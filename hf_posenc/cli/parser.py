@@ -11,9 +11,11 @@ import sys
 from collections.abc import Sequence
 
 from hf_posenc.cli.errors import UsageError
+from hf_posenc.cli.generalization import add_generalization
 from hf_posenc.cli.harness import VERB as HARNESS
 from hf_posenc.cli.harness import add_harness
 from hf_posenc.cli.losses import add_loss
+from hf_posenc.cli.minimal_pairs import add_minimal_pairs
 from hf_posenc.cli.properties import add_properties
 from hf_posenc.cli.quantized import add_quantized
 from hf_posenc.cli.sensitivity import add_sensitivity
@@ -163,6 +165,8 @@ def _parser() -> argparse.ArgumentParser:
     add_properties(tests, _SCHEME_HELP)
     add_loss(tests, _SCHEME_HELP)
     add_sensitivity(tests, _SCHEME_HELP)
+    add_generalization(tests, _SCHEME_HELP)
+    add_minimal_pairs(tests, _SCHEME_HELP)
     add_quantized(tests, _SCHEME_HELP)
 
     plot = verbs.add_parser("plot", help="draw what a scheme does, as PNG and SVG")

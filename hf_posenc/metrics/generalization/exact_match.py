@@ -87,7 +87,7 @@ def exact_match(
         UnsupportedError: for a model that is not causal.
     """
     task = get_task(task)
-    lengths = check_lengths(task, task.test_lengths if lengths is None else lengths)
+    lengths = tested_lengths(task, lengths)
     if method not in _METHODS:
         raise MeasurementError(f"method is {method!r}; it is one of {', '.join(map(repr, _METHODS))}.")
     if batch_size < 1:
@@ -114,6 +114,15 @@ def exact_match(
         rows=measured,
         notes=(LENGTH_DEPENDENT_NOTE,) if growing and method == "teacher_forced" else (),
     )
+
+
+def tested_lengths(task: SyntheticTask, lengths: Sequence[int] | None) -> tuple[int, ...]:
+    """The lengths in ascending order, each once; those of the task if `None`.
+
+    Raises:
+        MeasurementError: if there are none, or the task does not have one of them.
+    """
+    return check_lengths(task, task.test_lengths if lengths is None else lengths)
 
 
 def _measure(

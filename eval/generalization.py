@@ -1,0 +1,21 @@
+"""Length generalisation of a trained model: `accelerate launch eval/generalization.py MODEL --task copy`.
+
+The same as `hf-posenc eval generalization`, on the device that accelerate chose. The first process measures, the
+others leave.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from accelerate import PartialState
+
+from hf_posenc.cli import main
+
+if __name__ == "__main__":
+    state = PartialState()
+    status = (
+        main(["eval", "generalization", "--device", str(state.device), *sys.argv[1:]]) if state.is_main_process else 0
+    )
+    state.destroy_process_group()
+    sys.exit(status)

@@ -1,0 +1,1 @@
+"""Programs of others that run with patched models."""

