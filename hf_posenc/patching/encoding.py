@@ -19,6 +19,7 @@ from hf_posenc.patching.sites import Stack
 from hf_posenc.patching.suitability import check_parts, refuse_unsuited
 from hf_posenc.patching.table_site import table_origin, table_weight
 from hf_posenc.schemes import ComposedConfig, LayeredConfig
+from hf_posenc.schemes.arrangement.blended import BlendedConfig
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.parts import AdditiveEncoding, SchemeParts
 
@@ -71,16 +72,19 @@ class StackEncoding(nn.Module):
         self._check_shared_keys(stack)
         self.runtime.reads_coordinates = any(getattr(module, "reads_coordinates", False) for module in self.modules())
 
-    def _parts(self, config: SchemeConfig, context: BuildContext, path: str) -> SchemeParts:
+    def _parts(self, config: SchemeConfig, context: BuildContext, path: str, side: str = "") -> SchemeParts:
         """The parts at one layer: those of an earlier one, unless the scheme wants its own in every layer.
 
-        Of schemes that act together each is shared on its own, and is what the state dict names; their sum is not.
+        Of schemes that act together each is shared on its own, and is what the state dict names; their sum is not. The
+        two sides of a blend share nothing, even where they hold the same scheme.
         """
-        key = (config, context, path if config.per_layer else None)
+        key = (config, context, path if config.per_layer else None, side)
         if key in self._built:
             return self._built[key]
         if isinstance(config, ComposedConfig):
-            parts = config.merge([self._parts(part, context, path) for part in config.parts])
+            parts = config.merge([self._parts(part, context, path, side) for part in config.parts])
+        elif isinstance(config, BlendedConfig):
+            parts = config.merge(*(self._parts(getattr(config, end), context, path, end) for end in ("old", "new")))
         else:
             parts = config.build(context)
             check_parts(config, parts)

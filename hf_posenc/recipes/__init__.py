@@ -1,7 +1,36 @@
-"""Training with schemes: parameter groups for an optimizer, and schemes that change while training."""
+"""Training with schemes: starts that lose least, schemes that change while training, healing, parameter groups."""
 
 from hf_posenc.recipes.callback import SchemePhasesCallback
+from hf_posenc.recipes.distillation import (
+    Distillation,
+    frozen_teacher,
+    hidden_state_loss,
+    mean_pooled,
+    soft_target_loss,
+)
+from hf_posenc.recipes.gradual import begin_blend, blend_strength, finish_blend, set_blend_strength
+from hf_posenc.recipes.gradual_callback import GradualSwapCallback
+from hf_posenc.recipes.lora import add_lora
 from hf_posenc.recipes.parameter_groups import parameter_groups
 from hf_posenc.recipes.phases import SchemePhases, drope
+from hf_posenc.recipes.swap import Swap, swap_scheme
 
-__all__ = ["SchemePhases", "SchemePhasesCallback", "drope", "parameter_groups"]
+__all__ = [
+    "Distillation",
+    "GradualSwapCallback",
+    "SchemePhases",
+    "SchemePhasesCallback",
+    "Swap",
+    "add_lora",
+    "begin_blend",
+    "blend_strength",
+    "drope",
+    "finish_blend",
+    "frozen_teacher",
+    "hidden_state_loss",
+    "mean_pooled",
+    "parameter_groups",
+    "set_blend_strength",
+    "soft_target_loss",
+    "swap_scheme",
+]

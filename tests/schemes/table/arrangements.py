@@ -11,6 +11,7 @@ from hf_posenc.schemes import (
     SinusoidalConfig,
     T5Config,
 )
+from hf_posenc.schemes.arrangement.blended import BlendedConfig
 
 from .row import Row
 
@@ -23,5 +24,13 @@ ROWS: dict[str, Row] = {
             ComposedConfig((T5Config(), AlibiConfig(learnable=True))),
         ),
         everywhere=True,
+    ),
+    "blended": Row(
+        "mixed",
+        None,
+        (
+            BlendedConfig(RopeConfig(), ComposedConfig((AlibiConfig(), SinusoidalConfig())), 0.4),
+            BlendedConfig(ComposedConfig((AlibiConfig(), SinusoidalConfig())), LearnedConfig(), 0.5),
+        ),
     ),
 }

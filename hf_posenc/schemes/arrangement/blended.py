@@ -1,0 +1,310 @@
+"""Two schemes of which one gives way to the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import itertools
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.schemes.arrangement.schedule import check_not_layered
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.logits import pairwise_bias
+from hf_posenc.schemes.none import NoneConfig
+from hf_posenc.schemes.parts import (
+    AdditiveEncoding,
+    DistanceBias,
+    LogitBias,
+    LogitScale,
+    PairwiseBias,
+    Part,
+    QueryKeyMap,
+    SchemeParts,
+)
+from hf_posenc.schemes.positions import AttentionPairs, Positions
+from hf_posenc.schemes.registry import as_scheme, register_scheme
+from hf_posenc.schemes.rotary.rope import RopeConfig, RotaryMap
+from hf_posenc.schemes.validation import check_number
+
+PartType = TypeVar("PartType", bound=Part)
+
+
+class BlendedPart(Part, Generic[PartType]):
+    """A part of the old scheme and its counterpart in the new one; either may be missing.
+
+    Args:
+        old: acts with the weight `1 - strength`, and not at all at strength 1.
+        new: acts with the weight `strength`. At strength 0 it is computed nevertheless, so that its parameters have
+            gradients (zeros) from the first step on, which DDP and resumed optimizers need.
+        strength: between 0 and 1.
+    """
+
+    def __init__(self, old: PartType | None, new: PartType | None, strength: float) -> None:
+        super().__init__()
+        self.old = old
+        self.new = new
+        self.strength = strength
+        for kind in type(self).__mro__:
+            for name in inspect.get_annotations(kind) if issubclass(kind, Part) else ():
+                # Every declaration that is a flag holds for the blend where it holds for either of the two.
+                if isinstance(getattr(kind, name, None), bool):
+                    setattr(self, name, any(getattr(part, name, False) for part in (old, new)))
+
+    def check_cache(self, cached_length: int, total_length: int) -> None:
+        """Refuses where either of the two does."""
+        for part, _ in self.weighted():
+            part.check_cache(cached_length, total_length)
+
+    def adopt(self, native: Tensor) -> bool:
+        """Hands the native weight to the old part, or else to the new one."""
+        return any(part.adopt(native) for part in (self.old, self.new) if part is not None)
+
+    def weighted(self) -> list[tuple[PartType, float]]:
+        """The parts that act, with their weights."""
+        found: list[tuple[PartType, float]] = []
+        if self.old is not None and self.strength < 1:
+            found.append((self.old, 1 - self.strength))
+        if self.new is not None:
+            found.append((self.new, self.strength))
+        return found
+
+
+class BlendedEncoding(BlendedPart[AdditiveEncoding], AdditiveEncoding):
+    """`(1 - s) * old + s * new`."""
+
+    def forward(self, positions: Positions) -> Tensor:
+        """Returns `(batch or 1, length, hidden)`."""
+        parts = self.weighted()
+        if not parts:  # The old one has gone and nothing takes its place; its shape stays.
+            assert self.old is not None
+            parts = [(self.old, 0.0)]
+        first, *others = (part(positions) * weight for part, weight in parts)
+        return cast("Tensor", sum(others, start=first))
+
+
+class BlendedMap(BlendedPart[QueryKeyMap], QueryKeyMap):
+    """The old map at positions `(1 - s) * p`, then the new one at positions `s * p`.
+
+    Two rotations of the same pairs add their angles: that is one rotation of interpolated frequencies.
+    """
+
+    def __init__(self, old: QueryKeyMap | None, new: QueryKeyMap | None, strength: float) -> None:
+        super().__init__(old, new, strength)
+        widths = [part.rotary_dim for part in (old, new) if part is not None]
+        self.rotary_dim = None if None in widths else max(cast("list[int]", widths))
+        self.symmetric = all(part.symmetric for part in (old, new) if part is not None)
+        self._shares: list[int] = []
+
+    def phases(self, positions: Positions) -> tuple[Tensor, ...]:
+        """Returns the phases of the parts that act, one after the other."""
+        self._shares = []
+        phases: list[Tensor] = []
+        for part, weight in self.weighted():
+            own = part.phases(_scaled_positions(positions, weight))
+            # The factor that a rotation multiplies heads with (YaRN's temperature) comes and goes with its weight.
+            factor = _attention_scaling(part) ** (weight - 1)
+            phases += own if factor == 1.0 else [phase * factor for phase in own]
+            self._shares.append(len(own))
+        return tuple(phases)
+
+    def map_query(self, query: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
+        """`(batch, heads, length, head_dim)`, in the dtype of `query`."""
+        for (part, _), own in zip(self.weighted(), self._split(phases), strict=True):
+            query = part.map_query(query, own)
+        return query
+
+    def map_key(self, key: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
+        """`(batch, key_value_heads, length, head_dim)`, in the dtype of `key`."""
+        for (part, _), own in zip(self.weighted(), self._split(phases), strict=True):
+            key = part.map_key(key, own)
+        return key
+
+    def _split(self, phases: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+        ends = list(itertools.accumulate(self._shares, initial=0))
+        return [phases[start:end] for start, end in itertools.pairwise(ends)]
+
+
+class BlendedDistanceBias(BlendedPart[DistanceBias], DistanceBias):
+    """`(1 - s) * old + s * new` of two functions of distance."""
+
+    def forward(self, distance: Tensor) -> Tensor:
+        """Returns `(heads, *distance.shape)` in float32."""
+        return _weighted_sum([(part(distance), weight) for part, weight in self.weighted()], self.old, distance)
+
+
+class BlendedPairwiseBias(BlendedPart[LogitBias], PairwiseBias):
+    """`(1 - s) * old + s * new` where one of them reads more than the distance."""
+
+    def __init__(self, old: LogitBias | None, new: LogitBias | None, strength: float) -> None:
+        super().__init__(old, new, strength)
+        self.num_features = sum(_num_features(part) for part in (old, new))
+
+    def key_features(self, hidden_states: Tensor) -> Tensor:
+        """`(batch, heads, length, num_features)`: those of the old bias before those of the new one."""
+        featured = [part for part in (self.old, self.new) if isinstance(part, PairwiseBias) and part.num_features]
+        return torch.cat([part.key_features(hidden_states) for part in featured], dim=-1)
+
+    def forward(self, pairs: AttentionPairs) -> Tensor:
+        """Returns `(batch or 1, heads, query_len, key_len)` in float32."""
+        biases = []
+        for part, weight in self.weighted():
+            start = _num_features(self.old) if part is self.new else 0
+            width, features = _num_features(part), None
+            if width and pairs.key_features is not None:
+                features = pairs.key_features[..., start : start + width]
+            biases.append((pairwise_bias(part, dataclasses.replace(pairs, key_features=features)), weight))
+        return _weighted_sum(biases, self.old, pairs)
+
+
+class BlendedScale(BlendedPart[LogitScale], LogitScale):
+    """`(1 - s) * old + s * new`; where one of them is missing it counts as 1.
+
+    A blend of logarithms would not do: a scale may be 0 (SSMax at the first token).
+    """
+
+    def forward(self, positions: Positions) -> Tensor:
+        """Returns `(batch or 1, heads or 1, length)` in float32."""
+        old = None if self.old is None or self.strength == 1 else self.old(positions)
+        new = None if self.new is None else self.new(positions)
+        one = torch.ones_like(positions.ids, dtype=torch.float32).unsqueeze(1)
+        return (one if old is None else old) * (1 - self.strength) + (one if new is None else new) * self.strength
+
+
+def _weighted_sum(biases: list[tuple[Tensor, float]], old: LogitBias | None, argument: Any) -> Tensor:
+    if not biases:  # The old bias has gone and nothing takes its place; its shape stays.
+        assert old is not None
+        gone = pairwise_bias(old, argument) if isinstance(argument, AttentionPairs) else old(argument)
+        biases = [(gone.detach(), 0.0)]
+    first, *others = (bias * weight for bias, weight in biases)
+    return sum(others, start=first)
+
+
+def _num_features(part: LogitBias | None) -> int:
+    return part.num_features if isinstance(part, PairwiseBias) else 0
+
+
+def _attention_scaling(part: QueryKeyMap) -> float:
+    inner: Any = part
+    while hasattr(inner, "inner"):
+        inner = inner.inner
+    return inner.attention_scaling if isinstance(inner, RotaryMap) else 1.0
+
+
+def _scaled_positions(positions: Positions, weight: float) -> Positions:
+    """The same tokens, all of them closer to the first one."""
+    if weight == 1:
+        return positions
+
+    def scaled(ids: Tensor) -> Tensor:
+        return (ids.float() * weight).where(ids >= 0, ids.float())
+
+    coordinates = None if positions.coordinates is None else scaled(positions.coordinates)
+    return dataclasses.replace(positions, ids=scaled(positions.ids), coordinates=coordinates)
+
+
+@register_scheme
+@dataclass(frozen=True)
+class BlendedConfig(SchemeConfig):
+    """An old and a new scheme at once, in shares: how a pretrained model is led from one to the other.
+
+    With `s` for `strength`, each kind of part is blended for itself::
+
+        added vectors   (1 - s) * old(p) + s * new(p)
+        rotations       first old((1 - s) * p), then new(s * p)
+        biases          (1 - s) * old(i, j) + s * new(i, j)
+        logit scales    (1 - s) * old(i) + s * new(i)
+
+    so that 0 is the old scheme and 1 the new one. What a scheme does not have counts as nothing: no vector, no
+    rotation, no bias, a scale of 1. Two rotations that pair the same dimensions add their angles, which makes one
+    rotation of interpolated frequencies; a rotation without a counterpart has its positions squeezed
+    (arXiv:2306.15595) until all are equal.
+
+    `hf_posenc.recipes.swap_scheme(model, ..., gradual=True)` makes one from whatever a model has, and
+    `GradualSwapCallback` raises the strength while the model is trained.
+
+    Args:
+        old: the scheme at strength 0.
+        new: the scheme at strength 1.
+        strength: between 0 and 1.
+
+    Raises:
+        ValueError: for an arrangement of layers in place of a scheme (blend what each layer has), or a strength
+            outside [0, 1].
+    """
+
+    name: ClassVar[str] = "blended"
+    combinator: ClassVar[bool] = True
+
+    old: SchemeConfig = field(default_factory=RopeConfig)
+    new: SchemeConfig = field(default_factory=NoneConfig)
+    strength: float = 0.0
+
+    def __post_init__(self) -> None:
+        for option in ("old", "new"):
+            object.__setattr__(self, option, as_scheme(getattr(self, option)))
+            check_not_layered(f"BlendedConfig.{option}", getattr(self, option))
+            if isinstance(getattr(self, option), BlendedConfig):
+                raise ValueError(f"BlendedConfig.{option} is a blend itself; blend two schemes at a time.")
+        check_number(self, "strength", minimum=0, maximum=1)
+
+    @property
+    def per_layer(self) -> bool:  # type: ignore[override]
+        """Whether either scheme wants its own copy in every layer."""
+        return self.old.per_layer or self.new.per_layer
+
+    @property
+    def invisible_under_layer_norm(self) -> bool:
+        """Whether a LayerNorm removes what either scheme adds."""
+        return any(getattr(scheme, "invisible_under_layer_norm", False) for scheme in (self.old, self.new))
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Builds both schemes and blends their parts.
+
+        Raises:
+            UnsupportedError: if a rotation of one of them cannot be given other positions.
+        """
+        return self.merge(self.old.build(context), self.new.build(context))
+
+    def merge(self, old: SchemeParts, new: SchemeParts) -> SchemeParts:
+        """What two schemes amount to together, given the parts of each.
+
+        Raises:
+            UnsupportedError: if a rotation of one of them cannot be given other positions.
+        """
+        for option, parts in (("old", old), ("new", new)):
+            _refuse_unblendable(f"BlendedConfig.{option}", getattr(self, option), parts)
+        strength = float(self.strength)
+        biases = (old.logit_bias, new.logit_bias)
+        of_distance = all(bias is None or isinstance(bias, DistanceBias) for bias in biases)
+        bias_class: Any = BlendedDistanceBias if of_distance else BlendedPairwiseBias
+
+        def blended(kind: Any, first: Any, second: Any) -> Any:
+            return None if first is None and second is None else kind(first, second, strength)
+
+        return SchemeParts(
+            additive=blended(BlendedEncoding, old.additive, new.additive),
+            query_key_map=blended(BlendedMap, old.query_key_map, new.query_key_map),
+            logit_bias=blended(bias_class, *biases),
+            logit_scale=blended(BlendedScale, old.logit_scale, new.logit_scale),
+        )
+
+
+def _refuse_unblendable(owner: str, config: SchemeConfig, parts: SchemeParts) -> None:
+    rotation, bias = parts.query_key_map, parts.logit_bias
+    reason = None
+    if isinstance(bias, PairwiseBias) and bias.replaces_logits:
+        reason = "replaces logits that one rotation alone has made"
+    elif rotation is not None and rotation.width_factor != 1:
+        reason = "changes the width of heads, which nothing does by degrees"
+    elif rotation is not None and any(getattr(module, "whole_positions", False) for module in rotation.modules()):
+        reason = "rotates by whole positions only, and a blend squeezes them"
+    if reason is not None:
+        raise UnsupportedError(
+            f"{owner} is {config.name!r}, which {reason}. Swap to it, or from it, at once: "
+            "swap_scheme(model, scheme) without gradual=True."
+        )

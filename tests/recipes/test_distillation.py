@@ -1,0 +1,185 @@
+"""Learning from the model as it was, and LoRA beside a scheme."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from hf_posenc import UnsupportedError, patch_model
+from hf_posenc.recipes import (
+    Distillation,
+    add_lora,
+    begin_blend,
+    frozen_teacher,
+    hidden_state_loss,
+    mean_pooled,
+    soft_target_loss,
+)
+from tests.matrix.running import patched, tokens
+
+torch.set_num_threads(1)
+
+
+def test_soft_targets_by_hand():
+    student, teacher = torch.tensor([[[0.0, 2.0]]]), torch.tensor([[[1.0, 0.0]]])
+    p = math.exp(0.5) / (math.exp(0.5) + 1)  # teacher at temperature 2
+    q = 1 / (1 + math.exp(1.0))
+    expected = 4 * (p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q)))
+    loss = soft_target_loss(student, teacher, torch.tensor([[True]]), temperature=2.0)
+    assert float(loss) == pytest.approx(expected, rel=1e-5)
+    assert float(soft_target_loss(teacher, teacher, torch.tensor([[True]]))) == pytest.approx(0, abs=1e-6)
+    assert float(soft_target_loss(student, teacher, torch.tensor([[False]]))) == 0
+
+
+def test_gradients_keep_their_size_at_any_temperature():
+    """The reason for the factor T ** 2 (arXiv:1503.02531, section 2.1): for small logits the gradients are equal."""
+    teacher = torch.randn(1, 4, 50, generator=torch.Generator().manual_seed(0)) * 0.1
+    found = []
+    for temperature in (5.0, 50.0):
+        student = torch.zeros(1, 4, 50, requires_grad=True)
+        soft_target_loss(student, teacher, torch.ones(1, 4, dtype=torch.bool), temperature).backward()
+        found.append(student.grad)
+    assert torch.allclose(found[0], found[1], rtol=0.1, atol=1e-4)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_only_targets_are_learned_and_the_mean_is_over_the_update(causal):
+    model = patched("llama_gqa", None)
+    teacher = frozen_teacher(model)
+    patch_model(model, "alibi")
+    ids = tokens()
+    labels = ids.clone()
+    labels[:, :6] = -100
+    inputs = {"input_ids": ids, "labels": labels}
+    outputs = model(ids)
+    distill = Distillation(teacher, causal=causal, temperature=1.5, weight=1.0)
+    loss = distill(inputs, outputs, torch.tensor(7.0), 10)
+    shift = 1 if causal else 0
+    places = [(row, place) for row in range(2) for place in range(14) if 6 <= place + shift < 14]
+    by_hand = 0.0
+    with torch.no_grad():
+        taught = teacher(ids).logits
+        for row, place in places:
+            p, q = (torch.softmax(logits[row, place] / 1.5, -1) for logits in (taught, outputs.logits))
+            by_hand += 1.5**2 * float((p * (p.log() - q.log())).sum())
+    assert float(loss.detach()) == pytest.approx(by_hand / 10, rel=1e-4)
+    half = Distillation(teacher, causal=causal, temperature=1.5, weight=0.25)(inputs, outputs, torch.tensor(7.0), 10)
+    assert float(half.detach()) == pytest.approx(0.75 * 7 + 0.25 * by_hand / 10, rel=1e-4)
+    loss.backward()
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+
+
+def test_the_teacher_stays_what_the_model_was():
+    ids = tokens()
+    model = patched("llama_gqa", "rope").train()
+    with torch.no_grad():
+        before = copy.deepcopy(model).eval()(ids).logits
+        teacher = frozen_teacher(model)
+        patch_model(model, "none")
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+        assert torch.equal(teacher(ids).logits, before)
+    assert model.training
+    assert not teacher.training
+
+
+def test_a_student_comes_nearer_to_its_teacher():
+    torch.manual_seed(0)
+    model = patched("llama_gqa", None)
+    teacher = frozen_teacher(model)
+    patch_model(model, "t5")
+    distill = Distillation(teacher, causal=True, weight=1.0)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    losses = []
+    for step in range(40):
+        ids = tokens(batch=8, seed=step % 2)
+        outputs = model(ids)
+        loss = distill({"input_ids": ids, "labels": ids}, outputs, torch.zeros(()), 8 * 13)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert sum(losses[-5:]) < sum(losses[:5]) / 2
+
+
+def test_hidden_states_and_their_mean():
+    teacher = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+    assert float(hidden_state_loss(teacher, teacher, mask)) == 0
+    student = teacher.clone()
+    student[1, 2:] += 100  # Padding says nothing.
+    assert float(hidden_state_loss(student, teacher, mask)) == 0
+    real = teacher[mask.bool()]
+    constant = real.mean(0).expand_as(teacher)
+    # The variance has one degree of freedom less than there are tokens.
+    assert float(hidden_state_loss(constant, teacher, mask, embedding_weight=0)) == pytest.approx(6 / 7, rel=1e-5)
+    assert torch.allclose(mean_pooled(teacher, mask)[1], teacher[1, :2].mean(0))
+    assert torch.allclose(mean_pooled(teacher), teacher.mean(1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"temperature": 0}, "temperature is 0"), ({"weight": 0}, "weight is 0"), ({"weight": 1.1}, "weight is 1.1")],
+)
+def test_wrong_settings_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Distillation(frozen_teacher(patched("llama_gqa", None)), causal=True, **options)
+
+
+def test_a_teacher_that_would_learn_is_refused():
+    with pytest.raises(ValueError, match="frozen_teacher"):
+        Distillation(patched("llama_gqa", None), causal=True)
+
+
+# LoRA
+
+
+def _lora(model: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    return add_lora(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+
+
+def test_adapters_and_the_scheme_are_trained_and_nothing_else(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = patched("llama_gqa", "t5")
+    adapted = _lora(model)
+    trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    assert {name for name in trained if "lora_" not in name} == {
+        name for name, _ in adapted.named_parameters() if "position_encoding" in name
+    }
+    before = {name: parameter.detach().clone() for name, parameter in adapted.named_parameters()}
+    optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=0.5)
+    for seed in range(2):  # The second adapter matrix starts at zero and hides the first one for a step.
+        ids = tokens(seed=seed)
+        adapted(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    changed = {name for name, parameter in adapted.named_parameters() if not torch.equal(parameter, before[name])}
+    assert changed == trained
+    ids = tokens()
+    with torch.no_grad():
+        expected = adapted.eval()(ids).logits
+        adapted.merge_and_unload().save_pretrained(tmp_path)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+        assert loaded.position_encoding.config.name == "t5"
+        # Merging adds the product of the adapters to the weights, in float32.
+        assert torch.allclose(loaded(ids).logits, expected, atol=1e-4)
+
+
+def test_of_a_blend_only_the_new_scheme_is_trained():
+    model = patched("llama_gqa", "learned")
+    begin_blend(model, "t5")
+    adapted = _lora(model)
+    trained = [p.shape for n, p in adapted.named_parameters() if p.requires_grad and "lora_" not in n]
+    assert trained == [(32, 4)]
+
+
+def test_a_model_without_a_scheme_is_refused():
+    with pytest.raises(UnsupportedError, match="swap_scheme or patch_model"):
+        _lora(patched("llama_gqa", None))

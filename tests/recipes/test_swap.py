@@ -1,0 +1,328 @@
+"""Starts that lose least: what is fitted to what, how well, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_posenc import UnsupportedError, patch_model
+from hf_posenc.patching.apply import current_encoding
+from hf_posenc.recipes import finish_blend, set_blend_strength, swap_scheme
+from hf_posenc.recipes.initialization.logits import mean_logits, recorded_heads
+from hf_posenc.recipes.initialization.tables import TABLE_EXTENSIONS, extended_rows
+from hf_posenc.schemes import (
+    AlibiConfig,
+    KerpleConfig,
+    LearnedConfig,
+    LinearScaling,
+    RopeConfig,
+    SchemeParts,
+    SinusoidalConfig,
+    T5Config,
+)
+from hf_posenc.schemes.arrangement.composed import ComposedConfig
+from tests.matrix.architectures import ARCHITECTURES
+from tests.matrix.running import distance, outputs, patched, tokens
+
+torch.set_num_threads(1)
+
+SAMPLE_LENGTH = 24
+
+
+def _sample() -> Tensor:
+    return tokens(batch=4, length=SAMPLE_LENGTH, seed=5)
+
+
+def _layer(model: Any, index: int = 0) -> Any:
+    (stack,) = model.position_encoding.stacks.values()
+    return stack.layers[index]
+
+
+def _additive(model: Any) -> Any:
+    (stack,) = model.position_encoding.stacks.values()
+    return stack.additive
+
+
+def _exact(model: Any, architecture: str, before: Tensor, tolerance: float) -> None:
+    with torch.no_grad():
+        after = outputs(model, ARCHITECTURES[architecture], tokens())
+    assert distance(after, before) < tolerance
+
+
+# Tables
+
+
+def test_a_table_takes_over_what_a_formula_added():
+    row, ids = ARCHITECTURES["llama_gqa"], tokens()
+    model = patched("llama_gqa", SinusoidalConfig(scale=0.5)).eval()
+    with torch.no_grad():
+        before = outputs(model, row, ids)
+    swap = swap_scheme(model, "learned", num_positions=64, initialization="fitted")
+    _exact(model, "llama_gqa", before, 1e-6)
+    (fit,) = swap.fits
+    assert (fit.where, fit.covers, fit.residual) == ("additive of model", 64, 0.0)
+    assert fit.residual_before > 0.9  # The default start is small noise and misses all of it.
+    assert (swap.old, swap.new) == (SinusoidalConfig(scale=0.5), LearnedConfig(num_positions=64))
+
+
+def test_a_table_where_nothing_was_added_starts_at_zero():
+    row, ids = ARCHITECTURES["llama_gqa"], tokens()
+    model = patched("llama_gqa", "rope").eval()
+    with torch.no_grad():
+        before = outputs(model, row, ids)
+    swap = swap_scheme(model, ["rope", LearnedConfig(num_positions=32)])
+    _exact(model, "llama_gqa", before, 1e-6)
+    assert swap.fits[0].residual_before is None
+    assert not _additive(model).weight.any()
+
+
+def test_a_table_beside_a_formula_holds_the_difference():
+    row, ids = ARCHITECTURES["bert"], tokens()
+    model = patched("bert", None).eval()
+    with torch.no_grad():
+        before = outputs(model, row, ids)
+    swap_scheme(model, [LearnedConfig(), "sinusoidal"])
+    _exact(model, "bert", before, 1e-5)
+
+
+@pytest.mark.parametrize("extension", TABLE_EXTENSIONS)
+def test_a_longer_table_is_extended_from_the_native_one(extension):
+    model = patched("bert", None)
+    native = model.base_model.embeddings.position_embeddings.weight.detach().clone()
+    positions = native.shape[0]
+    swap = swap_scheme(model, "learned", num_positions=4 * positions, table_extension=extension)
+    assert torch.equal(_additive(model).weight, extended_rows(native, 4 * positions, extension))
+    assert swap.fits[0].covers == positions
+    outputs(model, ARCHITECTURES["bert"], tokens(length=2 * positions))
+
+
+def test_rows_between_rows():
+    rows = torch.tensor([[0.0, 0.0], [1.0, 4.0], [4.0, 0.0]])
+    assert torch.equal(extended_rows(rows, 5, "linear")[:, 0], torch.tensor([0.0, 0.5, 1.0, 2.5, 4.0]))
+    assert torch.equal(extended_rows(rows, 5, "repeat")[:, 0], torch.tensor([0.0, 1.0, 4.0, 0.0, 1.0]))
+    assert torch.equal(extended_rows(rows, 5, "last")[:, 0], torch.tensor([0.0, 1.0, 4.0, 4.0, 4.0]))
+    for extension in TABLE_EXTENSIONS:
+        assert torch.allclose(extended_rows(rows, 3, extension), rows)
+    # A natural spline through three points with unit steps: m = 6 (y0 - 2 y1 + y2) / 4 in the middle, 0 at the ends;
+    # half-way its value is the mean of the ends less m / 16.
+    m = 6 * (0 - 2 * 4 + 0) / 4
+    assert torch.allclose(extended_rows(rows, 5, "spline")[1, 1], torch.tensor(2.0 - m / 16))
+    with pytest.raises(ValueError, match="would cut it"):
+        extended_rows(rows, 2, "linear")
+    with pytest.raises(ValueError, match="expected one of linear"):
+        extended_rows(rows, 4, "cubic")
+
+
+def test_a_spline_equals_an_independent_one():
+    interpolate = pytest.importorskip("scipy.interpolate")
+    rows = torch.randn(9, 3, generator=torch.Generator().manual_seed(0))
+    places = torch.linspace(0, 8, 33).numpy()
+    reference = interpolate.CubicSpline(range(9), rows.double().numpy(), bc_type="natural")(places)
+    assert torch.allclose(extended_rows(rows, 33, "spline").double(), torch.from_numpy(reference), atol=1e-6)
+
+
+# Biases
+
+
+def _mean_by_hand(logits: Tensor, distance: int) -> Tensor:
+    length = logits.shape[-1]
+    pairs = [logits[:, :, i, i + distance] for i in range(length) if 0 <= i + distance < length]
+    return torch.stack(pairs, -1).mean(dim=(0, 2))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_mean_logits_by_distance(causal):
+    model = patched("llama_gqa", "rope").eval()
+    encoding = current_encoding(model)
+    heads = recorded_heads(model, encoding, _sample())[1]
+    found = mean_logits(SchemeParts(), heads, causal)
+    key = heads.key.repeat_interleave(heads.query.shape[1] // heads.key.shape[1], dim=1)
+    logits = heads.query @ key.transpose(-1, -2) * heads.scaling
+    assert found.shape[-1] == (SAMPLE_LENGTH if causal else 2 * SAMPLE_LENGTH - 1)
+    for index, distance_ in enumerate(range(1 - SAMPLE_LENGTH, 1 if causal else SAMPLE_LENGTH)):
+        assert torch.allclose(found[:, index], _mean_by_hand(logits, distance_), atol=1e-5)
+
+
+def test_recording_leaves_the_model_as_it_was():
+    row, ids = ARCHITECTURES["llama_gqa"], tokens()
+    model = patched("llama_gqa", ["rope", "t5"]).train()
+    with torch.no_grad():
+        before = outputs(model, row, ids)
+        recorded_heads(model, current_encoding(model), _sample())
+        assert torch.equal(outputs(model, row, ids), before)
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "tolerance"),
+    [
+        # 32 buckets hold the 24 distances of the sample one by one up to 16 and in pairs beyond, so ALiBi is nearly in
+        # reach; a power of distance, and slopes that are learned, have ALiBi among them.
+        (AlibiConfig(), T5Config(), 0.05),
+        (AlibiConfig(), AlibiConfig(learnable=True), 1e-3),
+        (AlibiConfig(), KerpleConfig(variant="power", minimum=1e-3), 0.01),
+        (T5Config(), T5Config(), 1e-3),
+    ],
+    ids=["alibi-t5", "alibi-learnable", "alibi-power", "t5-t5"],
+)
+def test_a_bias_takes_over_a_bias(old, new, tolerance):
+    model = patched("llama_gqa", old).eval()
+    with torch.no_grad():
+        distances = torch.arange(1 - SAMPLE_LENGTH, 1)
+        wanted = _layer(model).logit_bias(distances)
+        before = outputs(model, ARCHITECTURES["llama_gqa"], tokens())
+    torch.manual_seed(3)
+    swap = swap_scheme(model, new, sample=_sample(), initialization="fitted")
+    (fit,) = swap.fits
+    assert fit.where == "logit_bias of layers 0-1"
+    assert fit.residual < tolerance
+    with torch.no_grad():
+        found = _layer(model).logit_bias(distances)
+        missed = (found - found.mean(-1, keepdim=True)) - (wanted - wanted.mean(-1, keepdim=True))
+    assert float(missed.abs().max()) < 10 * tolerance * float(wanted.abs().max())
+    _exact(model, "llama_gqa", before, 20 * tolerance)
+
+
+def test_a_bias_for_every_layer_fits_better_than_one_for_all():
+    found = {}
+    for shared in (True, False):
+        model = patched("llama_gqa", None)
+        torch.manual_seed(3)
+        swap = swap_scheme(model, T5Config(shared=shared, max_distance=32), sample=_sample())
+        found[shared] = [fit.residual for fit in swap.fits]
+        assert all(fit.residual < fit.residual_before for fit in swap.fits)
+    assert len(found[True]) == 1
+    assert len(found[False]) == 2
+    assert max(found[False]) < found[True][0]
+
+
+@pytest.mark.parametrize("architecture", ["llama_gqa", "bert"])
+@pytest.mark.parametrize("new", ["t5", "kerple", "fire", AlibiConfig(learnable=True)], ids=str)
+def test_a_fit_is_nearer_to_the_old_scheme_than_the_default(architecture, new):
+    torch.manual_seed(3)
+    swap = swap_scheme(patched(architecture, None), new, sample=_sample())
+    assert swap.fits
+    assert all(fit.residual < fit.residual_before for fit in swap.fits)
+
+
+def test_the_target_is_what_the_new_logits_lack():
+    """With a bucket for every distance the mean logits after the swap are those before, up to a constant per head."""
+    model = patched("llama_gqa", None).eval()
+    patch_model(model, "rope", theta=model.config.rope_parameters["rope_theta"])
+    old = current_encoding(model)
+    heads = recorded_heads(model, old, _sample())
+    wanted = [
+        mean_logits(SchemeParts(query_key_map=_layer(model, i).query_key_map), heads[i], causal=True) for i in range(2)
+    ]
+    swap_scheme(model, T5Config(num_buckets=64, max_distance=64, shared=False), sample=_sample())
+    for index in range(2):
+        parts = SchemeParts(logit_bias=_layer(model, index).logit_bias)
+        found = mean_logits(parts, heads[index], causal=True)
+        difference = found - wanted[index]
+        # Far distances have few pairs, and so little weight against the fit's price for leaving the start.
+        assert float(difference.detach().std(-1).max()) < 0.01 * float(wanted[index].std(-1).max())
+
+
+# Scales, options, blends
+
+
+def test_a_learned_scale_starts_at_one_on_average():
+    model = patched("llama_gqa", None)
+    swap = swap_scheme(model, ["rope", "ssmax"], sample=_sample())
+    assert {fit.where for fit in swap.fits} == {"logit_scale of layer 0", "logit_scale of layer 1"}
+    assert all(fit.residual < fit.residual_before for fit in swap.fits)
+
+
+def test_the_base_of_the_old_rotation_is_kept():
+    model = patched("llama_gqa", RopeConfig(theta=777.0))
+    swap = swap_scheme(model, "p_rope", fraction=0.5, initialization="fitted")
+    assert swap.options == {"theta": 777.0}
+    assert swap.new.theta == 777.0
+    given = swap_scheme(patched("llama_gqa", RopeConfig(theta=777.0)), "p_rope", theta=9.0)
+    assert (given.new.theta, given.options) == (9.0, {})
+    default = swap_scheme(patched("llama_gqa", RopeConfig(theta=777.0)), "p_rope", initialization="default")
+    assert default.new.theta == 10000.0
+
+
+@pytest.mark.parametrize("new", [T5Config(), LearnedConfig(num_positions=32)], ids=str)
+def test_the_end_of_a_blend_is_fitted(new):
+    model, plain = patched("bert", None).eval(), patched("bert", None).eval()
+    torch.manual_seed(3)
+    swap_scheme(plain, new, sample=_sample())
+    torch.manual_seed(3)
+    with torch.no_grad():
+        before = outputs(model, ARCHITECTURES["bert"], tokens())
+    swap = swap_scheme(model, new, sample=_sample(), gradual=True)
+    assert swap.gradual
+    _exact(model, "bert", before, 1e-6)
+    set_blend_strength(model, 1.0)
+    finish_blend(model)
+    with torch.no_grad():
+        # The same least squares from the same start, in the same order of operations.
+        expected = outputs(plain, ARCHITECTURES["bert"], tokens())
+        assert distance(outputs(model, ARCHITECTURES["bert"], tokens()), expected) < 1e-4
+
+
+def test_the_default_is_what_patch_model_does():
+    model, plain = patched("bert", None).eval(), patched("bert", None).eval()
+    torch.manual_seed(3)
+    swap = swap_scheme(model, "t5", initialization="default")
+    torch.manual_seed(3)
+    patch_model(plain, "t5")
+    assert swap.fits == ()
+    _exact(model, "bert", outputs(plain, ARCHITECTURES["bert"], tokens()).detach(), 1e-9)
+
+
+def test_the_report_is_json():
+    import json
+
+    swap = swap_scheme(patched("llama_gqa", None), ComposedConfig(("rope", "t5")), sample=_sample())
+    report = json.loads(json.dumps(swap.to_dict()))
+    assert report["new"]["scheme"] == "composed"
+    assert report["fits"][0]["covers"] == SAMPLE_LENGTH
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("old", "scheme", "options", "error", "message"),
+    [
+        (None, "alibi", {"initialization": "fitted"}, UnsupportedError, "learnable=True"),
+        (None, "none", {"initialization": "fitted"}, UnsupportedError, "Nothing of the old scheme"),
+        ("none", "t5", {"initialization": "fitted"}, UnsupportedError, "Nothing of the old scheme"),
+        (None, "shaw", {"initialization": "fitted"}, UnsupportedError, "Nothing of the old scheme"),
+        (None, "t5", {}, ValueError, "sample=tokenizer"),
+        (None, "t5", {"sample": torch.zeros(2, 8, dtype=torch.long)}, ValueError, "at least 16"),
+        (None, "t5", {"sample": torch.zeros(2, 32)}, ValueError, "token ids"),
+        (None, "t5", {"initialization": "best"}, ValueError, "initialization is 'best'"),
+        (None, "learned", {"num_positions": 99, "table_extension": "cubic"}, ValueError, "table_extension is 'cubic'"),
+        (None, "learned", {"num_positions": 9, "table_extension": "last"}, ValueError, "Leave it out"),
+        (None, "alibi", {"table_extension": "last"}, ValueError, "Leave it out"),
+        (None, "learned", {"initialization": "default", "table_extension": "last"}, ValueError, "fits nothing"),
+        ("t5", "alibbi", {}, ValueError, "alibi"),
+    ],
+)
+@pytest.mark.parametrize("gradual", [False, True])
+def test_a_refused_swap_changes_nothing(old, scheme, options, error, message, gradual):
+    row, ids = ARCHITECTURES["llama_gqa"], tokens()
+    model = patched("llama_gqa", old).eval()
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    with torch.no_grad():
+        before = outputs(model, row, ids)
+        with pytest.raises(error, match=message):
+            swap_scheme(model, scheme, gradual=gradual, **options)
+        assert torch.equal(outputs(model, row, ids), before)
+    encoding = current_encoding(model)
+    assert (encoding is None) == (old is None)
+    assert encoding is None or encoding.config == T5Config() or old == "none"
+    assert [name for name, parameter in model.named_parameters() if not parameter.requires_grad] == frozen
+
+
+def test_a_swap_of_scaled_rope_keeps_no_more_than_its_base():
+    model = patched("llama_gqa", RopeConfig(theta=500.0, scaling=LinearScaling(2.0)))
+    swap = swap_scheme(model, "rope")
+    assert swap.new == RopeConfig(theta=500.0)
