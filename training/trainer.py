@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.data import Sampler
-from transformers import Trainer
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from hf_posenc.recipes.parameter_groups import undecayed_scheme_parameters
 from training.checkpoints import incompleteness
@@ -67,6 +67,7 @@ class SchemeTrainer(Trainer):
         self.loss_hooks = tuple(loss_hooks)
         self._update_loss: Tensor | None = None
         self._row_order: EpochOrder | None = None
+        self._resumed_from: Path | None = None
         super().__init__(
             *args,
             # Makes Trainer count the targets of an update, and leave the division by accumulated batches to the loss.
@@ -76,6 +77,7 @@ class SchemeTrainer(Trainer):
             **kwargs,
         )
         self._loss_shifts_labels = causal
+        self.add_callback(_LoadProgress(self))
 
     # What is optimised
 
@@ -131,12 +133,12 @@ class SchemeTrainer(Trainer):
         return self._row_order
 
     def _run_epoch(self, **arguments: Any) -> None:
+        if self.state.global_step >= self.state.max_steps:  # resumed at the end: Trainer would take one step more
+            self.control.should_training_stop = True
+            return
         if self._row_order is not None:
             # accelerate does not reach a sampler below two wrappers, as there are when several processes resume.
             self._row_order.set_epoch(arguments["epoch"])
-        checkpoint = arguments["resume_from_checkpoint"]
-        if checkpoint is not None and arguments["epoch"] == arguments["epochs_trained"]:
-            self._load_progress(Path(checkpoint))
         super()._run_epoch(**arguments)
 
     # Numbers that are none
@@ -241,24 +243,44 @@ class SchemeTrainer(Trainer):
             }
             Path(output_dir, _PROGRESS).write_text(json.dumps(progress), encoding="utf-8")
 
-    def _load_progress(self, checkpoint: Path) -> None:
-        """The part of the mean loss that was summed, but not yet logged, when the checkpoint was written."""
-        path = checkpoint / _PROGRESS
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self._resumed_from = None if checkpoint is None else Path(checkpoint)
+
+    def load_progress(self) -> None:
+        """Where a run is resumed, the part of the mean loss that was summed, but not yet logged, at the checkpoint."""
+        if self._resumed_from is None:
+            return
+        path = self._resumed_from / _PROGRESS
         if not path.exists():
-            logger.warning(
-                "%s has no %s: the first loss that is logged is a mean over fewer steps.", checkpoint, path.name
-            )
+            logger.warning("%s is missing: the first loss that is logged is a mean over fewer steps.", path)
             return
         progress = json.loads(path.read_text(encoding="utf-8"))
         self._tr_loss.fill_(progress["since_log"][self.args.process_index])
         self._total_loss_scalar = progress["total"]
         self._globalstep_last_logged = progress["logged_at"]
 
+    def _finalize_training(self, trial: Any, num_train_samples: int, start_time: float) -> TrainOutput:
+        output = super()._finalize_training(trial, num_train_samples, start_time)
+        return output._replace(training_loss=output.metrics["train_loss"])
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """As Trainer's; the final `train_loss` is the mean over the whole run, also where it was resumed."""
         if "train_loss" in logs:
             logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step, 1)
         super().log(logs, start_time)
+
+
+class _LoadProgress(TrainerCallback):
+    """Comes after Trainer has set its sums to zero."""
+
+    def __init__(self, trainer: SchemeTrainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.trainer.load_progress()
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -46,17 +46,18 @@ def test_weight_decay_is_what_the_schemes_paper_wants(tmp_path: Path) -> None:
 
 
 @both
-@pytest.mark.parametrize("stop", [2, 4, 5, 7])
+@pytest.mark.parametrize("stop", [2, 4, 5, 7, 8])
 def test_a_resumed_run_is_the_same_run(tmp_path: Path, causal: bool, stop: int) -> None:
-    """11 rows, batches of 2 x 2: two updates an epoch. Stops between logs, within an epoch and at its end."""
+    """11 rows, batches of 2 x 2: two updates an epoch. Stops between logs, in an epoch, at its end, and at the end."""
     options = {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 3}
     whole = trainer(tmp_path / "whole", causal, **options)
-    whole.train()
+    outcome = whole.train()
     first = trainer(tmp_path / "cut", causal, **options, save_strategy="steps", save_steps=stop, callbacks=[Stop(stop)])
     first.train()
     second = trainer(tmp_path / "cut", causal, **options)
     torch.manual_seed(99)  # where a new process happens to stand
-    second.train(resume_from_checkpoint=str(latest_complete_checkpoint(tmp_path / "cut")))
+    resumed = second.train(resume_from_checkpoint=str(latest_complete_checkpoint(tmp_path / "cut")))
+    assert (resumed.global_step, resumed.training_loss) == (outcome.global_step, outcome.training_loss)
     assert curve(second) == curve(whole)
     assert all(torch.equal(value, weights(second)[name]) for name, value in weights(whole).items())
 

@@ -1,0 +1,206 @@
+"""How a model is told that several documents share a row: found by asking the model, not by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_posenc import PositionEncodingError
+from training.data.packing import document_numbers
+from training.errors import SettingsError
+
+#: Differences between a packed row and its documents alone, as a share of the difference that packing without any
+#: blocking makes: rounding of sums in another order, in float32 and in half precision.
+_EXACT, _ROUNDED = 1e-2, 2e-1
+
+
+@dataclass(frozen=True)
+class Blocking:
+    """The arguments that keep the documents of a row apart.
+
+    Args:
+        position_ids: whether positions start anew in every document. Decoders of transformers find the documents by
+            them, if no mask is given.
+        mask: a mask of pairs beside it: "none", "allowed" (boolean) or "added" (0 or the lowest number, for attention
+            that adds its mask).
+        first_position: the position of a document's first token (RoBERTa: one after its padding token's id).
+        causal: whether a mask also hides the tokens to come.
+    """
+
+    position_ids: bool = True
+    mask: str = "none"
+    first_position: int = 0
+    causal: bool = True
+
+    def arguments(self, places: Tensor) -> dict[str, Tensor]:
+        """For a forward call, from `places`, `(batch, length)`.
+
+        Returns:
+            `position_ids`, `(batch, length)`, and a mask, `(batch, 1, length, length)`, as far as they are used.
+        """
+        arguments = {"position_ids": places + self.first_position} if self.position_ids else {}
+        if self.mask != "none":
+            numbers = document_numbers(places)
+            allowed = numbers[:, None, :, None] == numbers[:, None, None, :]
+            if self.causal:
+                allowed = allowed & torch.ones(places.shape[-1], places.shape[-1], dtype=torch.bool).tril().to(
+                    places.device
+                )
+            lowest = torch.finfo(torch.float32).min
+            arguments["attention_mask"] = allowed if self.mask == "allowed" else (~allowed).float() * lowest
+        return arguments
+
+
+class Batches:
+    """Collates `PackedRows`.
+
+    Args:
+        blocking: how the model is told of documents; `None` where a row is one text.
+    """
+
+    def __init__(self, blocking: Blocking | None) -> None:
+        self.blocking = blocking
+
+    def __call__(self, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """`input_ids` and `labels`, `(batch, block_size)`, and the arguments of the blocking."""
+        batch = {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "labels", "places")}
+        places = batch.pop("places")
+        return batch | ({} if self.blocking is None else self.blocking.arguments(places))
+
+
+@torch.no_grad()
+def find_blocking(model: Any, block_size: int, causal: bool, vocabulary: int) -> Blocking:
+    """How this model, with its scheme and its attention, has to be told of documents, so that a packed row gives the
+    logits of its documents alone.
+
+    The model is asked: a row of `block_size` tokens holding documents of several lengths, two of one token among them,
+    goes through it in each way there is, and each document by itself.
+
+    Args:
+        model: as it will be trained.
+        block_size: tokens in a row.
+        causal: whether it is trained to predict the next token.
+        vocabulary: number of tokens to draw from.
+
+    Raises:
+        SettingsError: if there is no such way, with what was found.
+    """
+    lengths = _document_lengths(block_size)
+    tokens = _tokens(model, block_size, vocabulary)
+    places = torch.cat([torch.arange(length) for length in lengths])[None].to(tokens.device)
+    with _as_evaluated(model):
+        alone = torch.cat([_logits(model, document) for document in tokens.split(lengths, dim=1)], dim=1)
+        unblocked = _distance(_logits(model, tokens), alone)
+        if unblocked <= 1e-4:
+            raise SettingsError(
+                "Packing documents changes nothing in this model as it stands: its attention has no effect yet, so it "
+                "cannot be checked that documents are kept apart. Use --packing concatenate."
+            )
+        tolerance = unblocked * (_EXACT if alone.dtype == torch.float32 else _ROUNDED)
+        found = []
+        for blocking in _candidates(model, causal):
+            try:
+                distance = _distance(_logits(model, tokens, **blocking.arguments(places)), alone)
+            except PositionEncodingError as error:
+                raise SettingsError(f"Documents cannot share a row here: {error} Use --packing concatenate.") from error
+            except (TypeError, ValueError, RuntimeError, IndexError) as error:
+                found.append(f"{_name(blocking)}: {type(error).__name__}: {error}")
+                continue
+            if distance <= tolerance:
+                return blocking
+            found.append(f"{_name(blocking)}: off by {distance:.1e}, where no blocking is off by {unblocked:.1e}")
+        raise SettingsError(
+            f"{type(model).__name__} cannot keep apart documents that share a row ({'; '.join(found)}). Use --packing "
+            "concatenate, where attention and positions run through the row."
+        )
+
+
+@torch.no_grad()
+def check_reads(model: Any, block_size: int, causal: bool, vocabulary: int) -> None:
+    """One row through the model before anything is trained.
+
+    Raises:
+        SettingsError: if the model or its scheme cannot take rows of this length, or if a model that is to predict the
+            next token sees it.
+    """
+    tokens = _tokens(model, block_size, vocabulary)
+    with _as_evaluated(model):
+        try:
+            before = _logits(model, tokens)
+        except (PositionEncodingError, IndexError, RuntimeError) as error:
+            raise SettingsError(
+                f"{type(model).__name__} cannot read a row of {block_size} tokens: {error} Use a shorter --block_size, "
+                "another scheme, or a model for longer inputs (from scratch: --config_overrides)."
+            ) from error
+        if causal:
+            changed = tokens.clone()
+            changed[0, -1] = tokens[0, 0] if tokens[0, 0] != tokens[0, -1] else tokens[0, 1]
+            if _distance(_logits(model, changed)[:, :-1], before[:, :-1]) > 1e-3:
+                raise SettingsError(
+                    f"{type(model).__name__} sees the token it is to predict: it attends in both directions. Train it "
+                    "with run_mlm.py, or use a causal model (for BERT and its like --config_overrides is_decoder=true)."
+                )
+
+
+def _document_lengths(block_size: int) -> list[int]:
+    """One token, nearly everything (longer than a window of attention, if there is one), one token, the rest."""
+    rest = max(1, min(5, block_size // 4))
+    lengths = [1, block_size - 2 - rest, 1, rest]
+    return [length for length in lengths if length > 0] if block_size > 2 else [1] * block_size
+
+
+def _candidates(model: Any, causal: bool) -> list[Blocking]:
+    padding = getattr(model.config, "pad_token_id", None)
+    firsts = [0] if padding is None else [0, padding + 1]
+    ways = [("none", True)] if causal else []
+    ways += [(mask, positions) for mask in ("allowed", "added") for positions in (True, False)]
+    return [
+        Blocking(positions, mask, first, causal)
+        for first in firsts
+        for mask, positions in ways
+        if positions or not first
+    ]
+
+
+def _name(blocking: Blocking) -> str:
+    parts = [f"positions from {blocking.first_position}"] if blocking.position_ids else []
+    parts += {"none": [], "allowed": ["a boolean mask"], "added": ["an added mask"]}[blocking.mask]
+    return " and ".join(parts)
+
+
+def _tokens(model: Any, length: int, vocabulary: int) -> Tensor:
+    """Random ones, `(1, length)`, none of them padding, which some models do not count as positions."""
+    padding = getattr(model.config, "pad_token_id", None)
+    drawn = torch.randint(vocabulary - 1, (1, length), generator=torch.Generator().manual_seed(0))
+    if padding is not None and 0 <= padding < vocabulary:
+        drawn = drawn + (drawn >= padding)
+    return drawn.to(next(model.parameters()).device)
+
+
+@contextmanager
+def _as_evaluated(model: Any) -> Iterator[None]:
+    """Without dropout, and, as in training, without a cache, beside which decoders do not look for documents."""
+    training, use_cache = model.training, getattr(model.config, "use_cache", None)
+    model.eval()
+    model.config.use_cache = False
+    try:
+        yield
+    finally:
+        model.train(training)
+        model.config.use_cache = use_cache
+
+
+def _logits(model: Any, tokens: Tensor, **arguments: Tensor) -> Tensor:
+    logits: Tensor = model(input_ids=tokens, **arguments).logits
+    return logits
+
+
+def _distance(first: Tensor, second: Tensor) -> float:
+    """Largest difference, in units of the spread of the second."""
+    second = second.float()
+    return float((first.float() - second).abs().max() / second.std().clamp(min=1e-9))

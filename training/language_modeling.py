@@ -1,0 +1,252 @@
+"""One training run, from parsed arguments to a saved model and its figures."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import transformers
+from accelerate import PartialState
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import IntervalStrategy
+
+from hf_posenc import PositionEncodingError
+from training.arguments import (
+    DataArguments,
+    LoraArguments,
+    ModelArguments,
+    RunArguments,
+    SchemeArguments,
+    check_trainer_arguments,
+)
+from training.checkpoints import (
+    SETTINGS_FILE,
+    check_run,
+    checkpoint_settings,
+    incompleteness,
+    latest_complete_checkpoint,
+    record_run,
+)
+from training.data.blocking import Batches, check_reads, find_blocking
+from training.data.packing import DOCUMENTS
+from training.data.rows import load_rows
+from training.errors import SettingsError
+from training.files import write_json
+from training.starting_model import add_lora, apply_scheme, build_model, load_tokenizer, weights_digest
+from training.trainer import LossHook, SchemeTrainer, TrainingError
+
+logger = logging.getLogger(__name__)
+
+#: With `--lora`: the folder, inside the output folder, of what was trained.
+ADAPTER = "adapter"
+
+
+@dataclass(frozen=True)
+class RunInput:
+    """All arguments of a run."""
+
+    model: ModelArguments
+    scheme: SchemeArguments
+    data: DataArguments
+    lora: LoraArguments
+    run: RunArguments
+    trainer: TrainingArguments
+
+
+class Extension:
+    """What a script adds to a run. As it stands, it adds nothing."""
+
+    def before_scheme(self, model: Any) -> None:
+        """Sees the model before it gets its scheme."""
+
+    def after_scheme(self, model: Any) -> None:
+        """May change the model after it got its scheme, before LoRA and before anything is trained."""
+
+    def callbacks(self) -> list[TrainerCallback]:
+        """For the Trainer."""
+        return []
+
+    def loss_hooks(self) -> list[LossHook]:
+        """For the Trainer."""
+        return []
+
+    def settings(self) -> dict[str, Any]:
+        """What has to stay the same for a run to be resumed."""
+        return {}
+
+
+def exit_status(program: str, run: Callable[[], Any]) -> int:
+    """Runs, with one message in place of a traceback for what a user can mend.
+
+    Returns:
+        0, or 1 if the training had to stop, 2 for arguments that cannot work, 130 if interrupted.
+    """
+    try:
+        run()
+    except (SettingsError, PositionEncodingError) as error:
+        return _report(program, error, 2)
+    except TrainingError as error:
+        return _report(program, error, 1)
+    except KeyboardInterrupt:
+        print("\nInterrupted. Run the same command again to go on from the last checkpoint.", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _report(program: str, error: Exception, status: int) -> int:
+    if PartialState().is_main_process:
+        print(f"{program}: {error}", file=sys.stderr)
+    return status
+
+
+def train_language_model(given: RunInput, causal: bool, extensions: Sequence[Extension] = ()) -> dict[str, float]:
+    """Trains and evaluates; resumes if the output folder holds this run's checkpoints.
+
+    Everything that can be wrong with the arguments is found before anything is written.
+
+    Args:
+        given: all arguments.
+        causal: the next token, rather than masked ones.
+        extensions: what is added to the run.
+
+    Returns:
+        The content of `all_results.json`.
+
+    Raises:
+        SettingsError: for arguments that cannot work.
+        TrainingError: if the training had to stop.
+    """
+    arguments = given.trainer
+    _set_up_logging(arguments)
+    arguments.remove_unused_columns = False  # the collator needs what the model does not take
+    check_trainer_arguments(arguments, given.lora)
+    tokenizer = load_tokenizer(given.model, causal)
+    with arguments.main_process_first(desc="loading and tokenising"):
+        seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
+        train, validation, text = load_rows(given.data, tokenizer, causal, seed)
+    model, batches = prepare_model(given, tokenizer, causal, extensions)
+    settings = checkpoint_settings(
+        arguments,
+        objective="causal" if causal else "masked",
+        train_text=train.stream.digest(),
+        initial_weights=weights_digest(model),
+        block_size=given.data.block_size,
+        packing=given.data.packing,
+        mlm_probability=None if causal else given.data.mlm_probability,
+        scheme=given.scheme,
+        lora=given.lora,
+        **{name: value for extension in extensions for name, value in extension.settings().items()},
+    )
+    if arguments.load_best_model_at_end:
+        settings["validation_text"] = validation.stream.digest()
+    checkpoint = _starting_point(given, settings)
+    trainer = SchemeTrainer(
+        model=model,
+        args=arguments,
+        causal=causal,
+        train_dataset=train,
+        eval_dataset=validation,
+        data_collator=batches,
+        processing_class=tokenizer,
+        callbacks=[callback for extension in extensions for callback in extension.callbacks()],
+        loss_hooks=[hook for extension in extensions for hook in extension.loss_hooks()],
+    )
+    results: dict[str, float] = {"train_rows": len(train), "eval_rows": len(validation)}
+    logger.info("%s", text)
+    # Trainer sets do_eval itself where it evaluates while training.
+    trains = arguments.do_train or arguments.eval_strategy != IntervalStrategy.NO or not arguments.do_eval
+    if trains:
+        outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        trainer.log_metrics("train", outcome.metrics)
+        results |= outcome.metrics
+        if trainer.is_fsdp_enabled:
+            trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+        trainer.save_model(str(Path(str(arguments.output_dir)) / ADAPTER) if given.lora.lora else None)
+        trainer.save_state()
+    metrics = trainer.evaluate()
+    trainer.log_metrics("eval", metrics)
+    results |= metrics
+    if trains and given.lora.lora:
+        _save_merged(trainer)
+    if trainer.is_world_process_zero():
+        write_json(Path(str(arguments.output_dir)) / "all_results.json", results)
+    if trains and arguments.push_to_hub:
+        trainer.push_to_hub(tags=["hf_posenc"])
+    return results
+
+
+def prepare_model(
+    given: RunInput, tokenizer: PreTrainedTokenizerBase, causal: bool, extensions: Iterable[Extension] = ()
+) -> tuple[Any, Batches]:
+    """The model as it will be trained, and how its batches are made.
+
+    Raises:
+        SettingsError: if it cannot be built, take the scheme, read rows of this length, or keep documents apart.
+    """
+    model = build_model(given.model, tokenizer, causal, given.trainer.seed)
+    for extension in extensions:
+        extension.before_scheme(model)
+    apply_scheme(model, given.scheme)
+    for extension in extensions:
+        extension.after_scheme(model)
+    size, vocabulary = given.data.block_size, len(tokenizer)
+    check_reads(model, size, causal, vocabulary)
+    blocking = find_blocking(model, size, causal, vocabulary) if given.data.packing == DOCUMENTS else None
+    if given.lora.lora:
+        model = add_lora(model, given.lora, causal)
+    return model, Batches(blocking)
+
+
+def _starting_point(given: RunInput, settings: dict[str, Any]) -> Path | None:
+    """The checkpoint to resume from; records a new run."""
+    arguments = given.trainer
+    folder, state = Path(str(arguments.output_dir)), PartialState()
+    if given.run.overwrite_output_dir:
+        if arguments.resume_from_checkpoint:
+            raise SettingsError("--overwrite_output_dir throws away what --resume_from_checkpoint would go on from.")
+        if state.is_main_process and (folder / SETTINGS_FILE).exists():
+            shutil.rmtree(folder)
+        state.wait_for_everyone()
+    begun = check_run(folder, settings)
+    named = arguments.resume_from_checkpoint
+    checkpoint = latest_complete_checkpoint(folder, arguments.world_size) if begun else None
+    if named is not None and named.lower() not in ("true", "latest"):
+        checkpoint = Path(named)
+        problem = incompleteness(checkpoint, arguments.world_size)
+        if problem is not None:
+            raise SettingsError(f"--resume_from_checkpoint {named} cannot be resumed from: {problem}.")
+    elif named is not None and checkpoint is None:
+        raise SettingsError(f"--resume_from_checkpoint: {folder} holds no complete checkpoint.")
+    state.wait_for_everyone()
+    if state.is_main_process and not begun:
+        record_run(folder, settings)
+    if checkpoint is not None and state.is_main_process:
+        print(f"Resuming from {checkpoint}.", file=sys.stderr)
+    return checkpoint
+
+
+def _save_merged(trainer: SchemeTrainer) -> None:
+    """The whole model, with what LoRA learned added to its weights: it loads without peft."""
+    trainer.model = trainer.model_wrapped = trainer.accelerator.unwrap_model(trainer.model).merge_and_unload()
+    trainer.save_model()
+
+
+def _set_up_logging(arguments: TrainingArguments) -> None:
+    logging.basicConfig(
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+        level=logging.INFO if arguments.should_log else logging.ERROR,
+    )
+    for library in ("httpx", "accelerate", "datasets"):
+        logging.getLogger(library).setLevel(logging.WARNING)
+    level = arguments.get_process_log_level()
+    transformers.utils.logging.set_verbosity(level)
+    if not arguments.should_log:
+        datasets.utils.logging.set_verbosity_error()
+        datasets.disable_progress_bars()

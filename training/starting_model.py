@@ -1,0 +1,214 @@
+"""The tokenizer and the model that a run begins with."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoTokenizer,
+    ByT5Tokenizer,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
+
+from hf_posenc import PositionEncodingError, patch_model
+from hf_posenc.cli.errors import UsageError
+from hf_posenc.cli.options import parse_layers, parse_options, parse_scheme
+from hf_posenc.errors import UnknownNameError
+from training.argument_files import parse_structured
+from training.arguments import LoraArguments, ModelArguments, SchemeArguments
+from training.errors import SettingsError
+
+#: As `--tokenizer_name`: ByT5's bytes.
+BYTES = "bytes"
+
+#: What a config says about where it comes from.
+_INCIDENTAL = ("_name_or_path", "transformers_version")
+
+
+def load_tokenizer(arguments: ModelArguments, causal: bool) -> PreTrainedTokenizerBase:
+    """The tokenizer; for masked language modelling from scratch with a mask token in any case.
+
+    Raises:
+        SettingsError: if there is none.
+    """
+    name = arguments.tokenizer_name or arguments.model_name_or_path or arguments.config_name
+    if name == BYTES:
+        tokenizer: PreTrainedTokenizerBase = ByT5Tokenizer()
+    elif name is None:
+        raise SettingsError(
+            "A model from scratch (--model_type) brings no tokenizer: name one with --tokenizer_name, a hub name or a "
+            f"folder, or {BYTES!r} for ByT5's bytes, which need no files."
+        )
+    else:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                name, revision=arguments.model_revision, trust_remote_code=arguments.trust_remote_code
+            )
+        except (OSError, ValueError, KeyError) as error:
+            raise SettingsError(
+                f"No tokenizer can be loaded from {name!r} ({error}). Name one with --tokenizer_name."
+            ) from error
+    if not causal and tokenizer.mask_token is None:
+        if name == BYTES:
+            tokenizer.mask_token = "<extra_id_0>"
+        elif arguments.model_name_or_path is None:
+            tokenizer.add_special_tokens({"mask_token": "[MASK]"})
+    return tokenizer
+
+
+def build_model(arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase, causal: bool, seed: int) -> Any:
+    """The stock model: pretrained, or with weights drawn from `seed`.
+
+    Raises:
+        SettingsError: if it cannot be built, or is none of its kind.
+    """
+    loader = AutoModelForCausalLM if causal else AutoModelForMaskedLM
+    common: dict[str, Any] = {"trust_remote_code": arguments.trust_remote_code}
+    if arguments.attn_implementation is not None:
+        common["attn_implementation"] = arguments.attn_implementation
+    set_seed(seed)
+    try:
+        if arguments.model_name_or_path is not None:
+            name = arguments.model_name_or_path
+            model = loader.from_pretrained(name, revision=arguments.model_revision, dtype=arguments.dtype, **common)
+        else:
+            config = _config(arguments, tokenizer)
+            name = arguments.config_name or str(arguments.model_type)
+            dtype = None if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
+            model = loader.from_config(config, dtype=dtype, **common)
+    except SettingsError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+        raise SettingsError(f"{loader.__name__} cannot build {name!r}: {error}") from error
+    if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+        model.resize_token_embeddings(len(tokenizer))
+    if getattr(model.config, "output_router_logits", False):
+        raise SettingsError(
+            "This model's config asks for a loss that balances its experts (output_router_logits), which is not added "
+            "here. Set output_router_logits=false."
+        )
+    return model
+
+
+def _config(arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
+    changes: dict[str, Any] = {"vocab_size": len(tokenizer)}
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if getattr(tokenizer, name) is not None:
+            changes[name] = getattr(tokenizer, name)
+    overrides = _overrides(arguments.config_overrides)
+    if arguments.config_name is not None:
+        where = {"revision": arguments.model_revision, "trust_remote_code": arguments.trust_remote_code}
+        config = AutoConfig.from_pretrained(arguments.config_name, **where)
+        written, _ = type(config).get_config_dict(arguments.config_name, **where)
+    else:
+        if arguments.model_type not in CONFIG_MAPPING:
+            raise SettingsError(str(UnknownNameError("architecture", str(arguments.model_type), _text_architectures())))
+        config, written = CONFIG_MAPPING[arguments.model_type](), {}
+    for name in overrides:
+        if not hasattr(config, name):
+            unknown = UnknownNameError("field", name, config.to_dict(), owner=type(config).__name__)
+            raise SettingsError(f"--config_overrides: {unknown}")
+    # Built anew, so that what the config derives from its fields (the width of a head), and its checks, see them.
+    return type(config).from_dict(written | changes | overrides)
+
+
+def _text_architectures() -> list[str]:
+    from transformers.models.auto import modeling_auto
+
+    return sorted({*modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES})
+
+
+def _overrides(text: str | None) -> dict[str, Any]:
+    if not text:
+        return {}
+    if text.lstrip().startswith("{"):
+        parsed = parse_structured(text, "config_overrides")
+        if not isinstance(parsed, dict):
+            raise SettingsError(f"--config_overrides is no mapping: {text!r}.")
+        return parsed
+    try:
+        return parse_options(text.split(","))
+    except UsageError as error:
+        raise SettingsError(f"--config_overrides: {error} For values with commas give a JSON mapping.") from error
+
+
+def apply_scheme(model: Any, arguments: SchemeArguments) -> None:
+    """Gives the model the scheme that is asked for; without one it stays as it is.
+
+    Raises:
+        SettingsError: for an unknown scheme or option, or one that this model cannot take.
+    """
+    if arguments.scheme is None:
+        return
+    options = {} if arguments.scheme_options is None else parse_structured(arguments.scheme_options, "scheme_options")
+    if not isinstance(options, dict):
+        raise SettingsError(f"--scheme_options is no mapping of options to values: {arguments.scheme_options!r}.")
+    try:
+        where: dict[str, Any] = {}
+        if arguments.scheme_layers is not None:
+            where["layers"] = parse_layers(arguments.scheme_layers)
+        if arguments.elsewhere is not None:
+            where["elsewhere"] = _scheme(arguments.elsewhere, "elsewhere")
+        patch_model(model, _scheme(arguments.scheme, "scheme"), **where, **options)
+    except (PositionEncodingError, UsageError, ValueError, TypeError) as error:
+        raise SettingsError(f"--scheme {arguments.scheme}: {error}") from error
+
+
+def _scheme(text: str, option: str) -> Any:
+    if text.lstrip()[:1] in ("[", "{"):
+        return parse_structured(text, option)
+    return parse_scheme(text) if ":" in text else text
+
+
+def add_lora(model: Any, arguments: LoraArguments, causal: bool) -> Any:
+    """The model with LoRA matrices. Beside them, the parameters of its scheme are trained, all of them.
+
+    Raises:
+        SettingsError: if peft is not installed, or finds none of the modules.
+    """
+    try:
+        from peft import LoraConfig, TaskType, get_peft_model
+    except ImportError as error:
+        raise SettingsError("--lora needs peft: pip install peft.") from error
+    names = arguments.lora_target_modules
+    try:
+        wrapped = get_peft_model(
+            model,
+            LoraConfig(
+                task_type=TaskType.CAUSAL_LM if causal else None,
+                r=arguments.lora_r,
+                lora_alpha=arguments.lora_alpha,
+                lora_dropout=arguments.lora_dropout,
+                target_modules=names if names == "all-linear" else names.split(","),
+                exclude_modules=r".*position_encoding.*",
+            ),
+        )
+    except ValueError as error:
+        raise SettingsError(f"--lora_target_modules {names}: {error}") from error
+    for _, parameter in scheme_parameters(wrapped):
+        parameter.requires_grad_(True)
+    return wrapped
+
+
+def scheme_parameters(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
+    """Names, within the encoding, and parameters of a model's scheme; none for a stock model."""
+    encoding = getattr(model, "position_encoding", None)
+    return [] if encoding is None else list(encoding.named_parameters())
+
+
+def weights_digest(model: Any) -> str:
+    """Identifies a model's config and all of its weights."""
+    config = {name: value for name, value in model.config.to_dict().items() if name not in _INCIDENTAL}
+    hashed = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, tensor in model.state_dict().items():
+        hashed.update(name.encode())
+        hashed.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest()[:16]
