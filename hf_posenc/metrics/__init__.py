@@ -4,6 +4,7 @@ from hf_posenc.metrics.distance import cosine_distance, relative_l2
 from hf_posenc.metrics.dog import dog_test
 from hf_posenc.metrics.dog_result import DogResult, DogRow, LayerDistance
 from hf_posenc.metrics.errors import MeasurementError
+from hf_posenc.metrics.language_modeling import loss_by_length, sliding_window_loss, text_losses, token_losses
 from hf_posenc.metrics.order import OrderSensitivity, order_sensitivity
 from hf_posenc.metrics.probe import AttentionProbe, build_for_probe, probe_distance, probe_heads
 from hf_posenc.metrics.properties import (
@@ -28,7 +29,9 @@ from hf_posenc.metrics.properties import (
     sinusoidal_shift,
     uniqueness,
 )
+from hf_posenc.metrics.quantization import quantization_test, quantized_positions
 from hf_posenc.metrics.representations import hidden_states, sentence_embeddings
+from hf_posenc.metrics.sensitivity import sensitivity_test
 from hf_posenc.metrics.words import TokenizedPair, tokenize_pair
 
 __all__ = [
@@ -56,17 +59,24 @@ __all__ = [
     "linearity",
     "logit_defect",
     "long_term_decay",
+    "loss_by_length",
     "low_precision",
     "norm_preservation",
     "order_sensitivity",
     "probe_distance",
     "probe_heads",
     "properties_table",
+    "quantization_test",
+    "quantized_positions",
     "relative_l2",
     "relativity",
     "rotary_envelope",
+    "sensitivity_test",
     "sentence_embeddings",
     "sinusoidal_shift",
+    "sliding_window_loss",
+    "text_losses",
+    "token_losses",
     "tokenize_pair",
     "uniqueness",
 ]
