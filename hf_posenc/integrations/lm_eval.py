@@ -14,6 +14,11 @@ from collections.abc import Sequence
 from hf_posenc.errors import UnsupportedError
 
 
+def is_installed() -> bool:
+    """Whether lm-eval can be imported."""
+    return importlib.util.find_spec("lm_eval") is not None
+
+
 def run(arguments: Sequence[str]) -> None:
     """Runs lm-eval's command in this process.
 
@@ -24,7 +29,7 @@ def run(arguments: Sequence[str]) -> None:
         UnsupportedError: if lm-eval is not installed.
         SystemExit: as lm-eval's command ends.
     """
-    if importlib.util.find_spec("lm_eval") is None:
+    if not is_installed():
         raise UnsupportedError("lm-eval is not installed. Run: pip install 'hf-posenc[eval]'")
     from lm_eval.__main__ import cli_evaluate
 
