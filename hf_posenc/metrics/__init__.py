@@ -4,7 +4,9 @@ from hf_posenc.metrics.distance import cosine_distance, relative_l2
 from hf_posenc.metrics.dog import dog_test
 from hf_posenc.metrics.dog_result import DogResult, DogRow, LayerDistance
 from hf_posenc.metrics.errors import MeasurementError
+from hf_posenc.metrics.generalization import SYNTHETIC_TASKS, SyntheticExamples, compare_generalization, exact_match
 from hf_posenc.metrics.language_modeling import loss_by_length, sliding_window_loss, text_losses, token_losses
+from hf_posenc.metrics.minimal_pairs import minimal_pairs_accuracy, read_minimal_pairs
 from hf_posenc.metrics.order import OrderSensitivity, order_sensitivity
 from hf_posenc.metrics.probe import AttentionProbe, build_for_probe, probe_distance, probe_heads
 from hf_posenc.metrics.properties import (
@@ -35,6 +37,7 @@ from hf_posenc.metrics.sensitivity import sensitivity_test
 from hf_posenc.metrics.words import TokenizedPair, tokenize_pair
 
 __all__ = [
+    "SYNTHETIC_TASKS",
     "AttentionProbe",
     "DogResult",
     "DogRow",
@@ -45,14 +48,17 @@ __all__ = [
     "PropertiesRow",
     "PropertiesTable",
     "Specimen",
+    "SyntheticExamples",
     "TokenizedPair",
     "build_for_probe",
     "build_specimen",
+    "compare_generalization",
     "cosine_distance",
     "decay_curve",
     "defined_past_training",
     "determinism",
     "dog_test",
+    "exact_match",
     "extensibility",
     "hidden_states",
     "length_consistency",
@@ -61,6 +67,7 @@ __all__ = [
     "long_term_decay",
     "loss_by_length",
     "low_precision",
+    "minimal_pairs_accuracy",
     "norm_preservation",
     "order_sensitivity",
     "probe_distance",
@@ -68,6 +75,7 @@ __all__ = [
     "properties_table",
     "quantization_test",
     "quantized_positions",
+    "read_minimal_pairs",
     "relative_l2",
     "relativity",
     "rotary_envelope",
