@@ -57,9 +57,14 @@ def parse_arguments(
     words = list(arguments)
     if words and words[0].endswith((".yaml", ".yml", ".json")):
         words = [*_words(parser, Path(words[0])), *words[1:]]
-    *parsed, unknown = parser.parse_args_into_dataclasses(
-        words, return_remaining_strings=True, look_for_args_file=False
-    )
+    try:
+        *parsed, unknown = parser.parse_args_into_dataclasses(
+            words, return_remaining_strings=True, look_for_args_file=False
+        )
+    except SettingsError:
+        raise
+    except (ValueError, TypeError, ImportError) as error:  # TrainingArguments checks itself
+        raise SettingsError(str(error)) from error
     if unknown:
         raise SettingsError(_unknown(parser, unknown[0], "the command line"))
     return tuple(parsed)
@@ -84,9 +89,17 @@ def _words(parser: HfArgumentParser, path: Path) -> list[str]:
             continue
         if isinstance(value, list) and actions[name].nargs in ("+", "*"):
             words += [f"--{name}", *map(str, value)]
+        elif name == "report_to" and isinstance(value, list):  # which takes one word
+            words.append(f"--{name}={_only(value)}")
         else:
             words.append(f"--{name}={json.dumps(value) if isinstance(value, list | dict) else value}")
     return words
+
+
+def _only(trackers: list[Any]) -> Any:
+    if len(trackers) != 1:
+        raise SettingsError(f"report_to takes one tracker, or 'all' for all that are installed; it holds {trackers}.")
+    return trackers[0]
 
 
 def _unknown(parser: HfArgumentParser, word: str, where: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
+from transformers.integrations import get_reporting_integration_callbacks
 
 from training.data.packing import CONCATENATE, DOCUMENTS
 from training.errors import SettingsError
@@ -220,7 +221,7 @@ class RunArguments:
     )
 
 
-def check_trainer_arguments(arguments: TrainingArguments, lora: LoraArguments) -> None:
+def check_trainer_arguments(arguments: TrainingArguments) -> None:
     """Refuses what these scripts would otherwise pass over, or do another way than they say.
 
     Raises:
@@ -234,5 +235,8 @@ def check_trainer_arguments(arguments: TrainingArguments, lora: LoraArguments) -
             f"--train_sampling_strategy {arguments.train_sampling_strategy}: all rows have the same length, so "
             "there is nothing to group. Use random or sequential."
         )
-    if lora.lora and arguments.fsdp_plugin_args is not None:
-        raise SettingsError("--lora under FSDP is not supported here: train it with DDP, which needs little memory.")
+    try:
+        for callback in get_reporting_integration_callbacks(arguments.report_to):
+            callback()
+    except (RuntimeError, ValueError, ImportError) as error:
+        raise SettingsError(f"--report_to {' '.join(arguments.report_to)}: {error}") from error

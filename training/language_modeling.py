@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -39,7 +40,7 @@ from training.data.rows import load_rows
 from training.errors import SettingsError
 from training.files import write_json
 from training.starting_model import add_lora, apply_scheme, build_model, load_tokenizer, weights_digest
-from training.trainer import LossHook, SchemeTrainer, TrainingError
+from training.trainer import LossHook, SchemeTrainer, TrainingError, row_order
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ def exit_status(program: str, run: Callable[[], Any]) -> int:
 
 
 def _report(program: str, error: Exception, status: int) -> int:
-    if PartialState().is_main_process:
+    if os.environ.get("RANK", "0") == "0":
         print(f"{program}: {error}", file=sys.stderr)
     return status
 
@@ -125,11 +126,15 @@ def train_language_model(given: RunInput, causal: bool, extensions: Sequence[Ext
     arguments = given.trainer
     _set_up_logging(arguments)
     arguments.remove_unused_columns = False  # the collator needs what the model does not take
-    check_trainer_arguments(arguments, given.lora)
+    check_trainer_arguments(arguments)
     tokenizer = load_tokenizer(given.model, causal)
     with arguments.main_process_first(desc="loading and tokenising"):
         seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
         train, validation, text = load_rows(given.data, tokenizer, causal, seed)
+    # Trainer sets do_eval itself where it evaluates while training.
+    trains = arguments.do_train or arguments.eval_strategy != IntervalStrategy.NO or not arguments.do_eval
+    if trains:
+        row_order(len(train), arguments)  # refuses too few rows
     model, batches = prepare_model(given, tokenizer, causal, extensions)
     settings = checkpoint_settings(
         arguments,
@@ -145,22 +150,25 @@ def train_language_model(given: RunInput, causal: bool, extensions: Sequence[Ext
     )
     if arguments.load_best_model_at_end:
         settings["validation_text"] = validation.stream.digest()
-    checkpoint = _starting_point(given, settings)
-    trainer = SchemeTrainer(
-        model=model,
-        args=arguments,
-        causal=causal,
-        train_dataset=train,
-        eval_dataset=validation,
-        data_collator=batches,
-        processing_class=tokenizer,
-        callbacks=[callback for extension in extensions for callback in extension.callbacks()],
-        loss_hooks=[hook for extension in extensions for hook in extension.loss_hooks()],
-    )
+    begun, checkpoint = _starting_point(given, settings)
+    try:
+        trainer = SchemeTrainer(
+            model=model,
+            args=arguments,
+            causal=causal,
+            train_dataset=train,
+            eval_dataset=validation,
+            data_collator=batches,
+            processing_class=tokenizer,
+            callbacks=[callback for extension in extensions for callback in extension.callbacks()],
+            loss_hooks=[hook for extension in extensions for hook in extension.loss_hooks()],
+        )
+    except (ValueError, ImportError, OSError) as error:  # among them a hub that does not answer
+        raise SettingsError(str(error)) from error
+    if trainer.is_world_process_zero() and not begun:
+        record_run(str(arguments.output_dir), settings)
     results: dict[str, float] = {"train_rows": len(train), "eval_rows": len(validation)}
     logger.info("%s", text)
-    # Trainer sets do_eval itself where it evaluates while training.
-    trains = arguments.do_train or arguments.eval_strategy != IntervalStrategy.NO or not arguments.do_eval
     if trains:
         outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         trainer.log_metrics("train", outcome.metrics)
@@ -203,8 +211,8 @@ def prepare_model(
     return model, Batches(blocking)
 
 
-def _starting_point(given: RunInput, settings: dict[str, Any]) -> Path | None:
-    """The checkpoint to resume from; records a new run."""
+def _starting_point(given: RunInput, settings: dict[str, Any]) -> tuple[bool, Path | None]:
+    """Whether the output folder holds this run already, and the checkpoint to resume from."""
     arguments = given.trainer
     folder, state = Path(str(arguments.output_dir)), PartialState()
     if given.run.overwrite_output_dir:
@@ -224,11 +232,9 @@ def _starting_point(given: RunInput, settings: dict[str, Any]) -> Path | None:
     elif named is not None and checkpoint is None:
         raise SettingsError(f"--resume_from_checkpoint: {folder} holds no complete checkpoint.")
     state.wait_for_everyone()
-    if state.is_main_process and not begun:
-        record_run(folder, settings)
     if checkpoint is not None and state.is_main_process:
         print(f"Resuming from {checkpoint}.", file=sys.stderr)
-    return checkpoint
+    return begun, checkpoint
 
 
 def _save_merged(trainer: SchemeTrainer) -> None:

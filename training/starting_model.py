@@ -18,7 +18,7 @@ from transformers import (
     set_seed,
 )
 
-from hf_posenc import PositionEncodingError, patch_model
+from hf_posenc import PositionEncodingError, patch_model, recipes
 from hf_posenc.cli.errors import UsageError
 from hf_posenc.cli.options import parse_layers, parse_options, parse_scheme
 from hf_posenc.errors import UnknownNameError
@@ -178,30 +178,19 @@ def add_lora(model: Any, arguments: LoraArguments, causal: bool) -> Any:
         from peft import LoraConfig, TaskType, get_peft_model
     except ImportError as error:
         raise SettingsError("--lora needs peft: pip install peft.") from error
-    names = arguments.lora_target_modules
+    names, patched = arguments.lora_target_modules, getattr(model, "position_encoding", None) is not None
+    config = LoraConfig(
+        task_type=TaskType.CAUSAL_LM if causal else None,
+        r=arguments.lora_r,
+        lora_alpha=arguments.lora_alpha,
+        lora_dropout=arguments.lora_dropout,
+        target_modules=names if names == "all-linear" else names.split(","),
+        exclude_modules=r".*position_encoding.*" if patched else None,
+    )
     try:
-        wrapped = get_peft_model(
-            model,
-            LoraConfig(
-                task_type=TaskType.CAUSAL_LM if causal else None,
-                r=arguments.lora_r,
-                lora_alpha=arguments.lora_alpha,
-                lora_dropout=arguments.lora_dropout,
-                target_modules=names if names == "all-linear" else names.split(","),
-                exclude_modules=r".*position_encoding.*",
-            ),
-        )
+        return recipes.add_lora(model, config) if patched else get_peft_model(model, config)
     except ValueError as error:
         raise SettingsError(f"--lora_target_modules {names}: {error}") from error
-    for _, parameter in scheme_parameters(wrapped):
-        parameter.requires_grad_(True)
-    return wrapped
-
-
-def scheme_parameters(model: Any) -> list[tuple[str, torch.nn.Parameter]]:
-    """Names, within the encoding, and parameters of a model's scheme; none for a stock model."""
-    encoding = getattr(model, "position_encoding", None)
-    return [] if encoding is None else list(encoding.named_parameters())
 
 
 def weights_digest(model: Any) -> str:

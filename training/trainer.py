@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -21,6 +23,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 from hf_posenc.recipes.parameter_groups import undecayed_scheme_parameters
 from training.checkpoints import incompleteness
 from training.data.order import EpochOrder, RowsByEpoch
+from training.errors import SettingsError
 from training.objectives import evaluation_metrics, row_sums, summed_cross_entropy, target_count
 
 logger = logging.getLogger(__name__)
@@ -28,6 +31,9 @@ logger = logging.getLogger(__name__)
 #: Called while training with the inputs of a batch (labels included), what the model returned, the loss so far, and
 #: the number of targets in the whole update (over all processes and accumulated batches). Returns the loss to train on.
 LossHook = Callable[[Mapping[str, Any], Any, Tensor, Tensor], Tensor]
+
+#: Beside an adapter: the trained parameters of the scheme, by their names in `model.position_encoding`.
+SCHEME_PARAMETERS = "scheme_parameters.safetensors"
 
 _PROGRESS = "loss_in_progress.json"
 
@@ -79,6 +85,19 @@ class SchemeTrainer(Trainer):
         self._loss_shifts_labels = causal
         self.add_callback(_LoadProgress(self))
 
+    def create_accelerator_and_postprocess(self) -> None:
+        """Raises `SettingsError` for sharding (FSDP) that would not take place, or that cannot be saved."""
+        super().create_accelerator_and_postprocess()
+        if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and not self.is_fsdp_enabled:
+            raise SettingsError(
+                "FSDP is asked for, but accelerate shards on accelerators only; here it would train unsharded copies "
+                "without saying so. On CPUs use training/accelerate/ddp_cpu.yaml."
+            )
+        if self.is_fsdp_enabled and hasattr(self.model, "peft_config"):
+            raise SettingsError(
+                "--lora under FSDP is not supported here: train it with DDP, which needs little memory."
+            )
+
     # What is optimised
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
@@ -123,13 +142,7 @@ class SchemeTrainer(Trainer):
         dataset = self.train_dataset if train_dataset is None else train_dataset
         if not isinstance(dataset, RowsByEpoch):
             return super()._get_train_sampler(train_dataset)
-        arguments = self.args
-        self._row_order = EpochOrder(
-            len(dataset),
-            multiple=arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size,
-            seed=arguments.seed if arguments.data_seed is None else arguments.data_seed,
-            shuffle=arguments.train_sampling_strategy != "sequential",
-        )
+        self._row_order = row_order(len(dataset), self.args)
         return self._row_order
 
     def _run_epoch(self, **arguments: Any) -> None:
@@ -232,6 +245,37 @@ class SchemeTrainer(Trainer):
                 path.unlink(missing_ok=True)
             raise SavingError(_explain(folder, error, "The checkpoints are as they were")) from error
 
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        super()._save(output_dir, state_dict)
+        beside = self._parameters_beside_adapter()
+        if beside and self.args.should_save:
+            folder = self.args.output_dir if output_dir is None else output_dir
+            tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in beside.items()}
+            save_file(tensors, Path(str(folder), SCHEME_PARAMETERS))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._load_beside_adapter(Path(resume_from_checkpoint))
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self._load_beside_adapter(Path(str(self.state.best_model_checkpoint)))
+
+    def _parameters_beside_adapter(self) -> dict[str, nn.Parameter]:
+        """Of a PEFT model: the parameters of its scheme that are trained, which peft does not save. Else none."""
+        model = self.accelerator.unwrap_model(self.model)
+        encoding = getattr(model, "position_encoding", None) if hasattr(model, "peft_config") else None
+        found = {} if encoding is None else dict(encoding.named_parameters())
+        return {name: parameter for name, parameter in found.items() if parameter.requires_grad}
+
+    @torch.no_grad()
+    def _load_beside_adapter(self, checkpoint: Path) -> None:
+        beside = self._parameters_beside_adapter()
+        if beside:
+            saved = load_file(checkpoint / SCHEME_PARAMETERS)
+            for name, parameter in beside.items():
+                parameter.copy_(saved[name])
+
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         losses = self.accelerator.gather(self._tr_loss.detach().reshape(1)).tolist()
@@ -269,6 +313,20 @@ class SchemeTrainer(Trainer):
         if "train_loss" in logs:
             logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step, 1)
         super().log(logs, start_time)
+
+
+def row_order(rows: int, arguments: TrainingArguments) -> EpochOrder:
+    """The order in which a run reads its rows.
+
+    Raises:
+        SettingsError: if there are fewer rows than one update takes.
+    """
+    return EpochOrder(
+        rows,
+        multiple=arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size,
+        seed=arguments.seed if arguments.data_seed is None else arguments.data_seed,
+        shuffle=arguments.train_sampling_strategy != "sequential",
+    )
 
 
 class _LoadProgress(TrainerCallback):

@@ -1,0 +1,86 @@
+"""Small texts, and command lines of runs over them that take seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from training import run_clm, run_mlm
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SENTENCE = "the ship left harbour before dawn nobody saw letter captain far beyond evening wind turned mood town winter"
+SIZES = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def write_texts(folder: Path, documents: int = 8) -> Path:
+    """Files of 100 to 200 words."""
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = random.Random(0)
+    for number in range(documents):
+        (folder / f"{number}.txt").write_text(
+            " ".join(drawn.choices(SENTENCE.split(), k=100 + 15 * number)), encoding="utf-8"
+        )
+    return folder
+
+
+def words(texts: Path, output: Path, causal: bool = True, **changes: Any) -> list[str]:
+    """A command line; an option changed to `None` is left out."""
+    options: dict[str, Any] = {
+        "model_type": "llama" if causal else "bert",
+        "config_overrides": json.dumps(SIZES | ({"attention_dropout": 0.1} if causal else {})),
+        "tokenizer_name": "bytes",
+        "dataset_name": texts,
+        "output_dir": output,
+        "block_size": 32,
+        "max_steps": 12,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_steps": 5,
+        "disable_tqdm": "true",
+        "dataloader_pin_memory": "false",
+        "use_cpu": "true",
+    } | changes  # fmt: skip
+    return [f"--{name}={value}" for name, value in options.items() if value is not None]
+
+
+def run(arguments: list[str], causal: bool = True) -> int:
+    """In this process."""
+    return (run_clm if causal else run_mlm).main(arguments)
+
+
+def environment() -> dict[str, str]:
+    """For another process: one thread, no hub."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY)}
+
+
+def start(arguments: list[str], causal: bool = True) -> subprocess.Popen[bytes]:
+    """In another process."""
+    script = REPOSITORY / "training" / ("run_clm.py" if causal else "run_mlm.py")
+    return subprocess.Popen(
+        [sys.executable, str(script), *arguments],
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+
+
+def curve(output: Path) -> list[dict[str, float]]:
+    """What a run logged, without clocks."""
+    history = json.loads((output / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    clocks = ("runtime", "per_second")
+    return [{name: value for name, value in entry.items() if not name.endswith(clocks)} for entry in history]
+
+
+def results(output: Path) -> dict[str, float]:
+    """What a run came to."""
+    content: dict[str, float] = json.loads((output / "all_results.json").read_text(encoding="utf-8"))
+    return content

@@ -1,0 +1,321 @@
+"""run_clm from its command line: what it writes, what it reloads as, and what it refuses."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, set_seed
+
+import hf_posenc
+from tests.training.run_cases import SIZES, curve, environment, results, run, words, write_texts
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_texts(tmp_path_factory.mktemp("texts"))
+
+
+@pytest.fixture(scope="module")
+def alibi(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with ALiBi."""
+    output = tmp_path_factory.mktemp("runs") / "alibi"
+    assert run(words(texts, output, scheme="alibi", eval_strategy="steps", eval_steps=6)) == 0
+    return output
+
+
+def test_a_run_learns_and_writes_its_figures(alibi: Path) -> None:
+    found = results(alibi)
+    losses = [entry["loss"] for entry in curve(alibi) if "loss" in entry]
+    assert len(losses) == 12
+    assert losses[-1] < losses[0] - 1
+    assert found["eval_perplexity"] == pytest.approx(math.exp(found["eval_loss"]))
+    assert found["eval_loss"] < losses[0] - 1
+    assert [entry["eval_loss"] for entry in curve(alibi) if "eval_loss" in entry][-1] == found["eval_loss"]
+
+
+def test_the_saved_model_loads_in_a_fresh_process(alibi: Path) -> None:
+    script = (
+        "import sys, torch, hf_posenc\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval()\n"
+        "tokens = AutoTokenizer.from_pretrained(sys.argv[1])('the ship left', return_tensors='pt')\n"
+        "print(model.position_encoding.config.name, model(**tokens).logits[0, -1, :4].tolist())\n"
+    )
+    fresh = subprocess.run(
+        [sys.executable, "-c", script, str(alibi)], env=environment(), capture_output=True, text=True, check=True
+    )
+    model = AutoModelForCausalLM.from_pretrained(alibi).eval()
+    tokens = AutoTokenizer.from_pretrained(alibi)("the ship left", return_tensors="pt")
+    assert fresh.stdout.split(maxsplit=1)[0] == "alibi"
+    assert json.loads(fresh.stdout.split(maxsplit=1)[1]) == model(**tokens).logits[0, -1, :4].tolist()
+
+
+def test_a_finished_run_is_not_trained_further(alibi: Path, texts: Path, capsys: Any) -> None:
+    before, weights = curve(alibi), (alibi / "model.safetensors").read_bytes()
+    assert run(words(texts, alibi, scheme="alibi", eval_strategy="steps", eval_steps=6)) == 0
+    assert "Resuming from" in capsys.readouterr().err
+    assert curve(alibi)[:-1] == before[:-1]
+    assert (alibi / "model.safetensors").read_bytes() == weights
+
+
+def test_the_control_is_the_stock_model(texts: Path, tmp_path: Path) -> None:
+    assert run(words(texts, tmp_path / "out", max_steps=2)) == 0
+    assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "llama"
+
+
+def test_a_patched_folder_is_trained_on(alibi: Path, texts: Path, tmp_path: Path) -> None:
+    pretrained: dict[str, Any] = {
+        "model_type": None, "config_overrides": None, "tokenizer_name": None, "model_name_or_path": alibi,
+    }  # fmt: skip
+    assert run(words(texts, tmp_path / "on", max_steps=1, **pretrained)) == 0
+    assert curve(tmp_path / "on")[0]["loss"] < curve(alibi)[0]["loss"] - 1
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "on").position_encoding.config.name == "alibi"
+    assert (
+        run(words(texts, tmp_path / "swap", max_steps=1, scheme="rope", scheme_options='{"theta": 5e5}', **pretrained))
+        == 0
+    )
+    swapped = AutoModelForCausalLM.from_pretrained(tmp_path / "swap").position_encoding.config
+    assert swapped == hf_posenc.RopeConfig(theta=5e5)
+
+
+def test_settings_from_a_file_with_a_flag_in_its_place(texts: Path, tmp_path: Path) -> None:
+    settings = f"""
+model_type: llama
+config_overrides: {json.dumps(SIZES)}
+tokenizer_name: bytes
+dataset_name: {texts}
+output_dir: {tmp_path / "out"}
+scheme: rope
+scheme_options: {{theta: 5e5}}
+scheme_layers: "1"
+elsewhere: none
+block_size: 32
+learning_rate: 1e-3
+max_steps: 9
+report_to: [none]
+disable_tqdm: true
+use_cpu: true
+"""
+    path = tmp_path / "settings.yaml"
+    path.write_text(settings, encoding="utf-8")
+    assert run([str(path), "--max_steps", "2"]) == 0
+    recorded = json.loads((tmp_path / "out/run_settings.json").read_text())
+    assert (recorded["max_steps"], recorded["learning_rate"]) == (2, 1e-3)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.position_encoding.config.layers == (hf_posenc.NoneConfig(), hf_posenc.RopeConfig(theta=5e5))
+
+
+def test_several_schemes_and_other_text(tmp_path: Path) -> None:
+    rows = [{"body": f"number {number} " * 30} for number in range(6)]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    datasets.Dataset.from_list(rows[:1]).to_parquet(str(tmp_path / "held.parquet"))
+    arguments = words(
+        tmp_path / "train.jsonl", tmp_path / "out", text_column="body", validation_file=tmp_path / "held.parquet",
+        scheme='["native", "kerple"]', packing="concatenate", max_steps=2,
+    )  # fmt: skip
+    assert run(arguments) == 0
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").position_encoding.config.name == "composed"
+    assert results(tmp_path / "out")["eval_rows"] == (len("number 0 " * 30) + 1) // 32
+
+
+@pytest.mark.parametrize("scheme", ["kerple", "fire", None], ids=str)
+def test_lora_trains_resumes_and_merges(texts: Path, tmp_path: Path, scheme: str | None) -> None:
+    from peft import PeftModel
+
+    set_seed(5)
+    sizes = SIZES | {"vocab_size": 384, "num_key_value_heads": 2}
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(tmp_path / "base")
+    options: dict[str, Any] = {
+        "model_type": None, "config_overrides": None, "model_name_or_path": tmp_path / "base", "scheme": scheme,
+        "lora": "true", "lora_dropout": 0.1, "max_steps": 8, "save_steps": 4,
+    }  # fmt: skip
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert run(words(texts, whole, **options)) == 0
+    assert run(words(texts, cut, **options)) == 0
+    for path in (cut / "checkpoint-8", cut / "adapter"):
+        for file in path.iterdir():
+            file.unlink()
+        path.rmdir()
+    (cut / "all_results.json").unlink()
+    assert run(words(texts, cut, **options)) == 0
+    assert curve(cut) == curve(whole)
+    assert results(cut)["eval_loss"] == results(whole)["eval_loss"]
+
+    merged = AutoModelForCausalLM.from_pretrained(whole).eval()
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    if scheme is not None:
+        hf_posenc.patch_model(base, scheme)
+        from safetensors.torch import load_file
+
+        trained = load_file(whole / "adapter/scheme_parameters.safetensors")
+        before = base.position_encoding.state_dict()
+        assert any(not torch.equal(value, before[name]) for name, value in trained.items())
+        base.position_encoding.load_state_dict(trained, strict=False)
+        assert merged.position_encoding.config.name == scheme
+    adapted = PeftModel.from_pretrained(base, whole / "adapter").eval()
+    tokens = torch.arange(3, 35)[None]
+    difference = (merged(input_ids=tokens).logits - adapted(input_ids=tokens).logits).abs().max()
+    assert difference < 1e-5  # adding the correction to the weights rounds
+
+
+def test_the_best_checkpoint_is_what_a_run_ends_with(texts: Path, tmp_path: Path) -> None:
+    """Highest loss counts as best here, so that the best checkpoint is not the last."""
+    arguments = words(
+        texts, tmp_path / "out", load_best_model_at_end="true", eval_strategy="steps", eval_steps=2, save_steps=2,
+        save_total_limit=2, greater_is_better="true", metric_for_best_model="eval_loss", max_steps=6, scheme="t5",
+    )  # fmt: skip
+    assert run(arguments) == 0
+    evaluated = [entry["eval_loss"] for entry in curve(tmp_path / "out") if "eval_loss" in entry]
+    assert max(evaluated) > evaluated[2] + 0.1
+    assert results(tmp_path / "out")["eval_loss"] == max(evaluated)
+
+
+def test_tensorboard_gets_the_curve(texts: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
+    assert run(words(texts, tmp_path / "out", report_to="tensorboard", max_steps=3)) == 0
+    files = list((tmp_path / "board").rglob("events*"))
+    points = {}
+    for file in files:
+        board = EventAccumulator(str(file)).Reload()
+        points |= {tag: [event.value for event in board.Scalars(tag)] for tag in board.Tags()["scalars"]}
+    assert points["train/loss"] == pytest.approx(
+        [entry["loss"] for entry in curve(tmp_path / "out") if "loss" in entry]
+    )
+    assert "eval/loss" in points
+
+
+def test_mixed_precision_and_checkpointing_change_little(texts: Path, tmp_path: Path) -> None:
+    losses = {}
+    for name, options in {
+        "plain": {}, "checkpointed": {"activation_checkpointing": "true"}, "bf16": {"bf16": "true"},
+    }.items():  # fmt: skip
+        output = tmp_path / name
+        plain = json.dumps(SIZES)
+        assert run(words(texts, output, scheme="kerple", max_steps=3, config_overrides=plain, **options)) == 0
+        losses[name] = [entry["loss"] for entry in curve(output) if "loss" in entry]
+    assert losses["checkpointed"] == pytest.approx(losses["plain"], rel=1e-6)
+    # bfloat16 has 8 bits: each logit is off by up to 0.4 %.
+    assert losses["bf16"] == pytest.approx(losses["plain"], rel=1e-2)
+    assert losses["bf16"] != losses["plain"]
+
+
+# What is refused: one message, status 2, nothing written
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "unknown scheme": ({"scheme": "alibbi"}, "Unknown scheme 'alibbi'. Did you mean 'alibi'"),
+    "unknown option": (
+        {"scheme": "rope", "scheme_options": '{"thetta": 1}'}, "Unknown option 'thetta' of scheme 'rope'. Did you mean",
+    ),
+    "value of an option": ({"scheme": "rope", "scheme_options": '{"theta": -1}'}, "theta is -1"),
+    "options that are no mapping": ({"scheme": "rope", "scheme_options": "[1]"}, "no mapping of options"),
+    "options that are no JSON": ({"scheme": "rope", "scheme_options": '{"a": '}, "neither JSON nor YAML"),
+    "options without a scheme": ({"scheme_options": '{"theta": 1}'}, "--scheme_options is given without --scheme"),
+    "layers without a scheme": ({"scheme_layers": "1"}, "--scheme_layers is given without --scheme"),
+    "a layer that is not there": ({"scheme": "alibi", "scheme_layers": "0,7"}, "names [7]"),
+    "corpus too small": ({"block_size": 60_000, "scheme": "alibi"}, "one row alone takes 60000"),
+    "too few rows": ({"per_device_train_batch_size": 10_000}, "one update alone takes 10000"),
+    "unknown column": ({"text_column": "txt"}, "no column 'txt'. Its columns: text. Did you mean --text_column text?"),
+    "no such dataset": ({"dataset_name": "/nowhere/at/all"}, "Cannot load the dataset"),
+    "no tokenizer": ({"tokenizer_name": None}, "brings no tokenizer"),
+    "a tokenizer that is not there": ({"tokenizer_name": "/nowhere"}, "No tokenizer can be loaded"),
+    "no model": ({"model_type": None, "config_overrides": None}, "No model is named"),
+    "two models": ({"model_name_or_path": "x"}, "Several models are named"),
+    "unknown architecture": ({"model_type": "lama"}, "Did you mean 'llama'"),
+    "unknown field": ({"config_overrides": "hiden_size=8"}, "Unknown field 'hiden_size' of LlamaConfig. Did you mean"),
+    "an architecture that is not causal": (
+        {"model_type": "bert", "config_overrides": json.dumps(SIZES)}, "sees the token it is to predict",
+    ),
+    "rows longer than the scheme": (
+        {"scheme": "learned", "scheme_options": '{"num_positions": 16}'}, "cannot read a row of 32 tokens",
+    ),
+    "packing and length": (
+        {"scheme": "normalized_integer", "scheme_options": '{"direction": "random"}'}, "--packing concatenate",
+    ),
+    "unknown flag": ({"learning_rte": 1}, "Unknown option --learning_rte in the command line. Did you mean --learning"),
+    "skipping no data": ({"ignore_data_skip": "true"}, "--ignore_data_skip can only be False here"),
+    "tracker": ({"report_to": "wandb"}, "--report_to wandb"),
+    "modules for LoRA": ({"lora": "true", "lora_target_modules": "nothing"}, "--lora_target_modules nothing"),
+    "LoRA options alone": ({"lora_r": 4}, "--lora_r is given without --lora"),
+    "streaming everything": ({"streaming": "true"}, "--max_train_samples"),
+    "best without evaluation": ({"load_best_model_at_end": "true"}, "strategy"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_bad_input_is_refused_before_anything_is_written(case: str, texts: Path, tmp_path: Path, capsys: Any) -> None:
+    changes, message = REFUSED[case]
+    if case == "tracker" and importlib.util.find_spec("wandb"):
+        pytest.skip("wandb is installed here")
+    assert run(words(texts, tmp_path / "out", **changes)) == 2
+    said = capsys.readouterr().err
+    assert "run_clm: " in said
+    assert message in said
+    assert "Traceback" not in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_value_that_an_option_cannot_take_is_refused(texts: Path, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as exited:
+        run(words(texts, tmp_path / "out", packing="tight"))
+    assert exited.value.code == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_with_other_settings_is_not_mixed_in(alibi: Path, texts: Path, capsys: Any, tmp_path: Path) -> None:
+    before = {path.name: path.stat().st_mtime_ns for path in alibi.iterdir()}
+    changed = words(texts, alibi, scheme="rope", learning_rate=1e-3, eval_strategy="steps", eval_steps=6, seed=3)
+    assert run(changed) == 2
+    said = capsys.readouterr().err
+    assert "learning_rate was 0.01 and is now 0.001" in said
+    assert "scheme was 'alibi' and is now 'rope'" in said
+    assert "seed was 42 and is now 3" in said
+    assert "logging" not in said
+    other = write_texts(tmp_path / "texts", documents=9)
+    assert run(words(other, alibi, scheme="alibi")) == 2
+    assert "train_text was" in capsys.readouterr().err
+    assert {path.name: path.stat().st_mtime_ns for path in alibi.iterdir()} == before
+
+
+def test_a_folder_with_other_files_is_left_alone(texts: Path, tmp_path: Path, capsys: Any) -> None:
+    (tmp_path / "notes.md").write_text("mine")
+    for more in ({}, {"overwrite_output_dir": "true"}):
+        assert run(words(texts, tmp_path, **more)) == 2
+        assert "notes.md" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.md"]
+
+
+def test_starting_anew(texts: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    assert run(words(texts, output, max_steps=2, seed=1)) == 0
+    assert run(words(texts, output, max_steps=3, seed=2, overwrite_output_dir="true")) == 0
+    assert json.loads((output / "run_settings.json").read_text())["seed"] == 2
+    assert not (output / "checkpoint-2").exists()
+    assert run(words(texts, output, max_steps=3, seed=2, resume_from_checkpoint=output / "checkpoint-9")) == 2
+
+
+def test_nan_stops_the_run_with_status_1(texts: Path, tmp_path: Path, capsys: Any) -> None:
+    arguments = words(texts, tmp_path / "out", learning_rate=1e30, max_grad_norm=0, save_steps=1, max_steps=6)
+    assert run(arguments) == 1
+    said = capsys.readouterr().err
+    assert "run_clm: " in said
+    assert "step" in said
+    assert "--learning_rate" in said
+    for path in (tmp_path / "out").glob("checkpoint-*/model.safetensors"):
+        from safetensors.torch import load_file
+
+        assert all(torch.isfinite(value).all() for value in load_file(path).values())
+    assert not (tmp_path / "out/model.safetensors").exists()

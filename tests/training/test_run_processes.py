@@ -1,0 +1,166 @@
+"""Runs in other processes: killed and resumed, two at once, and sharded."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.commands.config.config_args import load_config_from_file
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_posenc  # noqa: F401
+from tests.training.run_cases import (
+    REPOSITORY,
+    SIZES,
+    curve,
+    environment,
+    results,
+    run,
+    start,
+    words,
+    write_texts,
+)
+
+CONFIGS = REPOSITORY / "training/accelerate"
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_texts(tmp_path_factory.mktemp("texts"))
+
+
+@pytest.mark.parametrize("causal", [pytest.param(True, marks=pytest.mark.slow), False], ids=["clm", "mlm"])
+def test_a_killed_run_resumes_to_the_identical_curve(causal: bool, texts: Path, tmp_path: Path) -> None:
+    """Killed as soon as its second checkpoint appears, whole or not; with dropout and accumulated batches."""
+    options: dict[str, Any] = {
+        "scheme": "kerple" if causal else "t5", "gradient_accumulation_steps": 2, "per_device_train_batch_size": 2,
+        "max_steps": 40, "save_steps": 4, "save_total_limit": 3, "logging_steps": 3, "eval_strategy": "steps",
+        "eval_steps": 10,
+    }  # fmt: skip
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert run(words(texts, whole, causal, **options), causal) == 0
+    process = start(words(texts, killed, causal, **options), causal)
+    while not (killed / "checkpoint-8").exists():
+        assert process.poll() is None, process.stderr and process.stderr.read().decode()
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (killed / "all_results.json").exists()
+    assert run(words(texts, killed, causal, **options), causal) == 0
+    assert curve(killed) == curve(whole)
+    first, second = load_file(whole / "model.safetensors"), load_file(killed / "model.safetensors")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def launch(config: Path, script: Path, arguments: list[str]) -> str:
+    """`accelerate launch` on a free port; returns what was said."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), "--main_process_port",
+        str(port), str(script), *arguments,
+    ]  # fmt: skip
+    found = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
+    assert found.returncode == 0, found.stderr[-3000:]
+    return found.stdout + found.stderr
+
+
+def close(one: list[dict[str, float]], two: list[dict[str, float]]) -> None:
+    """The same figures up to sums in another order, which training amplifies."""
+    assert len(one) == len(two)
+    for ours, theirs in zip(one, two, strict=True):
+        for name in ("loss", "eval_loss", "grad_norm", "train_loss"):
+            if name in ours:
+                assert theirs[name] == pytest.approx(ours[name], rel=1e-4), (name, ours, theirs)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["clm", "mlm"])
+def test_two_processes_are_one(causal: bool, texts: Path, tmp_path: Path) -> None:
+    """Same global batch, no dropout (which each process draws for itself), more than one epoch; one is resumed, too."""
+    sizes = json.dumps(SIZES | ({} if causal else {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}))
+    common: dict[str, Any] = {
+        "scheme": "kerple" if causal else "t5", "config_overrides": sizes, "block_size": 64, "eval_strategy": "steps",
+        "eval_steps": 6, "per_device_eval_batch_size": 3, "max_steps": 16, "save_steps": 13,
+    }  # fmt: skip
+    alone = tmp_path / "alone"
+    assert run(words(texts, alone, causal, per_device_train_batch_size=16, **common), causal) == 0
+    assert curve(alone)[-1]["epoch"] > 1
+    script = REPOSITORY / "training" / ("run_clm.py" if causal else "run_mlm.py")
+    both = words(
+        texts, tmp_path / "both", causal, per_device_train_batch_size=4, gradient_accumulation_steps=2, **common
+    )
+    launch(CONFIGS / "ddp_cpu.yaml", script, both)
+    close(curve(alone), curve(tmp_path / "both"))
+    assert results(tmp_path / "both")["eval_loss"] == pytest.approx(results(alone)["eval_loss"], rel=1e-4)
+    if not causal:
+        return
+    before = curve(tmp_path / "both")
+    # Half a last checkpoint: the run goes on from step 13, which lies within its second epoch.
+    (tmp_path / "both/checkpoint-16/rng_state_1.pth").unlink()
+    said = launch(CONFIGS / "ddp_cpu.yaml", script, both)
+    assert "checkpoint-16, which cannot be resumed from: rng_state_1.pth is missing" in said
+    assert "Resuming from" in said
+    assert curve(tmp_path / "both") == before
+
+
+def test_a_run_of_two_processes_is_not_resumed_by_one(texts: Path, tmp_path: Path, capsys: Any) -> None:
+    arguments = words(texts, tmp_path / "out", max_steps=2)
+    assert run(arguments) == 0
+    settings = tmp_path / "out/run_settings.json"
+    settings.write_text(settings.read_text().replace('"world_size": 1', '"world_size": 2'))
+    assert run(arguments) == 2
+    assert "world_size was 2 and is now 1" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_fsdp2_shards_and_gives_the_same_run(texts: Path, tmp_path: Path) -> None:
+    config = tmp_path / "fsdp2_cpu.yaml"
+    config.write_text((CONFIGS / "fsdp2.yaml").read_text().replace("use_cpu: false", "use_cpu: true"))
+    common: dict[str, Any] = {
+        "scheme": "kerple", "config_overrides": json.dumps(SIZES), "max_steps": 6, "save_steps": 4,
+        "eval_strategy": "steps", "eval_steps": 3,
+    }  # fmt: skip
+    alone, sharded = tmp_path / "alone", tmp_path / "sharded"
+    assert run(words(texts, alone, per_device_train_batch_size=8, **common)) == 0
+    arguments = words(texts, sharded, per_device_train_batch_size=4, **common)
+    script = REPOSITORY / "tests/training/fsdp_on_cpu.py"
+    assert "sharded" in launch(config, script, arguments)
+    close(curve(alone), curve(sharded))
+    saved, expected = load_file(sharded / "model.safetensors"), load_file(alone / "model.safetensors")
+    for name, value in expected.items():
+        assert torch.allclose(saved[name], value, atol=1e-4), name
+    model = AutoModelForCausalLM.from_pretrained(sharded)
+    assert model.position_encoding.config.name == "kerple"
+    assert len(AutoTokenizer.from_pretrained(sharded)) == model.config.vocab_size
+    before = curve(sharded)
+    (sharded / "checkpoint-6/trainer_state.json").unlink()
+    assert "Resuming from" in launch(config, script, arguments)
+    close(before, curve(sharded))
+
+
+def test_fsdp_where_accelerate_would_not_shard_is_refused(
+    texts: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert run(words(texts, tmp_path / "out")) == 2
+    assert "accelerate shards on accelerators only" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_accelerate_config_is_read(path: Path) -> None:
+    config = load_config_from_file(str(path))
+    assert config.num_processes == (1 if path.stem == "one_process" else 2)
+    assert config.use_cpu == path.stem.endswith("cpu")
+    if path.stem == "fsdp2":
+        assert config.fsdp_config["fsdp_version"] == 2
