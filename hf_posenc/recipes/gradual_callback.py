@@ -43,7 +43,7 @@ class GradualSwapCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Sets the strength of the step the training begins, or resumes, at.
+        """Sets the strength of the last step that was done, so that a first evaluation sees the model it left.
 
         Raises:
             ValueError: if the training ends before the new scheme stands alone, or may pick a best checkpoint from
@@ -60,7 +60,7 @@ class GradualSwapCallback(TrainerCallback):
                 f"load_best_model_at_end may choose a checkpoint from the first {self.steps} steps, in which the old "
                 f"scheme still acts and which is no model of the new one. Set eval_delay={self.steps}, or leave it out."
             )
-        set_blend_strength(_unwrapped(kwargs["model"]), self.strength(state.global_step))
+        set_blend_strength(_unwrapped(kwargs["model"]), self.strength(state.global_step - 1))
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -13,6 +13,7 @@ from hf_posenc.schemes.additive.binary import BinaryConfig
 from hf_posenc.schemes.additive.integer import IntegerConfig, NormalizedIntegerConfig
 from hf_posenc.schemes.additive.learned import LearnedConfig
 from hf_posenc.schemes.additive.sinusoidal import SinusoidalConfig
+from hf_posenc.schemes.arrangement.blended import BlendedConfig
 from hf_posenc.schemes.arrangement.composed import ComposedConfig
 from hf_posenc.schemes.arrangement.native import NativeConfig
 from hf_posenc.schemes.arrangement.schedule import InterleavedConfig, LayeredConfig, LocalGlobalConfig, ScheduleConfig
@@ -85,6 +86,7 @@ __all__ = [
     "AlibiConfig",
     "AttentionPairs",
     "BinaryConfig",
+    "BlendedConfig",
     "BuildContext",
     "ComposedConfig",
     "CopeConfig",
