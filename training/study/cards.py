@@ -205,7 +205,7 @@ def _training(run: dict[str, Any], task: dict[str, Any]) -> list[tuple[str, str]
 def _results_text(run: dict[str, Any], task: dict[str, Any]) -> str:
     if task["kind"] == GENERALIZATION:
         return (
-            f"Percent of {task['samples']} new examples of each length answered without an error; lengths beyond "
+            f"Percent of up to {task['samples']} examples of each length answered without an error; lengths beyond "
             f"{max(task['train_lengths'])} were never seen in training."
         )
     what = "masked tokens" if task["objective"] == "masked" else "tokens"

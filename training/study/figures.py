@@ -284,7 +284,7 @@ def _exact_match_map(
         trained=longest,
     )
     reading = (
-        "Percent of new examples answered without an error, mean over seeds. Left of the line are lengths seen in "
+        "Percent of examples answered without an error, mean over seeds. Left of the line are lengths seen in "
         "training; right of it, longer ones. Rows are sorted by their mean beyond the line, best first."
     )
     return StudyFigure(

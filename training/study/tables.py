@@ -76,8 +76,9 @@ def task_text(task: dict[str, Any]) -> str:
     if task["kind"] == GENERALIZATION:
         trained = ranges(task["train_lengths"])
         return (
-            f"Trained on lengths {trained}, {budget}; tested on {task['samples']} new examples of every length. An "
-            "answer counts if every token of it is right (exact match)."
+            f"Trained on lengths {trained}, {budget}; tested on up to {task['samples']} examples of every length, "
+            "none of them trained on where the task has that many. An answer counts if every token of it is right "
+            "(exact match)."
         )
     return (
         f"Trained on {task['train_length']} tokens, {budget}; evaluated on the same held-out text at every length. "

@@ -1,0 +1,1 @@
+"""Recovering a pretrained model whose position encoding was swapped."""
