@@ -230,6 +230,11 @@ def check_trainer_arguments(arguments: TrainingArguments) -> None:
     for name, (only, reason) in _ONE_WAY.items():
         if getattr(arguments, name) != only:
             raise SettingsError(f"--{name} can only be {only} here. {reason}")
+    for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+        if getattr(arguments, name) < 1:
+            raise SettingsError(f"--{name} is {getattr(arguments, name)}; it must be at least 1.")
+    if arguments.max_steps == 0 or (arguments.max_steps < 0 and arguments.num_train_epochs <= 0):
+        raise SettingsError("--max_steps 0 or --num_train_epochs 0 trains nothing. To evaluate alone give --do_eval.")
     if arguments.train_sampling_strategy not in ("random", "sequential"):
         raise SettingsError(
             f"--train_sampling_strategy {arguments.train_sampling_strategy}: all rows have the same length, so "

@@ -163,6 +163,8 @@ def check_run(output_dir: str | Path, settings: Mapping[str, Any]) -> bool:
         SettingsError: if the folder holds a run with other settings, or files of something else.
     """
     folder = Path(output_dir)
+    if folder.exists() and not folder.is_dir():
+        raise SettingsError(f"--output_dir {folder} is a file; a folder is expected.")
     earlier = read_json(folder / SETTINGS_FILE)
     if earlier is None:
         found = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import math
 import os
 import shutil
 import sys
@@ -35,10 +37,12 @@ from training.checkpoints import (
     record_run,
 )
 from training.data.blocking import Batches, check_reads, find_blocking
+from training.data.order import EpochOrder
 from training.data.packing import DOCUMENTS
 from training.data.rows import load_rows
 from training.errors import SettingsError
 from training.files import write_json
+from training.hub import HUB_ERRORS
 from training.starting_model import add_lora, apply_scheme, build_model, load_tokenizer, weights_digest
 from training.trainer import LossHook, SchemeTrainer, TrainingError, row_order
 
@@ -46,6 +50,9 @@ logger = logging.getLogger(__name__)
 
 #: With `--lora`: the folder, inside the output folder, of what was trained.
 ADAPTER = "adapter"
+
+#: A disk that is full, over its quota, or cannot be written to.
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,9 @@ class Extension:
 
     def after_scheme(self, model: Any) -> None:
         """May change the model after it got its scheme, before LoRA and before anything is trained."""
+
+    def check_schedule(self, arguments: TrainingArguments, steps: int) -> None:
+        """Raises `SettingsError` if training for this many steps cannot give what is asked for."""
 
     def callbacks(self) -> list[TrainerCallback]:
         """For the Trainer."""
@@ -94,6 +104,11 @@ def exit_status(program: str, run: Callable[[], Any]) -> int:
         return _report(program, error, 2)
     except TrainingError as error:
         return _report(program, error, 1)
+    except OSError as error:
+        if error.errno not in _UNWRITABLE:
+            raise
+        message = f"{error} Nothing that was complete is lost: make room, then run the same command again to go on."
+        return _report(program, OSError(message), 1)
     except KeyboardInterrupt:
         print("\nInterrupted. Run the same command again to go on from the last checkpoint.", file=sys.stderr)
         return 130
@@ -127,6 +142,11 @@ def train_language_model(given: RunInput, causal: bool, extensions: Sequence[Ext
     _set_up_logging(arguments)
     arguments.remove_unused_columns = False  # the collator needs what the model does not take
     check_trainer_arguments(arguments)
+    if given.lora.lora and arguments.push_to_hub and arguments.hub_strategy != "end":
+        raise SettingsError(
+            f"--hub_strategy {arguments.hub_strategy} would upload adapters while training, and beside an adapter the "
+            "merged model of the end could not be loaded. With --lora give --hub_strategy end."
+        )
     tokenizer = load_tokenizer(given.model, causal)
     with arguments.main_process_first(desc="loading and tokenising"):
         seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
@@ -134,7 +154,9 @@ def train_language_model(given: RunInput, causal: bool, extensions: Sequence[Ext
     # Trainer sets do_eval itself where it evaluates while training.
     trains = arguments.do_train or arguments.eval_strategy != IntervalStrategy.NO or not arguments.do_eval
     if trains:
-        row_order(len(train), arguments)  # refuses too few rows
+        steps = _planned_steps(row_order(len(train), arguments), arguments)
+        for extension in extensions:
+            extension.check_schedule(arguments, steps)
     model, batches = prepare_model(given, tokenizer, causal, extensions)
     settings = checkpoint_settings(
         arguments,
@@ -152,6 +174,7 @@ def train_language_model(given: RunInput, causal: bool, extensions: Sequence[Ext
         settings["validation_text"] = validation.stream.digest()
     begun, checkpoint = _starting_point(given, settings)
     try:
+        SchemeTrainer.get_optimizer_cls_and_kwargs(arguments, model)  # --optim may name one that is not installed
         trainer = SchemeTrainer(
             model=model,
             args=arguments,
@@ -163,7 +186,10 @@ def train_language_model(given: RunInput, causal: bool, extensions: Sequence[Ext
             callbacks=[callback for extension in extensions for callback in extension.callbacks()],
             loss_hooks=[hook for extension in extensions for hook in extension.loss_hooks()],
         )
-    except (ValueError, ImportError, OSError) as error:  # among them a hub that does not answer
+    except HUB_ERRORS as error:
+        written = "--push_to_hub" if arguments.push_to_hub else f"--output_dir {arguments.output_dir}"
+        raise SettingsError(f"{written}: {error}") from error
+    except (ValueError, ImportError) as error:
         raise SettingsError(str(error)) from error
     if trainer.is_world_process_zero() and not begun:
         record_run(str(arguments.output_dir), settings)
@@ -185,7 +211,7 @@ def train_language_model(given: RunInput, causal: bool, extensions: Sequence[Ext
     if trainer.is_world_process_zero():
         write_json(Path(str(arguments.output_dir)) / "all_results.json", results)
     if trains and arguments.push_to_hub:
-        trainer.push_to_hub(tags=["hf_posenc"])
+        trainer.push_to_hub()
     return results
 
 
@@ -235,6 +261,14 @@ def _starting_point(given: RunInput, settings: dict[str, Any]) -> tuple[bool, Pa
     if checkpoint is not None and state.is_main_process:
         print(f"Resuming from {checkpoint}.", file=sys.stderr)
     return begun, checkpoint
+
+
+def _planned_steps(order: EpochOrder, arguments: TrainingArguments) -> int:
+    """How many updates a run takes; `order` reads whole batches only."""
+    if arguments.max_steps > 0:
+        return arguments.max_steps
+    batch = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+    return math.ceil(arguments.num_train_epochs * (len(order) // batch))
 
 
 def _save_merged(trainer: SchemeTrainer) -> None:

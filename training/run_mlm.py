@@ -19,9 +19,11 @@ from transformers import TrainingArguments
 
 from training.argument_files import parse_arguments
 from training.arguments import DataArguments, LoraArguments, ModelArguments, RunArguments, SchemeArguments
+from training.healing.arguments import HealingArguments
+from training.healing.extension import Healing
 from training.language_modeling import RunInput, exit_status, train_language_model
 
-_OPTIONS = (ModelArguments, SchemeArguments, DataArguments, LoraArguments, RunArguments, TrainingArguments)
+_RUN = (ModelArguments, SchemeArguments, DataArguments, LoraArguments, RunArguments, TrainingArguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,7 +31,10 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
 
     def run() -> None:
-        train_language_model(RunInput(*parse_arguments(_OPTIONS, words, __doc__)), causal=False)
+        *parsed, healing = parse_arguments((*_RUN, HealingArguments), words, __doc__)
+        given = RunInput(*parsed)
+        extensions = [Healing(healing, given, causal=False)] if healing.swaps or healing.distill else []
+        train_language_model(given, causal=False, extensions=extensions)
 
     return exit_status("run_mlm", run)
 

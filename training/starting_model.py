@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -75,18 +76,17 @@ def build_model(arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase, c
     if arguments.attn_implementation is not None:
         common["attn_implementation"] = arguments.attn_implementation
     set_seed(seed)
+    name = arguments.model_name_or_path or arguments.config_name or str(arguments.model_type)
     try:
         if arguments.model_name_or_path is not None:
-            name = arguments.model_name_or_path
             model = loader.from_pretrained(name, revision=arguments.model_revision, dtype=arguments.dtype, **common)
         else:
             config = _config(arguments, tokenizer)
-            name = arguments.config_name or str(arguments.model_type)
             dtype = None if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
             model = loader.from_config(config, dtype=dtype, **common)
     except SettingsError:
         raise
-    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+    except (OSError, ValueError, TypeError, KeyError, ImportError, StrictDataclassError) as error:
         raise SettingsError(f"{loader.__name__} cannot build {name!r}: {error}") from error
     if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(len(tokenizer))

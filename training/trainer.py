@@ -24,6 +24,7 @@ from hf_posenc.recipes.parameter_groups import undecayed_scheme_parameters
 from training.checkpoints import incompleteness
 from training.data.order import EpochOrder, RowsByEpoch
 from training.errors import SettingsError
+from training.hub import HUB_ERRORS, write_card
 from training.objectives import evaluation_metrics, row_sums, summed_cross_entropy, target_count
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,10 @@ class NonFiniteLossError(TrainingError):
 
 class SavingError(TrainingError):
     """A checkpoint or model could not be written."""
+
+
+class PushError(TrainingError):
+    """A finished model could not be uploaded."""
 
 
 class SchemeTrainer(Trainer):
@@ -228,7 +233,7 @@ class SchemeTrainer(Trainer):
             raise SavingError(_explain(folder, error, "Earlier checkpoints are as they were")) from error
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes the model.
+        """Writes the model; uploads nothing, which is for `push_to_hub`.
 
         Raises:
             SavingError: if it cannot be written whole; then its weights are removed.
@@ -238,12 +243,41 @@ class SchemeTrainer(Trainer):
             return
         self._require_finite_weights()
         try:
-            super().save_model(output_dir, _internal_call)
+            super().save_model(output_dir, _internal_call=True)
         except (OSError, RuntimeError, SafetensorError) as error:
             folder = Path(output_dir or self.args.output_dir)
             for path in folder.glob("*.safetensors*"):
                 path.unlink(missing_ok=True)
             raise SavingError(_explain(folder, error, "The checkpoints are as they were")) from error
+
+    # The hub
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """Uploads the model with its card.
+
+        Raises:
+            PushError: if the hub does not take it; what lies in the output folder stays.
+        """
+        try:
+            pushed = super().push_to_hub(*args, **kwargs)
+        except HUB_ERRORS as error:
+            raise PushError(
+                f"The model is complete in {self.args.output_dir}, but could not be pushed to the hub: {error} Run the "
+                "same command again to push it."
+            ) from error
+        for job in getattr(getattr(self, "push_in_progress", None), "jobs", []):
+            if job.exception() is not None:
+                logger.warning("A push while training failed: %s", job.exception())
+        return pushed
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """As Trainer's; for a model with a scheme, the card that says which one it is, and how the model is loaded."""
+        if getattr(self.accelerator.unwrap_model(self.model), "position_encoding", None) is None:
+            super().create_model_card(*args, **kwargs)
+        elif self.is_world_process_zero():
+            write_card(self, self.hub_model_id or Path(str(self.args.output_dir)).name)
+
+    # Adapters
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         super()._save(output_dir, state_dict)

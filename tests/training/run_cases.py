@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +63,12 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY)}
 
 
-def start(arguments: list[str], causal: bool = True) -> subprocess.Popen[bytes]:
-    """In another process."""
+def start(arguments: list[str], causal: bool = True, more: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """In another process, with more in its environment."""
     script = REPOSITORY / "training" / ("run_clm.py" if causal else "run_mlm.py")
     return subprocess.Popen(
         [sys.executable, str(script), *arguments],
-        env=environment(),
+        env=environment() | dict(more or {}),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import math
@@ -186,7 +187,7 @@ def test_tensorboard_gets_the_curve(texts: Path, tmp_path: Path, monkeypatch: An
     monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "board"))
     assert run(words(texts, tmp_path / "out", report_to="tensorboard", max_steps=3)) == 0
     files = list((tmp_path / "board").rglob("events*"))
-    points = {}
+    points: dict[str, list[float]] = {}
     for file in files:
         board = EventAccumulator(str(file)).Reload()
         points |= {tag: [event.value for event in board.Scalars(tag)] for tag in board.Tags()["scalars"]}
@@ -198,9 +199,10 @@ def test_tensorboard_gets_the_curve(texts: Path, tmp_path: Path, monkeypatch: An
 
 def test_mixed_precision_and_checkpointing_change_little(texts: Path, tmp_path: Path) -> None:
     losses = {}
-    for name, options in {
+    ways: dict[str, dict[str, Any]] = {
         "plain": {}, "checkpointed": {"activation_checkpointing": "true"}, "bf16": {"bf16": "true"},
-    }.items():  # fmt: skip
+    }  # fmt: skip
+    for name, options in ways.items():
         output = tmp_path / name
         plain = json.dumps(SIZES)
         assert run(words(texts, output, scheme="kerple", max_steps=3, config_overrides=plain, **options)) == 0
@@ -209,6 +211,59 @@ def test_mixed_precision_and_checkpointing_change_little(texts: Path, tmp_path: 
     # bfloat16 has 8 bits: each logit is off by up to 0.4 %.
     assert losses["bf16"] == pytest.approx(losses["plain"], rel=1e-2)
     assert losses["bf16"] != losses["plain"]
+
+
+def test_a_pretrained_model_is_led_to_another_scheme(alibi: Path, texts: Path, tmp_path: Path) -> None:
+    """From ALiBi, whose biases a learned T5 table can start at, with the model before as its teacher."""
+    options: dict[str, Any] = {
+        "model_type": None, "config_overrides": None, "tokenizer_name": None, "model_name_or_path": alibi,
+        "scheme": "t5", "max_steps": 4, "learning_rate": 1e-4,
+    }  # fmt: skip
+    ways: dict[str, dict[str, Any]] = {
+        "plain": {}, "fitted": {"initialization": "fitted"},
+        "led": {"initialization": "fitted", "gradual_steps": 3, "distill": "true"},
+    }  # fmt: skip
+    losses = {}
+    for name, way in ways.items():
+        assert run(words(texts, tmp_path / name, **(options | way))) == 0
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / name).position_encoding.config.name == "t5"
+        losses[name] = [entry["loss"] for entry in curve(tmp_path / name) if "loss" in entry]
+    assert losses["fitted"][0] != losses["plain"][0]
+    assert losses["led"][0] != losses["fitted"][0]
+    recorded = json.loads((tmp_path / "led/run_settings.json").read_text())
+    assert (recorded["healing.gradual_steps"], recorded["healing.distill"]) == (3, True)
+    assert "healing.distill" not in json.loads((tmp_path / "plain/run_settings.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gradual_steps": 13}, "--gradual_steps is 13, and the training ends after 12 steps"),
+        (
+            {"gradual_steps": 4, "load_best_model_at_end": "true", "eval_strategy": "steps", "eval_steps": 5},
+            "Give --eval_delay 4",
+        ),
+        ({"gradual_steps": 4, "lora": "true"}, "use one of them"),
+        ({"scheme": None, "initialization": "fitted"}, "give --scheme"),
+        ({"scheme": "alibi", "initialization": "fitted"}, "learnable=True"),
+        ({"distill_weight": 0.3}, "without --distill"),
+    ],
+)
+def test_a_swap_that_cannot_be_is_refused(
+    alibi: Path, texts: Path, tmp_path: Path, capsys: Any, changes: dict[str, Any], message: str
+) -> None:
+    options: dict[str, Any] = {
+        "model_type": None, "config_overrides": None, "tokenizer_name": None, "model_name_or_path": alibi,
+        "scheme": "t5",
+    }  # fmt: skip
+    assert run(words(texts, tmp_path / "out", **(options | changes))) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_swap_needs_a_pretrained_model(texts: Path, tmp_path: Path, capsys: Any) -> None:
+    assert run(words(texts, tmp_path / "out", causal=False, scheme="t5", distill="true"), causal=False) == 2
+    assert "--model_name_or_path" in capsys.readouterr().err
 
 
 # What is refused: one message, status 2, nothing written
@@ -250,6 +305,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "modules for LoRA": ({"lora": "true", "lora_target_modules": "nothing"}, "--lora_target_modules nothing"),
     "LoRA options alone": ({"lora_r": 4}, "--lora_r is given without --lora"),
     "streaming everything": ({"streaming": "true"}, "--max_train_samples"),
+    "an output folder that is a file": ({"output_dir": __file__}, "is a file; a folder is expected"),
+    "a config that is not there": (
+        {"model_type": None, "config_overrides": None, "config_name": "/nowhere"}, "cannot build '/nowhere'",
+    ),
+    "sizes that do not fit": (
+        {"config_overrides": "hidden_size=30,num_attention_heads=4"}, "not a multiple of the number of attention heads",
+    ),
+    "no rows in a batch": ({"per_device_train_batch_size": 0}, "--per_device_train_batch_size is 0"),
+    "no steps": ({"max_steps": 0}, "trains nothing"),
     "best without evaluation": ({"load_best_model_at_end": "true"}, "strategy"),
 }  # fmt: skip
 
@@ -266,6 +330,59 @@ def test_bad_input_is_refused_before_anything_is_written(case: str, texts: Path,
     assert message in said
     assert "Traceback" not in said
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"\x80\x81\x82", "UnicodeDecodeError"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": ', "JSON parse error"),
+        ("a.parquet", b"PAR1 and no more", "Parquet"),
+        ("a.pdf", b"%PDF", "the file types known here are"),
+        ("a.txt", b"", "holds 1 document"),
+    ],
+)
+def test_a_file_that_is_no_text_is_named_with_the_reason(
+    name: str, content: bytes, message: str, tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert run(words(tmp_path / name, tmp_path / "out")) == 2
+    said = capsys.readouterr().err
+    assert name in said
+    assert message in said
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed here")
+def test_an_optimizer_that_is_not_installed_is_refused(texts: Path, tmp_path: Path, capsys: Any) -> None:
+    assert run(words(texts, tmp_path / "out", optim="adamw_bnb_8bit")) == 2
+    assert "bitsandbytes" in capsys.readouterr().err
+    assert not (tmp_path / "out/run_settings.json").exists()
+
+
+@pytest.mark.parametrize("file", ["run_settings.json", "trainer_state.json", "all_results.json"])
+def test_a_disk_that_is_full_beside_the_checkpoints(
+    file: str, texts: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    """The small files of a run: none of them is left in half, and the same command ends the run."""
+    output, write = tmp_path / "out", Path.write_text
+    arguments = words(texts, output, max_steps=2, save_steps=2)
+
+    def fail(path: Path, text: str, *rest: Any, **more: Any) -> int:
+        if path.name.startswith(file):
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return write(path, text, *rest, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", fail)
+        if file == "trainer_state.json":
+            patch.setattr("training.trainer.SchemeTrainer.save_state", lambda self: fail(output / file, ""))
+        assert run(arguments) == 1
+    said = capsys.readouterr().err
+    assert "No space left on device" in said
+    assert "run the same command again" in said
+    assert not (output / "all_results.json").exists()
+    assert run(arguments) == 0
+    assert results(output)["eval_loss"] > 0
 
 
 def test_a_value_that_an_option_cannot_take_is_refused(texts: Path, tmp_path: Path) -> None:
@@ -292,7 +409,8 @@ def test_a_run_with_other_settings_is_not_mixed_in(alibi: Path, texts: Path, cap
 
 def test_a_folder_with_other_files_is_left_alone(texts: Path, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "notes.md").write_text("mine")
-    for more in ({}, {"overwrite_output_dir": "true"}):
+    attempts: tuple[dict[str, Any], ...] = ({}, {"overwrite_output_dir": "true"})
+    for more in attempts:
         assert run(words(texts, tmp_path, **more)) == 2
         assert "notes.md" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["notes.md"]

@@ -63,9 +63,15 @@ def load_named_dataset(
         raise
     except (OSError, ConnectionError, ValueError, DatasetsError) as error:
         raise SettingsError(
-            f"Cannot load the dataset {name!r}: {error} Check --dataset_name (a local file or folder, or a hub name), "
-            "--dataset_config_name and --dataset_split."
+            f"Cannot load the dataset {name!r}: {_reason(error)} Check --dataset_name (a local file or folder, or a "
+            "hub name), --dataset_config_name and --dataset_split."
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """The message; where `datasets` only says that something failed, what that was as well."""
+    cause = error.__cause__
+    return f"{error}." if cause is None else f"{error} ({type(cause).__name__}: {cause})."
 
 
 def require_column(dataset: Any, column: str, source: str) -> None:

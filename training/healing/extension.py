@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainingArguments
 
 from hf_posenc import PositionEncodingError, unpatch_model
 from hf_posenc.patching.apply import current_encoding, install
@@ -93,6 +93,20 @@ class Healing(Extension):
             raise SettingsError(
                 f"--scheme {scheme.scheme}, --initialization {arguments.initialization}: {error}"
             ) from error
+
+    def check_schedule(self, arguments: TrainingArguments, steps: int) -> None:
+        """Raises `SettingsError` if the training would end, or choose its best model, before the old scheme is gone."""
+        gradual = self.arguments.gradual_steps
+        if gradual > steps:
+            raise SettingsError(
+                f"--gradual_steps is {gradual}, and the training ends after {steps} steps, when the old scheme still "
+                "has a share. Give fewer gradual steps, or train longer."
+            )
+        if gradual and arguments.load_best_model_at_end and (arguments.eval_delay or 0) < gradual:
+            raise SettingsError(
+                f"--load_best_model_at_end could choose a model from the first {gradual} steps, in which the old "
+                f"scheme still has a share. Give --eval_delay {gradual} as well, or leave it out."
+            )
 
     def callbacks(self) -> list[TrainerCallback]:
         """Raises the new scheme's share."""
