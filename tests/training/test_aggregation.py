@@ -57,7 +57,11 @@ def test_differences_and_prices_are_paired_by_seed():
     assert rope.control == "native"
     assert rope.price_reference == "none"
     assert rope.price is not None
-    assert rope.price.mean == pytest.approx((6 + 7 + 8) / 3 / 4)
+    assert rope.clock == "processor"
+    assert rope.price.mean == pytest.approx(1.0)
+    results["machine"]["gpu"] = "a device"
+    rope = found(results, "causal", "rope-500k")
+    assert (rope.clock, rope.price.mean) == ("wall", pytest.approx((6 + 7 + 8) / 3 / 4))
     native = found(results, "causal", "native")
     assert (native.control, native.difference) == (None, ())
     assert found(results, "copy", "rope-500k").price_reference == "native"
@@ -69,6 +73,7 @@ def test_time_is_by_the_steps_of_the_run_and_not_of_its_task():
     read = finished("causal", "alibi", seconds=0.0, cpu_seconds=0.0) | {"from": "rope"}
     read["curve"] = {"step": [0], "train_loss": [], "validation_loss": [2.6]}
     results = study([finished("causal", "none", seconds=4.0), longer, read])
+    results["machine"]["gpu"] = "a device"
     price = found(results, "causal", "rope").price
     assert price is not None
     assert price.mean == 1.0

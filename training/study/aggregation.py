@@ -13,6 +13,9 @@ from scipy.stats import t as student_t
 from training.study.schema import FINISHED, GENERALIZATION, LANGUAGE_MODELING, ResultsError, check_results
 
 CONFIDENCE = 0.95
+#: The entry of a run that each clock reads.
+_TIMES = {"wall": "seconds", "processor": "cpu_seconds"}
+
 #: Settings that make a step longer or shorter: with other ones than its task, a training has no price beside it.
 _STEP_SETTINGS = ("train_length", "train_lengths", "batch_size", "hidden_size", "num_layers", "num_heads")
 
@@ -78,11 +81,11 @@ class Aggregate:
         dog_errors: why the dog test could not be run, each reason once.
         control: label of the unpatched model that it is compared with; `None` if there is none, or this is it.
         difference: loss (or accuracy) less that of the control with the same seed, one estimate per length.
-        seconds: wall time per step; no number for a model that was only read.
-        cpu_seconds: processor time per step.
-        price: wall time per step divided by that of `price_reference` with the same seed; `None` where there is no
-            such reference, or steps of another size.
-        cpu_price: processor time, likewise.
+        clock: what `seconds` and `price` count: "processor", which other work on the machine disturbs least, or "wall"
+            time where a GPU did the work.
+        seconds: per step; no number for a model that was only read.
+        price: `seconds` divided by those of `price_reference` with the same seed; `None` where there is no such
+            reference, or steps of another size.
         price_reference: label of the scheme without positions, else an unpatched model, else `None`.
     """
 
@@ -111,10 +114,9 @@ class Aggregate:
     dog_errors: tuple[str, ...]
     control: str | None
     difference: tuple[Estimate, ...]
+    clock: str
     seconds: Estimate
-    cpu_seconds: Estimate
     price: Estimate | None
-    cpu_price: Estimate | None
     price_reference: str | None
 
     @property
@@ -142,13 +144,14 @@ def aggregate(results: dict[str, Any]) -> list[Aggregate]:
         ResultsError: for results that `check_results` refuses, or runs of one scheme that do not fit together.
     """
     check_results(results)
+    clock = "wall" if results["machine"].get("gpu") else "processor"
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for task in results["tasks"]:
         for run in results["runs"]:
             if run["task"] == task:
                 groups.setdefault((task, run["scheme"]), []).append(run)
     return [
-        _aggregated(results["tasks"][task], sorted(runs, key=lambda run: run["seed"]), results["runs"])
+        _aggregated(results["tasks"][task], sorted(runs, key=lambda run: run["seed"]), results["runs"], clock)
         for (task, _), runs in groups.items()
     ]
 
@@ -158,7 +161,9 @@ def of_task(aggregates: Sequence[Aggregate], task: str) -> list[Aggregate]:
     return [item for item in aggregates if item.task == task]
 
 
-def _aggregated(task: dict[str, Any], runs: list[dict[str, Any]], every_run: list[dict[str, Any]]) -> Aggregate:
+def _aggregated(
+    task: dict[str, Any], runs: list[dict[str, Any]], every_run: list[dict[str, Any]], clock: str
+) -> Aggregate:
     finished = [run for run in runs if run["status"] == FINISHED]
     _check_alike(runs, finished)
     first = finished[0] if finished else None
@@ -166,7 +171,8 @@ def _aggregated(task: dict[str, Any], runs: list[dict[str, Any]], every_run: lis
     dogs = [run["dog"] for run in finished if "dog" in run]
     read = [dog for dog in dogs if "error" not in dog]
     peers = [run for run in every_run if run["task"] == runs[0]["task"] and run["status"] == FINISHED]
-    control, reference = _control(peers, runs[0]["scheme"]), _price_reference(peers)
+    time = _TIMES[clock]
+    control, reference = _control(peers, runs[0]["scheme"]), _price_reference(peers, time)
 
     def over(*path: str) -> tuple[Estimate, ...]:
         return _over_seeds([_follow(run, path) for run in finished])
@@ -199,10 +205,9 @@ def _aggregated(task: dict[str, Any], runs: list[dict[str, Any]], every_run: lis
         dog_errors=tuple(dict.fromkeys(dog["error"] for dog in dogs if "error" in dog)),
         control=control,
         difference=_over_seeds(_differences(task, finished, peers, control)),
-        seconds=estimate([_per_step(run, "seconds") for run in finished]),
-        cpu_seconds=estimate([_per_step(run, "cpu_seconds") for run in finished]),
-        price=_ratios("seconds", finished, peers, reference),
-        cpu_price=_ratios("cpu_seconds", finished, peers, reference),
+        clock=clock,
+        seconds=estimate([_per_step(run, time) for run in finished]),
+        price=_ratios(time, finished, peers, reference),
         price_reference=reference,
     )
 
@@ -270,8 +275,8 @@ def _per_step(run: dict[str, Any], key: str) -> float | None:
     return float(run[key]) / steps if steps and run[key] else None
 
 
-def _price_reference(peers: list[dict[str, Any]]) -> str | None:
-    timed = [run for run in peers if _per_step(run, "seconds") and _per_step(run, "cpu_seconds")]
+def _price_reference(peers: list[dict[str, Any]], time: str) -> str | None:
+    timed = [run for run in peers if _per_step(run, time)]
     for run in timed:
         if run["config"] is not None and run["config"]["scheme"] == "none":
             return str(run["scheme"])

@@ -138,8 +138,13 @@ def _card(results: dict[str, Any], run: dict[str, Any], aggregates: dict[tuple[s
         limits=_limits(run, task, item, default_text),
         loading=loading_section(run["model"], task["model"], patched=patched, tokenizer=True),
         versions=results["versions"],
-        machine=f"{results['machine']['cpu']}, {results['machine']['threads_per_run']} thread(s) per run",
+        machine=_machine(results),
     )
+
+
+def _machine(results: dict[str, Any]) -> str:
+    machine = results["machine"]
+    return f"{machine.get('gpu', machine['cpu'])}, {machine['threads_per_run']} thread(s) per run"
 
 
 def _corpus(results: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -60,10 +61,26 @@ def draw_figures(results: dict[str, Any], aggregates: Sequence[Aggregate]) -> li
         finished = [item for item in of_task(aggregates, name) if item.n]
         makers = _LANGUAGE if task["kind"] == LANGUAGE_MODELING else _GENERALIZATION
         for make in makers:
-            figure = make(name, task, finished, labels)
-            if figure is not None:
-                figures.append(figure)
+            if make in _APART:
+                drawn = [make(name, task, [item for item in finished if item.start is None], labels)]
+                drawn.append(_further(make(name, task, _started(finished), labels), name))
+            else:
+                drawn = [make(name, task, finished, labels)]
+            figures += [figure for figure in drawn if figure is not None]
     return figures
+
+
+def _started(aggregates: Sequence[Aggregate]) -> list[Aggregate]:
+    """Models that start from a trained one, beside those they start from."""
+    starts = {item.start for item in aggregates if item.start is not None}
+    return [item for item in aggregates if item.start is not None or item.scheme in starts]
+
+
+def _further(figure: StudyFigure | None, task: str) -> StudyFigure | None:
+    if figure is None:
+        return None
+    name = figure.name.replace(f"{task}_", f"{task}_further_", 1)
+    return dataclasses.replace(figure, name=name, title=f"{figure.title}, models that start from a trained one")
 
 
 def save_figures(figures: Sequence[StudyFigure], folder: Path) -> list[Path]:
@@ -84,8 +101,8 @@ def _loss_curves(
     name: str, task: dict[str, Any], aggregates: Sequence[Aggregate], labels: list[str]
 ) -> StudyFigure | None:
     reading = (
-        "Loss on held-out data while training. A line that falls earlier learns faster; a flat stretch is a plateau "
-        "that the model has not left yet."
+        "Loss on held-out data of the trained length, while training. A line that falls earlier learns faster; a flat "
+        "stretch is a plateau that the model has not left yet."
     )
     new = [item for item in aggregates if item.start is None]
     return _training_curves(name, task, new, labels, ("loss_curves", "Loss while training"), reading)
@@ -120,7 +137,7 @@ def _training_curves(
         curves,
         labels=labels,
         x_label="training step",
-        y_label="validation loss at the trained length (nats per token)",
+        y_label="validation loss (nats per token)",
         reference=_frequencies(task) if language else None,
         ceiling=_TRAINING_CEILING * task["unigram_cross_entropy"] if language else None,
     )
@@ -320,17 +337,14 @@ def _price(name: str, task: dict[str, Any], aggregates: Sequence[Aggregate], lab
     reference = measured[0].price_reference
     figure = plot_intervals(
         [item.scheme for item in measured],
-        [
-            _series("wall time", [item.price for item in measured]),
-            _series("processor time", [item.cpu_price for item in measured]),
-        ],
-        x_label=f"time per step, as a multiple of {reference}",
+        [_series(f"{measured[0].clock} time", [item.price for item in measured])],
+        x_label=f"{measured[0].clock} time per step, as a multiple of {reference}",
         reference=1.0,
     )
     reading = (
-        f"Time per training step divided by that of `{reference}` with the same seed, with 95 % intervals. The runs "
-        "shared the machine, so wall time is contended: it says what this study took, not what a scheme costs by "
-        "itself. Processor time is less disturbed."
+        f"{measured[0].clock.capitalize()} time per training step divided by that of `{reference}` with the same seed, "
+        "with 95 % intervals. The runs shared the machine: it says what this study took, rather than what a scheme "
+        "costs by itself."
     )
     return StudyFigure(f"{name}_price", name, "Price", reading, price_summary(measured), figure)
 
@@ -345,6 +359,8 @@ _LANGUAGE = (
     _dog_distance,
     _price,
 )
+#: Drawn twice where some models start from trained ones, which would crowd one figure.
+_APART = (_loss_by_length, _tail_loss_by_length, _loss_by_position)
 _GENERALIZATION = (_exact_match_map, _exact_match_curves, _loss_curves, _further_curves, _dog_distance, _price)
 
 

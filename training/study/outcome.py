@@ -55,11 +55,8 @@ def study_results(
         "runs": [outcomes[cell.name] for cell in _in_order(study, cells)],
         "versions": {"python": platform.python_version(), "hf-posenc": __version__}
         | {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")},
-        "machine": {
-            "cpu": torch.cuda.get_device_name() if torch.cuda.is_available() else _processor(),
-            "cores": os.cpu_count() or 1,
-            "threads_per_run": threads,
-        },
+        "machine": {"cpu": _processor(), "cores": os.cpu_count() or 1, "threads_per_run": threads}
+        | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
     }
 
 

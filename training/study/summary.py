@@ -53,7 +53,8 @@ def sliding_summary(aggregates: Sequence[Aggregate], length: int) -> str:
 def price_summary(aggregates: Sequence[Aggregate]) -> str:
     """Every scheme by its ratio."""
     parts = [f"{item.scheme} {number(item.price, 2)}" for item in aggregates]
-    return f"Wall time per step relative to {aggregates[0].price_reference}: {'; '.join(parts)}."
+    first = aggregates[0]
+    return f"{first.clock.capitalize()} time per step relative to {first.price_reference}: {'; '.join(parts)}."
 
 
 def task_findings(task: dict[str, Any], aggregates: Sequence[Aggregate]) -> list[str]:

@@ -124,7 +124,7 @@ def _language_modeling(task: dict[str, Any], aggregates: Sequence[Aggregate]) ->
     headers = ["scheme", "seeds", *(f"loss at {length}" for length in lengths)]
     headers += [f"last {tail} at {lengths[place]}" for place in ends]
     headers += [f"sliding at {lengths[-1]}"] if sliding else []
-    headers += ["dogs, last layer", "dogs, probe", "parameters", "ms per step"]
+    headers += ["dogs, last layer", "dogs, probe", "parameters", _time_header(aggregates)]
     rows = []
     for item in aggregates:
         cells = [number(_at(item.loss, place)) for place in range(len(lengths))]
@@ -145,7 +145,14 @@ def _language_modeling(task: dict[str, Any], aggregates: Sequence[Aggregate]) ->
 
 def _generalization(task: dict[str, Any], aggregates: Sequence[Aggregate]) -> Table:
     lengths = task["lengths"]
-    headers = ("scheme", "seeds", *map(str, lengths), f"tokens right at {lengths[-1]}", "parameters", "ms per step")
+    headers = (
+        "scheme",
+        "seeds",
+        *map(str, lengths),
+        f"tokens right at {lengths[-1]}",
+        "parameters",
+        _time_header(aggregates),
+    )
     rows = [
         (
             item.scheme,
@@ -160,6 +167,10 @@ def _generalization(task: dict[str, Any], aggregates: Sequence[Aggregate]) -> Ta
     notes = [f"Percent of examples answered without an error, by length; trained on {ranges(task['train_lengths'])}."]
     notes += ["An interval of a share near 0 or 100 can reach past it."] if any(i.n > 1 for i in aggregates) else []
     return Table("Exact match by length", headers, tuple(rows), (*notes, *_notes(task, aggregates)))
+
+
+def _time_header(aggregates: Sequence[Aggregate]) -> str:
+    return "ms per step" if aggregates[0].clock == "wall" else "processor ms per step"
 
 
 def _differences(task: dict[str, Any], aggregates: Sequence[Aggregate]) -> Table:
