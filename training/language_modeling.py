@@ -44,7 +44,7 @@ from training.errors import SettingsError
 from training.files import write_json
 from training.hub import HUB_ERRORS
 from training.starting_model import add_lora, apply_scheme, build_model, load_tokenizer, weights_digest
-from training.trainer import LossHook, SchemeTrainer, TrainingError, row_order
+from training.trainer import LossHook, SavingError, SchemeTrainer, TrainingError, row_order
 
 logger = logging.getLogger(__name__)
 
@@ -103,21 +103,23 @@ def exit_status(program: str, run: Callable[[], Any]) -> int:
     except (SettingsError, PositionEncodingError) as error:
         return _report(program, error, 2)
     except TrainingError as error:
-        return _report(program, error, 1)
+        return _report(program, error, 1, every_process=isinstance(error, SavingError))
     except OSError as error:
         if error.errno not in _UNWRITABLE:
             raise
         message = f"{error} Nothing that was complete is lost: make room, then run the same command again to go on."
-        return _report(program, OSError(message), 1)
+        return _report(program, OSError(message), 1, every_process=True)
     except KeyboardInterrupt:
         print("\nInterrupted. Run the same command again to go on from the last checkpoint.", file=sys.stderr)
         return 130
     return 0
 
 
-def _report(program: str, error: Exception, status: int) -> int:
-    if os.environ.get("RANK", "0") == "0":
-        print(f"{program}: {error}", file=sys.stderr)
+def _report(program: str, error: Exception, status: int, every_process: bool = False) -> int:
+    """One message: what is wrong with the settings is found by every process, what cannot be written perhaps by one."""
+    rank = os.environ.get("RANK", "0")
+    if every_process or rank == "0":
+        print(f"{program}{'' if rank == '0' else f' (process {rank})'}: {error}", file=sys.stderr)
     return status
 
 

@@ -18,6 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import hf_posenc
 from tests.training.run_cases import SIZES, curve, environment, results, run, words, write_texts
+from training.errors import SettingsError
+from training.language_modeling import exit_status
+from training.trainer import SavingError
 
 
 @pytest.fixture(scope="module")
@@ -357,6 +360,20 @@ def test_an_optimizer_that_is_not_installed_is_refused(texts: Path, tmp_path: Pa
     assert run(words(texts, tmp_path / "out", optim="adamw_bnb_8bit")) == 2
     assert "bitsandbytes" in capsys.readouterr().err
     assert not (tmp_path / "out/run_settings.json").exists()
+
+
+def test_what_one_process_alone_finds_is_told_by_that_process(capsys: Any, monkeypatch: Any) -> None:
+    def settings() -> None:
+        raise SettingsError("no such thing")
+
+    def saving() -> None:
+        raise SavingError("rng_state_1.pth could not be written")
+
+    monkeypatch.setenv("RANK", "1")
+    assert exit_status("run_clm", settings) == 2  # the first process says the same
+    assert capsys.readouterr().err == ""
+    assert exit_status("run_clm", saving) == 1
+    assert capsys.readouterr().err == "run_clm (process 1): rng_state_1.pth could not be written\n"
 
 
 @pytest.mark.parametrize("file", ["run_settings.json", "trainer_state.json", "all_results.json"])
