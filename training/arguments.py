@@ -230,6 +230,8 @@ def check_trainer_arguments(arguments: TrainingArguments) -> None:
     for name, (only, reason) in _ONE_WAY.items():
         if getattr(arguments, name) != only:
             raise SettingsError(f"--{name} can only be {only} here. {reason}")
+    if arguments.mixed_precision == "fp16" and arguments.device.type == "cpu":
+        raise SettingsError("--fp16 does nothing on a CPU: the run would go on in float32. Use --bf16 there.")
     for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
         if getattr(arguments, name) < 1:
             raise SettingsError(f"--{name} is {getattr(arguments, name)}; it must be at least 1.")

@@ -136,6 +136,9 @@ def checkpoint_settings(arguments: TrainingArguments, **others: Any) -> dict[str
         if name in chooses or not _WITHOUT_EFFECT.fullmatch(name)
     }
     settings["world_size"] = arguments.world_size
+    asked = "fp16" if arguments.fp16 else "bf16" if arguments.bf16 else "no"
+    if arguments.mixed_precision != asked:  # asked for by `accelerate launch`
+        settings["mixed_precision"] = arguments.mixed_precision
     for name, value in others.items():
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             settings |= dataclasses.asdict(value)

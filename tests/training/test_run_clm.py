@@ -316,6 +316,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"config_overrides": "hidden_size=30,num_attention_heads=4"}, "not a multiple of the number of attention heads",
     ),
     "no rows in a batch": ({"per_device_train_batch_size": 0}, "--per_device_train_batch_size is 0"),
+    "half precision on a CPU": ({"fp16": "true"}, "--fp16 does nothing on a CPU"),
     "no steps": ({"max_steps": 0}, "trains nothing"),
     "best without evaluation": ({"load_best_model_at_end": "true"}, "strategy"),
 }  # fmt: skip

@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 
 from hf_posenc.recipes import parameter_groups
 from tests.training.trainer_cases import Rows, curve, tiny, trainer
+from training.arguments import check_trainer_arguments
 from training.checkpoints import (
     check_run,
     checkpoint_settings,
@@ -241,6 +242,16 @@ def test_settings_that_change_the_curve_are_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"max_steps was 8 and is now 9; .*seed was 42 and is now 3.*--output_dir"):
         check_run(folder, settings(seed=3, max_steps=9))
     assert json.loads((folder / "run_settings.json").read_text())["scheme.theta"] == 1.0
+
+
+def test_the_precision_of_accelerate_launch_is_a_setting(tmp_path: Path, monkeypatch: Any) -> None:
+    plain = checkpoint_settings(trainer(tmp_path).args)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    launched = checkpoint_settings(trainer(tmp_path).args)
+    assert differences(plain, launched) == ["mixed_precision was 'absent' and is now 'bf16'"]
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(SettingsError, match="does nothing on a CPU"):
+        check_trainer_arguments(trainer(tmp_path / "never").args)
 
 
 def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
