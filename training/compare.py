@@ -13,6 +13,7 @@ again to resume an interrupted study, or with more schemes, tasks or seeds to ad
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -32,11 +33,14 @@ from training.corpus import Corpus, load_corpus, load_tokenizer
 from training.errors import SettingsError
 from training.study.arguments import parse_study
 from training.study.cells import FAILED, FINISHED, Cell, study_cells
-from training.study.folder import check_cell, clear, lock
+from training.study.folder import check_cell, check_folder, clear, lock
 from training.study.outcome import study_results
 from training.study.outputs import write_outputs
 from training.study.settings import StudySettings
 from training.study.workers import quiet, run_here, run_in_workers
+
+#: A full disk, a quota, a folder that cannot be written to.
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -47,6 +51,13 @@ def main(arguments: list[str] | None = None) -> int:
     except (SettingsError, PositionEncodingError, RuntimeError) as error:
         print(f"compare: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        if error.errno not in _UNWRITABLE:
+            raise
+        print(
+            f"compare: {error}. What was complete is kept: make room, then run the same command again.", file=sys.stderr
+        )
+        return 1
     except KeyboardInterrupt:
         print("\nInterrupted. Run the same command again to go on from the last checkpoints.", file=sys.stderr)
         return 130
@@ -71,6 +82,7 @@ def compare(study: StudySettings, command: list[str]) -> dict[str, Any]:
     cells = study_cells(study)
     state = PartialState()
     folder = Path(study.output_dir)
+    check_folder(folder)
     with _exclusive(folder, state):
         tokenizer = load_tokenizer(study.tokenizer_name)
         with state.main_process_first():

@@ -9,6 +9,8 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from training.errors import SettingsError
+
 _PREFIX = "checkpoint-"
 
 
@@ -26,8 +28,20 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Reads what `write_json` wrote; `None` where there is no file."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    """Reads what `write_json` wrote; `None` where there is no file.
+
+    Raises:
+        SettingsError: for a file that was cut off or changed since.
+    """
+    if not path.exists():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SettingsError(
+            f"{path} cannot be read ({error}): it was cut off or changed since it was written. Remove it, and run the "
+            "same command again to make what it held anew."
+        ) from error
 
 
 def save_checkpoint(accelerator: Accelerator, folder: Path, step: int) -> None:

@@ -138,6 +138,32 @@ def test_a_model_from_another_one_says_so():
     assert "| sequences per step | 4 |" in card.text
 
 
+def test_a_model_from_another_one_counts_the_training_of_both():
+    first = finished("causal", "rope")
+    own = {"config": first["config"], "from": "rope"}
+    longer = finished("causal", "longer", config=None, model="models/b", training={"train_length": 64}) | own
+    read = finished("causal", "read", config=None, model="models/c", training={"max_steps": 0}) | own
+    read["curve"] = {"step": [0], "train_loss": [], "validation_loss": [2.0]}
+    results = study([first, longer, read])
+    results["tasks"]["causal"] = results["tasks"]["causal"] | {"learning_rate": 0.002}
+    (_, trained), (_, untrained) = study_cards(results)
+    assert "Trained on 16, then 64 tokens" in trained.text
+    assert "longer than the 64 tokens of training" in trained.text
+    assert "40 steps of training" in trained.text
+    assert "| learning_rate | 0.002 |" in trained.text
+    assert "| steps | 0: the weights are those of `rope` |" in untrained.text
+    assert "sequences per step" not in untrained.text
+    assert "Trained on 16 tokens" in untrained.text
+    assert "20 steps of training" in untrained.text
+
+
+def test_the_mask_tells_dogs_apart_where_no_position_does():
+    run = finished("causal", "none", model="models/a", dog={"layers": [0.0, 0.5], "probe": 0.0, "told_apart": False})
+    ((_, card),) = study_cards(study([run]))
+    assert "does not tell the two dogs apart" in card.text
+    assert "0.5 (relative L2), which the causal mask alone makes." in card.text
+
+
 def test_the_index_lists_cards_of_every_study_in_the_folder(results, tmp_path):
     write_cards(results, tmp_path)
     other = study([finished("copy", "rope", model="models/copy-rope-seed0")], name="other")

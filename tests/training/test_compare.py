@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -290,6 +291,49 @@ def test_two_runs_cannot_share_a_folder(tiny, tmp_path, capsys):
     finally:
         held.release()
     assert "Another study is writing" in capsys.readouterr().err
+
+
+def test_a_folder_of_something_else_is_left_alone(tiny, tmp_path, capsys):
+    own = tmp_path / "out" / "data" / "mine.txt"
+    own.parent.mkdir(parents=True)
+    own.write_text("precious")
+    for arguments in (tiny(), [*tiny(), "--overwrite"]):
+        assert compare.main(arguments) == 2
+        assert "is not empty (data)" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "out").rglob("*")] == ["data", "mine.txt"]
+    assert compare.main(tiny(output_dir=own)) == 2
+    assert "is a file" in capsys.readouterr().err
+
+
+def test_a_result_that_was_cut_off_is_named_and_can_be_made_anew(tiny, tmp_path, capsys):
+    arguments = tiny(tasks="causal", schemes="none", max_steps=2)
+    assert compare.main(arguments) == 0
+    before = curves(tmp_path / "out")
+    path = tmp_path / "out" / "trainings" / "causal-none-seed0" / "result.json"
+    path.write_text(path.read_text()[:100])
+    capsys.readouterr()
+    assert compare.main(arguments) == 2
+    assert f"{path} cannot be read" in capsys.readouterr().err
+    path.unlink()
+    assert compare.main(arguments) == 0
+    assert curves(tmp_path / "out") == before
+
+
+def test_a_full_disk_is_told_in_one_line(tiny, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(compare, "write_outputs", full)
+    assert compare.main(tiny(tasks="causal", schemes="none", max_steps=1, eval_every=1)) == 1
+    assert "No space left on device. What was complete is kept" in capsys.readouterr().err
+
+
+def test_threads_are_those_of_the_trainings_not_of_the_last_start(tiny, tmp_path, monkeypatch):
+    arguments = tiny(tasks="causal", schemes="none", max_steps=1, eval_every=1)
+    assert compare.main(arguments) == 0
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert compare.main(arguments) == 0
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["machine"]["threads_per_run"] == 1
 
 
 def test_two_processes_equal_one(tiny, tmp_path):

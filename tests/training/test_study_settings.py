@@ -3,13 +3,17 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from hf_posenc import RopeConfig, SinusoidalConfig, UnknownNameError
 from training import compare
+from training.corpus import load_tokenizer
 from training.errors import SettingsError
 from training.study.arguments import parse_study
 from training.study.cells import study_cells
+from training.study.data import cell_data
 from training.study.settings import StudySettings
+from training.study.text import IGNORED
 from training.study.training_settings import parse_lengths
 
 
@@ -44,6 +48,16 @@ from training.study.training_settings import parse_lengths
             "cannot change its num_layers",
         ),
         ({"schemes": "native", "scheme_options": '{"native": {"theta": 3}}'}, "it has no options"),
+        ({"schemes": "none", "scheme_options": '{"none": {"training": {"eval_windows": 3}}}'}, "is read alike"),
+        (
+            {"tasks": "copy", "schemes": "none", "scheme_options": '{"none": {"training": {"train_length": 64}}}'},
+            "train_length, which the task 'copy' does not use",
+        ),
+        (
+            {"tasks": "causal", "schemes": "none", "scheme_options": '{"none": {"training": {"train_lengths": "3"}}}'},
+            "train_lengths, which the task 'causal' does not use",
+        ),
+        ({"schemes": "../none", "scheme_options": '{"../none": {"scheme": "none"}}'}, "part of a folder's name"),
         ({"seeds": "0,-1"}, "whole numbers"),
         ({"max_steps": -1}, "cannot be negative"),
         ({"train_length": 1}, "--train_length is 1"),
@@ -182,3 +196,19 @@ def test_every_option_has_a_help_text(capsys):
 def test_one_worker_for_each_gpu():
     assert StudySettings().worker_count(jobs=12, accelerators=2) == 2
     assert StudySettings(workers=5).worker_count(jobs=3, accelerators=0) == 3
+
+
+def test_a_scheme_can_be_trained_on_other_lengths_of_a_synthetic_task():
+    study = StudySettings(
+        schemes="none,longer", tasks="repeated_copy", max_steps=4, batch_size=8,
+        scheme_options='{"longer": {"scheme": "none", "training": {"train_lengths": "7"}}}',
+    )  # fmt: skip
+    plain, longer = study_cells(study)
+    assert (plain.train_lengths, longer.train_lengths) == (list(range(1, 11)), [7])
+    tokenizer = load_tokenizer(None)
+    found, other = (cell_data(cell, tokenizer) for cell in (longer, plain))
+    assert len({len(found.train[index]["input_ids"]) for index in range(8)}) == 1
+    targets = {int((found.train[index]["labels"] != IGNORED).sum()) for index in range(len(found.train))}
+    assert len(targets) == 1
+    assert len({int((other.train[index]["labels"] != IGNORED).sum()) for index in range(len(other.train))}) > 1
+    assert torch.equal(found.validation["input_ids"], other.validation["input_ids"])

@@ -13,7 +13,7 @@ from hf_posenc.checkpoint.cards import card_data, loading_section, pipeline_tag,
 from hf_posenc.metrics.tables import format_table
 from training.data.loading import DEFAULT_PACKAGE
 from training.files import write_text
-from training.study.aggregation import Aggregate, aggregate
+from training.study.aggregation import ROUNDING, Aggregate, aggregate
 from training.study.schema import FINISHED, GENERALIZATION, ResultsError
 from training.study.tables import MISSING, budget_lines, number, ranges
 
@@ -132,19 +132,35 @@ def _card(results: dict[str, Any], run: dict[str, Any], aggregates: dict[tuple[s
         training_data=_generated_data(run, task) if generated else _text_data(_corpus(results, run)),
         training=_training(run, task),
         command=results["command"],
-        results_text=_results_text(run, task),
+        results_text=_results_text(results, run, task),
         results_table=_results_table(run, task, item, aggregates),
-        results_notes=_results_notes(run, item),
-        limits=_limits(run, task, item, default_text),
+        results_notes=_results_notes(run, task, item),
+        limits=_limits(results, run, task, item, default_text),
         loading=loading_section(run["model"], task["model"], patched=patched, tokenizer=True),
         versions=results["versions"],
-        machine=_machine(results),
+        machine=_machine(results, run),
     )
 
 
-def _machine(results: dict[str, Any]) -> str:
+def _machine(results: dict[str, Any], run: dict[str, Any]) -> str:
     machine = results["machine"]
-    return f"{machine.get('gpu', machine['cpu'])}, {machine['threads_per_run']} thread(s) per run"
+    return f"{machine.get('gpu', machine['cpu'])}, {run.get('threads', machine['threads_per_run'])} thread(s)"
+
+
+def _trainings(results: dict[str, Any], run: dict[str, Any]) -> list[dict[str, Any]]:
+    """The runs that a model went through, first to last; one that only read a model is none."""
+    start = run.get("from")
+    before = [
+        trained
+        for found in results["runs"]
+        if start and (found["task"], found["scheme"], found["seed"]) == (run["task"], start, run["seed"])
+        for trained in _trainings(results, found)
+    ]
+    return [*before, run] if run.get("curve", {"step": [0]})["step"][-1] else before
+
+
+def _trained_lengths(trainings: list[dict[str, Any]], task: dict[str, Any]) -> list[int]:
+    return [run.get("training", {}).get("train_length", task["train_length"]) for run in trainings]
 
 
 def _corpus(results: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
@@ -195,7 +211,12 @@ def _generated_data(run: dict[str, Any], task: dict[str, Any]) -> str:
 
 def _training(run: dict[str, Any], task: dict[str, Any]) -> list[tuple[str, str]]:
     """What this run was trained with: the settings of its task, changed by those of its scheme."""
+    if not run["curve"]["step"][-1]:
+        rows = [("steps", f"0: the weights are those of `{run['from']}`")]
+        return [*rows, ("seed", str(run["seed"])), ("parameters", f"{run['parameters']:,}")]
     own = {name: value for name, value in run.get("training", {}).items() if name != "max_steps"}
+    if "learning_rate" in task:
+        own = {"learning_rate": task["learning_rate"]} | own
     rows = [
         ("steps", f"{run['curve']['step'][-1]:,}"),
         ("sequences per step", str(own.pop("batch_size", task["batch_size"]))),
@@ -207,16 +228,17 @@ def _training(run: dict[str, Any], task: dict[str, Any]) -> list[tuple[str, str]
     return [*rows, ("wall time", f"{run['seconds']:.0f} s"), ("processor time", f"{run['cpu_seconds']:.0f} s")]
 
 
-def _results_text(run: dict[str, Any], task: dict[str, Any]) -> str:
+def _results_text(results: dict[str, Any], run: dict[str, Any], task: dict[str, Any]) -> str:
     if task["kind"] == GENERALIZATION:
         return (
             f"Percent of up to {task['samples']} examples of each length answered without an error; lengths beyond "
             f"{max(task['train_lengths'])} were never seen in training."
         )
     what = "masked tokens" if task["objective"] == "masked" else "tokens"
+    lengths = dict.fromkeys(map(str, _trained_lengths(_trainings(results, run), task)))
     return (
         f"Loss of {what} on held-out text in nats, and its exponential, the perplexity. Trained on "
-        f"{task['train_length']} tokens; a model that knows token frequencies only has a loss of "
+        f"{', then '.join(lengths)} tokens; a model that knows token frequencies only has a loss of "
         f"{task['unigram_cross_entropy']:.3f}."
     )
 
@@ -245,23 +267,29 @@ def _results_table(
     return format_table(headers, rows, markdown=True)
 
 
-def _results_notes(run: dict[str, Any], item: Aggregate) -> list[str]:
+def _results_notes(run: dict[str, Any], task: dict[str, Any], item: Aggregate) -> list[str]:
     notes = []
     if item.n > 1:
         notes.append("± is half of the 95 % interval of the mean over seeds (Student's t).")
     dog = run.get("dog", {})
     if "told_apart" in dog and dog["told_apart"] is not None:
         verdict = "tells" if dog["told_apart"] else "does not tell"
+        distance = dog["layers"][-1]
+        causal = task.get("objective") != "masked" and not dog["told_apart"] and distance > ROUNDING
         notes.append(
             f"In 'The dog chased another dog' the position encoding {verdict} the two dogs apart; their distance in "
-            f"the last layer is {dog['layers'][-1]:.2g} (relative L2)."
+            f"the last layer is {distance:.2g} (relative L2){', which the causal mask alone makes' if causal else ''}."
         )
     return notes
 
 
-def _limits(run: dict[str, Any], task: dict[str, Any], item: Aggregate, default_text: bool) -> list[str]:
+def _limits(
+    results: dict[str, Any], run: dict[str, Any], task: dict[str, Any], item: Aggregate, default_text: bool
+) -> list[str]:
+    trainings = _trainings(results, run)
+    steps = sum(trained["curve"]["step"][-1] for trained in trainings)
     limits = [
-        f"{run['parameters']:,} parameters and {run['curve']['step'][-1]:,} steps of training: nothing it writes is "
+        f"{run['parameters']:,} parameters and {steps:,} steps of training: nothing it writes is "
         "reliable, and results at this size need not hold at another.",
         "One seed of several; the spread between seeds is in the table above."
         if item.n > 1
@@ -269,9 +297,8 @@ def _limits(run: dict[str, Any], task: dict[str, Any], item: Aggregate, default_
     ]
     if task["kind"] == GENERALIZATION:
         return [*limits, "It solves one synthetic task and knows no language."]
-    limits.append(
-        f"Inputs longer than the {task['train_length']} tokens of training are the subject of the experiment."
-    )
+    longest = max(_trained_lengths(trainings, task))
+    limits.append(f"Inputs longer than the {longest} tokens of training are the subject of the experiment.")
     if default_text:
         limits.append("The text is political speech in English, 1790 to today, with the views of its times.")
     return limits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from training.study.training_settings import TrainingSettings, fingerprint
 
 FINISHED, UNSUPPORTED, DIVERGED, FAILED = "finished", "unsupported", "diverged", "failed"
 
+#: How models are read, which one table can only tell once.
+_OF_THE_TASK = ("length_factor", "test_lengths", "test_samples", "eval_windows")
 _SHAPE = ("hidden_size", "num_layers", "num_heads")
 
 
@@ -47,6 +50,11 @@ class Cell:
     def settings(self) -> TrainingSettings:
         """How it is trained: the settings of its task, changed by those of its scheme."""
         return self.task.settings.changed(self.entry.training, f"Scheme {self.entry.label!r}")
+
+    @property
+    def train_lengths(self) -> list[int]:
+        """The lengths it is trained on, which its scheme may have changed."""
+        return dataclasses.replace(self.task, settings=self.settings).train_lengths
 
     @property
     def folder(self) -> Path:
@@ -125,6 +133,7 @@ def study_cells(study: StudySettings) -> list[Cell]:
 
 def _check(cell: Cell) -> None:
     settings = cell.settings
+    _check_own_settings(cell)
     if cell.start is None:
         if settings.max_steps == 0:
             raise SettingsError(
@@ -134,3 +143,23 @@ def _check(cell: Cell) -> None:
     changed = [name for name in _SHAPE if getattr(settings, name) != getattr(cell.start.settings, name)]
     if changed:
         raise SettingsError(f"{cell.name} starts from {cell.start.name} and cannot change its {changed[0]}.")
+
+
+def _check_own_settings(cell: Cell) -> None:
+    """Refuses settings of a scheme that nothing would come of: tables and cards would tell of them."""
+    own = sorted(set(cell.entry.training) & set(_OF_THE_TASK))
+    if own:
+        raise SettingsError(
+            f"--scheme_options for {cell.entry.label!r}: training has {own[0]}, but every scheme of a task is read "
+            "alike. Set it for the task in --task_options, or for all."
+        )
+    if cell.task.synthetic is not None:
+        meaningless: tuple[str, ...] = ("train_length", "mlm_probability")
+    else:
+        meaningless = ("train_lengths", "mlm_probability") if cell.task.causal else ("train_lengths",)
+    unused = sorted(set(cell.entry.training) & set(meaningless))
+    if unused:
+        raise SettingsError(
+            f"--scheme_options for {cell.entry.label!r}: training has {unused[0]}, which the task {cell.task.name!r} "
+            "does not use. Leave it out, or name the schemes of that task in --task_options."
+        )

@@ -77,10 +77,11 @@ def _next_token(items: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 def _synthetic(cell: Cell, task: SyntheticTask, tokenizer: PreTrainedTokenizerBase) -> CellData:
     settings, lengths = cell.settings, cell.task.train_lengths
-    longest = max(task.character_count(length) for length in {*lengths, *cell.task.lengths})
+    longest = max(task.character_count(length) for length in {*lengths, *cell.train_lengths, *cell.task.lengths})
     size = settings.max_steps * settings.batch_size
+    trained = cell.train_lengths
     return CellData(
-        train=SyntheticExamples(task, lengths, seed=cell.seed, tokenizer=tokenizer, size=size) if size else None,
+        train=SyntheticExamples(task, trained, seed=cell.seed, tokenizer=tokenizer, size=size) if size else None,
         collate=default_collate,
         validation=_examples(task, lengths, tokenizer),
         windows=None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +17,8 @@ NATIVE = "native"
 #: multiplies those by sqrt(hidden) (arXiv:1706.03762, section 3.4). None of the models here does, so the sinusoids come
 #: down to the tokens instead: at scale 1 they would drown them.
 DEFAULT_OPTIONS: dict[str, dict[str, Any]] = {"sinusoidal": {"scale": 0.07}}
+
+_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,11 @@ def parse_entries(labels: list[str], options: dict[str, dict[str, Any]]) -> list
 
 
 def _entry(label: str, options: dict[str, Any]) -> SchemeEntry:
+    if not _LABEL.fullmatch(label):
+        raise SettingsError(
+            f"--schemes has the label {label!r}, which is to be part of a folder's name: letters, digits and . _ + - "
+            "only, beginning with a letter or a digit."
+        )
     start, training = options.pop("from", None), options.pop("training", {})
     if not isinstance(training, dict):
         raise SettingsError(f"--scheme_options for {label!r}: training is {training!r}; it takes settings by name.")

@@ -13,7 +13,28 @@ from training.errors import SettingsError
 from training.files import read_json, write_json
 from training.study.cells import FINISHED, Cell
 
+_LOCK = ".lock"
 _CONTENTS = ("data", "trainings", "models", "plots", "results.json", "table.md", "report.html")
+
+
+def check_folder(folder: Path) -> None:
+    """Refuses a folder that is none of a study's; writes nothing.
+
+    A study takes common names there (`data`, `models`), and --overwrite removes them.
+
+    Raises:
+        SettingsError: for a file, or a folder with something else in it.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise SettingsError(f"--output_dir {folder} is a file; a folder is expected.")
+    if not folder.exists() or (folder / _LOCK).exists() or (folder / "trainings").is_dir():
+        return
+    found = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    if found:
+        raise SettingsError(
+            f"{folder} is not empty ({', '.join(found[:3])}{', ...' if len(found) > 3 else ''}), and what is in it is "
+            "no study: it has no trainings/. Name another --output_dir."
+        )
 
 
 def lock(folder: Path) -> FileLock:
@@ -23,7 +44,7 @@ def lock(folder: Path) -> FileLock:
         SettingsError: if another run is writing there.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    taken = FileLock(folder / ".lock")
+    taken = FileLock(folder / _LOCK)
     try:
         taken.acquire(timeout=0)
     except Timeout as error:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_posenc import __version__
 from training.corpus import Corpus, unigram_cross_entropy
-from training.study.cells import Cell
+from training.study.cells import FINISHED, Cell
 from training.study.models import model_class
 from training.study.run import tail_tokens
 from training.study.settings import StudySettings
@@ -44,7 +44,7 @@ def study_results(
         tokenizer: of all models.
         outcomes: the result of each cell, by name.
         cells: in the order of the results.
-        threads: CPU threads that each training had.
+        threads: CPU threads that each training had, where its result does not say so itself.
     """
     return {
         "name": study.name,
@@ -55,9 +55,15 @@ def study_results(
         "runs": [outcomes[cell.name] for cell in _in_order(study, cells)],
         "versions": {"python": platform.python_version(), "hf-posenc": __version__}
         | {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")},
-        "machine": {"cpu": _processor(), "cores": os.cpu_count() or 1, "threads_per_run": threads}
+        "machine": {"cpu": _processor(), "cores": os.cpu_count() or 1, "threads_per_run": _threads(outcomes, threads)}
         | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
     }
+
+
+def _threads(outcomes: dict[str, dict[str, Any]], otherwise: int) -> int | list[int]:
+    """A resumed study may have had several numbers of workers, and the last start may have trained nothing."""
+    found = sorted({run.get("threads", otherwise) for run in outcomes.values() if run["status"] == FINISHED})
+    return found[0] if len(found) == 1 else found or otherwise
 
 
 def _repeating(command: list[str]) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from training.errors import SettingsError
 from training.files import read_json, write_json, write_text
 from training.study.aggregation import aggregate
 from training.study.cards import write_cards, write_model_cards
@@ -50,7 +51,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="of the study, with its results.json")
     parser.add_argument("--cards", type=Path, help="also copy the cards of all trained models, with an index, to here")
     options = parser.parse_args(arguments)
-    results = read_json(options.folder / "results.json")
+    try:
+        results = read_json(options.folder / "results.json")
+    except SettingsError as error:
+        print(f"outputs: {error}", file=sys.stderr)
+        return 2
     if results is None:
         print(f"outputs: {options.folder} has no results.json; name the folder of a study.", file=sys.stderr)
         return 2

@@ -58,7 +58,7 @@ def run_cell(cell: Cell, on_step: OnStep) -> dict[str, Any]:
         except (ValueError, SequenceLengthError) as error:
             return _conclude(cell, {**head, "status": UNSUPPORTED, "reason": str(error)})
     notes = sorted({str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)})
-    head |= {"notes": notes, "parameters": trainable_parameters(model)}
+    head |= {"notes": notes, "parameters": trainable_parameters(model), "threads": torch.get_num_threads()}
     trainer = _trainer(cell, model, data, tokenizer, on_step)
     try:
         if data.train is not None:
