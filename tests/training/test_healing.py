@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertConfig, BertModel, BertTokenizer, LlamaConfig, LlamaForCausalLM, set_seed
+from transformers import (
+    BertConfig,
+    BertModel,
+    BertTokenizer,
+    DefaultFlowCallback,
+    LlamaConfig,
+    LlamaForCausalLM,
+    set_seed,
+)
 
 from hf_posenc.recipes import GradualSwapCallback
 from training import heal
@@ -183,6 +191,9 @@ def test_a_swap_that_cannot_be_stops_its_cell_only(llama, text_folder, tmp_path,
         ([{"name": "a"}, {"name": "b"}], {}, "one control"),
         ([{"name": "a", "scheme": "none"}], {}, "one control"),
         ([{"name": "a"}, {"name": "a", "scheme": "none"}], {}, "the same name"),
+        ([{"name": "a b"}, {"name": "A_b", "scheme": "none"}], {}, "names of the same folder"),
+        ([{"name": "a"}, {"name": "b", "scheme": "none", "seed": 3}], {}, "seed is the same for every cell"),
+        ([{"name": "a"}, {"name": "b", "scheme": "none", "lengths": [16]}], {}, "lengths is the same for every cell"),
         ([{"name": "a"}, {"name": "b", "sheme": "none"}], {}, "Cell 'b': Unknown option --sheme.*--scheme"),
         ([{"name": "a"}, {"name": "b", "scheme": "none", "gradual_steps": -1}], {}, "gradual_steps is -1"),
         ([{"name": "a"}, {"name": "b", "scheme": "none", "distill_weight": 0.3}], {}, "without --distill"),
@@ -274,6 +285,41 @@ def test_an_encoder_is_led_past_its_length(bert, text_folder, tmp_path):
     assert alibi["start_by_length"] == [pytest.approx(1), pytest.approx(1), None]
     assert all(0 < value <= 1.0001 for cell in (repeat, alibi) for value in cell["end_by_length"])
     assert "cosine at 64, healed" in (tmp_path / "table.md").read_text()
+
+
+def test_an_interrupted_encoder_goes_on_with_the_same_settings_only(bert, text_folder, tmp_path, monkeypatch, capsys):
+    cells = [{"name": "control"}]
+    words = _words(bert, text_folder, tmp_path, cells, objective="embedding", lengths=[16], max_steps=3, eval_steps=3)
+
+    def interrupted(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DefaultFlowCallback, "on_step_begin", interrupted)
+        assert heal.main(words) == 130
+    capsys.readouterr()
+    assert heal.main([*words, "--learning_rate=0.5"]) == 1
+    assert "learning_rate was 0.01 and is now 0.5" in capsys.readouterr().err
+    # A checkpoint that was cut off is passed over.
+    (tmp_path / "control" / "seed-0" / "checkpoint-2" / "optimizer.pt").write_bytes(b"PK")
+    assert heal.main(words) == 0
+    (cell,) = json.loads((tmp_path / "results.json").read_text())["cells"]
+    assert cell["train_curve"]["step"] == [1, 2, 3]
+
+
+def test_a_cell_that_was_trained_for_less_says_so():
+    def cell(name: str, steps: int) -> dict[str, Any]:
+        curve = {"step": [0, steps], "value": [2.0, 1.0]}
+        return {"name": name, "seed": 0, "control": name == "control", "status": "finished", "curve": curve,
+                "quantity": "loss", "lengths": [16], "start_by_length": [2.0], "end_by_length": [1.0],
+                "seconds": 1.0, "swap": None, "reasons": []}  # fmt: skip
+
+    table = format_table(
+        {"study": {"objective": "causal", "description": ""}, "cells": [cell("control", 4), cell("alibi", 2)]}
+    )
+    assert "`alibi` was trained for 2 steps only" in table
+    assert "`control` was trained for" not in table
 
 
 def test_a_table_of_nothing():

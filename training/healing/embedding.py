@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import json
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from hf_posenc import PositionEncodingError, SequenceLengthError
 from hf_posenc.metrics.language_modeling.capacity import native_capacity
 from hf_posenc.recipes import GradualSwapCallback, frozen_teacher, hidden_state_loss, mean_pooled, swap_scheme
 from training.argument_files import parse_structured
+from training.checkpoints import check_run, latest_complete_checkpoint, record_run
 from training.data.rows import load_rows
 from training.data.tokens import TokenStream
 from training.errors import SettingsError
@@ -145,12 +146,17 @@ def run_embedding_cell(cell: Cell) -> dict[str, Any]:
         The figures of the cell, JSON-ready.
 
     Raises:
-        SettingsError: for a swap that cannot be made, or an option that has no meaning here.
+        SettingsError: for a swap that cannot be made, an option that has no meaning here, or a cell that was begun
+            with other settings.
     """
     given, healing, study = cell.given, cell.healing, cell.study
     if given.lora.lora or healing.distill:
         raise SettingsError(f"Cell {cell.name!r}: the objective 'embedding' always has a teacher, and takes no --lora.")
     arguments = given.trainer
+    # Before anything below changes the arguments.
+    settings = json.loads(json.dumps(cell.settings(), default=str))
+    if not check_run(str(arguments.output_dir), settings):
+        record_run(str(arguments.output_dir), settings)
     tokenizer = load_tokenizer(given.model, causal=True)
     train_rows, held_out, _ = load_rows(given.data, tokenizer, True, seed=0)
     texts, held_out_texts = Texts(train_rows.stream, tokenizer), Texts(held_out.stream, tokenizer)
@@ -194,8 +200,8 @@ def run_embedding_cell(cell: Cell) -> dict[str, Any]:
         texts=texts,
         capacity=capacity,
     )
-    checkpoints = any(Path(str(arguments.output_dir)).glob("checkpoint-*"))
-    outcome = trainer.train(resume_from_checkpoint=checkpoints)
+    checkpoint = latest_complete_checkpoint(str(arguments.output_dir))
+    outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     trainer.save_model()
     history = trainer.state.log_history
     return {

@@ -85,6 +85,11 @@ def format_table(results: dict[str, Any]) -> str:
         "- Intervals are 95 % (Student's t over seeds).",
     ]
     notes += [
+        f"- `{name}` was trained for {cells[0]['curve']['step'][-1]} steps only, which is what its row shows."
+        for name, cells in groups.items()
+        if cells[0]["curve"]["step"][-1] != step
+    ]
+    notes += [
         f"- `{cell['name']}`, seed {cell['seed']}: {cell['reason']}" for cell in results["cells"] if "reason" in cell
     ]
     fits = [_fit_note(name, cells[0]) for name, cells in groups.items()]

@@ -19,8 +19,10 @@ from training.language_modeling import RunInput
 
 OBJECTIVES = ("causal", "masked", "embedding")
 
-#: A cell's own entries that are no options of a run.
-_OF_THE_CELL = ("name", "scheme")
+#: What one table can only tell once: a cell cannot have its own.
+_OF_THE_STUDY = (
+    "cells", "objective", "seeds", "seed", "lengths", "eval_windows", "output_dir", "keep_models", "description",
+)  # fmt: skip
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+,()-]*")
 
 
@@ -144,8 +146,8 @@ def parse_study(words: Sequence[str], description: str | None = None) -> tuple[S
         for seed in study.seeds:
             cells.append(_cell(name, seed, entry, words, output_dir))
     names = [entry["name"] for entry in entries]
-    if len(set(names)) < len(names):
-        raise SettingsError(f"Two cells have the same name: {', '.join(names)}.")
+    if len({cell.folder.casefold() for cell in cells}) < len(cells):
+        raise SettingsError(f"Two cells have the same name, or names of the same folder: {', '.join(names)}.")
     if sum(cell.is_control for cell in cells) != len(study.seeds):
         raise SettingsError(
             "A study has one control, which keeps its scheme and is trained as long: one cell without a 'scheme', such "
@@ -156,9 +158,15 @@ def parse_study(words: Sequence[str], description: str | None = None) -> tuple[S
 
 def _cell(name: str, seed: int, entry: dict[str, Any], words: Sequence[str], output_dir: str) -> Cell:
     options = {key: value for key, value in entry.items() if key != "name"}
+    shared = [key for key in options if str(key).replace("-", "_") in _OF_THE_STUDY]
+    if shared:
+        raise SettingsError(
+            f"Cell {name!r}: {shared[0]} is the same for every cell, so that they can be compared. Give it beside "
+            "cells."
+        )
     flags = [f"--output_dir={output_dir}/{name.replace(' ', '_')}/seed-{seed}", f"--seed={seed}"]
     for key, value in options.items():
-        if isinstance(value, list) and key in ("lengths", "train_lengths"):
+        if isinstance(value, list) and key == "train_lengths":
             flags += [f"--{key}", *map(str, value)]
         else:
             flags.append(f"--{key}={json.dumps(value) if isinstance(value, list | dict) else value}")
