@@ -66,6 +66,7 @@ def load(options: argparse.Namespace) -> tuple[Any, Any]:
 
     tokenizer = load_tokenizer(options.tokenizer or options.model)
     model = load_model(options.model)
+    check_tokenizer(options, model, tokenizer)
     try:
         return model.to(device=options.device, dtype=getattr(torch, options.dtype)), tokenizer
     except (RuntimeError, AssertionError) as error:
@@ -96,10 +97,34 @@ def check_plot(options: argparse.Namespace) -> None:
     """Refuses a figure that could not be written, before anything is measured.
 
     Raises:
-        UsageError: if its folder does not exist.
+        UsageError: if its folder does not exist, or its name ends in no kind of figure.
     """
-    if options.plot is not None and not Path(options.plot).absolute().parent.is_dir():
-        raise UsageError(f"--plot {options.plot}: the folder {Path(options.plot).absolute().parent} does not exist.")
+    if options.plot is None:
+        return
+    path = Path(options.plot).absolute()
+    if not path.parent.is_dir():
+        raise UsageError(f"--plot {options.plot}: the folder {path.parent} does not exist.")
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    endings = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix and path.suffix[1:].lower() not in endings:
+        raise UsageError(f"--plot {options.plot}: figures end in {', '.join(sorted(endings))}.")
+
+
+def check_tokenizer(options: argparse.Namespace, model: Any, tokenizer: Any) -> None:
+    """Refuses the tokenizer of another model, as far as its size shows it.
+
+    Raises:
+        UsageError: if it can give ids that the model has no vector for.
+    """
+    if options.tokenizer is None:
+        return
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise UsageError(
+            f"--tokenizer {options.tokenizer} has {len(tokenizer)} tokens, and {options.model} knows {rows}: "
+            "it is that of another model."
+        )
 
 
 def show(result: Any, options: argparse.Namespace) -> int:

@@ -65,6 +65,7 @@ def patch(options: argparse.Namespace) -> int:
 def eval_dog(options: argparse.Namespace) -> int:
     """`hf-posenc eval dog`."""
     import hf_posenc
+    from hf_posenc.cli.evaluation_options import check_plot, check_tokenizer
     from hf_posenc.cli.listing import is_complete
     from hf_posenc.cli.loading import load_model, load_tokenizer
     from hf_posenc.cli.options import parse_scheme
@@ -77,10 +78,10 @@ def eval_dog(options: argparse.Namespace) -> int:
             ["native", *complete] if name == "all" else [name] for name in _one_by_one(options.schemes)
         )
         wanted = [name if name == "native" else parse_scheme(name) for name in names]
-    if options.plot is not None and not Path(options.plot).absolute().parent.is_dir():
-        raise UsageError(f"--plot {options.plot}: the folder {Path(options.plot).absolute().parent} does not exist.")
+    check_plot(options)
     tokenizer = load_tokenizer(options.tokenizer or options.model)
     model = load_model(options.model).to(options.device)
+    check_tokenizer(options, model, tokenizer)
     text = {key: value for key in ("sentence", "word") if (value := getattr(options, key)) is not None}
     result = dog_test(model, tokenizer, wanted, **text, seed=options.seed)
     if options.plot is not None:

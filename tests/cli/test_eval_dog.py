@@ -54,6 +54,7 @@ class TestEvalDog:
             (["--schemes", "alibbi"], "Did you mean 'alibi'"),
             (["--sentence", "one dog only"], "twice"),
             (["--plot", "no/such/folder/dog.png"], "does not exist"),
+            (["--plot", "dog.xyz"], "figures end in"),
         ],
     )
     def test_bad_requests(self, capsys, bert, words, message):

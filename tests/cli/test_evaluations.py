@@ -3,7 +3,15 @@ import json
 import pytest
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertModel,
+    ByT5Tokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from hf_posenc.cli import main
 
@@ -113,12 +121,18 @@ def test_loss_by_length_of_a_masked_model_says_which_length_it_has_no_positions_
         (["--text", "{text}", "--lengths", "16", "--stride", "4"], "--window too"),
         (["--text", "{text}", "--lengths", "16", "--window", "8", "--stride", "9"], "leaves tokens out"),
         (["--text", "{text}", "--lengths", "16", "--plot", "nowhere/x.png"], "does not exist"),
+        (["--text", "{text}", "--lengths", "16", "--plot", "x.xyz"], "figures end in"),
+        (["--text", "{empty}", "--lengths", "16"], "nothing to predict"),
+        (["--text", "{text}", "--lengths", "16", "--tokenizer", "{bytes}"], "it is that of another model"),
         (["--text", "{text}", "--lengths", "16", "--schemes", "ropee"], "Did you mean 'rope'"),
         (["--text", "{text}", "--lengths", "16", "--device", "nodevice"], "--device nodevice"),
     ],
 )
-def test_loss_with_impossible_options_says_why(folders, text, capsys, words, message):
-    assert main(["eval", "loss", folders["llama"], *(word.format(text=text) for word in words)]) == 2
+def test_loss_with_impossible_options_says_why(folders, text, tmp_path, capsys, words, message):
+    ByT5Tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "empty.txt").write_text("")
+    files = {"text": text, "empty": tmp_path / "empty.txt", "bytes": tmp_path}
+    assert main(["eval", "loss", folders["llama"], *(word.format(**files) for word in words)]) == 2
     assert message in capsys.readouterr().err
 
 

@@ -144,6 +144,8 @@ def text_losses(
     if not lengths:
         raise MeasurementError("There is no length to evaluate at.")
     stream = token_stream(tokenizer, texts)
+    if stream.shape[0] < 2:
+        raise MeasurementError(f"The text has {stream.shape[0]} token(s): there is nothing to predict. Give more text.")
     causal = predicts_next_token(model, stream.unsqueeze(0))
     frame = special_frame(tokenizer, causal=causal) if special_tokens else Frame()
     if lengths[-1] <= frame.size:
