@@ -6,6 +6,10 @@ The same as `hf-posenc lm-eval` and `python -m hf_posenc.integrations.lm_eval`; 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hf_posenc.cli import main
 

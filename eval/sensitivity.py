@@ -7,6 +7,10 @@ others leave.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from accelerate import PartialState
 
