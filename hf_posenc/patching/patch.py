@@ -75,6 +75,8 @@ def patch_model(
     config = schedule(config, stacks, layers, other)
     encoding = build_encoding(config, target, stacks)
     _warn_if_invisible(config, stacks)
+    if isinstance(scheme, str) and "theta" not in options:
+        _warn_if_theta_changes(config, target)
     _warn_if_uncacheable(encoding, target)
     previous = current_encoding(target)
     if previous is not None:
@@ -100,6 +102,29 @@ def unpatch_model(model: ModelType) -> ModelType:
     for encoding in encodings(target):
         uninstall(encoding)
     return model
+
+
+def _warn_if_theta_changes(config: SchemeConfig, model: PreTrainedModel) -> None:
+    """A rotation by its name alone has its paper's base, which a trained model may never have seen."""
+    theta = getattr(config, "theta", None)
+    own = _thetas(getattr(model.config, "rope_parameters", None))
+    if theta is not None and own and theta not in own:
+        known = " and ".join(f"{value:g}" for value in sorted(own))
+        warnings.warn(
+            f"Scheme {config.name!r} rotates with theta={theta:g}, its default, and this model with {known}. A trained "
+            f"model knows its own: pass theta={max(own):g} to keep it (swap_scheme does), or theta={theta:g} to say "
+            "that the change is meant.",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _thetas(parameters: Any) -> set[float]:
+    """The bases in a config's `rope_parameters`, of which some models have one for each type of layer."""
+    if not isinstance(parameters, dict):
+        return set()
+    own = {float(parameters["rope_theta"])} if parameters.get("rope_theta") is not None else set()
+    return own.union(*(_thetas(value) for value in parameters.values()))
 
 
 def _warn_if_invisible(config: SchemeConfig, stacks: list[Stack]) -> None:

@@ -224,6 +224,20 @@ def test_a_warning_turned_into_an_error_leaves_the_model_alone() -> None:
     assert not hasattr(model, "position_encoding")
 
 
+def test_a_rotation_by_name_warns_where_the_model_has_another_base() -> None:
+    model = patched("llama_gqa", None)
+    model.config.rope_parameters["rope_theta"] = 5e5
+    with pytest.warns(UserWarning, match=r"this model with 500000.*pass theta=500000"):
+        patch_model(model, "p_rope")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch_model(model, "p_rope", theta=1e4)  # meant
+        patch_model(model, RopeConfig())  # a finished config says all it says
+        patch_model(model, "alibi")
+        model.config.rope_parameters = {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": 5e5}}
+        patch_model(model, "rope")  # the base of one type of its layers
+
+
 def test_a_schedule_longer_than_the_model_is_refused() -> None:
     with pytest.raises(ValueError, match="names 3 layers"):
         patch_model(patched("llama_gqa", None), ScheduleConfig(layers=[NoneConfig()] * 3))

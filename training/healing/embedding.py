@@ -99,6 +99,7 @@ class _TeacherTrainer(Trainer):
     def __init__(self, *args: Any, cell: Cell, teacher: Any, texts: Texts, capacity: int, **kwargs: Any) -> None:
         self.cell, self.teacher, self.texts, self.capacity = cell, teacher, texts, capacity
         super().__init__(*args, **kwargs)
+        teacher.to(self.args.device)
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
         outputs = model(**inputs)
@@ -127,9 +128,10 @@ def similarities(model: Any, teacher: Any, texts: Texts, study: Any, capacity: i
         cosines = []
         try:
             for row in texts.rows(study.eval_windows, length):
+                ids = row[None].to(model.device)
                 with torch.no_grad():
-                    own = mean_pooled(model(input_ids=row[None]).last_hidden_state)
-                taught = mean_pooled(teacher_states(teacher, texts, row[None], capacity))
+                    own = mean_pooled(model(input_ids=ids).last_hidden_state)
+                taught = mean_pooled(teacher_states(teacher, texts, ids, capacity))
                 cosines.append(float(torch.nn.functional.cosine_similarity(own, taught)))
         except SequenceLengthError:
             found.append(None)
