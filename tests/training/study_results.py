@@ -116,38 +116,5 @@ def three_seeds() -> dict[str, Any]:
 
 def published_comparison() -> dict[str, Any]:
     """The comparison in docs/results/compare, one seed, as results of a study."""
-    old = json.loads((REPOSITORY / "docs/results/compare/results.json").read_text(encoding="utf-8"))
-    if "runs" in old:
-        return old
-    shared = {
-        "train_length": old["settings"]["train_length"],
-        "lengths": old["lengths"],
-        "tail_tokens": old["tail_tokens"],
-        "max_steps": old["settings"]["max_steps"],
-        "batch_size": old["settings"]["batch_size"],
-        "unigram_cross_entropy": old["unigram_cross_entropy"],
-        "kind": "language_modeling",
-    }
-    runs = [
-        {key: value for key, value in training.items() if key not in ("options", "by_length")}
-        | {
-            "config": get_scheme(training["scheme"]).from_options(training["options"]).to_dict(),
-            "seed": old["settings"]["seed"],
-            "by_length": training["by_length"] | {"sliding_loss": None},
-            "model": None,
-        }
-        for training in old["trainings"]
-    ]
-    return {
-        "name": "compare",
-        "settings": old["settings"],
-        "command": "python training/compare.py",
-        "corpus": old["corpus"],
-        "tasks": {
-            "causal": shared | {"objective": "causal", "model": "LlamaForCausalLM"},
-            "masked": shared | {"objective": "masked", "model": "BertForMaskedLM"},
-        },
-        "runs": runs,
-        "versions": old["versions"],
-        "machine": {"cpu": "not recorded", "cores": 2, "threads_per_run": old["threads"]},
-    }
+    results: dict[str, Any] = json.loads((REPOSITORY / "docs/results/compare/results.json").read_text(encoding="utf-8"))
+    return results
