@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 TASKS = ROOT / "eval" / "lm_eval_tasks"
 
 needs_lm_eval = pytest.mark.skipif(
-    not integration.is_installed(), reason="lm-eval is not installed: pip install 'hf-posenc[eval]'"
+    not integration.is_installed(), reason="lm-eval is not installed: pip install 'lm-eval>=0.4.13'"
 )
 
 QUESTIONS = [
@@ -167,4 +167,4 @@ def test_without_the_plugin_lm_eval_stops_and_names_it(folder, local_task, tmp_p
 
 def test_without_lm_eval_the_error_says_what_to_install(capsys, monkeypatch):
     monkeypatch.setattr(integration, "is_installed", lambda: False)
-    assert "pip install 'hf-posenc[eval]'" in refused(capsys, "lm-eval", "--tasks", "x")
+    assert "pip install 'lm-eval>=0.4.13'" in refused(capsys, "lm-eval", "--tasks", "x")

@@ -153,8 +153,8 @@ def loading_section(path: str, class_name: str, *, patched: bool = True, tokeniz
     if not patched:
         return code
     return (
-        f"{code}\n\n`pip install hf-posenc` once. Without the import, loading stops with an error; it never gives a "
-        "model with other positions."
+        f"{code}\n\nIt needs the package `hf-posenc` (`pip install .` in a clone of its repository). Without the "
+        "import, loading stops with an error; it never gives a model with other positions."
     )
 
 

@@ -30,7 +30,7 @@ def run(arguments: Sequence[str]) -> None:
         SystemExit: as lm-eval's command ends.
     """
     if not is_installed():
-        raise UnsupportedError("lm-eval is not installed. Run: pip install 'hf-posenc[eval]'")
+        raise UnsupportedError("lm-eval is not installed. Run: pip install 'lm-eval>=0.4.13'")
     from lm_eval.__main__ import cli_evaluate
 
     # lm-eval reads the words of the process, and nothing else.
