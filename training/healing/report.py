@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ from hf_posenc.plots.curves import Curve, plot_curves
 from hf_posenc.plots.style import save_figure, styled
 from training.files import write_json, write_text
 from training.study.aggregation import Estimate, estimate
+
+#: Characters of an axis label in one line, which is as high as the axis.
+_LABEL_WIDTH = 40
 
 
 def write_outputs(results: dict[str, Any], folder: Path) -> list[Path]:
@@ -105,7 +109,7 @@ def draw_figures(results: dict[str, Any], folder: Path) -> list[Path]:
         return []
     labels = list(groups)
     first = next(iter(groups.values()))[0]
-    quantity = first["quantity"]
+    quantity = textwrap.fill(first["quantity"], _LABEL_WIDTH)
     control = _control(groups)
     untouched = None if not control else ("untouched model", control[0]["curve"]["value"][0])
     curves = [
