@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_cases import CASES, randomize, write_reference
 
 import hf_posenc
+from tests.checkpoint.checkpoint_cases import CASES, randomize, write_reference
 
 torch.set_num_threads(1)
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_cases import VOCABULARY, bert, llama, outputs, randomize
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -21,6 +20,7 @@ from transformers import (
 )
 
 import hf_posenc
+from tests.checkpoint.checkpoint_cases import VOCABULARY, bert, llama, outputs, randomize
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_cases import VOCABULARY, bert, gpt2, llama, outputs, randomize, roberta, t5, token_ids, write_reference
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -33,6 +32,18 @@ from hf_posenc import (
     SchemeConfig,
     UnsupportedError,
     YarnScaling,
+)
+from tests.checkpoint.checkpoint_cases import (
+    VOCABULARY,
+    bert,
+    gpt2,
+    llama,
+    outputs,
+    randomize,
+    roberta,
+    t5,
+    token_ids,
+    write_reference,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:Scheme .* encodes a token differently:UserWarning")

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_cases import LENGTH, bert, gpt2, llama, outputs, randomize, token_ids
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -29,6 +28,7 @@ import hf_posenc
 from hf_posenc.checkpoint import loading
 from hf_posenc.entry import read_entry
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
+from tests.checkpoint.checkpoint_cases import LENGTH, bert, gpt2, llama, outputs, randomize, token_ids
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_cases import CASES, Case
+
+from tests.checkpoint.checkpoint_cases import CASES, Case
 
 #: Routes that must give the saved outputs bit for bit.
 EXACT = [

@@ -55,4 +55,6 @@ def test_bad_requests(capsys, trained, bert):
     words = ["eval", "generalization"]
     assert "Did you mean 'parity'" in refused(capsys, *words, trained, "--task", "party")
     assert "whole number from 1" in refused(capsys, *words, trained, "--task", "copy", "--lengths", "0")
-    assert "16 embeddings" in refused(capsys, *words, bert, "--tokenizer", trained, "--task", "copy")
+    assert "knows 16: it is that of another model" in refused(
+        capsys, *words, bert, "--tokenizer", trained, "--task", "copy"
+    )

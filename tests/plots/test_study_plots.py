@@ -133,7 +133,7 @@ def test_a_study_gets_the_figures_it_has_data_for():
     published = published_comparison()
     kinds = {figure.name for figure in draw_figures(published, aggregate(published))}
     assert "causal_loss_by_length" in kinds
-    assert not {name for name in kinds if "sliding" in name or "exact" in name}
+    assert not {name for name in kinds if "exact" in name or "further" in name}
 
 
 def test_what_did_not_finish_is_in_no_figure(tmp_path):
