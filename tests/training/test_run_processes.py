@@ -62,7 +62,7 @@ def test_a_killed_run_resumes_to_the_identical_curve(causal: bool, texts: Path, 
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def launch(config: Path, script: Path, arguments: list[str]) -> str:
+def launch(config: Path, script: Path, arguments: list[str], fails: bool = False) -> str:
     """`accelerate launch` on a free port; returns what was said."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -72,7 +72,7 @@ def launch(config: Path, script: Path, arguments: list[str]) -> str:
         str(port), str(script), *arguments,
     ]  # fmt: skip
     found = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
-    assert found.returncode == 0, found.stderr[-3000:]
+    assert (found.returncode != 0) == fails, found.stderr[-3000:]
     return found.stdout + found.stderr
 
 
@@ -100,6 +100,7 @@ def test_two_processes_are_one(causal: bool, texts: Path, tmp_path: Path) -> Non
     both = words(
         texts, tmp_path / "both", causal, per_device_train_batch_size=4, gradient_accumulation_steps=2, **common
     )
+    both = [word for word in both if "use_cpu" not in word]  # The launcher's config alone says so.
     launch(CONFIGS / "ddp_cpu.yaml", script, both)
     close(curve(alone), curve(tmp_path / "both"))
     assert results(tmp_path / "both")["eval_loss"] == pytest.approx(results(alone)["eval_loss"], rel=1e-4)
@@ -112,6 +113,14 @@ def test_two_processes_are_one(causal: bool, texts: Path, tmp_path: Path) -> Non
     assert "checkpoint-16, which cannot be resumed from: rng_state_1.pth is missing" in said
     assert "Resuming from" in said
     assert curve(tmp_path / "both") == before
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="with accelerators the two processes find each other")
+def test_processes_that_do_not_find_each_other_are_refused(texts: Path, tmp_path: Path) -> None:
+    arguments = words(texts, tmp_path / "out", max_steps=2, use_cpu="false")
+    said = launch(CONFIGS / "ddp_cpu.yaml", REPOSITORY / "training/run_clm.py", arguments, fails=True)
+    assert "2 processes were launched and each is alone" in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_of_two_processes_is_not_resumed_by_one(texts: Path, tmp_path: Path, capsys: Any) -> None:
