@@ -1,6 +1,8 @@
 """lm-evaluation-harness on patched models: `accelerate launch eval/harness.py --model hf --model_args ... --tasks ...`.
 
 The same as `hf-posenc lm-eval` and `python -m hf_posenc.integrations.lm_eval`; every option is lm-eval's.
+On GPUs lm-eval shares its work between the processes. On a CPU each would do all of it: there the first does it, the
+others leave.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from hf_posenc.cli import main
+from training.launched import is_first_process, launched_on_cpu
 
 if __name__ == "__main__":
-    sys.exit(main(["lm-eval", *sys.argv[1:]]))
+    sys.exit(main(["lm-eval", *sys.argv[1:]]) if is_first_process() or not launched_on_cpu() else 0)

@@ -12,12 +12,9 @@ from pathlib import Path
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from accelerate import PartialState
-
 from hf_posenc.cli import main
+from training.launched import first_process_device
 
 if __name__ == "__main__":
-    state = PartialState()
-    status = main(["eval", "sensitivity", "--device", str(state.device), *sys.argv[1:]]) if state.is_main_process else 0
-    state.destroy_process_group()
-    sys.exit(status)
+    device = first_process_device()
+    sys.exit(0 if device is None else main(["eval", "sensitivity", "--device", str(device), *sys.argv[1:]]))

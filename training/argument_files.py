@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from transformers import HfArgumentParser
 
 from hf_posenc.errors import close_names
 from training.errors import SettingsError
+from training.launched import launched_on_cpu
 
 
 class _Loader(yaml.SafeLoader):
@@ -56,8 +55,7 @@ def parse_arguments(
         SystemExit: with status 2, for a value that an option cannot take.
     """
     parser = HfArgumentParser(dataclass_types, description=description, allow_abbrev=False)
-    if "LOCAL_RANK" in os.environ and not torch.accelerator.is_available():
-        # The launcher keeps `use_cpu` of its config to itself, and without it Trainer leaves every process alone.
+    if launched_on_cpu():
         parser.set_defaults(use_cpu=True)
     words = list(arguments)
     if words and words[0].endswith((".yaml", ".yml", ".json")):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 
 from transformers import TrainingArguments
@@ -10,6 +9,7 @@ from transformers.integrations import get_reporting_integration_callbacks
 
 from training.data.packing import CONCATENATE, DOCUMENTS
 from training.errors import SettingsError
+from training.launched import check_met
 
 #: Arguments of `Trainer` that would change what is promised here without saying so.
 _ONE_WAY = {
@@ -228,13 +228,10 @@ def check_trainer_arguments(arguments: TrainingArguments) -> None:
     Raises:
         SettingsError: naming the argument and the reason.
     """
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if launched != arguments.world_size:
-        raise SettingsError(
-            f"{launched} processes were launched and each is alone in its group, so each would train the "
-            "whole run, into the same folder. Give --use_cpu to train on the CPU, or launch as many "
-            "processes as there are GPUs."
-        )
+    check_met(
+        arguments.world_size,
+        "Give --use_cpu to train on the CPU, or launch as many processes as there are GPUs.",
+    )
     for name, (only, reason) in _ONE_WAY.items():
         if getattr(arguments, name) != only:
             raise SettingsError(f"--{name} can only be {only} here. {reason}")

@@ -31,6 +31,7 @@ from hf_posenc import PositionEncodingError
 from training.checkpoints import latest_complete_checkpoint
 from training.corpus import Corpus, load_corpus, load_tokenizer
 from training.errors import SettingsError
+from training.launched import check_met, launched_on_cpu, report
 from training.study.arguments import parse_study
 from training.study.cells import FAILED, FINISHED, Cell, study_cells
 from training.study.folder import check_cell, check_folder, clear, lock
@@ -48,16 +49,15 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     try:
         results = compare(parse_study(words, __doc__ or ""), ["training/compare.py", *words])
-    except (SettingsError, PositionEncodingError, RuntimeError) as error:
-        print(f"compare: {error}", file=sys.stderr)
-        return 2
+    except (SettingsError, PositionEncodingError) as error:
+        return report("compare", error, 2)
+    except RuntimeError as error:
+        return report("compare", error, 2, every_process=True)
     except OSError as error:
         if error.errno not in _UNWRITABLE:
             raise
-        print(
-            f"compare: {error}. What was complete is kept: make room, then run the same command again.", file=sys.stderr
-        )
-        return 1
+        message = f"{error}. What was complete is kept: make room, then run the same command again."
+        return report("compare", message, 1, every_process=True)
     except KeyboardInterrupt:
         print("\nInterrupted. Run the same command again to go on from the last checkpoints.", file=sys.stderr)
         return 130
@@ -75,12 +75,18 @@ def compare(study: StudySettings, command: list[str]) -> dict[str, Any]:
         The content of `results.json`.
 
     Raises:
-        SettingsError: for settings that cannot work, or that differ from those a training in this folder began with.
+        SettingsError: for settings that cannot work, or that differ from those a training in this folder began with;
+            for processes that were launched together and have not met.
         UnknownNameError: for an unknown scheme or option.
     """
     quiet()
     cells = study_cells(study)
-    state = PartialState()
+    state = PartialState(cpu=launched_on_cpu())
+    check_met(
+        state.num_processes,
+        "Start them with `accelerate launch` or torchrun, which tell each one its place, and where there are GPUs one "
+        "process for each.",
+    )
     folder = Path(study.output_dir)
     check_folder(folder)
     with _exclusive(folder, state):

@@ -29,6 +29,7 @@ from training.healing.language import run_language_cell
 from training.healing.report import write_outputs
 from training.healing.study import Cell, StudyArguments, parse_study
 from training.language_modeling import exit_status
+from training.launched import launched_processes
 from training.trainer import TrainingError
 
 
@@ -116,6 +117,11 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
 
     def run() -> None:
+        if launched_processes() > 1:
+            raise SettingsError(
+                f"{launched_processes()} processes were launched, and a study trains and writes in one: its batches "
+                "are not dealt out. Run `python training/heal.py`, or launch one process."
+            )
         study, output_dir, cells = parse_study(words, __doc__)
         results = run_study(study, Path(output_dir), cells)
         stopped = [cell["name"] for cell in results["cells"] if cell["status"] != "finished"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import math
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -43,6 +42,7 @@ from training.data.rows import load_rows
 from training.errors import SettingsError
 from training.files import write_json
 from training.hub import HUB_ERRORS
+from training.launched import report
 from training.starting_model import add_lora, apply_scheme, build_model, load_tokenizer, weights_digest
 from training.trainer import LossHook, SavingError, SchemeTrainer, TrainingError, row_order
 
@@ -101,26 +101,18 @@ def exit_status(program: str, run: Callable[[], Any]) -> int:
     try:
         run()
     except (SettingsError, PositionEncodingError) as error:
-        return _report(program, error, 2)
+        return report(program, error, 2)
     except TrainingError as error:
-        return _report(program, error, 1, every_process=isinstance(error, SavingError))
+        return report(program, error, 1, every_process=isinstance(error, SavingError))
     except OSError as error:
         if error.errno not in _UNWRITABLE:
             raise
         message = f"{error} Nothing that was complete is lost: make room, then run the same command again to go on."
-        return _report(program, OSError(message), 1, every_process=True)
+        return report(program, OSError(message), 1, every_process=True)
     except KeyboardInterrupt:
         print("\nInterrupted. Run the same command again to go on from the last checkpoint.", file=sys.stderr)
         return 130
     return 0
-
-
-def _report(program: str, error: Exception, status: int, every_process: bool = False) -> int:
-    """One message: what is wrong with the settings is found by every process, what cannot be written perhaps by one."""
-    rank = os.environ.get("RANK", "0")
-    if every_process or rank == "0":
-        print(f"{program}{'' if rank == '0' else f' (process {rank})'}: {error}", file=sys.stderr)
-    return status
 
 
 def train_language_model(given: RunInput, causal: bool, extensions: Sequence[Extension] = ()) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from typing import Any
 from training import run_clm, run_mlm
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+CONFIGS = REPOSITORY / "training/accelerate"
 SENTENCE = "the ship left harbour before dawn nobody saw letter captain far beyond evening wind turned mood town winter"
 SIZES = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48,
@@ -72,6 +74,20 @@ def start(arguments: list[str], causal: bool = True, more: Mapping[str, str] | N
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
     )
+
+
+def launch(config: Path, script: Path, arguments: list[str], fails: bool = False) -> str:
+    """`accelerate launch` on a free port; returns what was said."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), "--main_process_port",
+        str(port), str(script), *arguments,
+    ]  # fmt: skip
+    found = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
+    assert (found.returncode != 0) == fails, found.stderr[-3000:]
+    return found.stdout + found.stderr
 
 
 def curve(output: Path) -> list[dict[str, float]]:

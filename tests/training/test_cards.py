@@ -127,6 +127,14 @@ def test_other_text_has_an_unknown_licence_and_language():
         study_cards(results)
 
 
+def test_processes_are_told_where_there_were_several():
+    alone, shared = (finished("causal", "rope", seed=seed, model=f"models/{seed}") for seed in (0, 1))
+    shared["processes"] = 2
+    (_, first), (_, second) = study_cards(study([alone, shared]))
+    assert "a processor, 1 thread(s)" in first.text
+    assert "a processor, 2 processes of 1 thread(s)" in second.text
+
+
 def test_a_model_from_another_one_says_so():
     longer = {"max_steps": 20, "train_length": 64, "learning_rate": 0.1}
     healed = finished("causal", "alibi", model="models/b", training=longer) | {"from": "rope"}

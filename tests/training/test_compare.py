@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.training.run_cases import CONFIGS, REPOSITORY, launch
 from training import compare
 from training.checkpoints import latest_complete_checkpoint
 from training.study import run, workers
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 STRETCHED = {"stretched": {"scheme": "rope", "from": "rope", "training": {"max_steps": 0}, "theta": 500.0}}
 
 
@@ -342,13 +342,11 @@ def test_two_processes_equal_one(tiny, tmp_path):
     found = []
     for count in (1, 2):
         folder = tmp_path / str(count)
-        command = [sys.executable, "-m", "accelerate.commands.launch", f"--num_processes={count}", "--cpu"]
-        done = subprocess.run(
-            [*command, "training/compare.py", *tiny(output_dir=folder, **options)],
-            cwd=REPOSITORY, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-2000:]
+        config = CONFIGS / ("ddp_cpu.yaml" if count == 2 else "one_process.yaml")
+        said = launch(config, REPOSITORY / "training/compare.py", tiny(output_dir=folder, **options))
         (result,) = json.loads((folder / "results.json").read_text())["runs"]
+        assert result["processes"] == count
+        assert said.count("Written to ") == 1
         found.append(torch.tensor(result["curve"]["train_loss"] + result["by_length"]["loss"]))
     # Losses are rounded to four places in the results.
     torch.testing.assert_close(found[0], found[1], atol=2e-4, rtol=0)

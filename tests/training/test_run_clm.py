@@ -1,9 +1,8 @@
-"""run_clm from its command line: what it writes, what it reloads as, and what it refuses."""
+"""run_clm from its command line: what it writes, what it reloads as, and how it stops."""
 
 from __future__ import annotations
 
 import errno
-import importlib.util
 import json
 import math
 import subprocess
@@ -25,9 +24,6 @@ from transformers import (
 
 import hf_posenc
 from tests.training.run_cases import SIZES, curve, environment, results, run, words, write_texts
-from training.errors import SettingsError
-from training.language_modeling import exit_status
-from training.trainer import SavingError
 
 #: Renamed within the supported range of transformers.
 CHECKPOINTING = (
@@ -252,145 +248,6 @@ def test_a_pretrained_model_is_led_to_another_scheme(alibi: Path, texts: Path, t
     assert "healing.distill" not in json.loads((tmp_path / "plain/run_settings.json").read_text())
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"gradual_steps": 13}, "--gradual_steps is 13, and the training ends after 12 steps"),
-        (
-            {"gradual_steps": 4, "load_best_model_at_end": "true", "eval_strategy": "steps", "eval_steps": 5},
-            "Give --eval_delay 4",
-        ),
-        ({"gradual_steps": 4, "lora": "true"}, "use one of them"),
-        ({"scheme": None, "initialization": "fitted"}, "give --scheme"),
-        ({"scheme": "alibi", "initialization": "fitted"}, "learnable=True"),
-        ({"distill_weight": 0.3}, "without --distill"),
-    ],
-)
-def test_a_swap_that_cannot_be_is_refused(
-    alibi: Path, texts: Path, tmp_path: Path, capsys: Any, changes: dict[str, Any], message: str
-) -> None:
-    options: dict[str, Any] = {
-        "model_type": None, "config_overrides": None, "tokenizer_name": None, "model_name_or_path": alibi,
-        "scheme": "t5",
-    }  # fmt: skip
-    assert run(words(texts, tmp_path / "out", **(options | changes))) == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_swap_needs_a_pretrained_model(texts: Path, tmp_path: Path, capsys: Any) -> None:
-    assert run(words(texts, tmp_path / "out", causal=False, scheme="t5", distill="true"), causal=False) == 2
-    assert "--model_name_or_path" in capsys.readouterr().err
-
-
-# What is refused: one message, status 2, nothing written
-
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "unknown scheme": ({"scheme": "alibbi"}, "Unknown scheme 'alibbi'. Did you mean 'alibi'"),
-    "unknown option": (
-        {"scheme": "rope", "scheme_options": '{"thetta": 1}'}, "Unknown option 'thetta' of scheme 'rope'. Did you mean",
-    ),
-    "value of an option": ({"scheme": "rope", "scheme_options": '{"theta": -1}'}, "theta is -1"),
-    "options that are no mapping": ({"scheme": "rope", "scheme_options": "[1]"}, "no mapping of options"),
-    "options that are no JSON": ({"scheme": "rope", "scheme_options": '{"a": '}, "neither JSON nor YAML"),
-    "options without a scheme": ({"scheme_options": '{"theta": 1}'}, "--scheme_options is given without --scheme"),
-    "layers without a scheme": ({"scheme_layers": "1"}, "--scheme_layers is given without --scheme"),
-    "a layer that is not there": ({"scheme": "alibi", "scheme_layers": "0,7"}, "names [7]"),
-    "corpus too small": ({"block_size": 60_000, "scheme": "alibi"}, "one row alone takes 60000"),
-    "too few rows": ({"per_device_train_batch_size": 10_000}, "one update alone takes 10000"),
-    "unknown column": ({"text_column": "txt"}, "no column 'txt'. Its columns: text. Did you mean --text_column text?"),
-    "no such dataset": ({"dataset_name": "/nowhere/at/all"}, "Cannot load the dataset"),
-    "no tokenizer": ({"tokenizer_name": None}, "brings no tokenizer"),
-    "a tokenizer that is not there": ({"tokenizer_name": "/nowhere"}, "No tokenizer can be loaded"),
-    "no model": ({"model_type": None, "config_overrides": None}, "No model is named"),
-    "two models": ({"model_name_or_path": "x"}, "Several models are named"),
-    "unknown architecture": ({"model_type": "lama"}, "Did you mean 'llama'"),
-    "unknown field": ({"config_overrides": "hiden_size=8"}, "Unknown field 'hiden_size' of LlamaConfig. Did you mean"),
-    "an architecture that is not causal": (
-        {"model_type": "bert", "config_overrides": json.dumps(SIZES)}, "sees the token it is to predict",
-    ),
-    "rows longer than the scheme": (
-        {"scheme": "learned", "scheme_options": '{"num_positions": 16}'}, "cannot read a row of 32 tokens",
-    ),
-    "packing and length": (
-        {"scheme": "normalized_integer", "scheme_options": '{"direction": "random"}'}, "--packing concatenate",
-    ),
-    "unknown flag": ({"learning_rte": 1}, "Unknown option --learning_rte in the command line. Did you mean --learning"),
-    "skipping no data": ({"ignore_data_skip": "true"}, "--ignore_data_skip can only be False here"),
-    "tracker": ({"report_to": "wandb"}, "--report_to wandb"),
-    "modules for LoRA": ({"lora": "true", "lora_target_modules": "nothing"}, "--lora_target_modules nothing"),
-    "LoRA options alone": ({"lora_r": 4}, "--lora_r is given without --lora"),
-    "streaming everything": ({"streaming": "true"}, "--max_train_samples"),
-    "an output folder that is a file": ({"output_dir": __file__}, "is a file; a folder is expected"),
-    "a config that is not there": (
-        {"model_type": None, "config_overrides": None, "config_name": "/nowhere"}, "cannot build '/nowhere'",
-    ),
-    "sizes that do not fit": (
-        {"config_overrides": "hidden_size=30,num_attention_heads=4"}, "not a multiple of the number of attention heads",
-    ),
-    "no rows in a batch": ({"per_device_train_batch_size": 0}, "--per_device_train_batch_size is 0"),
-    "half precision on a CPU": ({"fp16": "true"}, "--fp16 does nothing on a CPU"),
-    "no steps": ({"max_steps": 0}, "trains nothing"),
-    "best without evaluation": ({"load_best_model_at_end": "true"}, "strategy"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", REFUSED)
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_bad_input_is_refused_before_anything_is_written(case: str, texts: Path, tmp_path: Path, capsys: Any) -> None:
-    changes, message = REFUSED[case]
-    if case == "tracker" and importlib.util.find_spec("wandb"):
-        pytest.skip("wandb is installed here")
-    assert run(words(texts, tmp_path / "out", **changes)) == 2
-    said = capsys.readouterr().err
-    assert "run_clm: " in said
-    assert message in said
-    assert "Traceback" not in said
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.txt", b"\x80\x81\x82", "UnicodeDecodeError"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": ', "JSON parse error"),
-        ("a.parquet", b"PAR1 and no more", "Parquet"),
-        ("a.pdf", b"%PDF", "the file types known here are"),
-        ("a.txt", b"", "holds 1 document"),
-    ],
-)
-def test_a_file_that_is_no_text_is_named_with_the_reason(
-    name: str, content: bytes, message: str, tmp_path: Path, capsys: Any
-) -> None:
-    (tmp_path / name).write_bytes(content)
-    assert run(words(tmp_path / name, tmp_path / "out")) == 2
-    said = capsys.readouterr().err
-    assert name in said
-    assert message in said
-
-
-@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed here")
-def test_an_optimizer_that_is_not_installed_is_refused(texts: Path, tmp_path: Path, capsys: Any) -> None:
-    assert run(words(texts, tmp_path / "out", optim="adamw_bnb_8bit")) == 2
-    assert "bitsandbytes" in capsys.readouterr().err
-    assert not (tmp_path / "out/run_settings.json").exists()
-
-
-def test_what_one_process_alone_finds_is_told_by_that_process(capsys: Any, monkeypatch: Any) -> None:
-    def settings() -> None:
-        raise SettingsError("no such thing")
-
-    def saving() -> None:
-        raise SavingError("rng_state_1.pth could not be written")
-
-    monkeypatch.setenv("RANK", "1")
-    assert exit_status("run_clm", settings) == 2  # the first process says the same
-    assert capsys.readouterr().err == ""
-    assert exit_status("run_clm", saving) == 1
-    assert capsys.readouterr().err == "run_clm (process 1): rng_state_1.pth could not be written\n"
-
-
 @pytest.mark.parametrize("file", ["run_settings.json", "trainer_state.json", "all_results.json"])
 def test_a_disk_that_is_full_beside_the_checkpoints(
     file: str, texts: Path, tmp_path: Path, capsys: Any, monkeypatch: Any
@@ -415,37 +272,6 @@ def test_a_disk_that_is_full_beside_the_checkpoints(
     assert not (output / "all_results.json").exists()
     assert run(arguments) == 0
     assert results(output)["eval_loss"] > 0
-
-
-def test_a_value_that_an_option_cannot_take_is_refused(texts: Path, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit) as exited:
-        run(words(texts, tmp_path / "out", packing="tight"))
-    assert exited.value.code == 2
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_run_with_other_settings_is_not_mixed_in(alibi: Path, texts: Path, capsys: Any, tmp_path: Path) -> None:
-    before = {path.name: path.stat().st_mtime_ns for path in alibi.iterdir()}
-    changed = words(texts, alibi, scheme="rope", learning_rate=1e-3, eval_strategy="steps", eval_steps=6, seed=3)
-    assert run(changed) == 2
-    said = capsys.readouterr().err
-    assert "learning_rate was 0.01 and is now 0.001" in said
-    assert "scheme was 'alibi' and is now 'rope'" in said
-    assert "seed was 42 and is now 3" in said
-    assert "logging" not in said
-    other = write_texts(tmp_path / "texts", documents=9)
-    assert run(words(other, alibi, scheme="alibi")) == 2
-    assert "train_text was" in capsys.readouterr().err
-    assert {path.name: path.stat().st_mtime_ns for path in alibi.iterdir()} == before
-
-
-def test_a_folder_with_other_files_is_left_alone(texts: Path, tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "notes.md").write_text("mine")
-    attempts: tuple[dict[str, Any], ...] = ({}, {"overwrite_output_dir": "true"})
-    for more in attempts:
-        assert run(words(texts, tmp_path, **more)) == 2
-        assert "notes.md" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.md"]
 
 
 def test_starting_anew(texts: Path, tmp_path: Path) -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,18 +16,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_posenc  # noqa: F401
 from tests.training.run_cases import (
+    CONFIGS,
     REPOSITORY,
     SIZES,
     curve,
-    environment,
+    launch,
     results,
     run,
     start,
     words,
     write_texts,
 )
-
-CONFIGS = REPOSITORY / "training/accelerate"
 
 
 @pytest.fixture(scope="module")
@@ -60,20 +56,6 @@ def test_a_killed_run_resumes_to_the_identical_curve(causal: bool, texts: Path, 
     first, second = load_file(whole / "model.safetensors"), load_file(killed / "model.safetensors")
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def launch(config: Path, script: Path, arguments: list[str], fails: bool = False) -> str:
-    """`accelerate launch` on a free port; returns what was said."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [
-        sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config), "--main_process_port",
-        str(port), str(script), *arguments,
-    ]  # fmt: skip
-    found = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=False)
-    assert (found.returncode != 0) == fails, found.stderr[-3000:]
-    return found.stdout + found.stderr
 
 
 def close(one: list[dict[str, float]], two: list[dict[str, float]]) -> None:

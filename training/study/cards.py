@@ -144,7 +144,10 @@ def _card(results: dict[str, Any], run: dict[str, Any], aggregates: dict[tuple[s
 
 def _machine(results: dict[str, Any], run: dict[str, Any]) -> str:
     machine = results["machine"]
-    return f"{machine.get('gpu', machine['cpu'])}, {run.get('threads', machine['threads_per_run'])} thread(s)"
+    threads = f"{run.get('threads', machine['threads_per_run'])} thread(s)"
+    processes = run.get("processes", 1)
+    each = threads if processes == 1 else f"{processes} processes of {threads}"
+    return f"{machine.get('gpu', machine['cpu'])}, {each}"
 
 
 def _trainings(results: dict[str, Any], run: dict[str, Any]) -> list[dict[str, Any]]:

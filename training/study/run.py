@@ -18,6 +18,7 @@ from hf_posenc.metrics.language_modeling import loss_by_length
 from training.checkpoints import latest_complete_checkpoint
 from training.corpus import load_tokenizer
 from training.files import write_json
+from training.launched import launched_on_cpu
 from training.study.cells import DIVERGED, FINISHED, UNSUPPORTED, Cell
 from training.study.curve import CurveCallback, OnStep, recorded_curve, recorded_seconds
 from training.study.data import CellData, cell_data
@@ -60,6 +61,7 @@ def run_cell(cell: Cell, on_step: OnStep) -> dict[str, Any]:
     notes = sorted({str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)})
     head |= {"notes": notes, "parameters": trainable_parameters(model), "threads": torch.get_num_threads()}
     trainer = _trainer(cell, model, data, tokenizer, on_step)
+    head["processes"] = trainer.args.world_size
     try:
         if data.train is not None:
             checkpoint = latest_complete_checkpoint(cell.folder, trainer.args.world_size)
@@ -103,6 +105,7 @@ def _trainer(cell: Cell, model: Any, data: CellData, tokenizer: Any, on_step: On
     logging.getLogger("accelerate").setLevel(logging.ERROR)
     arguments = TrainingArguments(
         output_dir=str(cell.folder),
+        use_cpu=launched_on_cpu(),
         max_steps=max(1, settings.max_steps),
         learning_rate=settings.learning_rate,
         lr_scheduler_type="cosine",

@@ -1,0 +1,94 @@
+"""Scripts that are started as several processes: one writes and prints, or all refuse."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import PartialState
+
+from tests.training.run_cases import CONFIGS, REPOSITORY, launch, run, words, write_texts
+from training import compare
+from training.errors import SettingsError
+from training.language_modeling import exit_status
+from training.launched import launched_on_cpu
+from training.trainer import SavingError
+
+EVALUATIONS = sorted(path for path in (REPOSITORY / "eval").glob("*.py") if path.stem != "packaged_models")
+
+
+@pytest.fixture
+def second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process stands for the second of two on the CPU; both are alone."""
+    PartialState()  # Before the variables: with them it would wait for the other process.
+    for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+
+
+def test_one_process_needs_no_group(monkeypatch: pytest.MonkeyPatch, second: None) -> None:
+    assert launched_on_cpu()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert not launched_on_cpu()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    assert not launched_on_cpu()
+
+
+def test_a_comparison_of_processes_that_are_alone_is_refused(
+    tiny: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, second: None
+) -> None:
+    assert compare.main(tiny()) == 2
+    assert capsys.readouterr().err == ""  # The first process says it.
+    monkeypatch.setenv("RANK", "0")
+    assert compare.main(tiny()) == 2
+    said = capsys.readouterr().err
+    assert "2 processes were launched and each is alone" in said
+    assert "accelerate launch" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_healing_study_is_trained_by_one_process(tmp_path: Path) -> None:
+    study = REPOSITORY / "training/studies/heal_minilm.yaml"
+    arguments = [str(study), "--model_name_or_path=none", f"--output_dir={tmp_path / 'out'}"]
+    said = launch(CONFIGS / "ddp_cpu.yaml", REPOSITORY / "training/heal.py", arguments, fails=True)
+    assert said.count("heal: 2 processes were launched") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("script", EVALUATIONS, ids=lambda path: path.stem)
+def test_the_second_process_leaves_an_evaluation_to_the_first(
+    script: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, second: None
+) -> None:
+    """Whoever read these words would not end with status 0."""
+    monkeypatch.setattr(sys, "argv", [str(script), "--no-such-option"])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(script), run_name="__main__")
+    assert left.value.code == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_two_processes_evaluate_once(tmp_path: Path) -> None:
+    texts = write_texts(tmp_path / "texts")
+    assert run(words(texts, tmp_path / "model", scheme="alibi", max_steps=2)) == 0
+    arguments = [str(tmp_path / "model"), f"--text={texts}", "--lengths", "16", "32"]
+    said = launch(CONFIGS / "ddp_cpu.yaml", REPOSITORY / "eval/loss.py", arguments)
+    assert said.count("Mean loss:") == 1
+
+
+def test_what_one_process_alone_finds_is_told_by_that_process(capsys: Any, monkeypatch: Any) -> None:
+    def settings() -> None:
+        raise SettingsError("no such thing")
+
+    def saving() -> None:
+        raise SavingError("rng_state_1.pth could not be written")
+
+    monkeypatch.setenv("RANK", "1")
+    assert exit_status("run_clm", settings) == 2  # the first process says the same
+    assert capsys.readouterr().err == ""
+    assert exit_status("run_clm", saving) == 1
+    assert capsys.readouterr().err == "run_clm (process 1): rng_state_1.pth could not be written\n"
