@@ -22,7 +22,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.positions import AttentionPairs, Positions
@@ -89,6 +91,13 @@ class QueryKeyMap(Part):
         Returns float32 tensors, `(batch or 1, length, ...)`.
         """
         raise NotImplementedError
+
+    def prepared(self, phases: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+        """What `map_query` and `map_key` are given in place of the phases, for heads of one dtype.
+
+        Also computed once per forward for all layers; whoever returns something else here takes phases as well.
+        """
+        return phases
 
     def map_query(self, query: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
         """`query` is `(batch, heads, length, head_dim)`; the result has the same dtype.

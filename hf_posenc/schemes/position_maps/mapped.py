@@ -119,6 +119,10 @@ class MappedQueryKeyMap(_MappedPart[QueryKeyMap], QueryKeyMap):
         """Returns the phases of the inner map."""
         return self.inner.phases(self.position_map.renumber(positions))
 
+    def prepared(self, phases: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+        """As the inner map has them."""
+        return self.inner.prepared(phases, dtype)
+
     def map_query(self, query: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
         """`(batch, heads, length, head_dim)`, as the inner map has it."""
         return self.inner.map_query(query, phases)

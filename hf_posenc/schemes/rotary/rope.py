@@ -14,6 +14,7 @@ from hf_posenc.schemes.parts import QueryKeyMap, SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.scaling import RopeScaling, check_scaling, rope_inverse_frequencies
+from hf_posenc.schemes.rotary.turning import TurningFactors, turned, turning_factors
 from hf_posenc.schemes.validation import check_base, check_choice, check_integer, check_number, check_numbers
 
 ROPE_LAYOUTS = ("auto", "half", "half_reversed", "interleaved")
@@ -60,7 +61,10 @@ class RotaryMap(QueryKeyMap):
         Of a map whose heads differ, each `(batch or 1, query_len, key_value_heads, rotary_dim)`.
         """
         angles = self.for_both_of_pair(self.angles(positions))
-        return angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling
+        cosine, sine = angles.cos(), angles.sin()
+        if self.attention_scaling == 1.0:
+            return cosine, sine
+        return cosine * self.attention_scaling, sine * self.attention_scaling
 
     def for_both_of_pair(self, values: Tensor) -> Tensor:
         """`(..., rotary_dim / 2)`, a value per pair -> `(..., rotary_dim)`, the value at both of its dimensions."""
@@ -68,13 +72,33 @@ class RotaryMap(QueryKeyMap):
             return values.repeat_interleave(2, dim=-1)
         return torch.cat((values, values), dim=-1)
 
-    def map_query(self, query: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
-        """`(batch, heads, query_len, head_dim)` -> the same shape and dtype."""
-        return self.rotate(query, *phases)
+    def prepared(self, phases: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+        """The factors of queries and those of keys, in the dtype of the heads."""
+        (query_cosine, query_sine), (key_cosine, key_sine) = self.query_phases(phases), self.key_phases(phases)
+        factors = turning_factors(query_cosine, query_sine, self.layout, dtype)
+        if self.symmetric:
+            return factors, factors
+        return factors, turning_factors(key_cosine, key_sine, self.layout, dtype)
 
-    def map_key(self, key: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
-        """`(batch, key_value_heads, query_len, head_dim)` -> the same shape and dtype."""
-        return self.rotate(key, *phases)
+    def query_phases(self, phases: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Cosine and sine of queries, from what `phases` returns."""
+        return phases
+
+    def key_phases(self, phases: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Cosine and sine of keys, from what `phases` returns."""
+        return phases
+
+    def map_query(self, query: Tensor, phases: tuple[Any, ...]) -> Tensor:
+        """`(batch, heads, query_len, head_dim)` -> the same shape and dtype; takes what `prepared` returns, too."""
+        if isinstance(phases[0], TurningFactors):
+            return turned(query, phases[0], self.layout)
+        return self.rotate(query, *self.query_phases(phases))
+
+    def map_key(self, key: Tensor, phases: tuple[Any, ...]) -> Tensor:
+        """`(batch, key_value_heads, query_len, head_dim)` -> the same shape and dtype, as `map_query`."""
+        if isinstance(phases[1], TurningFactors):
+            return turned(key, phases[1], self.layout)
+        return self.rotate(key, *self.key_phases(phases))
 
     def rotate(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         """Turns the pairs of `x` `(batch, heads or key_value_heads, query_len, head_dim)`.
@@ -84,19 +108,7 @@ class RotaryMap(QueryKeyMap):
             cosine: as `phases` returns it.
             sine: as `phases` returns it.
         """
-        cosine, sine = (per_head(phase, x.shape[1]).to(x.dtype) for phase in (cosine, sine))
-        if self.rotary_dim == x.shape[-1]:
-            return x * cosine + self._quarter_turn(x) * sine
-        rotated, passed = x[..., : self.rotary_dim], x[..., self.rotary_dim :]
-        return torch.cat((rotated * cosine + self._quarter_turn(rotated) * sine, passed), dim=-1)
-
-    def _quarter_turn(self, x: Tensor) -> Tensor:
-        """Each pair `(a, b)` -> `(-b, a)`; reversed, `(b, -a)`."""
-        if self.layout != "interleaved":
-            first, second = x.chunk(2, dim=-1)
-            pair = (-second, first) if self.layout == "half" else (second, -first)
-            return torch.cat(pair, dim=-1)
-        return torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+        return turned(x, turning_factors(cosine, sine, self.layout, x.dtype), self.layout)
 
 
 class LengthDependentRotaryMap(RotaryMap):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -54,13 +54,13 @@ class XposMap(RotaryMap):
         magnitude = self.for_both_of_pair(exponents.exp())
         return cosine * magnitude, sine * magnitude, cosine / magnitude, sine / magnitude
 
-    def map_query(self, query: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
-        """`(batch, heads, query_len, head_dim)` -> the same shape and dtype."""
-        return self.rotate(query, *phases[:2])
+    def query_phases(self, phases: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The first two."""
+        return phases[:2]
 
-    def map_key(self, key: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
-        """`(batch, key_value_heads, query_len, head_dim)` -> the same shape and dtype."""
-        return self.rotate(key, *phases[2:])
+    def key_phases(self, phases: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The last two."""
+        return phases[2:]
 
 
 @register_scheme

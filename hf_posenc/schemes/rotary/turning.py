@@ -1,0 +1,197 @@
+"""The rotation itself: what every rotary map multiplies queries and keys with, and the kernel that does it.
+
+A rotation of pairs is `x * own + partner(x) * other`: `partner` exchanges the two dimensions of each pair, and `other`
+holds the sine with the sign that belongs to each of them. Eager torch reads and writes memory once for each of these
+steps, and every result as large as the heads is memory the system has to hand out first; both are most of what a
+rotation costs. So the kernel here allocates one result, fills it in pieces that stay in the processor's cache, and
+writes its backward pass down: the same rotation the other way, for which nothing of `x` has to be kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+#: Bytes of the heads that one core turns at a time. With the result and the exchanged pairs this takes 3 MiB: more than
+#: this gains nothing, since tensors of that size come from a cache of their own, and less shows the cost of the calls.
+_PIECE_BYTES = 2**20
+#: Up to this many numbers, those of a decoding step, calls cost more than memory.
+_FEW = 2**15
+#: Those whose complex numbers torch computes with as fast as with real ones.
+_COMPLEX_DTYPES = (torch.float32, torch.float64)
+
+
+class TurningFactors(NamedTuple):
+    """What a rotation multiplies with, in the dtype of the heads.
+
+    Args:
+        own: `(batch or 1, heads or 1, length, rotary_dim)`, factor of each dimension itself: the cosine. Without
+            `other` the complex number `cosine + i sine` of each pair, `(batch or 1, heads or 1, length,
+            rotary_dim / 2)`.
+        other: factor of the other dimension of its pair: the sine, with the sign of the turn; or `None`.
+    """
+
+    own: Tensor
+    other: Tensor | None
+
+    def for_heads(self, heads: int) -> TurningFactors:
+        """Those of each query head, where there is one set for each key head."""
+        own_heads = self.own.shape[1]
+        if own_heads in (1, heads):
+            return self
+        groups = heads // own_heads
+        other = None if self.other is None else self.other.repeat_interleave(groups, dim=1)
+        return TurningFactors(self.own.repeat_interleave(groups, dim=1), other)
+
+
+def turning_factors(cosine: Tensor, sine: Tensor, layout: str, dtype: torch.dtype) -> TurningFactors:
+    """The factors of a rotation.
+
+    Args:
+        cosine: `(batch or 1, length, rotary_dim)`, or `(batch or 1, length, key_value_heads, rotary_dim)` where heads
+            differ; the same at both dimensions of a pair.
+        sine: likewise.
+        layout: "half", "half_reversed" or "interleaved", as in `RotaryMap`.
+        dtype: of the heads. Cosine and sine are rounded to it, as transformers does, and so is each product: what comes
+            out is what transformers' own expression gives, to the bit.
+    """
+    cosine, sine = (_beside_heads(phase).to(dtype) for phase in (cosine, sine))
+    if layout == "interleaved":
+        if dtype in _COMPLEX_DTYPES and not traced():
+            return TurningFactors(torch.complex(cosine[..., ::2], sine[..., ::2]), None)
+        pairs = sine.unflatten(-1, (-1, 2))
+        return TurningFactors(cosine, torch.stack((-pairs[..., 0], pairs[..., 1]), dim=-1).flatten(-2))
+    first, second = sine.chunk(2, dim=-1)
+    signed = (-first, second) if layout == "half" else (first, -second)
+    return TurningFactors(cosine, torch.cat(signed, dim=-1))
+
+
+def turned(x: Tensor, factors: TurningFactors, layout: str) -> Tensor:
+    """Turns the first dimensions of `x` `(batch, heads, length, head_dim)`; the rest pass through.
+
+    Args:
+        x: queries or keys. It is left as it is, and not kept for the backward pass.
+        factors: as `turning_factors` returns them, in the dtype of `x`.
+        layout: the layout they were made for.
+    """
+    factors = factors.for_heads(x.shape[1])
+    if x.numel() <= _FEW or _needs_plain_torch(x, factors):
+        return _plainly_turned(x, factors, layout)
+    if torch.is_grad_enabled() and x.requires_grad:
+        result: Tensor = _Turn.apply(x, *factors, layout, None)
+        return result
+    return _kernel(x, factors, layout)
+
+
+def traced() -> bool:
+    """Whether a compiler or an exporter is watching, which fuses plain torch better than it is fused here."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def _needs_plain_torch(x: Tensor, factors: TurningFactors) -> bool:
+    """Whether somebody has to see each operation: compilers, gradients into the factors, and other derivatives."""
+    if traced() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return True
+    return type(x) is not Tensor or (torch.is_grad_enabled() and factors.own.requires_grad)
+
+
+def _plainly_turned(x: Tensor, factors: TurningFactors, layout: str) -> Tensor:
+    """The rotation as one expression that torch differentiates and fuses itself."""
+    width = factors.own.shape[-1] * (2 if factors.other is None else 1)
+    rotated = x if width == x.shape[-1] else x[..., :width]
+    if factors.other is None:
+        rotated = torch.view_as_real(_as_complex(rotated) * factors.own).flatten(-2)
+    else:
+        rotated = rotated * factors.own + _partner(rotated, layout) * factors.other
+    return rotated if width == x.shape[-1] else torch.cat((rotated, x[..., width:]), dim=-1)
+
+
+def _kernel(x: Tensor, factors: TurningFactors, layout: str, strides: tuple[int, ...] | None = None) -> Tensor:
+    """The same numbers, without autograd; laid out in memory like `x`, or by `strides`."""
+    own, other = factors
+    width = own.shape[-1] * (2 if other is None else 1)
+    if strides is None and width == x.shape[-1]:
+        if other is None:
+            return torch.view_as_real(_as_complex(x) * own).flatten(-2)
+        if x.numel() * x.element_size() <= _piece_bytes(x):
+            return (x * own).add_(_partner(x, layout).mul_(other))
+    if strides is None:
+        out = torch.empty_like(x)
+    else:
+        out = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
+    turning, place = x, out
+    if width < x.shape[-1]:
+        out[..., width:] = x[..., width:]
+        turning, place = x[..., :width], out[..., :width]
+    if other is None:
+        target = torch.view_as_complex(place.unflatten(-1, (-1, 2))) if _is_complex(place) else None
+        product = torch.mul(_as_complex(turning), own, out=target)
+        if target is None:
+            place.copy_(torch.view_as_real(product).flatten(-2))
+        return out
+    pieces = -(-turning.numel() * turning.element_size() // _piece_bytes(x))
+    length = max(1, -(-x.shape[-2] // max(pieces, 1)))
+    for part, part_place, part_own, part_other in zip(
+        *(tensor.split(length, dim=-2) for tensor in (turning, place, own, other)), strict=True
+    ):
+        torch.mul(part, part_own, out=part_place)
+        part_place.add_(_partner(part, layout).mul_(part_other))
+    return out
+
+
+def _piece_bytes(x: Tensor) -> int:
+    """Bytes to turn at a time; only processors have caches that make pieces worth while."""
+    return _PIECE_BYTES * torch.get_num_threads() if x.device.type == "cpu" else 2**62
+
+
+def _partner(x: Tensor, layout: str) -> Tensor:
+    """A new tensor in which the two dimensions of each pair have changed places."""
+    if layout == "interleaved":
+        return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return x.roll(x.shape[-1] // 2, -1)
+
+
+def _as_complex(x: Tensor) -> Tensor:
+    """Each pair of neighbouring dimensions as a complex number, a view where memory allows."""
+    pairs = x.unflatten(-1, (-1, 2))
+    return torch.view_as_complex(pairs if _is_complex(x) else pairs.contiguous())
+
+
+def _is_complex(x: Tensor) -> bool:
+    """Whether neighbouring dimensions lie in memory as complex numbers do."""
+    *outer, last = x.stride()
+    return last == 1 and x.storage_offset() % 2 == 0 and all(stride % 2 == 0 for stride in outer)
+
+
+def _beside_heads(phase: Tensor) -> Tensor:
+    """`(batch or 1, heads or 1, length, width)`, from phases with or without an axis of heads behind the length."""
+    return phase.unsqueeze(1) if phase.ndim == 3 else phase.transpose(1, 2)
+
+
+class _Turn(torch.autograd.Function):
+    """The kernel with its backward pass, which is the transposed rotation and can be differentiated again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, own: Tensor, other: Tensor | None, layout: str, strides: tuple[int, ...] | None
+    ) -> Tensor:
+        """As `turned`; `strides` lay out the result."""
+        ctx.save_for_backward(own, other)
+        ctx.layout = layout
+        out = _kernel(x, TurningFactors(own, other), layout, strides)
+        ctx.strides = out.stride()
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+        """The gradient of `x`, laid out like the result, which is how what made `x` has it."""
+        own, other = ctx.saved_tensors
+        if other is None:
+            own = own.conj()
+        else:
+            other = _partner(other, ctx.layout)
+        back = _Turn.apply(*gradients, own, other, ctx.layout, ctx.strides)
+        return back, None, None, None, None
