@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes.parts import LogitBias
+from hf_posenc.attention.forms import DistanceForm
+from hf_posenc.schemes.parts import DistanceBias
 
 
 def first_key_slot(offset: int | Tensor, query_length: int, key_length: int) -> int | Tensor:
@@ -24,10 +25,10 @@ def first_key_slot(offset: int | Tensor, query_length: int, key_length: int) -> 
     return max(start, 0)
 
 
-def dense_bias(
-    bias: LogitBias, offset: int | Tensor, query_length: int, key_length: int, device: torch.device
-) -> Tensor:
-    """`(1, heads, query_len, key_len)` float32.
+def distance_form(
+    bias: DistanceBias, offset: int | Tensor, query_length: int, key_length: int, device: torch.device
+) -> DistanceForm:
+    """The bias of every distance that occurs.
 
     Args:
         bias: the scheme's part.
@@ -36,8 +37,6 @@ def dense_bias(
         key_length: number of keys.
         device: where the result lives.
     """
-    nearest = first_key_slot(offset, query_length, key_length) - offset - (query_length - 1)
-    distances = torch.arange(query_length + key_length - 1, device=device) + nearest
-    per_distance = bias(distances)
-    # Window w holds the distances of query `query_length - 1 - w`, hence the flip.
-    return per_distance.unfold(-1, key_length, 1).flip(-2).unsqueeze(0)
+    farthest_ahead = first_key_slot(offset, query_length, key_length) - offset + (key_length - 1)
+    distances = farthest_ahead - torch.arange(query_length + key_length - 1, device=device)
+    return DistanceForm(bias(distances), query_length, key_length, bias.slopes_behind(device))

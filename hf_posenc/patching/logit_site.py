@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.attention.distances import dense_bias, first_key_slot
+from hf_posenc.attention.distances import distance_form, first_key_slot
+from hf_posenc.attention.forms import BiasForm, DistanceForm, RowsForm, SeparableForm
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.layer_call import LayerCall, LayerEncoding
 from hf_posenc.patching.length_checks import check_cache
 from hf_posenc.patching.offloading import weights_at_hand
 from hf_posenc.patching.runtime import StackRuntime
 from hf_posenc.patching.state import ForwardState
-from hf_posenc.schemes.parts import DistanceBias, PairwiseBias, Part
+from hf_posenc.schemes.parts import DistanceBias, LogitBias, PairwiseBias, Part, SeparableBias
 from hf_posenc.schemes.positions import AttentionPairs, Positions
 
 
@@ -35,8 +36,8 @@ class LogitSite:
             features: Tensor = bias.key_features(call.hidden_states)
         return features
 
-    def bias(self, call: LayerCall, query: Tensor, key: Tensor, scaling: float) -> Tensor:
-        """`(batch or 1, heads, query_len, key_len)` float32, the query's scale included.
+    def bias(self, call: LayerCall, query: Tensor, key: Tensor, scaling: float) -> BiasForm:
+        """The bias of one call, the query's scale included, in the form that says most about it.
 
         Args:
             call: the call in progress.
@@ -46,27 +47,31 @@ class LogitSite:
         """
         bias, state = self.encoding.logit_bias, call.state
         assert bias is not None
-        result = self._distance_bias(bias, state, query, key) if isinstance(bias, DistanceBias) else None
-        if result is None:
+        form: BiasForm
+        if isinstance(bias, DistanceBias):
+            form = self._distance_form(bias, state, query, key)
+        else:
             check_cache(bias, state)
-            result = bias(self._pairs(call, query, key, scaling))
-        if result.shape[1] != self.encoding.num_heads:
-            raise UnsupportedError(
-                f"The bias has {result.shape[1]} heads, the layer {self.encoding.num_heads}: it was built for another "
-                "architecture."
-            )
-        if self.encoding.logit_scale is not None:
-            result = result * self.scale(state, query.device).unsqueeze(-1)
-        return result
+            form = _pairwise_form(bias, self._pairs(call, query, key, scaling))
+        check_heads(form.heads, self.encoding.num_heads)
+        return form if self.encoding.logit_scale is None else self._scaled_form(form, state, query)
 
-    def _distance_bias(self, bias: DistanceBias, state: ForwardState, query: Tensor, key: Tensor) -> Tensor:
+    def _distance_form(self, bias: DistanceBias, state: ForwardState, query: Tensor, key: Tensor) -> DistanceForm:
         query_length, key_length = query.shape[-2], key.shape[-2]
         offset = state.slot_offset(query_length, key_length)
-        result: Tensor = state.shared(
+        form: DistanceForm = state.shared(
             ("bias", id(bias), query_length, key_length),
-            lambda: dense_bias(bias, offset, query_length, key_length, query.device),
+            lambda: distance_form(bias, offset, query_length, key_length, query.device),
         )
-        return result
+        return form
+
+    def _scaled_form(self, form: BiasForm, state: ForwardState, query: Tensor) -> RowsForm:
+        scale = self.scale(state, query.device)
+
+        def compute(start: int, stop: int) -> Tensor:
+            return form.rows(start, stop) * scale[..., start:stop].unsqueeze(-1)
+
+        return RowsForm(compute, query.shape[-2], form.heads)
 
     def _pairs(self, call: LayerCall, query: Tensor, key: Tensor, scaling: float) -> AttentionPairs:
         query_start, key_start = self.key_start(call.state, query.shape[-2], key.shape[-2])
@@ -114,6 +119,30 @@ class LogitSite:
         """Slots of the first query and of the first key."""
         offset = state.slot_offset(query_length, key_length)
         return offset, first_key_slot(offset, query_length, key_length)
+
+
+def _pairwise_form(bias: LogitBias, pairs: AttentionPairs) -> BiasForm:
+    if isinstance(bias, SeparableBias):
+        return SeparableForm(bias.key_terms(pairs), pairs.query_slots)
+
+    def compute(start: int, stop: int) -> Tensor:
+        result: Tensor = bias(pairs.of_queries(start, stop))
+        check_heads(result.shape[1], pairs.query.shape[1])
+        return result
+
+    return RowsForm(compute, pairs.query.shape[-2], pairs.query.shape[1])
+
+
+def check_heads(of_bias: int, of_layer: int) -> None:
+    """Requires a number for each head.
+
+    Raises:
+        UnsupportedError: for a bias of other heads.
+    """
+    if of_bias != of_layer:
+        raise UnsupportedError(
+            f"The bias has {of_bias} heads, the layer {of_layer}: it was built for another architecture."
+        )
 
 
 def refuse_cached_coordinates(part: Part, state: ForwardState, keys: Positions) -> None:

@@ -60,7 +60,7 @@ class ScoresAttention(AttentionSite):
             return scaled.reshape(*query.shape[:-1], -1), heads[1].reshape(*key.shape[:-1], -1)
 
         def bias() -> Tensor:
-            return self.bias(call, *seen[0], self._scaling())
+            return self.bias(call, *seen[0], self._scaling()).dense()
 
         parts = (self.encoding.query_key_map, self.encoding.logit_bias, self.encoding.logit_scale)
         mode = ScoresMode(

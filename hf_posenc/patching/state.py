@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_posenc.attention.forms import DistanceForm
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.positions import Positions
 
@@ -190,6 +191,6 @@ def one_axis(position_ids: Tensor) -> Tensor:
 
 
 def _requires_grad(value: Any) -> bool:
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor | DistanceForm):
         return value.requires_grad
     return isinstance(value, tuple) and any(_requires_grad(item) for item in value)

@@ -6,7 +6,8 @@ A scheme is a frozen config (its options, and nothing else) that builds at most 
 `AdditiveEncoding`      positions -> vectors added to the token representations, once per forward
 `QueryKeyMap`           positions -> a map of every query and of every key, before the cache
 `LogitBias`             a number added to the attention logits: a `DistanceBias`, which is a function of
-                        distance alone, or a `PairwiseBias`, which may read positions, queries and keys
+                        distance alone, or a `PairwiseBias`, which may read positions, queries and keys; of
+                        these, a `SeparableBias` is a number per key minus one per query
 `LogitScale`            positions -> a factor of all logits of a query
 ======================  ==========================================================================
 
@@ -127,6 +128,10 @@ class DistanceBias(LogitBias):
         """
         raise NotImplementedError
 
+    def slopes_behind(self, device: torch.device) -> Tensor | None:
+        """`(heads,)` float32 where the bias of every key behind the query is `slope * distance`; `None` elsewhere."""
+        return None
+
 
 class PairwiseBias(LogitBias):
     """A bias that reads more than the distance: positions, queries, keys, or what their tokens were projected from."""
@@ -146,6 +151,22 @@ class PairwiseBias(LogitBias):
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32; masked pairs may hold any finite number."""
         raise NotImplementedError
+
+
+class SeparableBias(PairwiseBias):
+    """A bias `terms[j] - terms[i]` of every key that a query sees.
+
+    Softmax does not see what a query has for all keys, so the terms of the keys are all that a kernel needs.
+    """
+
+    def key_terms(self, pairs: AttentionPairs) -> Tensor:
+        """Returns `(batch or 1, heads, key_len)` in float32."""
+        raise NotImplementedError
+
+    def forward(self, pairs: AttentionPairs) -> Tensor:
+        """Returns `(batch or 1, heads, query_len, key_len)` in float32."""
+        terms = self.key_terms(pairs)
+        return terms.unsqueeze(-2) - terms.index_select(-1, pairs.query_slots).unsqueeze(-1)
 
 
 class LogitScale(Part):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,6 +57,15 @@ class AttentionPairs:
     scaling: float
     hidden_states: Tensor | None = None
     key_features: Tensor | None = None
+
+    def of_queries(self, start: int, stop: int) -> AttentionPairs:
+        """The queries `[start, stop)` with all keys."""
+        return dataclasses.replace(
+            self,
+            query=self.query[..., start:stop, :],
+            query_slots=self.query_slots[start:stop],
+            hidden_states=None if self.hidden_states is None else self.hidden_states[:, start:stop],
+        )
 
     @property
     def query_positions(self) -> Tensor:

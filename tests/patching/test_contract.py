@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import hf_posenc
 from hf_posenc import (
-    AlibiConfig,
     NoneConfig,
     RopeConfig,
     ScheduleConfig,
@@ -178,7 +177,7 @@ def test_constant_positions_under_layer_norm_warn_with_the_remedy() -> None:
 
 
 def test_bias_on_a_flash_backend_is_refused() -> None:
-    model = patched("llama_gqa", AlibiConfig())
+    model = patched("llama_gqa", "t5")
     from transformers import AttentionInterface
 
     AttentionInterface.register("flash_for_tests", lambda *args, **kwargs: (args[1].transpose(1, 2), None))

@@ -80,6 +80,12 @@ class AlibiBias(DistanceBias):
         right = bias[self.num_left :].masked_fill(distance < 0, AWAY_BIAS)
         return torch.cat((left, right))
 
+    def slopes_behind(self, device: torch.device) -> Tensor | None:
+        """`(heads,)` float32; `None` for the asymmetric form, half of whose heads see nothing behind."""
+        if self.num_left is not None:
+            return None
+        return self.slopes if self.log_slopes is not None else self._initial_slopes.on(device)
+
 
 @register_scheme
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.constants import DeviceConstant
-from hf_posenc.schemes.parts import DistanceBias, PairwiseBias, SchemeParts
+from hf_posenc.schemes.parts import DistanceBias, SchemeParts, SeparableBias
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import check_choice, check_number, check_numbers
 
 
-class ForgetGateBias(PairwiseBias):
+class ForgetGateBias(SeparableBias):
     """The sum of the logarithms of all forget gates after a key, up to the query.
 
     Args:
@@ -49,8 +49,8 @@ class ForgetGateBias(PairwiseBias):
         logits = nn.functional.linear(hidden_states.float(), self.weight.float(), self.bias.float())
         return nn.functional.logsigmoid(logits).transpose(1, 2).unsqueeze(-1)
 
-    def forward(self, pairs: AttentionPairs) -> Tensor:
-        """Returns `(batch, heads, query_len, key_len)` in float32.
+    def key_terms(self, pairs: AttentionPairs) -> Tensor:
+        """Returns `(batch, heads, key_len)` in float32: minus the sum of all log gates up to each key's own.
 
         Raises:
             ValueError: without the features of the keys.
@@ -61,8 +61,7 @@ class ForgetGateBias(PairwiseBias):
                 "none. Use ForgetGateConfig(gate='bias_only'), which reads no tokens."
             )
         # What stands before both tokens, padding included, cancels in the difference.
-        total = pairs.key_features.squeeze(-1).float().cumsum(dim=-1)
-        return total.index_select(-1, pairs.query_slots).unsqueeze(-1) - total.unsqueeze(-2)
+        return -pairs.key_features.squeeze(-1).float().cumsum(dim=-1)
 
 
 class ConstantForgetGateBias(DistanceBias):
@@ -87,8 +86,12 @@ class ConstantForgetGateBias(DistanceBias):
 
     def forward(self, distance: Tensor) -> Tensor:
         """Returns `(heads, *distance.shape)` in float32; 0 for later keys."""
-        log_gates = nn.functional.logsigmoid(self.bias.float())
-        return -distance.clamp(max=0).float() * log_gates.view(-1, *(1 for _ in distance.shape))
+        slopes = self.slopes_behind(distance.device)
+        return distance.clamp(max=0).float() * slopes.view(-1, *(1 for _ in distance.shape))
+
+    def slopes_behind(self, device: torch.device) -> Tensor:
+        """`(heads,)` float32: minus the logarithm of each gate."""
+        return -nn.functional.logsigmoid(self.bias.float())
 
 
 @register_scheme

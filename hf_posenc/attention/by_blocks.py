@@ -1,0 +1,85 @@
+"""Attention with any bias, a few rows of queries at a time, so that no bias of all pairs exists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from hf_posenc.attention.forms import BiasForm
+
+#: How many numbers of a bias, 4 bytes each, a block may hold; a smaller bias is passed in one piece.
+BLOCK_NUMBERS = 2**22
+_FEWEST_ROWS = 16
+
+
+def attend_by_blocks(
+    function: Callable[..., Any],
+    form: BiasForm,
+    causal: bool,
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Calls an attention function for one block of query rows after the other, each with its rows of the bias.
+
+    The backward pass computes each block again, so that it holds the bias of one block only, too.
+
+    Args:
+        function: takes `position_bias=`, as transformers' "sdpa" does.
+        form: the bias.
+        causal: whether query i sees no key behind key i; without a mask, and with as many keys as queries.
+        module: the attention module.
+        query: `(batch, heads, query_len, head_dim)`.
+        key: `(batch, key_value_heads, key_len, head_dim)`.
+        value: `(batch, key_value_heads, key_len, value_dim)`.
+        attention_mask: boolean or additive, broadcastable to `(batch, 1 or heads, query_len, key_len)`, or `None`.
+        *args: further arguments of the function.
+        **kwargs: further arguments of the function.
+
+    Returns:
+        `(batch, query_len, heads, value_dim)`, and `None` for the probabilities.
+    """
+    batch, heads, query_length, _ = query.shape
+    key_length = key.shape[2]
+    rows = max(_FEWEST_ROWS, BLOCK_NUMBERS // (batch * heads * key_length))
+    kwargs = kwargs | {"is_causal": False}
+
+    def block(start: int, stop: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        seen = stop if causal else key_length
+        bias = form.rows(start, stop)[..., :seen].to(query.dtype)
+        mask = _mask_of_rows(attention_mask, causal, start, stop, seen, query.device)
+        query, key, value = query[:, :, start:stop], key[:, :, :seen], value[:, :, :seen]
+        output: Tensor = function(module, query, key, value, mask, *args, position_bias=bias, **kwargs)[0]
+        return output
+
+    blocks = []
+    for start in range(0, query_length, rows):
+        stop = min(start + rows, query_length)
+        if torch.is_grad_enabled():
+            preserve = bool(kwargs.get("dropout"))
+            block_output = checkpoint(
+                block, start, stop, query, key, value, use_reentrant=False, preserve_rng_state=preserve
+            )
+        else:
+            block_output = block(start, stop, query, key, value)
+        blocks.append(block_output)
+    return torch.cat(blocks, dim=1), None
+
+
+def _mask_of_rows(
+    mask: Tensor | None, causal: bool, start: int, stop: int, seen: int, device: torch.device
+) -> Tensor | None:
+    if mask is not None:
+        return (mask[:, :, start:stop] if mask.shape[2] > 1 else mask)[..., :seen]
+    if not causal:
+        return None
+    rows = torch.arange(start, stop, device=device)
+    return (torch.arange(seen, device=device) <= rows.unsqueeze(-1)).view(1, 1, stop - start, seen)

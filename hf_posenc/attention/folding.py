@@ -1,0 +1,65 @@
+"""A number per key as further dimensions of queries and keys.
+
+`q . k + term[j] - term[i]` is itself a product of two vectors, so any kernel computes it, flash kernels without a bias
+included, and its backward pass is that of the kernel. Terms grow with the length, and beside a large one a sum in
+float32 would lose digits of the content: the new dimensions stand in front, where the two terms cancel first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+#: Accelerators want heads of a multiple of this.
+_MULTIPLE = 8
+
+
+def fold(
+    query: Tensor, key: Tensor, value: Tensor, terms: Tensor, query_slots: Tensor, scaling: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys whose products hold `term[j] - term[i]` beside their own.
+
+    Args:
+        query: `(batch, heads, query_len, head_dim)`.
+        key: `(batch, key_value_heads, key_len, head_dim)`.
+        value: `(batch, key_value_heads, key_len, head_dim)`.
+        terms: `(batch or 1, heads, key_len)` float32.
+        query_slots: `(query_len,)` int64, which of the keys belongs to the same token as each query.
+        scaling: the factor that `query . key` will get.
+
+    Returns:
+        The three with `width > head_dim` dimensions each; of the values those added are zeros, and so are those of the
+        output, behind its own `head_dim`.
+    """
+    batch, heads = query.shape[:2]
+    groups = heads // key.shape[1]
+    scaled = (terms / scaling).expand(batch, -1, -1)
+    # Every logit of a query is shifted alike, which softmax does not see, and so has no gradient.
+    shift = scaled.detach().index_select(-1, query_slots)
+    of_keys = _split(scaled, key.dtype)
+    of_queries = [-part for part in _split(shift, query.dtype)]
+    # A key head is read by several query heads, each with terms of its own: every one has its dimensions there.
+    own = torch.eye(groups, dtype=query.dtype, device=query.device).repeat(key.shape[1], 1)
+    chosen = own.repeat(1, len(of_keys)).view(1, heads, 1, -1).expand(batch, -1, query.shape[2], -1)
+    channels = torch.cat([part.unflatten(1, (-1, groups)).transpose(2, 3) for part in of_keys], dim=-1)
+    ones = key.new_ones(()).expand(*key.shape[:-1], len(of_queries))
+    wide_query = torch.cat((chosen, torch.stack(of_queries, dim=-1), query), dim=-1)
+    wide_key = torch.cat((channels, ones, key), dim=-1)
+    extra = wide_query.shape[-1] - query.shape[-1]
+    if query.device.type != "cpu":
+        rest = -wide_query.shape[-1] % _MULTIPLE
+        wide_query, wide_key, extra = pad(wide_query, (0, rest)), pad(wide_key, (0, rest)), extra + rest
+    return wide_query, wide_key, pad(value, (0, extra))
+
+
+def _split(terms: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
+    """Parts in `dtype` whose sum is `terms`, the largest first; one of them has the gradient of all."""
+    if dtype in (torch.float32, torch.float64):
+        return (terms.to(dtype),)
+    first = terms.to(dtype)
+    rest = terms.detach() - first.detach().float()
+    second = rest.to(dtype)
+    return first, second, (rest - second.float()).to(dtype)

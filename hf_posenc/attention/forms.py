@@ -1,0 +1,118 @@
+"""The forms in which a bias reaches an attention function: what is known of it decides what it costs.
+
+========================  ==================================================================================
+`DistanceForm`            a function of distance: one vector per head
+`SeparableForm`           a number per key minus one per query, of which softmax does not see the second
+`RowsForm`                anything else: a function that computes the bias of some rows of queries
+========================  ==================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DistanceForm:
+    """A bias that depends on distance alone.
+
+    Args:
+        vector: `(heads, query_len + key_len - 1)` float32, by falling distance: query i and key j have
+            `vector[:, i + key_len - 1 - j]`.
+        query_length: number of queries.
+        key_length: number of keys.
+        slopes: `(heads,)` float32 where the bias of every key behind the query is `slope * distance`.
+    """
+
+    vector: Tensor
+    query_length: int
+    key_length: int
+    slopes: Tensor | None = None
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads."""
+        return self.vector.shape[0]
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the bias is learned."""
+        return self.vector.requires_grad
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """`(1, heads, rows, key_len)` float32 of the queries `[start, stop)`."""
+        own = self.vector[:, start : stop + self.key_length - 1]
+        return own.unfold(-1, self.key_length, 1).flip(-1).unsqueeze(0)
+
+    def dense(self) -> Tensor:
+        """`(1, heads, query_len, key_len)` float32."""
+        return self.rows(0, self.query_length)
+
+    def of_first_keys(self, key_length: int) -> DistanceForm:
+        """The same for the first `key_length` keys only."""
+        return DistanceForm(self.vector[:, self.key_length - key_length :], self.query_length, key_length, self.slopes)
+
+    def separable(self) -> SeparableForm | None:
+        """The same as a number per key, where that is possible for all keys behind a query."""
+        if self.slopes is None:
+            return None
+        slots = torch.arange(self.key_length, device=self.vector.device)
+        queries = torch.arange(self.query_length, device=self.vector.device) + (self.key_length - self.query_length)
+        return SeparableForm((self.slopes.unsqueeze(-1) * slots).unsqueeze(0), queries)
+
+
+@dataclass(frozen=True)
+class SeparableForm:
+    """`terms[j] - terms[i]` for query i and every key j that it sees.
+
+    Args:
+        terms: `(batch or 1, heads, key_len)` float32.
+        query_slots: `(query_len,)` int64, which of the keys belongs to the same token as each query.
+    """
+
+    terms: Tensor
+    query_slots: Tensor
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads."""
+        return self.terms.shape[1]
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """`(batch or 1, heads, rows, key_len)` float32 of the queries `[start, stop)`."""
+        own = self.terms.index_select(-1, self.query_slots[start:stop])
+        return self.terms.unsqueeze(-2) - own.unsqueeze(-1)
+
+    def dense(self) -> Tensor:
+        """`(batch or 1, heads, query_len, key_len)` float32."""
+        return self.rows(0, len(self.query_slots))
+
+
+@dataclass(frozen=True)
+class RowsForm:
+    """A bias that has to be computed for every pair.
+
+    Args:
+        compute: `(start, stop)` -> `(batch or 1, heads, stop - start, key_len)` float32 of those queries.
+        query_length: number of queries.
+        heads: number of query heads.
+    """
+
+    compute: Callable[[int, int], Tensor]
+    query_length: int
+    heads: int
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """`(batch or 1, heads, rows, key_len)` float32 of the queries `[start, stop)`."""
+        return self.compute(start, stop)
+
+    def dense(self) -> Tensor:
+        """`(batch or 1, heads, query_len, key_len)` float32."""
+        return self.compute(0, self.query_length)
+
+
+BiasForm = DistanceForm | SeparableForm | RowsForm

@@ -1,0 +1,52 @@
+"""A bias that flex attention's score function reads pair by pair, in place of a tensor of all pairs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_posenc.attention.forms import DistanceForm, SeparableForm
+
+
+class DistanceLookUp:
+    """Indexed like a bias `[batch, head, query, key]`, holds one number per distance.
+
+    Args:
+        vector: `(heads, query_len + key_len - 1)`, by falling distance.
+        key_length: number of keys.
+    """
+
+    def __init__(self, vector: Tensor, key_length: int) -> None:
+        self.vector = vector
+        self.key_length = key_length
+
+    def __getitem__(self, pair: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
+        _, head, query, key = pair
+        return self.vector[head, query + (self.key_length - 1) - key]
+
+
+class SeparableLookUp:
+    """Indexed like a bias `[batch, head, query, key]`, holds one number per key and one per query.
+
+    Args:
+        of_keys: `(batch or 1, heads, key_len)`.
+        of_queries: `(batch or 1, heads, query_len)`.
+    """
+
+    def __init__(self, of_keys: Tensor, of_queries: Tensor) -> None:
+        self.of_keys = of_keys
+        self.of_queries = of_queries
+
+    def __getitem__(self, pair: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
+        batch, head, query, key = pair
+        if self.of_keys.shape[0] == 1:
+            batch = torch.zeros_like(batch)
+        return self.of_keys[batch, head, key] - self.of_queries[batch, head, query]
+
+
+def look_up(form: DistanceForm | SeparableForm) -> DistanceLookUp | SeparableLookUp:
+    """What flex attention's score function indexes instead of a bias of all pairs; scores are float32 in any model."""
+    if isinstance(form, DistanceForm):
+        return DistanceLookUp(form.vector.contiguous(), form.key_length)
+    terms = form.terms.contiguous()
+    return SeparableLookUp(terms, terms.index_select(-1, form.query_slots))

@@ -1,0 +1,55 @@
+"""Attention written out plainly, with the whole matrix of scores: what every fast form must equal."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def plain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    causal: bool,
+) -> Tensor:
+    """`(batch, query_len, heads, width)`; `bias` is `(batch or 1, heads, query_len, key_len)`."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+    scores = query.double() @ key.double().transpose(-1, -2) * scaling + bias.double()
+    if causal:
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        scores = scores.masked_fill(~visible, -torch.inf)
+    if mask is not None:
+        smallest = torch.finfo(torch.float32).min
+        scores = scores.masked_fill(~mask, smallest) if mask.dtype == torch.bool else scores + mask
+    return (scores.softmax(-1) @ value.double()).transpose(1, 2)
+
+
+def toeplitz(vector: Tensor, query_length: int, key_length: int) -> Tensor:
+    """`(1, heads, query_len, key_len)` of a bias `(heads, query_len + key_len - 1)` by falling distance."""
+    queries, keys = torch.arange(query_length).unsqueeze(-1), torch.arange(key_length)
+    return vector[:, queries + key_length - 1 - keys].unsqueeze(0)
+
+
+def masks(batch: int, query_length: int, key_length: int) -> dict[str, Tensor | None]:
+    """One of every kind that transformers hands over, `(batch or 1, 1, query_len, key_len)`."""
+    queries = torch.arange(query_length).unsqueeze(-1) + (key_length - query_length)
+    keys = torch.arange(key_length)
+    causal = keys <= queries
+    # Every row has a real token: what one without any attends to means nothing, and nobody reads it.
+    real = keys >= (torch.arange(batch).unsqueeze(-1) * 3).clamp(max=key_length - 1)
+    own = keys == queries
+    documents = keys // 5 == queries // 5
+    additive = torch.zeros(1, 1, query_length, key_length).masked_fill(~causal, torch.finfo(torch.float32).min)
+    return {
+        "none": None,
+        "left padding": (causal & real[:, None, None] | own),
+        "right padding": real.flip(-1)[:, None, None].expand(-1, 1, query_length, -1),
+        "one row for all queries": real.flip(-1)[:, None, None],
+        "packed": (causal & documents)[None, None],
+        "window": (causal & (keys > queries - 4))[None, None],
+        "additive": additive,
+    }

@@ -1,0 +1,235 @@
+"""Every form in which a bias reaches a kernel, inside models, against the dense bias of eager attention.
+
+Blocks are made so small that each call has several. Losses, and the gradients of all weights, have to agree.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_posenc import ComposedConfig, RopeConfig
+from hf_posenc.attention import backends, by_blocks, distance_attention
+from hf_posenc.attention.forms import DistanceForm, RowsForm, SeparableForm
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.schemes import get_scheme
+from tests.matrix.architectures import ARCHITECTURES
+from tests.matrix.running import outputs, patched, tokens
+from tests.schemes.table import VARIANTS, parts_for
+
+LENGTH = 14
+
+#: Variants with a bias. Those of a family that is wide, and some that are put together here.
+BIASED = {label: config for _, config, label in VARIANTS if parts_for(config).logit_bias is not None}
+BIASED |= {
+    "alibi over a scale": ComposedConfig((get_scheme("alibi")(), get_scheme("ssmax")())),
+    "forget_gate over rope": ComposedConfig((get_scheme("forget_gate")(), RopeConfig())),
+    "forget_gate and t5": ComposedConfig((get_scheme("forget_gate")(), get_scheme("t5")())),
+}
+
+
+def _takes(architecture: str, scheme: Any) -> bool:
+    try:
+        patched(architecture, scheme)
+    except (UnsupportedError, ValueError):
+        return False
+    return True
+
+
+IN_DECODERS = [label for label, config in BIASED.items() if _takes("llama_gqa", config)]
+IN_ENCODERS = [label for label, config in BIASED.items() if _takes("bert", config)]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distance_attention, "_SHORT_ROWS", 5)
+    monkeypatch.setattr(distance_attention, "_BACKWARD_ROWS", 4)
+    monkeypatch.setattr(by_blocks, "BLOCK_NUMBERS", 1)
+    monkeypatch.setattr(backends, "BLOCK_NUMBERS", 1)
+    monkeypatch.setattr(by_blocks, "_FEWEST_ROWS", 5)
+
+
+def inputs(kind: str) -> dict[str, Tensor]:
+    if kind == "padding":
+        mask = torch.ones(2, LENGTH, dtype=torch.long)
+        mask[1, :5] = 0
+        return {"attention_mask": mask}
+    if kind == "packing":
+        return {"position_ids": torch.cat((torch.arange(8), torch.arange(LENGTH - 8))).expand(2, -1)}
+    return {}
+
+
+def loss_and_gradients(
+    architecture: str, scheme: Any, back_end: str, kind: str, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    model = patched(architecture, scheme, attn_implementation=back_end).to(dtype)
+    given = inputs(kind)
+    found = outputs(model, ARCHITECTURES[architecture], tokens(length=LENGTH), **given).float()
+    real = given.get("attention_mask", torch.ones(2, LENGTH)).unsqueeze(-1)
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(5))
+    found = found * real
+    ((found * weights).sum() / found.detach().abs().max()).backward()
+    gradients = {name: p.grad.float() for name, p in model.named_parameters() if p.grad is not None}
+    return gradients | {"outputs": found.detach()}
+
+
+def compare(architecture: str, label: str, kind: str) -> None:
+    """Two tiny layers in float32 differ by the order of some hundred additions."""
+    tolerance = 2e-4
+    found = loss_and_gradients(architecture, BIASED[label], "sdpa", kind, torch.float32)
+    wanted = loss_and_gradients(architecture, BIASED[label], "eager", kind, torch.float32)
+    assert found.keys() == wanted.keys()
+    assert any("position_encoding" in name for name in found) == any(
+        True for part in parts_for(BIASED[label]) for _ in part.parameters()
+    )
+    # Some gradients are zero but for rounding: softmax does not see the bias of a key.
+    least = 1e-2 * max(float(one.norm()) for name, one in wanted.items() if name != "outputs")
+    for name, one in found.items():
+        assert float((one - wanted[name]).norm()) <= tolerance * max(float(wanted[name].norm()), least), name
+
+
+def test_every_variant_has_a_place() -> None:
+    assert set(IN_DECODERS) | set(IN_ENCODERS) == set(BIASED)
+    assert len(IN_DECODERS) > 20
+    assert len(IN_ENCODERS) > 20
+
+
+@pytest.mark.parametrize("kind", ["plain", "padding", "packing"])
+@pytest.mark.parametrize("label", IN_DECODERS)
+def test_in_a_decoder(label: str, kind: str) -> None:
+    if kind == "packing" and any(part.length_dependent for part in parts_for(BIASED[label])):
+        with pytest.raises(UnsupportedError, match="packed"):
+            compare("llama_gqa", label, kind)
+    else:
+        compare("llama_gqa", label, kind)
+
+
+@pytest.mark.parametrize("label", ["alibi-0", "t5-0", "kerple-0", "shaw-0", "forget_gate-0", "cope-0"])
+def test_under_a_sliding_window(label: str) -> None:
+    compare("mistral_sliding", label, "plain")
+    compare("mistral_sliding", label, "padding")
+
+
+@pytest.mark.parametrize("kind", ["plain", "padding"])
+@pytest.mark.parametrize("label", IN_ENCODERS)
+def test_in_an_encoder(label: str, kind: str) -> None:
+    compare("bert", label, kind)
+
+
+@pytest.mark.parametrize("label", ["alibi-0", "t5-0", "shaw-0", "forget_gate-0"])
+def test_in_bfloat16(label: str) -> None:
+    """About as near to float32 as eager attention in bfloat16 is, whose rounding errors are other ones."""
+    exact = loss_and_gradients("llama_gqa", BIASED[label], "eager", "plain", torch.float32)
+    found, eager = (
+        loss_and_gradients("llama_gqa", BIASED[label], back_end, "plain", torch.bfloat16)
+        for back_end in ("sdpa", "eager")
+    )
+
+    def error(gradients: dict[str, Tensor]) -> float:
+        return max(float((gradients[name] - one).norm() / one.norm()) for name, one in exact.items())
+
+    assert error(found) <= 1.5 * error(eager)
+    assert error(found) <= 0.3
+
+
+@pytest.mark.parametrize(
+    ("label", "form"),
+    [("t5-0", DistanceForm), ("forget_gate-0", SeparableForm), ("cope-0", RowsForm), ("alibi over a scale", RowsForm)],
+)
+def test_no_bias_of_all_pairs_exists(label: str, form: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in the forward pass nor in the backward pass."""
+
+    def refused(self: Any) -> Tensor:
+        raise AssertionError("a dense bias was asked for")
+
+    rows: list[int] = []
+    own = form.rows  # type: ignore[attr-defined]
+
+    def watched(self: Any, start: int, stop: int) -> Tensor:
+        rows.append(stop - start)
+        return own(self, start, stop)
+
+    monkeypatch.setattr(form, "dense", refused)
+    monkeypatch.setattr(form, "rows", watched)
+    found = loss_and_gradients("llama_gqa", BIASED[label], "sdpa", "plain", torch.float32)
+    assert found["outputs"].isfinite().all()
+    assert max(rows, default=0) <= 5
+    assert bool(rows) == (form is RowsForm)
+
+
+@pytest.mark.parametrize("label", ["t5-0", "forget_gate-0", "shaw-0"])
+def test_dropout_is_drawn_again_alike_in_the_backward_pass(label: str) -> None:
+    """The directional derivative with a fixed seed is that of the gradient: 1e-2 of finite differences in float32."""
+    model = patched("llama_gqa", BIASED[label], attn_implementation="sdpa", attention_dropout=0.4).train()
+    weights = torch.randn(2, LENGTH, 96, generator=torch.Generator().manual_seed(5))
+
+    def loss() -> Tensor:
+        torch.manual_seed(11)
+        return (model(tokens(length=LENGTH)).logits * weights).mean()
+
+    loss().backward()
+    parameter = next(p for p in model.position_encoding.parameters())
+    assert parameter.grad is not None
+    direction = parameter.grad / parameter.grad.norm()
+    step = 1e-2
+    with torch.no_grad():
+        parameter += step * direction
+        above = loss()
+        parameter -= 2 * step * direction
+        below = loss()
+    derivative = float((above - below) / (2 * step))
+    assert derivative == pytest.approx(float(parameter.grad.norm()), rel=3e-2)
+
+
+def test_a_flash_kernel_gets_a_separable_bias_in_its_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that knows queries, keys, values and a scale, and nothing of a bias."""
+    from transformers import AttentionInterface
+
+    def kernel(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any
+    ) -> tuple[Tensor, None]:
+        assert query.shape[-1] == value.shape[-1]
+        output = nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+        )
+        return output.transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("flash_kernel_for_tests", kernel)
+    for label in ("alibi-0", "forget_gate-0"):
+        model = patched("llama_gqa", BIASED[label], attn_implementation="sdpa")
+        wanted = model(tokens(length=LENGTH)).logits
+        model.config._attn_implementation = "flash_kernel_for_tests"
+        torch.testing.assert_close(model(tokens(length=LENGTH)).logits, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_a_function_of_somebody_else_gets_the_matrix() -> None:
+    """Who registers a function of their own under "sdpa" is asked, and gets the bias in the way of transformers."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    seen: list[torch.Size] = []
+
+    def own(*args: Any, position_bias: Tensor | None = None, **kwargs: Any) -> Any:
+        assert position_bias is not None
+        seen.append(position_bias.shape)
+        return sdpa_attention_forward(*args, position_bias=position_bias, **kwargs)
+
+    model = patched("llama_gqa", BIASED["t5-0"], attn_implementation="sdpa")
+    wanted = model(tokens(length=LENGTH)).logits
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = own
+    try:
+        found = model(tokens(length=LENGTH)).logits
+    finally:
+        del ALL_ATTENTION_FUNCTIONS["sdpa"]
+    assert seen == [torch.Size((1, 4, LENGTH, LENGTH))] * 2
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_a_matrix_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "DENSE_LIMIT", 4 * 2 * 4 * LENGTH * LENGTH - 1)
+    model = patched("llama_gqa", BIASED["cope-0"], attn_implementation="flex_attention")
+    with torch.no_grad(), pytest.raises(UnsupportedError, match=r"matrix of 14 x 14.*DENSE_LIMIT"):
+        model(tokens(length=LENGTH))
