@@ -1,0 +1,103 @@
+"""Models without any position: what all others are measured against.
+
+Nothing of `hf_posenc` runs in them. A rotation or a table is not multiplied by one or filled with zeros but taken out,
+so that a bare model does less than any model that knows positions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama import modeling_llama
+
+ModelType = TypeVar("ModelType", bound=nn.Module)
+
+
+def shared_copy(model: ModelType) -> ModelType:
+    """A copy on the same weights, with gradients of its own."""
+    return copy.deepcopy(model, {id(one): nn.Parameter(one.detach()) for one in model.parameters()})
+
+
+class NoPhases(nn.Module):
+    """In the place of a rotary embedding: computes no angles."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[None, None]:
+        """Neither cosines nor sines."""
+        return None, None
+
+
+def _not_rotated(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    return query, key
+
+
+@contextlib.contextmanager
+def without_rotation() -> Iterator[None]:
+    """Within it, no Llama of this process that uses stock code rotates its queries and keys."""
+    stock = modeling_llama.apply_rotary_pos_emb
+    modeling_llama.apply_rotary_pos_emb = _not_rotated
+    try:
+        yield
+    finally:
+        modeling_llama.apply_rotary_pos_emb = stock
+
+
+class _Nothing:
+    """A summand that leaves the other one as it is: not even a sum with zeros is computed."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
+        """Torch hands over every operation on a tensor and an instance.
+
+        Raises:
+            NotImplementedError: for any other than `tensor + nothing`.
+        """
+        if function not in (torch.Tensor.add, torch.Tensor.__add__):
+            raise NotImplementedError(
+                f"The stock code does {function} with its positions; it was expected to add them."
+            )
+        return args[0]
+
+
+class NoTable(nn.Module):
+    """In the place of a table of positions: adds nothing to the embeddings of the tokens."""
+
+    def forward(self, position_ids: Tensor) -> _Nothing:
+        """In the place of the rows of a table."""
+        return _Nothing()
+
+
+class Copied(nn.Module):
+    """In the place of a projection: `times` copies of what comes in, side by side.
+
+    Queries, keys and values are tensors of their own, as they are behind real projections, for the price of copying.
+
+    Args:
+        times: how many copies; 3 for a projection to queries, keys and values at once.
+    """
+
+    def __init__(self, times: int = 1) -> None:
+        super().__init__()
+        self.times = times
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """`(batch, length, hidden)` to `(batch, length, times * hidden)`."""
+        return hidden_states.clone() if self.times == 1 else torch.cat([hidden_states] * self.times, dim=-1)
+
+
+def reduce_to_attention(model: Any) -> None:
+    """Leaves of a `LlamaModel` only what happens between the projections of its layers. In place.
+
+    Norms, the feed-forward layer and the output projection are gone, and the projections to queries, keys and values
+    become copies.
+    """
+    for layer in model.layers:
+        layer.input_layernorm = layer.post_attention_layernorm = layer.mlp = nn.Identity()
+        attention = layer.self_attn
+        attention.q_proj, attention.k_proj, attention.v_proj = Copied(), Copied(), Copied()
+        attention.o_proj = nn.Identity()
+    model.norm = nn.Identity()

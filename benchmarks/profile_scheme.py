@@ -1,0 +1,105 @@
+"""Where the time of one scheme goes: torch's profiler over a patched model and over the bare one.
+
+python -m benchmarks.profile_scheme t5 --length 2048 --phase train
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.arguments import length_of, scheme_name
+from benchmarks.errors import BenchmarkError
+from benchmarks.lineup import BARE, LEVELS, build_lineup
+from benchmarks.machine import DTYPES, check_device, synchronize
+from benchmarks.subjects import PHASES, Setting, Subject
+
+
+@dataclass(frozen=True)
+class Operator:
+    """Self time of one operator of torch, in milliseconds per call of the model, and how often it ran in one."""
+
+    milliseconds: float
+    count: float
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line. Returns the exit status: 0, or 2 if the scheme cannot be run."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.profile_scheme",
+        description="Operators of a patched model beside those of the bare one.",
+    )
+    parser.add_argument("scheme", type=scheme_name)
+    parser.add_argument("--length", type=length_of, default=2048, help="tokens")
+    parser.add_argument("--phase", choices=PHASES, default="train")
+    parser.add_argument("--level", choices=LEVELS, default="model")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
+    parser.add_argument("--calls", type=int, default=3, help="of each model, in turn")
+    parser.add_argument("--rows", type=int, default=20, help="operators that are shown")
+    found = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    if found.phase == "decode" and found.level != "model":
+        parser.error("only the level 'model' decodes: a single attention call and an encoder have no cache")
+    if found.calls < 1:
+        parser.error("--calls has to be at least 1")
+    try:
+        check_device(found.device)
+        setting = Setting(device=found.device, dtype=found.dtype)
+        lineup = build_lineup(found.level, (BARE, found.scheme), (), found.length, setting)
+        if found.scheme in lineup.left_out:
+            raise BenchmarkError(lineup.left_out[found.scheme])
+    except BenchmarkError as error:
+        print(f"profile_scheme: {error}", file=sys.stderr)
+        return 2
+    totals = [operators(one, found.phase, found.length, found.calls, found.device) for one in lineup.subjects]
+    print(f"{found.scheme}, {found.phase}, {found.length} tokens; milliseconds of self time in one call")
+    print(profile_table(totals[0], totals[1], found.scheme, found.rows))
+    return 0
+
+
+def operators(subject: Subject, phase: str, length: int, calls: int, device: str) -> dict[str, Operator]:
+    """Self time of every operator, by name; on CUDA that of its kernels."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    with subject.ready(phase, length) as call:
+        call.once()
+        with profile(activities=activities) as profiled:
+            for _ in range(calls):
+                call.once()
+            synchronize(device)
+    which = "self_device_time_total" if device == "cuda" else "self_cpu_time_total"
+    return {
+        event.key: Operator(getattr(event, which) / 1e3 / calls, event.count / calls)
+        for event in profiled.key_averages()
+    }
+
+
+def profile_table(bare: dict[str, Operator], patched: dict[str, Operator], name: str, rows: int) -> str:
+    """Operators by what the scheme adds to them, and the share of the whole that is position.
+
+    Args:
+        bare: of the model without position.
+        patched: of the model with it.
+        name: of the scheme.
+        rows: operators that are shown.
+    """
+    none = Operator(0.0, 0.0)
+    both = {key: (patched.get(key, none), bare.get(key, none)) for key in {*bare, *patched}}
+    order = sorted(both, key=lambda key: both[key][1].milliseconds - both[key][0].milliseconds)
+    lines = [f"{'operator':44} {name[:12]:>12} {'bare':>12} {'more':>10} {'runs':>8} {'bare':>8}"]
+    for key in order[:rows]:
+        mine, other = both[key]
+        lines.append(
+            f"{key[:44]:44} {mine.milliseconds:12.3f} {other.milliseconds:12.3f} "
+            f"{mine.milliseconds - other.milliseconds:10.3f} {mine.count:8.0f} {other.count:8.0f}"
+        )
+    total, floor = (sum(one.milliseconds for one in found.values()) for found in (patched, bare))
+    lines.append(f"{'all':44} {total:12.3f} {floor:12.3f} {total - floor:10.3f}")
+    lines.append(f"position is {1 - floor / total:.1%} of the time of {name}" if total else "nothing was measured")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
