@@ -58,16 +58,16 @@ class _Nothing:
         """
         if function not in (torch.Tensor.add, torch.Tensor.__add__):
             raise NotImplementedError(
-                f"The stock code does {function} with its positions; it was expected to add them."
+                f"The stock code does {function} with a summand that is not there; it was expected to add it."
             )
         return args[0]
 
 
-class NoTable(nn.Module):
-    """In the place of a table of positions: adds nothing to the embeddings of the tokens."""
+class AddsNothing(nn.Module):
+    """In the place of a table of positions, or of a layer whose output is added to its input."""
 
-    def forward(self, position_ids: Tensor) -> _Nothing:
-        """In the place of the rows of a table."""
+    def forward(self, states: Tensor) -> _Nothing:
+        """A summand that leaves the other one as it is."""
         return _Nothing()
 
 
@@ -96,7 +96,8 @@ def reduce_to_attention(model: Any) -> None:
     become copies.
     """
     for layer in model.layers:
-        layer.input_layernorm = layer.post_attention_layernorm = layer.mlp = nn.Identity()
+        layer.input_layernorm = layer.post_attention_layernorm = nn.Identity()
+        layer.mlp = AddsNothing()
         attention = layer.self_attn
         attention.q_proj, attention.k_proj, attention.v_proj = Copied(), Copied(), Copied()
         attention.o_proj = nn.Identity()

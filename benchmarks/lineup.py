@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
-from benchmarks.bare import NoPhases, NoTable, reduce_to_attention, shared_copy, without_rotation
+from benchmarks.bare import AddsNothing, NoPhases, reduce_to_attention, shared_copy, without_rotation
 from benchmarks.machine import DTYPES
 from benchmarks.peers import peer_subjects
 from benchmarks.subjects import AttentionCall, LanguageModel, Setting, Subject
@@ -112,7 +112,7 @@ def _place(name: str, model: Any, level: str) -> str:
             patch_model(model, name)
         return scheme_family(get_scheme(name)())
     if level == "encoder":
-        model.bert.embeddings.position_embeddings = NoTable()
+        model.bert.embeddings.position_embeddings = AddsNothing()
     else:
         model.model.rotary_emb = NoPhases()
     return BARE

@@ -47,6 +47,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--calls has to be at least 1")
     try:
         check_device(found.device)
+    except BenchmarkError as error:
+        parser.error(str(error))
+    try:
         setting = Setting(device=found.device, dtype=found.dtype)
         lineup = build_lineup(found.level, (BARE, found.scheme), (), found.length, setting)
         if found.scheme in lineup.left_out:

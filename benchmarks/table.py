@@ -54,7 +54,8 @@ tell apart. `stock` is the unpatched model with its own positions.
 
 {where}; torch {machine["torch"]}, transformers {machine["transformers"]}, hf-posenc {machine["hf-posenc"]} (source
 `{machine["hf-posenc source"]}`); {settings["dtype"]}, batch {settings["batch_size"]}.
-Models with random weights: {shape}; attention is sdpa. An attention call is one layer without projections, norms and feed-forward. Arrangements of schemes
+Models with random weights: {shape};
+attention is sdpa. An attention call is one layer without projections, norms and feed-forward. Arrangements of schemes
 have no row: they cost what the schemes in them cost.
 
 ```bash

@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import pytest
+
+from benchmarks import long, price, profile_scheme
+from benchmarks.arguments import parse_options
+from benchmarks.errors import BenchmarkError
+from benchmarks.figure import draw_price, spread_labels
+from benchmarks.memory import measure_here, peak_memory
+from benchmarks.memory_plan import memory_requests
+from benchmarks.table import write_tables
+from benchmarks.targets import verdicts
+from benchmarks.timing import Pace
+from tests.benchmarks.tiny import TINY, tiny_options
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("price")
+    return price.measure(tiny_options(folder), "python -m benchmarks.price"), folder
+
+
+def test_every_cell_has_ratios(finished):
+    book, folder = finished
+    written = json.loads((folder / "results.json").read_text())
+    assert written == book.content
+    assert set(written["cells"]) == {
+        f"{cell} {length}" for cell in ("attention forward", "model forward", "model decode") for length in (16, 32)
+    }
+    for cell in written["cells"].values():
+        rows = {row["subject"]: row for row in cell["rows"]}
+        expected = {"bare", "bare again", "stock", "rope", "alibi"}
+        expected |= {"normalized_integer"} if cell["phase"] == "forward" else set()
+        assert expected <= set(rows)
+        assert all(0 < row["to_bare"]["low"] <= row["to_bare"]["high"] < math.inf for row in rows.values())
+        assert all("to_stock" in row for row in rows.values())
+        assert cell["rounds"] >= 3
+    assert written["not_begun"] == []
+    decode = written["cells"]["model decode 16"]["left_out"]
+    assert decode["normalized_integer"].startswith("refused: ")
+
+
+def test_finished_cells_are_kept(finished):
+    book, folder = finished
+    before = json.dumps(book.cells)
+    again = price.measure(tiny_options(folder), "python -m benchmarks.price")
+    assert json.dumps(again.cells) == before
+    assert again.content["commands"] == ["python -m benchmarks.price"]
+
+
+def test_a_cell_with_other_subjects_is_measured_anew_and_the_rest_kept(finished, tmp_path):
+    book, folder = finished
+    (tmp_path / "results.json").write_text((folder / "results.json").read_text())
+    options = tiny_options(tmp_path, schemes=("rope",), levels=("model",), phases=("forward",), lengths=(16,))
+    again = price.measure(options, "another")
+    changed = {key for key in book.cells if again.cells[key] != book.cells[key]}
+    assert changed == {"model forward 16"}
+
+
+def test_a_run_that_is_out_of_time_names_what_is_missing_and_goes_on(tmp_path):
+    options = tiny_options(tmp_path, levels=("model",), phases=("forward",), schemes=("rope",), budget_seconds=-1.0)
+    book = price.measure(options, "first")
+    assert book.content["not_begun"] == ["model forward 16", "model forward 32"]
+    assert "- model forward 16: not begun within the budget" in write_tables(book.content)
+    later = price.measure(tiny_options(tmp_path, levels=("model",), phases=("forward",), schemes=("rope",)), "first")
+    assert later.content["not_begun"] == []
+    assert len(later.cells) == 2
+
+
+def test_a_killed_run_keeps_its_finished_cells(tmp_path, monkeypatch):
+    real = price.time_subjects
+
+    def killed(subjects, phase, length, *rest):
+        if length == 32:
+            raise KeyboardInterrupt
+        return real(subjects, phase, length, *rest)
+
+    options = tiny_options(tmp_path, levels=("model",), phases=("forward",), schemes=("rope",))
+    monkeypatch.setattr(price, "time_subjects", killed)
+    with pytest.raises(KeyboardInterrupt):
+        price.measure(options, "first")
+    assert list(json.loads((tmp_path / "results.json").read_text())["cells"]) == ["model forward 16"]
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value"),
+    [("machine", "cpu", "another"), ("settings", "dtype", "bfloat16"), ("machine", "torch", "1")],
+)
+def test_results_of_elsewhere_are_refused(finished, tmp_path, part, name, value):
+    book, _ = finished
+    other = json.loads(json.dumps(book.content))
+    other[part][name] = value
+    (tmp_path / "results.json").write_text(json.dumps(other))
+    with pytest.raises(BenchmarkError, match=rf"{name} '{value}' there.*--overwrite"):
+        price.measure(tiny_options(tmp_path), "x")
+    assert json.loads((tmp_path / "results.json").read_text()) == other
+
+
+def test_a_file_that_was_cut_off_is_refused(tmp_path):
+    (tmp_path / "results.json").write_text('{"machine": ')
+    with pytest.raises(BenchmarkError, match="cannot be read"):
+        price.measure(tiny_options(tmp_path), "x")
+    (tmp_path / "results.json").write_text("{}")
+    with pytest.raises(BenchmarkError, match="does not hold results"):
+        price.measure(tiny_options(tmp_path), "x")
+
+
+def test_what_was_too_slow_at_one_length_is_not_tried_at_the_next(tmp_path):
+    options = tiny_options(
+        tmp_path, levels=("model",), phases=("forward",), schemes=("rope",), pace=Pace(3, 1.0, subject_seconds=1e-9)
+    )
+    book = price.measure(options, "x")
+    first, second = book.cells["model forward 16"], book.cells["model forward 32"]
+    # A baseline is timed whatever it takes, at the first length.
+    assert [row["subject"] for row in first["rows"]] == ["bare"]
+    assert first["left_out"]["rope"].startswith("from 16 tokens on: too slow")
+    assert second["rows"] == []
+    assert second["left_out"]["rope"].startswith("from 16 tokens on: too slow")
+    assert "to judge by 16 tokens" in second["left_out"]["bare"]
+    assert "`rope`: from 16 tokens on" in write_tables(book.content)
+
+
+def test_the_table_has_every_subject_and_every_reason(finished):
+    book, _ = finished
+    text = write_tables(book.content)
+    for expected in (
+        "## Targets",
+        "## A small Llama, one token behind a cache of T",
+        "| `rope` | rotation |",
+        "alibi, mask built once",
+        "Length-normalised positions",
+        "python -m benchmarks.price",
+    ):
+        assert expected in text
+    assert "nan" not in text
+    assert max(map(len, text.split("## Targets")[0].splitlines())) <= 120
+
+
+def test_targets_are_judged_by_the_worst_scheme(finished):
+    book, _ = finished
+    content = json.loads(json.dumps(book.content))
+    assert all(one.met is None for one in verdicts(content))
+    row = next(one for one in content["cells"]["model forward 32"]["rows"] if one["subject"] == "alibi")
+
+    def bias(name: str, median: float) -> dict:
+        return row | {
+            "subject": name,
+            "to_bare": {"median": median, "low": median, "high": median, "of_minima": median},
+        }
+
+    for worst, met in ((1.24, True), (1.26, False)):
+        content["cells"]["model forward 4096"] = {
+            **content["cells"]["model forward 32"],
+            "length": 4096,
+            "rows": [bias("alibi", 1.1), bias("t5", worst)],
+        }
+        found = next(
+            one for one in verdicts(content) if one.target.startswith("distance biases: at most 1.25, a small L")
+        )
+        assert found.met is met
+        assert f"worst t5 {worst:.3f}" in found.measured
+
+
+def test_the_figure_is_drawn_from_two_lengths_on(finished, tmp_path):
+    book, _ = finished
+    path = draw_price(book.content, tmp_path)
+    assert path is not None
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert [one.name for one in tmp_path.iterdir()] == ["price.png"]
+    short = book.content | {"cells": {key: cell for key, cell in book.cells.items() if cell["length"] == 16}}
+    assert draw_price(short, tmp_path / "none") is None
+
+
+def test_labels_keep_their_order_and_their_distance():
+    placed = spread_labels({"a": 0.5, "b": 0.5, "c": 0.51, "d": 0.9}, 0.04)
+    assert placed["d"] == 0.9
+    heights = sorted(placed.values())
+    assert all(above - below >= 0.04 - 1e-9 for below, above in itertools.pairwise(heights))
+    assert placed["c"] > max(placed["a"], placed["b"])
+
+
+def test_memory_of_a_fresh_process(tmp_path):
+    found = peak_memory("model", "rope", "train", 16, TINY)
+    assert found["phase_bytes"] >= 0
+    assert found["total_bytes"] == found["before_bytes"] + found["phase_bytes"]
+    refused = peak_memory("encoder", "xpos", "forward", 16, TINY)
+    assert refused == {"reason": refused["reason"]}
+    assert refused["reason"].startswith("refused: XposConfig cannot serve")
+
+
+def test_memory_grows_with_what_a_call_allocates():
+    def phase(length: int) -> int:
+        request = {"level": "attention", "subject": "alibi, mask built in each call", "phase": "forward"}
+        described = {"sizes": vars(TINY.sizes), "device": "cpu", "dtype": "float32", "seed": 0}
+        return measure_here(request | {"length": length, "peers": ["mask"], "setting": described})["phase_bytes"]
+
+    # The mask alone: 4 heads x 1024 x 1024 numbers of four bytes.
+    assert phase(1024) >= 4 * 1024 * 1024 * 4
+
+
+def test_long_inputs_are_planned_for_few_subjects(tmp_path):
+    options = tiny_options(tmp_path, schemes=("rope", "alibi", "t5", "fire"), phases=("forward", "train"))
+    requests = memory_requests(tiny_options(tmp_path, schemes=options.schemes, memory_lengths=(4096, 16384)))
+    assert all(one.phase == "forward" for one in requests)
+    both = memory_requests(
+        tiny_options(tmp_path, schemes=options.schemes, phases=("forward", "train"), memory_lengths=(4096, 16384))
+    )
+    long_ones = [one for one in both if one.length == 16384]
+    assert {(one.level, one.phase) for one in long_ones} == {("model", "train")}
+    assert {one.subject for one in long_ones} == {"bare", "rope", "alibi", "t5"}
+    assert {one.subject for one in both if one.peers} == {
+        "sdpa",
+        "alibi, mask built in each call",
+        "alibi, mask built once",
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--schemes", "alibbi"], "Did you mean 'alibi'?"),
+        (["--schemes", "composed"], "arranges other schemes"),
+        (["--rounds", "2"], "at least 3 rounds"),
+        (["--lengths", "2"], "at least 16 tokens"),
+        (["--budget_minutes", "0"], "not a number above 0"),
+        (["--levels", "modell"], "choose from"),
+    ],
+)
+def test_options_that_cannot_work_are_told(words, message, capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        parse_options(words)
+    assert exit_info.value.code == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_device_that_is_not_there_is_told(monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for main in (price.main, long.main, lambda words: profile_scheme.main(["t5", *words])):
+        with pytest.raises(SystemExit) as exit_info:
+            main(["--device", "cuda"])
+        assert exit_info.value.code == 2
+        assert "The device 'cuda' is not there" in capsys.readouterr().err
+
+
+def test_quick_gives_way_to_what_is_said():
+    quick = parse_options(["--quick"])
+    assert quick.budget_seconds <= 150
+    assert parse_options(["--quick", "--lengths", "64", "32", "64"]).lengths == (32, 64)
+    assert parse_options([]).schemes is None
+    assert parse_options(["--peers"]).peers == ()
+
+
+def test_the_profile_tells_what_a_scheme_adds(capsys, monkeypatch):
+    monkeypatch.setattr(profile_scheme, "Setting", lambda device, dtype: TINY)
+    assert profile_scheme.main(["t5", "--length", "32", "--phase", "forward", "--calls", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "position is" in printed
+    assert "aten::" in printed
+    assert profile_scheme.main(["xpos", "--level", "encoder", "--length", "32"]) == 2
+    assert "refused: XposConfig" in capsys.readouterr().err
+
+
+def test_a_long_input_is_measured_beside_the_bare_model(capsys, monkeypatch):
+    monkeypatch.setattr(long, "Setting", lambda device, dtype: TINY)
+    assert long.main(["--length", "16", "--scheme", "alibi"]) == 0
+    printed = capsys.readouterr().out
+    assert "bare" in printed
+    assert "alibi" in printed
+    assert "peak" in printed

@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.models.llama import modeling_llama
+
+from benchmarks.bare import without_rotation
+from benchmarks.lineup import ENCODER_SCHEMES, REFERENCES, build_lineup
+from benchmarks.peers import PEER_GROUPS
+from benchmarks.subjects import AttentionCall, LanguageModel
+from hf_posenc import list_schemes
+from tests.benchmarks.tiny import TINY
+
+#: Sums over 32 tokens of numbers around 1, in float32.
+_ROUNDING = {"rtol": 1e-4, "atol": 1e-5}
+
+
+def named(level: str, *names: str, peers: tuple[str, ...] = (), length: int = 32) -> dict:
+    lineup = build_lineup(level, names, peers, length, TINY)
+    return {subject.name: subject for subject in lineup.subjects}
+
+
+def logits(subject: LanguageModel, tokens: torch.Tensor) -> torch.Tensor:
+    subject.model.eval()
+    with subject.around(), torch.no_grad():
+        return subject.model(input_ids=tokens).logits
+
+
+def attended(subject: AttentionCall, length: int) -> torch.Tensor:
+    """What the attention adds to its input."""
+    states = TINY.random(1, length, TINY.sizes.hidden_size)
+    with subject.around(), torch.no_grad():
+        output = subject.build(length)(states)
+    # A layer of a Llama adds it to its input; the peers return it.
+    return output if subject.family == "peer" else output - states
+
+
+def test_one_layer_of_a_bare_llama_sees_which_tokens_came_before_and_not_in_which_order():
+    subjects = named("model", "bare", "stock")
+    tokens = TINY.tokens(32)
+    shuffled = torch.cat([tokens[:, :-1].flip(1), tokens[:, -1:]], dim=1)
+    last = {}
+    for name, subject in subjects.items():
+        # Two layers can tell the order by what the causal mask hides, with no positions at all.
+        subject.model.config.num_hidden_layers = 1
+        last[name] = [logits(subject, one)[:, -1] for one in (tokens, shuffled)]
+    torch.testing.assert_close(*last["bare"], **_ROUNDING)
+    assert not torch.allclose(*last["stock"], **_ROUNDING)
+
+
+def test_bare_llama_is_the_patched_model_of_no_scheme():
+    subjects = named("model", "bare", "bare again", "none")
+    tokens = TINY.tokens(32)
+    expected = logits(subjects["bare"], tokens)
+    torch.testing.assert_close(logits(subjects["none"], tokens), expected, **_ROUNDING)
+    torch.testing.assert_close(logits(subjects["bare again"], tokens), expected, rtol=0, atol=0)
+
+
+def test_bare_bert_does_not_see_the_order_at_all():
+    subjects = named("encoder", "bare", "stock", "none")
+    tokens = TINY.tokens(32)
+    for name in ("bare", "none"):
+        outputs = logits(subjects[name], tokens), logits(subjects[name], tokens.flip(1)).flip(1)
+        torch.testing.assert_close(*outputs, **_ROUNDING)
+    torch.testing.assert_close(logits(subjects["bare"], tokens), logits(subjects["none"], tokens), **_ROUNDING)
+    assert not torch.allclose(logits(subjects["bare"], tokens), logits(subjects["stock"], tokens), **_ROUNDING)
+
+
+@pytest.mark.parametrize("phase", ["forward", "train", "decode"])
+def test_rotation_of_other_llamas_is_back_after_a_bare_call(phase):
+    stock = modeling_llama.apply_rotary_pos_emb
+    with named("model", "bare")["bare"].ready(phase, 16) as call:
+        assert modeling_llama.apply_rotary_pos_emb is not stock
+        call.once()
+    assert modeling_llama.apply_rotary_pos_emb is stock
+
+
+def test_rotation_of_other_llamas_is_back_after_an_error():
+    stock = modeling_llama.apply_rotary_pos_emb
+    with pytest.raises(KeyError), without_rotation():
+        raise KeyError
+    assert modeling_llama.apply_rotary_pos_emb is stock
+
+
+@pytest.mark.parametrize("level", ["attention", "model", "encoder"])
+def test_models_share_weights_and_not_gradients(level):
+    subjects = named(level, "bare", "rope")
+    with subjects["rope"].ready("train", 16) as call:
+        call.run()
+        if level != "attention":
+            assert any(one.grad is not None for one in subjects["rope"].model.parameters())
+            mine, other = (dict(subjects[name].model.named_parameters()) for name in ("rope", "bare"))
+            shared = [name for name in mine if name in other]
+            assert len(shared) > 10
+            assert all(mine[name].data_ptr() == other[name].data_ptr() for name in shared)
+            assert all(one.grad is None for one in other.values())
+        call.after()
+    if level != "attention":
+        assert all(one.grad is None for one in subjects["rope"].model.parameters())
+
+
+@pytest.mark.parametrize("scheme", ["bare", "stock", "rope", "alibi", "pope", "forget_gate"])
+def test_every_step_sees_the_same_cache(scheme):
+    subject = named("model", scheme)[scheme]
+    lengths = []
+    original = subject.filled_cache
+    subject.filled_cache = lambda length: lengths.append(original(length)) or lengths[-1]  # type: ignore[method-assign]
+    with subject.ready("decode", 21) as call:
+        call.run()
+        assert lengths[0].get_seq_length() == 22
+        call.after()
+        assert lengths[0].get_seq_length() == 21
+        call.once()
+        assert lengths[0].get_seq_length() == 21
+
+
+def test_a_grown_cache_is_what_the_model_writes_for_repeated_tokens():
+    subject = named("model", "bare")["bare"]
+    tokens = TINY.tokens(16)
+    with subject.around(), torch.no_grad():
+        grown = subject.filled_cache(24)
+        # Without positions the keys of the first layer depend on the tokens alone.
+        whole = subject.model(input_ids=torch.cat([tokens, tokens[:, :8]], dim=1), use_cache=True).past_key_values
+    torch.testing.assert_close(grown.layers[0].keys, whole.layers[0].keys, **_ROUNDING)
+
+
+def test_every_scheme_is_measured_or_refused_with_the_reason():
+    for level in ("attention", "model", "encoder"):
+        lineup = build_lineup(level, [*REFERENCES, *list_schemes()], (), 32, TINY)
+        found = {subject.name for subject in lineup.subjects}
+        assert found | set(lineup.left_out) == {*REFERENCES, *list_schemes()}
+        assert all(reason.startswith("refused: ") and len(reason) > 40 for reason in lineup.left_out.values())
+        if level != "encoder":
+            assert not lineup.left_out
+        else:
+            assert set(ENCODER_SCHEMES) <= found
+
+
+def test_families_are_those_of_the_targets():
+    families = {name: one.family for name, one in named("model", *list_schemes()).items()}
+    assert {name for name, family in families.items() if family == "distance bias"} >= {"alibi", "t5", "kerple"}
+    assert {name for name, family in families.items() if family == "rotation"} >= {"rope", "p_rope", "xpos"}
+    assert families["sinusoidal"] == "additive"
+    assert families["none"] == "none"
+
+
+@pytest.fixture(scope="module")
+def attention() -> dict:
+    groups = tuple(group for group in PEER_GROUPS if group not in ("flex", "x_transformers"))
+    return named("attention", "bare", "alibi", "none", "rope", "stock", peers=groups)
+
+
+@pytest.mark.parametrize("name", ["none", "sdpa", "BLOOM without position", "MPT without position"])
+def test_ways_without_position_are_one_function(attention, name):
+    torch.testing.assert_close(attended(attention[name], 32), attended(attention["bare"], 32), **_ROUNDING)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "alibi, mask built in each call",
+        "alibi, mask built once",
+        "alibi, position_bias= of transformers",
+        "BLOOM, alibi",
+        "MPT, alibi",
+    ],
+)
+def test_ways_to_alibi_are_one_function(attention, name):
+    expected = attended(attention["alibi"], 32)
+    torch.testing.assert_close(attended(attention[name], 32), expected, **_ROUNDING)
+    assert not torch.allclose(expected, attended(attention["bare"], 32), **_ROUNDING)
+
+
+def test_rope_in_one_attention_call_is_that_of_the_stock_model(attention):
+    torch.testing.assert_close(attended(attention["rope"], 32), attended(attention["stock"], 32), **_ROUNDING)
+
+
+def test_t5_adds_its_table(attention):
+    names = ("T5, bias computed in each call", "T5 without position")
+    with_table, without = (attended(attention[name], 32) for name in names)
+    assert not torch.allclose(with_table, without, **_ROUNDING)
+
+
+def test_x_transformers_computes_the_same_attention():
+    pytest.importorskip("x_transformers", reason="pip install -c constraints.txt -e '.[bench]'")
+    found = named("attention", "bare", "alibi", peers=("x_transformers",))
+    pairs = (
+        ("x-transformers without position", "bare"),
+        ("x-transformers, alibi (bias kept between calls)", "alibi"),
+    )
+    for name, ours in pairs:
+        torch.testing.assert_close(attended(found[name], 32), attended(found[ours], 32), **_ROUNDING)
+    for name in ("x-transformers, rotary", "x-transformers, T5 bias"):
+        assert not torch.allclose(attended(found[name], 32), attended(found["bare"], 32), **_ROUNDING)
+
+
+def test_missing_x_transformers_tells_the_command(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    lineup = build_lineup("attention", ["bare"], ["x_transformers"], 16, TINY)
+    assert "pip install -c constraints.txt -e '.[bench]'" in lineup.left_out["x-transformers"]
+    assert [subject.name for subject in lineup.subjects] == ["bare"]
+
+
+@pytest.mark.parametrize("phase", ["forward", "train"])
+def test_every_peer_runs_forward_and_backward(attention, phase):
+    for subject in attention.values():
+        with subject.ready(phase, 16) as call:
+            call.once()

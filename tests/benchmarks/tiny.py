@@ -1,0 +1,54 @@
+"""Settings and subjects small enough for tests."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.arguments import Options
+from benchmarks.subjects import Call, Setting, Sizes
+from benchmarks.timing import Pace
+
+TINY = Setting(Sizes(hidden_size=32, num_layers=2, num_heads=4, intermediate_size=48, vocab_size=64))
+
+
+@dataclass
+class Sleeper:
+    """Takes as long as it is told to."""
+
+    name: str
+    seconds: float
+    baseline: str = "bare"
+    family: str = "test"
+    error: Exception | None = None
+    calls: list[tuple[str, int]] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def ready(self, phase: str, length: int) -> Iterator[Call]:
+        def run() -> None:
+            self.calls.append((phase, length))
+            if self.error is not None:
+                raise self.error
+            time.sleep(self.seconds)
+
+        yield Call(run)
+
+
+def tiny_options(folder: Path, **changes: object) -> Options:
+    defaults: dict[str, object] = {
+        "output_dir": folder,
+        "setting": TINY,
+        "pace": Pace(rounds=3, cell_seconds=1.0, subject_seconds=30.0),
+        "lengths": (16, 32),
+        "levels": ("attention", "model"),
+        "phases": ("forward", "decode"),
+        "schemes": ("rope", "alibi", "normalized_integer"),
+        "peers": ("kernel", "mask"),
+        "memory_lengths": (),
+        "budget_seconds": 60.0,
+        "overwrite": False,
+    }
+    return Options(**(defaults | changes))  # type: ignore[arg-type]
