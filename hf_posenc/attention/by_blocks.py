@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_posenc.attention.forms import BiasForm
 
-#: How many numbers of a bias, 4 bytes each, a block may hold; a smaller bias is passed in one piece.
-BLOCK_NUMBERS = 2**22
-_FEWEST_ROWS = 16
+#: How many numbers of a bias, 4 bytes each, a block holds at least; a smaller bias is passed in one piece. From 32 MiB
+#: on, C libraries return freed memory to the system, where smaller pieces of growing sizes would pile up between what
+#: stays.
+BLOCK_NUMBERS = 2**23
 
 
 def attend_by_blocks(
@@ -49,7 +51,6 @@ def attend_by_blocks(
     """
     batch, heads, query_length, _ = query.shape
     key_length = key.shape[2]
-    rows = max(_FEWEST_ROWS, BLOCK_NUMBERS // (batch * heads * key_length))
     kwargs = kwargs | {"is_causal": False}
 
     def block(start: int, stop: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -61,8 +62,7 @@ def attend_by_blocks(
         return output
 
     blocks = []
-    for start in range(0, query_length, rows):
-        stop = min(start + rows, query_length)
+    for start, stop in _bounds(query_length, key_length, causal, BLOCK_NUMBERS / (batch * heads)):
         if torch.is_grad_enabled():
             preserve = bool(kwargs.get("dropout"))
             block_output = checkpoint(
@@ -72,6 +72,16 @@ def attend_by_blocks(
             block_output = block(start, stop, query, key, value)
         blocks.append(block_output)
     return torch.cat(blocks, dim=1), None
+
+
+def _bounds(query_length: int, key_length: int, causal: bool, pairs: float) -> Iterator[tuple[int, int]]:
+    """Rows `[start, stop)` of each block, so that they and the keys they see make `pairs` pairs or a little more."""
+    start = 0
+    while start < query_length:
+        rows = (math.sqrt(start**2 + 4 * pairs) - start) / 2 if causal else pairs / key_length
+        stop = min(start + math.ceil(rows), query_length)
+        yield start, stop
+        start = stop
 
 
 def _mask_of_rows(

@@ -1,6 +1,6 @@
 """Attention with a bias of distance that never exists as a matrix.
 
-A bias that depends on distance alone is a Toeplitz matrix, which one vector per head describes. With the keys in
+A bias that depends on distance alone is a Toeplitz matrix, which one vector per head describes. With the queries in
 reverse order it becomes a Hankel matrix, `bias[i, j] = vector[i + j]`, and that is a *view* of the vector with both
 strides 1: torch's kernels read it as an attention mask like any other, and nothing of the size of the matrix is ever
 allocated. The mask of a causal layer is part of the vector, and queries are taken in blocks of rows, so that keys which
@@ -13,12 +13,15 @@ become columns.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+aten = torch.ops.aten
 
 #: Rows of a forward block, below and from `_LONG` queries on. Torch's CPU kernel divides 192 to 767 rows into tiles of
 #: 64 and more into tiles of 256; the smaller block skips more of a causal layer's invisible keys.
@@ -44,8 +47,8 @@ def distance_attention(
         query: `(batch, heads, query_len, head_dim)`.
         key: `(batch, key_value_heads, key_len, head_dim)`.
         value: `(batch, key_value_heads, key_len, value_dim)`; on the CPU the fast kernel wants `head_dim` here too.
-        vector: `(heads, query_len + key_len - 1)` float32, the bias by falling distance: of query i and key j it is
-            `vector[:, i + key_len - 1 - j]`.
+        vector: `(heads, query_len + key_len - 1)` float32, the bias by rising distance: of query i and key j it is
+            `vector[:, j - i + query_len - 1]`.
         mask: which pairs are visible (boolean), or what is added to their logits; broadcasts to
             `(batch, 1 or heads, query_len, key_len)`.
         scaling: factor of `query . key`.
@@ -67,20 +70,24 @@ def _distance_attention(
 ) -> Tensor:
     batch, heads, query_length, _ = query.shape
     key_length = key.shape[2]
-    key, value = _reversed(key, heads), _reversed(value, heads)
-    vector = _with_causal_mask(vector, key_length, causal)
+    key, value = _for_each_query_head(key, heads), _for_each_query_head(value, heads)
+    vector = _with_causal_mask(vector, query_length, causal)
     output = query.new_empty(batch, query_length, heads, value.shape[-1])
     rows = _SHORT_ROWS if query_length < _LONG else _LONG_ROWS
     for items, start, stop in _blocks(batch, heads, query_length, key_length, rows, mask is not None):
         first, last = _visible_keys(mask, items, start, stop, key_length, causal)
-        keys = slice(key_length - last, key_length - first)
-        bias = _bias_of_rows(vector, mask, items, start, stop, first, last, key_length)
+        keys = slice(first, last)
+        bias = _bias_of_rows(vector, mask, items, start, stop, first, last, query_length)
         if bias.dtype != query.dtype and query.device.type != "cpu":
             bias = bias.to(query.dtype)
         block = scaled_dot_product_attention(
-            query[items, :, start:stop], key[items, :, keys], value[items, :, keys], attn_mask=bias, scale=scaling
+            query[items, :, start:stop].flip(2),
+            key[items, :, keys],
+            value[items, :, keys],
+            attn_mask=bias,
+            scale=scaling,
         )
-        output[items, start:stop] = block.transpose(1, 2)
+        output[items, start:stop] = block.flip(2).transpose(1, 2)
     return output
 
 
@@ -108,33 +115,38 @@ def _distance_attention_backward(
     of_query = torch.empty_like(query)
     # float32 throughout: in the dtype of a half precision model the probabilities would lose what the forward had.
     # Contiguous, so that batch and heads can be one axis without a copy in every block.
-    keys, values = (_reversed(tensor, heads).float().contiguous() for tensor in (key, value))
+    keys, values = (_for_each_query_head(tensor, heads).float().contiguous() for tensor in (key, value))
     of_key, of_value = torch.zeros_like(keys), torch.zeros_like(values)
-    vector = _with_causal_mask(vector, key_length, causal)
+    vector = _with_causal_mask(vector, query_length, causal)
     diagonals = _Diagonals(vector, key_length) if of_vector else None
+    blocks = list(_blocks(batch, heads, query_length, key_length, _BACKWARD_ROWS, True))
+    # Blocks differ in size, and memory that is taken anew for each would pile up in pieces that are a little too small.
+    largest = max((min(items.stop, batch) - items.start) * (stop - start) for items, start, stop in blocks)
+    buffers = [keys.new_empty(largest * heads * key_length) for _ in range(2)]
     with torch.autocast(query.device.type, enabled=False):
-        for items, start, stop in _blocks(batch, heads, query_length, key_length, _BACKWARD_ROWS, True):
+        for items, start, stop in blocks:
             first, last = _visible_keys(mask, items, start, stop, key_length, causal)
-            seen = slice(key_length - last, key_length - first)
-            bias = _bias_of_rows(vector, mask, items, start, stop, first, last, key_length)
-            query_rows = (query[items, :, start:stop].float() * scaling).flatten(0, 1)
-            output_rows = gradient[items, start:stop].transpose(1, 2).float().flatten(0, 1)
+            seen = slice(first, last)
+            bias = _bias_of_rows(vector, mask, items, start, stop, first, last, query_length)
+            query_rows = (query[items, :, start:stop].float() * scaling).flip(2).flatten(0, 1)
+            output_rows = gradient[items, start:stop].transpose(1, 2).float().flip(2).flatten(0, 1)
             key_rows, value_rows, of_key_rows, of_value_rows = (
                 tensor[items].flatten(0, 1)[:, seen] for tensor in (keys, values, of_key, of_value)
             )
-            scores = torch.bmm(query_rows, key_rows.transpose(1, 2)).unflatten(0, (-1, heads)).add_(bias)
-            probabilities = scores.softmax(-1).flatten(0, 1)
-            of_probabilities = torch.bmm(output_rows, value_rows.transpose(1, 2))
-            of_scores = torch._softmax_backward_data(of_probabilities, probabilities, -1, torch.float32)
+            shape = (*query_rows.shape[:2], last - first)
+            scores, probabilities = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
+            torch.bmm(query_rows, key_rows.transpose(1, 2), out=scores).unflatten(0, (-1, heads)).add_(bias)
+            aten._softmax.out(scores, -1, False, out=probabilities)
+            of_scores = torch.bmm(output_rows, value_rows.transpose(1, 2), out=scores)
+            aten._softmax_backward_data.out(of_scores, probabilities, -1, torch.float32, grad_input=of_scores)
             of_value_rows.baddbmm_(probabilities.transpose(1, 2), output_rows)
             of_key_rows.baddbmm_(of_scores.transpose(1, 2), query_rows)
             of_query_rows = torch.bmm(of_scores, key_rows).mul_(scaling)
-            of_query[items, :, start:stop] = of_query_rows.unflatten(0, (-1, heads))
+            of_query[items, :, start:stop] = of_query_rows.unflatten(0, (-1, heads)).flip(2)
             if diagonals is not None:
-                diagonals.add(of_scores, start + seen.start)
+                diagonals.add(of_scores, query_length - stop + first)
     of_key, of_value = (
-        tensor.flip(2).unflatten(1, (-1, groups)).sum(2).to(like.dtype)
-        for tensor, like in ((of_key, key), (of_value, value))
+        tensor.unflatten(1, (-1, groups)).sum(2).to(like.dtype) for tensor, like in ((of_key, key), (of_value, value))
     )
     return of_query, of_key, of_value, vector.new_empty(0) if diagonals is None else diagonals.total
 
@@ -197,20 +209,19 @@ class _Diagonals:
         self.total[:, first : first + rows + width - 1] += sums.unflatten(0, (-1, len(self.total))).sum(0)
 
 
-def _reversed(tensor: Tensor, heads: int) -> Tensor:
-    """`(batch, heads, key_len, width)` from the newest key to the oldest, once for every query head that reads it."""
-    tensor = tensor.flip(2)
+def _for_each_query_head(tensor: Tensor, heads: int) -> Tensor:
+    """`(batch, heads, key_len, width)` from `(batch, key_value_heads, key_len, width)`."""
     groups = heads // tensor.shape[1]
     return tensor if groups == 1 else tensor.repeat_interleave(groups, dim=1)
 
 
-def _with_causal_mask(vector: Tensor, key_length: int, causal: bool) -> Tensor:
-    """The vector with -inf at every later key; its first `key_len - 1` entries are those of query 0 and later keys."""
+def _with_causal_mask(vector: Tensor, query_length: int, causal: bool) -> Tensor:
+    """The vector with -inf at every later key."""
     vector = vector.contiguous()
     if not causal:
         return vector
     vector = vector.clone()
-    vector[:, : key_length - 1] = -torch.inf
+    vector[:, query_length:] = -torch.inf
     return vector
 
 
@@ -248,16 +259,16 @@ def _rows_of(mask: Tensor, items: slice, start: int, stop: int) -> Tensor:
 
 
 def _bias_of_rows(
-    vector: Tensor, mask: Tensor | None, items: slice, start: int, stop: int, first: int, last: int, key_length: int
+    vector: Tensor, mask: Tensor | None, items: slice, start: int, stop: int, first: int, last: int, query_length: int
 ) -> Tensor:
-    """`(batch or 1, heads, rows, keys)` float32, keys reversed: a view of the vector where there is no mask."""
-    newest = start + key_length - last
+    """`(batch or 1, heads, rows, keys)` float32, queries reversed: a view of the vector where there is no mask."""
+    farthest = query_length - stop + first
     shape = (1, vector.shape[0], stop - start, last - first)
-    bias = vector.as_strided(shape, (0, vector.stride(0), 1, 1), vector.storage_offset() + newest)
+    bias = vector.as_strided(shape, (0, vector.stride(0), 1, 1), vector.storage_offset() + farthest)
     if mask is None:
         # Kernels of accelerators want rows that start at aligned addresses.
         return bias if vector.device.type == "cpu" else bias.contiguous()
-    rows = _rows_of(mask, items, start, stop)[..., first:last].flip(-1)
+    rows = _rows_of(mask, items, start, stop)[..., first:last].flip(-2)
     if rows.dtype == torch.bool:
         smallest = torch.finfo(vector.dtype).min
         rows = torch.zeros_like(rows, dtype=vector.dtype).masked_fill_(~rows, smallest)

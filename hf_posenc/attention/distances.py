@@ -37,6 +37,6 @@ def distance_form(
         key_length: number of keys.
         device: where the result lives.
     """
-    farthest_ahead = first_key_slot(offset, query_length, key_length) - offset + (key_length - 1)
-    distances = farthest_ahead - torch.arange(query_length + key_length - 1, device=device)
+    farthest = first_key_slot(offset, query_length, key_length) - offset - (query_length - 1)
+    distances = torch.arange(query_length + key_length - 1, device=device) + farthest
     return DistanceForm(bias(distances), query_length, key_length, bias.slopes_behind(device))

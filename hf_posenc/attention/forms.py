@@ -21,8 +21,8 @@ class DistanceForm:
     """A bias that depends on distance alone.
 
     Args:
-        vector: `(heads, query_len + key_len - 1)` float32, by falling distance: query i and key j have
-            `vector[:, i + key_len - 1 - j]`.
+        vector: `(heads, query_len + key_len - 1)` float32, by rising distance: query i and key j have
+            `vector[:, j - i + query_len - 1]`.
         query_length: number of queries.
         key_length: number of keys.
         slopes: `(heads,)` float32 where the bias of every key behind the query is `slope * distance`.
@@ -45,8 +45,8 @@ class DistanceForm:
 
     def rows(self, start: int, stop: int) -> Tensor:
         """`(1, heads, rows, key_len)` float32 of the queries `[start, stop)`."""
-        own = self.vector[:, start : stop + self.key_length - 1]
-        return own.unfold(-1, self.key_length, 1).flip(-1).unsqueeze(0)
+        own = self.vector[:, self.query_length - stop : self.query_length - start + self.key_length - 1]
+        return own.unfold(-1, self.key_length, 1).flip(-2).unsqueeze(0)
 
     def dense(self) -> Tensor:
         """`(1, heads, query_len, key_len)` float32."""
@@ -54,7 +54,8 @@ class DistanceForm:
 
     def of_first_keys(self, key_length: int) -> DistanceForm:
         """The same for the first `key_length` keys only."""
-        return DistanceForm(self.vector[:, self.key_length - key_length :], self.query_length, key_length, self.slopes)
+        vector = self.vector[:, : self.query_length + key_length - 1]
+        return DistanceForm(vector, self.query_length, key_length, self.slopes)
 
     def separable(self) -> SeparableForm | None:
         """The same as a number per key, where that is possible for all keys behind a query."""

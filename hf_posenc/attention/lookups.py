@@ -12,17 +12,17 @@ class DistanceLookUp:
     """Indexed like a bias `[batch, head, query, key]`, holds one number per distance.
 
     Args:
-        vector: `(heads, query_len + key_len - 1)`, by falling distance.
-        key_length: number of keys.
+        vector: `(heads, query_len + key_len - 1)`, by rising distance.
+        query_length: number of queries.
     """
 
-    def __init__(self, vector: Tensor, key_length: int) -> None:
+    def __init__(self, vector: Tensor, query_length: int) -> None:
         self.vector = vector
-        self.key_length = key_length
+        self.query_length = query_length
 
     def __getitem__(self, pair: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
         _, head, query, key = pair
-        return self.vector[head, query + (self.key_length - 1) - key]
+        return self.vector[head, key - query + (self.query_length - 1)]
 
 
 class SeparableLookUp:
@@ -47,6 +47,6 @@ class SeparableLookUp:
 def look_up(form: DistanceForm | SeparableForm) -> DistanceLookUp | SeparableLookUp:
     """What flex attention's score function indexes instead of a bias of all pairs; scores are float32 in any model."""
     if isinstance(form, DistanceForm):
-        return DistanceLookUp(form.vector.contiguous(), form.key_length)
+        return DistanceLookUp(form.vector.contiguous(), form.query_length)
     terms = form.terms.contiguous()
     return SeparableLookUp(terms, terms.index_select(-1, form.query_slots))

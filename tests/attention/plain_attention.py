@@ -29,9 +29,9 @@ def plain_attention(
 
 
 def toeplitz(vector: Tensor, query_length: int, key_length: int) -> Tensor:
-    """`(1, heads, query_len, key_len)` of a bias `(heads, query_len + key_len - 1)` by falling distance."""
+    """`(1, heads, query_len, key_len)` of a bias `(heads, query_len + key_len - 1)` by rising distance."""
     queries, keys = torch.arange(query_length).unsqueeze(-1), torch.arange(key_length)
-    return vector[:, queries + key_length - 1 - keys].unsqueeze(0)
+    return vector[:, keys - queries + query_length - 1].unsqueeze(0)
 
 
 def masks(batch: int, query_length: int, key_length: int) -> dict[str, Tensor | None]:

@@ -47,9 +47,8 @@ IN_ENCODERS = [label for label, config in BIASED.items() if _takes("bert", confi
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distance_attention, "_SHORT_ROWS", 5)
     monkeypatch.setattr(distance_attention, "_BACKWARD_ROWS", 4)
-    monkeypatch.setattr(by_blocks, "BLOCK_NUMBERS", 1)
-    monkeypatch.setattr(backends, "BLOCK_NUMBERS", 1)
-    monkeypatch.setattr(by_blocks, "_FEWEST_ROWS", 5)
+    monkeypatch.setattr(by_blocks, "BLOCK_NUMBERS", 2 * 4 * 3 * LENGTH)
+    monkeypatch.setattr(backends, "BLOCK_NUMBERS", 2 * 4 * 3 * LENGTH)
 
 
 def inputs(kind: str) -> dict[str, Tensor]:
@@ -156,7 +155,7 @@ def test_no_bias_of_all_pairs_exists(label: str, form: type, monkeypatch: pytest
     monkeypatch.setattr(form, "rows", watched)
     found = loss_and_gradients("llama_gqa", BIASED[label], "sdpa", "plain", torch.float32)
     assert found["outputs"].isfinite().all()
-    assert max(rows, default=0) <= 5
+    assert max(rows, default=0) <= LENGTH // 2
     assert bool(rows) == (form is RowsForm)
 
 

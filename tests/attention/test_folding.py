@@ -68,7 +68,7 @@ def test_terms_that_have_grown_large_keep_their_differences(dtype: torch.dtype, 
 
 def test_a_linear_bias_of_distance_is_separable() -> None:
     slopes = torch.tensor(alibi_slopes(HEADS))
-    distances = LENGTH - 1 - torch.arange(2 * LENGTH - 1)
+    distances = torch.arange(2 * LENGTH - 1) - (LENGTH - 1)
     form = DistanceForm(-distances.abs() * slopes.unsqueeze(-1), LENGTH, LENGTH, slopes)
     separable = form.separable()
     assert separable is not None
