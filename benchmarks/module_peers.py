@@ -28,12 +28,11 @@ def bloom(setting: Setting) -> list[Subject]:
         def build(length: int) -> Function:
             ones = torch.ones(1, length, device=setting.device)
             mask = _causal_mask(length, setting)
+            # Its product of queries and keys cannot do without a summand of this shape.
+            zeros = mask.new_zeros(sizes.num_heads, 1, length)
 
             def attend(states: Tensor) -> Tensor:
-                if with_bias:
-                    alibi = build_alibi_tensor(ones, sizes.num_heads, states.dtype)
-                else:
-                    alibi = states.new_zeros(1, 1, 1)
+                alibi = build_alibi_tensor(ones, sizes.num_heads, states.dtype) if with_bias else zeros
                 # The residual is part of the module; a zero of no size is not.
                 return module(states, states.new_zeros(()), alibi, mask)[0]
 
