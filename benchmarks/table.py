@@ -19,13 +19,17 @@ _TITLES = {
 }
 
 
+#: The control of a machine that does nothing else stays this near to 1.
+_QUIET = 0.03
+
+
 def write_tables(content: dict[str, Any]) -> str:
     """The text of `table.md`.
 
     Args:
         content: of `results.json`.
     """
-    parts = [_introduction(content), _targets(content)]
+    parts = [_introduction(content), _noise(content), _targets(content)]
     for (level, phase), title in _TITLES.items():
         cells = _cells(content, level, phase)
         if any(cell["rows"] for cell in cells):
@@ -61,6 +65,23 @@ have no row: they cost what the schemes in them cost.
 ```bash
 {commands}
 ```"""
+
+
+def _noise(content: dict[str, Any]) -> str:
+    """What the control shows."""
+    found = [
+        (abs(row["to_bare"]["median"] - 1), row["to_bare"]["median"], key)
+        for key, cell in content["cells"].items()
+        for row in cell["rows"]
+        if row["subject"] == CONTROL
+    ]
+    if not found:
+        return ""
+    distance, ratio, key = max(found)
+    text = f"The second bare model was furthest from 1 in `{key}`: {ratio:.3f}."
+    if distance > _QUIET:
+        text += " **That is not a quiet machine: differences of that size mean nothing here.**"
+    return text
 
 
 def _targets(content: dict[str, Any]) -> str:

@@ -140,6 +140,15 @@ def test_the_table_has_every_subject_and_every_reason(finished):
     assert max(map(len, text.split("## Targets")[0].splitlines())) <= 120
 
 
+def test_a_busy_machine_is_told(finished):
+    book, _ = finished
+    content = json.loads(json.dumps(book.content))
+    for ratio, busy in ((1.01, False), (0.8, True)):
+        for cell in content["cells"].values():
+            next(row for row in cell["rows"] if row["subject"] == "bare again")["to_bare"]["median"] = ratio
+        assert ("not a quiet machine" in write_tables(content)) is busy
+
+
 def test_targets_are_judged_by_the_worst_scheme(finished):
     book, _ = finished
     content = json.loads(json.dumps(book.content))
