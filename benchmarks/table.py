@@ -80,7 +80,7 @@ def _noise(content: dict[str, Any]) -> str:
     distance, ratio, key = max(found)
     text = f"The second bare model was furthest from 1 in `{key}`: {ratio:.3f}."
     if distance > _QUIET:
-        text += " **That is not a quiet machine: differences of that size mean nothing here.**"
+        text += "\n**That is not a quiet machine: differences of that size mean nothing here.**"
     return text
 
 
