@@ -14,8 +14,8 @@ from hf_posenc.patching.config_entry import attach_entry, detach_entry
 from hf_posenc.patching.discovery import find_stacks
 from hf_posenc.patching.encoding import PositionEncoding, StackEncoding, parameter_count, place_like
 from hf_posenc.patching.install import install_stack
+from hf_posenc.patching.recomputation import forget_recomputation
 from hf_posenc.patching.report import PatchReport
-from hf_posenc.patching.runtime import forget_recomputation
 from hf_posenc.patching.sites import Stack
 from hf_posenc.schemes.config import SchemeConfig
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ class AttentionSite(LogitSite):
 
     #: Whether a call has shown that nothing happens to queries behind their rotation.
     rotation_is_last = False
+    #: Whether a call has shown that the scheme's map acts in the place of the module's rotary function. Keys are then
+    #: mapped before the cache, and nothing is left to do for them.
+    rotates_in_place = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's own forward with the scheme in place."""
@@ -34,17 +37,46 @@ class AttentionSite(LogitSite):
     def begin_call(self, hidden_states: Tensor) -> LayerCall:
         """A call for the hidden states that the module was given, in whatever order its architecture has the axes."""
         hidden_states = self.runtime.batch_first(hidden_states)
-        length = hidden_states.shape[1]
+        return LayerCall(self.state_for(hidden_states.shape[1]), hidden_states)
+
+    def state_for(self, length: int) -> ForwardState:
+        """What is known about the positions of a layer's `length` tokens."""
         state = self.runtime.state_for(length)
         if state.query_length != length:
             # The architecture puts tokens of its own in front (CPM-Ant's prompt); all slots count then.
-            state = state.shared(("own tokens", length), lambda: state.by_slots(length))
-        return LayerCall(state, hidden_states)
+            state = state.shared("own tokens", lambda: state.by_slots(length), length)
+        return state
 
     @property
     def watches_keys(self) -> bool:
         """Whether keys have to be met on their way into the cache."""
-        return self.encoding.query_key_map is not None or self.encoding.num_features > 0
+        if self.encoding.num_features:
+            return True
+        return self.encoding.query_key_map is not None and not self.rotates_in_place
+
+    def note_rotation(self, call: LayerCall) -> None:
+        """Remembers, or requires, that a call that has ended was rotated in the place of the rotary function.
+
+        Raises:
+            UnsupportedError: if earlier calls were and this one was not, so that its keys went by unmapped.
+        """
+        if self.rotates_in_place:
+            self.require_rotation(call.rotations > 0)
+        elif call.rotations and not call.keys_mapped and not torch.compiler.is_compiling():
+            self.rotates_in_place = True
+
+    def require_rotation(self, rotated: bool) -> None:
+        """Refuses a call that has passed the rotary function by, where earlier calls have not.
+
+        Raises:
+            UnsupportedError: unless `rotated`.
+        """
+        if not rotated:
+            raise UnsupportedError(
+                f"{type(self.module).__name__} called its rotary function before and did not in this call, so its "
+                "keys were not rotated. Something in its config or its arguments has switched it off: call "
+                "patch_model again after such a change."
+            )
 
     def rotate(self, call: LayerCall, rotary: RotaryCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Stands in for a rotary function of the architecture: maps its tensors, or hands them back as they are."""
@@ -55,14 +87,25 @@ class AttentionSite(LogitSite):
         """Maps a query and a key, or one tensor of a function that is called once for each."""
         query_key_map = self.encoding.query_key_map
         if query_key_map is not None and self._maps_here(query_key_map, first, second, time_axis):
-            phases = self.phases(call.state, first.device)
-            with weights_at_hand(query_key_map):
-                first = mapped(query_key_map.map_query, first, phases, time_axis)
-                if second is not None:
-                    second = mapped(query_key_map.map_key, second, phases, time_axis)
+            first, second = self.turned(call.state, first, second, time_axis)
             call.rotations += 1
-            call.rotated_query = first if time_axis == 2 else first.transpose(1, 2)
+            if query_key_map.mapped_again:
+                call.rotated_query = first if time_axis == 2 else first.transpose(1, 2)
         return first if second is None else (first, second)
+
+    def turned(
+        self, state: ForwardState, first: Tensor, second: Tensor | None, time_axis: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the map makes of a query and a key, or of one of them, in the place of the rotary function."""
+        query_key_map = self.encoding.query_key_map
+        assert query_key_map is not None
+        for_query = self.prepared(state, first)
+        for_key = for_query if second is None or second.dtype == first.dtype else self.prepared(state, second)
+        with weights_at_hand(query_key_map):
+            first = mapped(query_key_map.map_query, first, for_query, time_axis)
+            if second is not None:
+                second = mapped(query_key_map.map_key, second, for_key, time_axis)
+        return first, second
 
     def _maps_here(self, query_key_map: QueryKeyMap, first: Tensor, second: Tensor | None, time_axis: int) -> bool:
         """Whether a map can act in the place of a rotary function; otherwise it acts on whole heads later."""
@@ -97,6 +140,17 @@ class AttentionSite(LogitSite):
         phases: Phases = state.shared(("phases", id(query_key_map)), compute)
         return phases
 
+    def prepared(self, state: ForwardState, heads: Tensor) -> tuple[Any, ...]:
+        """What the map is given for the new tokens and heads of this dtype, once per forward too."""
+        query_key_map = self.encoding.query_key_map
+        assert query_key_map is not None
+        key = ("prepared", id(query_key_map), heads.dtype)
+        known: tuple[Any, ...] | None = state.known(key)
+        if known is not None:
+            return known
+        prepared = query_key_map.prepared(self.phases(state, heads.device), heads.dtype)
+        return cast("tuple[Any, ...]", state.shared(key, lambda: prepared))
+
     def key_phases(self, state: ForwardState, query_length: int, key_length: int, device: torch.device) -> Phases:
         """Phases of all keys, cached ones included, for layers that show them after the cache only."""
         query_key_map = self.encoding.query_key_map
@@ -110,7 +164,7 @@ class AttentionSite(LogitSite):
             with weights_at_hand(query_key_map):
                 return query_key_map.phases(keys)
 
-        phases: Phases = state.shared(("key phases", id(query_key_map), key_length), compute)
+        phases: Phases = state.shared(("key phases", id(query_key_map)), compute, key_length)
         return phases
 
     def check_rotated(self, call: LayerCall, query: Tensor) -> None:
@@ -136,9 +190,9 @@ class AttentionSite(LogitSite):
         if query_key_map is None or call.rotations:
             return query, key
         self._check_heads(query_key_map, key)
-        phases = self.phases(call.state, query.device)
+        prepared = self.prepared(call.state, query)
         with weights_at_hand(query_key_map):
-            query = query_key_map.map_query(query, phases)
+            query = query_key_map.map_query(query, prepared)
         if not call.keys_mapped:
             phases = self.key_phases(call.state, query.shape[-2], key.shape[-2], key.device)
             with weights_at_hand(query_key_map):
@@ -169,9 +223,9 @@ class AttentionSite(LogitSite):
         if hasattr(self.module, "kv_lora_rank") or key.shape[-1] != self.encoding.head_dim or not whole:
             return key
         call.keys_mapped = True
-        phases = self.phases(call.state, key.device)
+        prepared = self.prepared(call.state, key)
         with weights_at_hand(query_key_map):
-            return query_key_map.map_key(key, phases)
+            return query_key_map.map_key(key, prepared)
 
     def update_cache(
         self,

@@ -48,8 +48,9 @@ def install_stack(
         report.replaced.append(f"{stack.name}: {architecture.mechanism}")
     for attention, layer in zip(stack.attentions, encoding.layers, strict=True):
         _install_attention(attention, layer, encoding, architecture, journal, report)
+    unused = _nobody_rotates(stack, architecture)
     for rotary in stack.rotaries:
-        journal.set_forward(rotary.module, RotaryModuleSite(rotary.module, runtime))
+        journal.set_forward(rotary.module, RotaryModuleSite(rotary.module, runtime, unused=unused))
     for table in stack.tables:
         journal.set_forward(table.module, TableSite(table.module, runtime, encoding.additive))
         for name in table.module._parameters:
@@ -67,6 +68,13 @@ def install_stack(
         hooks.append(stack.first_layer.register_forward_pre_hook(hook, with_kwargs=True))
         report.placed.append(f"additive: input of {type(stack.first_layer).__name__} 0")
     return report
+
+
+def _nobody_rotates(stack: Stack, architecture: Architecture) -> bool:
+    """Whether every layer hands its phases to a function that is replaced, and no other module may want them."""
+    return not stack.skipped and all(
+        attention.rotary_functions or architecture.rotary_method for attention in stack.attentions
+    )
 
 
 def _install_attention(

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_posenc.attention.backends import attend_with_bias
@@ -21,12 +21,14 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.attention_site import AttentionSite
 from hf_posenc.patching.layer_call import LayerCall, LayerEncoding
 from hf_posenc.patching.per_thread import PerThread
-from hf_posenc.patching.rebinding import rebind, rotary_names
+from hf_posenc.patching.rebinding import names_used, rebind, rotary_names
 from hf_posenc.patching.rotary_calls import rotary_call
 from hf_posenc.patching.runtime import StackRuntime
 from hf_posenc.patching.watched_cache import KeysOnTheirWay, cache_of_call
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+#: The argument in which models hand their own relative biases to the attention function.
+_POSITION_BIAS = "position_bias"
 
 
 class InterfaceAttention(AttentionSite):
@@ -44,22 +46,37 @@ class InterfaceAttention(AttentionSite):
     ) -> None:
         super().__init__(module, runtime, encoding)
         self.drop_native_bias = drop_native_bias
+        self.leaves_scores = _leaves_scores(encoding) and _POSITION_BIAS not in names_used(type(module).forward)
         self.calls: PerThread[LayerCall] = PerThread()
-        self._function: types.FunctionType | None = None
+        #: How many brief calls have rotated.
+        self.rotations = 0
+        self._exchange()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_function": None}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_function", "_briefly")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._exchange()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's forward under its exchanged globals."""
-        if self._function is None:
-            self._function = self._rebind(type(self.module).forward)
-        hidden_states = args[0] if args else next(iter(kwargs.values()))
-        call = self.begin_call(hidden_states)
-        cache = cache_of_call(self.module, args, kwargs) if self.watches_keys else None
+        """Runs the module's forward under its exchanged globals, as few of them as the scheme needs."""
+        if self.leaves_scores and _POSITION_BIAS not in kwargs:
+            if self.encoding.query_key_map is None:
+                return self._briefly(self.module, *args, **kwargs)
+            if self.rotates_in_place and not torch.compiler.is_compiling():
+                rotations = self.rotations
+                output = self._briefly(self.module, *args, **kwargs)
+                self.require_rotation(self.rotations != rotations)
+                return output
+        call = self.begin_call(args[0] if args else next(iter(kwargs.values())))
         self.calls.push(call)
         try:
-            with KeysOnTheirWay(cache, functools.partial(self.update_cache, call)):
+            if self.watches_keys:
+                cache = cache_of_call(self.module, args, kwargs)
+                with KeysOnTheirWay(cache, functools.partial(self.update_cache, call)):
+                    output = self._function(self.module, *args, **kwargs)
+            else:
                 output = self._function(self.module, *args, **kwargs)
         finally:
             self.calls.pop()
@@ -68,14 +85,20 @@ class InterfaceAttention(AttentionSite):
                 f"{type(self.module).__name__} computed its attention without the attention interface (for example "
                 "through reorder_and_upcast_attn), so the position encoding had no effect. Switch that path off."
             )
+        self.note_rotation(call)
         return output
 
-    def _rebind(self, forward: Any) -> types.FunctionType:
-        function = inspect.unwrap(forward)
-        replaced: dict[str, Any] = {INTERFACE: _Interface(function.__globals__[INTERFACE], self)}
-        for name in rotary_names(function):
-            replaced[name] = _Rotary(function.__globals__[name], self)
-        return rebind(function, replaced)
+    def _exchange(self) -> None:
+        """Makes the module's forward over exchanged globals, before any compiler watches.
+
+        The second one is for schemes that change nothing but the rotation: no more is exchanged, and nothing is noted.
+        """
+        forward = inspect.unwrap(type(self.module).forward)
+        rotary = {name: forward.__globals__[name] for name in rotary_names(forward)}
+        replaced: dict[str, Any] = {name: _Rotary(function, self) for name, function in rotary.items()}
+        interface = _Interface(forward.__globals__[INTERFACE], self)
+        self._function = rebind(forward, replaced | {INTERFACE: interface})
+        self._briefly = rebind(forward, {name: _BriefRotary(function, self) for name, function in rotary.items()})
 
     @property
     def call(self) -> LayerCall:
@@ -140,3 +163,23 @@ class _Rotary:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.site.rotate(self.site.call, self.rotary, args, kwargs)
+
+
+class _BriefRotary(_Rotary):
+    """The same, for calls of which nothing is noted."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        first, second, time_axis = self.rotary.tensors(args, kwargs)
+        site = self.site
+        if site.encoding.query_key_map is not None:
+            site.rotations += 1
+            first, second = site.turned(site.state_for(first.shape[time_axis]), first, second, time_axis)
+        return first if second is None else (first, second)
+
+
+def _leaves_scores(encoding: LayerEncoding) -> bool:
+    """Whether the attention function gets what the module hands it, once the rotary function has been replaced."""
+    if encoding.logit_bias is not None or encoding.logit_scale is not None:
+        return False
+    query_key_map = encoding.query_key_map
+    return query_key_map is None or (query_key_map.width_factor == 1 and not query_key_map.mapped_again)

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from types import TracebackType
 
 from torch import nn
 
 
-@contextmanager
-def weights_at_hand(part: nn.Module) -> Iterator[None]:
+class weights_at_hand:
     """Brings the weights of a part to where it computes, as accelerate's hooks do around a module's `forward`.
 
     The engine calls other methods of a part too, around which those hooks do not fire.
+
+    Args:
+        part: the part that is about to compute.
     """
-    hooked = [module for module in part.modules() if "_hf_hook" in module.__dict__]
-    for module in hooked:
-        module.__dict__["_hf_hook"].pre_forward(module)
-    try:
-        yield
-    finally:
-        for module in hooked:
+
+    def __init__(self, part: nn.Module) -> None:
+        self.hooked: list[nn.Module] = []
+        if part._parameters or part._modules or part._buffers:
+            self.hooked = [module for module in part.modules() if "_hf_hook" in module.__dict__]
+
+    def __enter__(self) -> None:
+        for module in self.hooked:
+            module.__dict__["_hf_hook"].pre_forward(module)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for module in self.hooked:
             module.__dict__["_hf_hook"].post_forward(module, None)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+from threading import get_ident
 from typing import Any, Generic, TypeVar
 
-import torch
+from torch.compiler import is_compiling
 
 Value = TypeVar("Value")
 
@@ -16,18 +17,17 @@ class PerThread(Generic[Value]):
     """`push`, `pop` and `top` act on the calling thread's own stack."""
 
     def __init__(self) -> None:
-        self._values: dict[int, list[Value]] = {}
+        self._main: list[Value] = []
+        self._others: dict[int, list[Value]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_values": {}}
+        return {"_main": [], "_others": {}}
 
     def _own(self) -> list[Value]:
         # A thread's number cannot be traced, so compiled code stands for the main thread.
-        main = torch.compiler.is_compiling() or threading.get_ident() == _MAIN_THREAD
-        key = 0 if main else threading.get_ident()
-        if key not in self._values:
-            self._values[key] = []
-        return self._values[key]
+        if is_compiling() or get_ident() == _MAIN_THREAD:
+            return self._main
+        return self._others.setdefault(get_ident(), [])
 
     def push(self, value: Value) -> None:
         """Puts a value on top."""
@@ -42,5 +42,6 @@ class PerThread(Generic[Value]):
     @property
     def top(self) -> Value | None:
         """The value on top, or `None`."""
-        own = self._own()
+        # Asked for in every layer.
+        own = self._main if is_compiling() or get_ident() == _MAIN_THREAD else self._others.get(get_ident())
         return own[-1] if own else None

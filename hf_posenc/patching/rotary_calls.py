@@ -46,6 +46,10 @@ class RotaryCall:
 
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None, int]:
         """The query, the key (or `None`) and the token axis of one call."""
+        if not kwargs and "unsqueeze_dim" not in self.parameters[: len(args)]:
+            # As nearly every model calls it, for every layer and token.
+            query, key = (self.parameters.index(name) for name in (self.query_name, self.key_name or self.query_name))
+            return args[query], args[key] if self.key_name and key < len(args) else None, self.time_axis
         given = dict(zip(self.parameters, args, strict=False)) | kwargs
         axis = self.time_axis
         if "unsqueeze_dim" in given:

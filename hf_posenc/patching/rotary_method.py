@@ -2,30 +2,73 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_posenc.patching.runtime import StackRuntime
 from hf_posenc.patching.scores_attention import ScoresAttention
 
+#: For how many shapes of its arguments the look of a rotary module's phases is remembered.
+_MOST_PLACEHOLDERS = 64
+
 
 class RotaryModuleSite:
     """Stands in for the `forward` of a rotary module: notes the positions it is asked for.
 
-    Its phases are computed as before; layers whose rotation is replaced or skipped do not look at them.
+    Args:
+        module: the rotary module.
+        runtime: of its stack.
+        unused: whether every layer's rotation is replaced or skipped, so that nobody looks at the phases. They are then
+            computed once for each shape of the arguments, to see what they look like; later calls return numbers of
+            the same shapes that are not there in memory, all of them NaN, so that anybody who did look would show it.
     """
 
-    def __init__(self, module: nn.Module, runtime: StackRuntime) -> None:
+    def __init__(self, module: nn.Module, runtime: StackRuntime, *, unused: bool) -> None:
         self.module = module
         self.runtime = runtime
+        self.unused = unused
+        self._placeholders: dict[Hashable, Any] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_placeholders": {}}
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Same as the module's own forward."""
+        """Same as the module's own forward, or something that looks the same."""
         position_ids = args[0] if args else kwargs.get("position_ids")
-        if self.runtime.state is not None and isinstance(position_ids, Tensor):
-            self.runtime.state.rotary_position_ids = position_ids
-        return type(self.module).forward(self.module, x, *args, **kwargs)
+        state = self.runtime.state
+        if state is not None and isinstance(position_ids, Tensor):
+            state.rotary_position_ids = position_ids
+        if not self.unused or torch.compiler.is_compiling() or torch.jit.is_tracing():
+            # What nobody uses a compiler leaves out by itself.
+            return type(self.module).forward(self.module, x, *args, **kwargs)
+        asked = (_look(x), *map(_look, args), *((name, _look(value)) for name, value in kwargs.items()))
+        placeholder = self._placeholders.get(asked)
+        if placeholder is not None:
+            return placeholder
+        phases = type(self.module).forward(self.module, x, *args, **kwargs)
+        if len(self._placeholders) >= _MOST_PLACEHOLDERS:
+            self._placeholders.clear()
+        self._placeholders[asked] = _placeholder(phases)
+        return phases
+
+
+def _look(value: Any) -> Hashable:
+    """All that the look of phases may depend on: of a tensor everything but its numbers."""
+    return (value.shape, value.dtype, value.device) if isinstance(value, Tensor) else value
+
+
+def _placeholder(phases: Any) -> Any:
+    """Looks like the phases and holds one NaN; `None` for what is neither a tensor nor several."""
+    if isinstance(phases, tuple):
+        placeholders = tuple(map(_placeholder, phases))
+        return None if None in placeholders else placeholders
+    if not isinstance(phases, Tensor):
+        return None
+    with torch.inference_mode(False):
+        return torch.full((), torch.nan, dtype=phases.dtype, device=phases.device).expand(phases.shape)
 
 
 class RotaryMethodSite:

@@ -1,15 +1,13 @@
 """The link between a stack's forward call and the seams inside it.
 
 A stack is one `PreTrainedModel` that owns attention layers: `LlamaModel`, `BartEncoder`, `T5Stack`. Hooks
-on the stack put the `ForwardState` of the call in progress where the seams find it. Gradient checkpointing
-runs layers again long after the call is over, when another call may have taken its place, so the
-checkpointing function of every layer is wrapped to bring the state of its own call back.
+on the stack put the `ForwardState` of the call in progress where the seams find it.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,12 +15,11 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.per_thread import PerThread
+from hf_posenc.patching.recomputation import Recomputation
 from hf_posenc.patching.slot_buffers import SlotBuffers
 from hf_posenc.patching.state import ForwardState, one_axis
 
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "mems", "cache", "cache_params")
-#: Of transformers' layers, and of the wrappers that FSDP puts around them.
-_CHECKPOINT_FUNCTIONS = ("_gradient_checkpointing_func", "checkpoint_fn")
 
 
 class StackRuntime:
@@ -30,6 +27,7 @@ class StackRuntime:
 
     def __init__(self) -> None:
         self.states: PerThread[ForwardState] = PerThread()
+        self.recomputation = Recomputation(self.states)
         self.time_major = False
         self.channels_first = False
         #: Whether a part of the scheme reads positions on several axes.
@@ -100,7 +98,8 @@ class EnterStack:
         if tokens is None:
             tokens = next((value for value in args if isinstance(value, Tensor)), None)
         query_length = 0 if tokens is None else tokens.shape[1]
-        offset = _cached_length(arguments)
+        cache = next((arguments[name] for name in _CACHE_ARGUMENTS if arguments.get(name) is not None), None)
+        offset = _cached_length(cache)
         if isinstance(offset, int):
             self.runtime.slots.reach(stack, offset + query_length)
         position_ids, coordinates = self._split_axes(arguments.get("position_ids"))
@@ -114,13 +113,13 @@ class EnterStack:
                 position_ids=position_ids,
                 attention_mask=padding,
                 mask_hides_padding=mask is not None and padding is None,
-                cache_object=_cache_of(arguments),
+                cache_object=cache,
                 coordinates=coordinates,
                 token_ids=token_ids if isinstance(token_ids, Tensor) and token_ids.dim() == 2 else None,
             )
         )
         if torch.is_grad_enabled():
-            keep_state_for_recomputation(stack, self.runtime)
+            self.runtime.recomputation.keep_state(stack)
         if coordinates is None or mask is not None or not isinstance(offset, int):
             return None
         ones = coordinates.new_ones(coordinates.shape[1], offset + query_length)
@@ -149,52 +148,16 @@ class LeaveStack:
         self.runtime.states.pop()
 
 
-class CheckpointWithState:
-    """A layer's gradient checkpointing function that replays the layer under the state of its own call."""
-
-    def __init__(self, checkpoint: Callable[..., Any], runtime: StackRuntime) -> None:
-        self.checkpoint = checkpoint
-        self.runtime = runtime
-
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs `checkpoint(function, ...)`."""
-        runtime, state = self.runtime, self.runtime.state
-
-        def replay(*inputs: Any, **options: Any) -> Any:
-            if state is None or runtime.state is state:
-                return function(*inputs, **options)
-            runtime.states.push(state)
-            try:
-                return function(*inputs, **options)
-            finally:
-                runtime.states.pop()
-
-        return self.checkpoint(replay, *args, **kwargs)
-
-
-def keep_state_for_recomputation(stack: nn.Module, runtime: StackRuntime) -> None:
-    """Wraps the checkpointing function of every layer of the stack that has one switched on."""
-    for module in stack.modules():
-        for name in _CHECKPOINT_FUNCTIONS:
-            checkpoint = module.__dict__.get(name)
-            if checkpoint is not None and not isinstance(checkpoint, CheckpointWithState):
-                module.__dict__[name] = CheckpointWithState(checkpoint, runtime)
-
-
-def forget_recomputation(stack: nn.Module) -> None:
-    """Takes back what `keep_state_for_recomputation` did."""
-    for module in stack.modules():
-        for name in _CHECKPOINT_FUNCTIONS:
-            checkpoint = module.__dict__.get(name)
-            if isinstance(checkpoint, CheckpointWithState):
-                module.__dict__[name] = checkpoint.checkpoint
-
-
 def _named_arguments(stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     if not args:
         return kwargs
-    names = list(inspect.signature(type(stack).forward).parameters)[1:]
-    return dict(zip(names, args, strict=False)) | kwargs
+    return dict(zip(parameter_names(type(stack).forward), args, strict=False)) | kwargs
+
+
+@functools.lru_cache(maxsize=256)
+def parameter_names(forward: Any) -> tuple[str, ...]:
+    """The names of a method's parameters, without `self`."""
+    return tuple(inspect.signature(forward).parameters)[1:]
 
 
 def _padding_mask(mask: Any, stack: nn.Module, offset: int | Tensor | None) -> Tensor | None:
@@ -231,21 +194,14 @@ def _shows_padding_only(visible: Tensor, offset: int | Tensor | None) -> bool:
     return any(bool(((visible == expected) | idle).all()) for expected in (last, earlier))
 
 
-def _cache_of(arguments: dict[str, Any]) -> Any:
-    return next((arguments[name] for name in _CACHE_ARGUMENTS if arguments.get(name) is not None), None)
-
-
-def _cached_length(arguments: dict[str, Any]) -> int | Tensor | None:
+def _cached_length(cache: Any) -> int | Tensor | None:
     """Slots already filled before this call; `None` where the cache does not say."""
-    for name in _CACHE_ARGUMENTS:
-        cache = arguments.get(name)
-        if cache is None:
-            continue
-        if hasattr(cache, "get_seq_length"):
-            length = cache.get_seq_length()
-            # A static layer returns the very tensor that it increments before its attention runs.
-            return length.clone() if isinstance(length, torch.Tensor) else int(length)
-        if isinstance(cache, list | tuple) and cache and isinstance(cache[0], Tensor):
-            return int(cache[0].shape[0])
-        return None
-    return 0
+    if cache is None:
+        return 0
+    if hasattr(cache, "get_seq_length"):
+        length = cache.get_seq_length()
+        # A static layer returns the very tensor that it increments before its attention runs.
+        return length.clone() if isinstance(length, torch.Tensor) else int(length)
+    if isinstance(cache, list | tuple) and cache and isinstance(cache[0], Tensor):
+        return int(cache[0].shape[0])
+    return None

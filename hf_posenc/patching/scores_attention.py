@@ -82,6 +82,7 @@ class ScoresAttention(AttentionSite):
                 f"{' and took a softmax over them' if mode.bias else ''}, so the position encoding had no effect. "
                 "Declare the architecture with hf_posenc.register_architecture."
             )
+        self.note_rotation(call)
         return output
 
     def _without_native_bias(

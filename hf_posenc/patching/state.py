@@ -78,6 +78,10 @@ class ForwardState:
         if self.rotary_position_ids is not None:
             return self.with_lengths(one_axis(self.rotary_position_ids).to(device))
         start = 0 if self.offset is None else self.offset
+        if self.attention_mask is None and isinstance(start, int):
+            stop = start + self.query_length
+            ids = torch.arange(start, stop, device=device).unsqueeze(0)
+            return Positions(ids, ids.new_full((1, 1), stop), self.coordinates, self.token_ids, self.memo)
         return self.with_lengths((torch.arange(self.query_length, device=device) + start).unsqueeze(0))
 
     def with_lengths(self, ids: Tensor) -> Positions:
@@ -98,7 +102,7 @@ class ForwardState:
         Raises:
             UnsupportedError: if the caller's `position_ids` contradict what mask and slots say about cached tokens.
         """
-        return self.shared(("keys", key_length), lambda: self._resolve_keys(first_slot, key_length, device))
+        return self.shared("keys", lambda: self._resolve_keys(first_slot, key_length, device), key_length)
 
     def _resolve_keys(self, first_slot: int | Tensor, key_length: int, device: torch.device) -> Positions:
         own = self.positions(device)
@@ -153,19 +157,31 @@ class ForwardState:
         """The state of a call that adds tokens of its own to those it was given: every slot is a position."""
         return ForwardState(length, offset=self.offset, memo=self.memo)
 
-    def shared(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+    def shared(self, key: Hashable, compute: Callable[[], Any], *lengths: int) -> Any:
         """`compute()`, once per forward.
 
         A value that requires grad is computed anew for every layer: sharing it between layers would free
         its graph in the backward of the first one that gradient checkpointing recomputes.
+
+        Args:
+            key: names the value.
+            compute: computes it.
+            *lengths: numbers of tokens that it depends on as well. A compiled graph serves all lengths, and looking
+                one up would make it serve one only, so there each layer computes such a value.
         """
-        key = (key, torch.is_grad_enabled())
+        if lengths and torch.compiler.is_compiling():
+            return compute()
+        key = (key, *lengths, torch.is_grad_enabled())
         if key in self.cache:
             return self.cache[key]
         value = compute()
         if not _requires_grad(value):
             self.cache[key] = value
         return value
+
+    def known(self, key: Hashable) -> Any:
+        """What `shared` has computed for this key already, or `None`."""
+        return self.cache.get((key, torch.is_grad_enabled()))
 
 
 def counted_tokens(mask: Tensor) -> Tensor:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
+
+from hf_posenc.patching.runtime import parameter_names
 
 _CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
 
@@ -56,8 +57,7 @@ def cache_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     """The cache this layer's keys go into, or `None`; of an encoder-decoder's two, that of self-attention."""
     given = next((kwargs[name] for name in _CACHE_NAMES if kwargs.get(name) is not None), None)
     if given is None and len(args) > 1:
-        parameters = list(inspect.signature(type(module).forward).parameters)[1:]
-        positional = dict(zip(parameters, args, strict=False))
+        positional = dict(zip(parameter_names(type(module).forward), args, strict=False))
         given = next((positional[name] for name in _CACHE_NAMES if positional.get(name) is not None), None)
     own = getattr(given, "self_attention_cache", given)
     return own if hasattr(own, "update") else None

@@ -65,8 +65,7 @@ def turning_factors(cosine: Tensor, sine: Tensor, layout: str, dtype: torch.dtyp
         pairs = sine.unflatten(-1, (-1, 2))
         return TurningFactors(cosine, torch.stack((-pairs[..., 0], pairs[..., 1]), dim=-1).flatten(-2))
     first, second = sine.chunk(2, dim=-1)
-    signed = (-first, second) if layout == "half" else (first, -second)
-    return TurningFactors(cosine, torch.cat(signed, dim=-1))
+    return TurningFactors(cosine, torch.cat((-first, second) if layout == "half" else (first, -second), dim=-1))
 
 
 def turned(x: Tensor, factors: TurningFactors, layout: str) -> Tensor:
@@ -77,6 +76,11 @@ def turned(x: Tensor, factors: TurningFactors, layout: str) -> Tensor:
         factors: as `turning_factors` returns them, in the dtype of `x`.
         layout: the layout they were made for.
     """
+    own, other = factors
+    if other is not None and x.numel() <= _FEW and own.shape[1] == 1 and own.shape[-1] == x.shape[-1]:
+        # Nearly every decoding step; here each call counts.
+        partner = _partner(x, layout) if layout == "interleaved" else x.roll(own.shape[-1] // 2, -1)
+        return x * own + partner * other
     factors = factors.for_heads(x.shape[1])
     if x.numel() <= _FEW or _needs_plain_torch(x, factors):
         return _plainly_turned(x, factors, layout)
@@ -100,12 +104,13 @@ def _needs_plain_torch(x: Tensor, factors: TurningFactors) -> bool:
 
 def _plainly_turned(x: Tensor, factors: TurningFactors, layout: str) -> Tensor:
     """The rotation as one expression that torch differentiates and fuses itself."""
-    width = factors.own.shape[-1] * (2 if factors.other is None else 1)
+    own, other = factors
+    width = own.shape[-1] if other is not None else 2 * own.shape[-1]
     rotated = x if width == x.shape[-1] else x[..., :width]
-    if factors.other is None:
-        rotated = torch.view_as_real(_as_complex(rotated) * factors.own).flatten(-2)
+    if other is None:
+        rotated = torch.view_as_real(_as_complex(rotated) * own).flatten(-2)
     else:
-        rotated = rotated * factors.own + _partner(rotated, layout) * factors.other
+        rotated = rotated * own + _partner(rotated, layout) * other
     return rotated if width == x.shape[-1] else torch.cat((rotated, x[..., width:]), dim=-1)
 
 
