@@ -1,0 +1,214 @@
+"""What a patched model leaves undone: nothing here is timed, it is counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from transformers import DynamicCache, StaticCache
+
+from hf_posenc import UnsupportedError, patch_model, unpatch_model
+
+from ..matrix.running import tokens
+
+SETTINGS: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 96,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+
+
+def model_of(family: str, scheme: Any = None, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    name = family.removesuffix("ForCausalLM").removesuffix("ForMaskedLM").removesuffix("Model")
+    model = getattr(transformers, family)(getattr(transformers, f"{name}Config")(**(SETTINGS | settings))).eval()
+    return model if scheme is None else patch_model(model, scheme)
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """The shapes of all position_ids for which Llama's own rotary module computed something."""
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    seen: list[torch.Size] = []
+    own = LlamaRotaryEmbedding.forward
+
+    def forward(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        seen.append(position_ids.shape)
+        return own(self, x, position_ids)
+
+    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", forward)
+    return seen
+
+
+@pytest.mark.parametrize("scheme", ["none", "rope", "alibi", "pope"])
+@torch.no_grad()
+def test_the_stock_rotary_module_computes_nothing_that_nobody_reads(scheme, computed):
+    model, ids = model_of("LlamaModel", scheme), tokens(1, 12)
+    computed.clear()  # patch_model has asked the module how wide it rotates
+    expected = model(ids, use_cache=False).last_hidden_state
+    cache = DynamicCache(config=model.config)
+    steps = [model(ids[:, i : i + 1], past_key_values=cache, use_cache=True).last_hidden_state for i in range(12)]
+    model(ids, use_cache=False)
+    # Once for each shape, to learn what the phases look like.
+    assert computed == [(1, 12), (1, 1)]
+    torch.testing.assert_close(torch.cat(steps, dim=1), expected, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_what_stands_in_for_the_phases_looks_like_them_and_shows_if_somebody_reads_it():
+    model, position_ids = model_of("LlamaModel", "none"), torch.arange(5).unsqueeze(0)
+    hidden = torch.zeros(1, 5, 32, dtype=torch.bfloat16)
+    phases, stand_ins = (model.rotary_emb(hidden, position_ids=position_ids) for _ in range(2))
+    for phase, stand_in in zip(phases, stand_ins, strict=True):
+        assert phase.isfinite().all()
+        assert stand_in.isnan().all()
+        assert (stand_in.shape, stand_in.dtype) == (phase.shape, phase.dtype)
+        assert stand_in.untyped_storage().nbytes() == stand_in.element_size()
+    # Other shapes are looked at on their own.
+    other = model.rotary_emb(hidden[:, :3], position_ids=position_ids[:, :3])
+    assert other[0].shape == (1, 3, 8)
+    assert other[0].isfinite().all()
+    unpatch_model(model)
+    torch.testing.assert_close(model.rotary_emb(hidden, position_ids=position_ids), phases)
+
+
+class WatchfulCache(DynamicCache):
+    """Notes at every update whether somebody has put an `update` of his own on this instance."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config=config)
+        self.exchanged: list[bool] = []
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        self.exchanged.append("update" in vars(self))
+        return super().update(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme", "watched"),
+    [
+        ("LlamaModel", "none", False),
+        ("LlamaModel", "rope", False),
+        ("LlamaModel", ["rope", "alibi"], False),
+        ("LlamaModel", "alibi", False),
+        ("LlamaModel", "pope", True),
+        ("LlamaModel", "forget_gate", True),
+        ("OPTModel", "rope", True),
+    ],
+)
+@torch.no_grad()
+def test_a_cache_is_watched_only_where_keys_are_met_on_their_way(family, scheme, watched):
+    settings = {"word_embed_proj_dim": 32, "ffn_dim": 48} if family == "OPTModel" else {}
+    model, ids = model_of(family, scheme, **settings), tokens(1, 8)
+    model(ids, use_cache=False)  # shows where the map acts
+    cache = WatchfulCache(model.config)
+    for i in range(4):
+        model(ids[:, i : i + 1], past_key_values=cache, use_cache=True)
+    assert set(cache.exchanged) == {watched}
+    assert "update" not in vars(cache)
+
+
+@torch.no_grad()
+def test_a_rotary_function_that_is_switched_off_later_is_refused():
+    """Keys are no longer met on their way into the cache by then, so they would stay unrotated."""
+    model, ids = model_of("SmolLM3Model", "rope", num_key_value_heads=4), tokens(1, 8)
+    expected = model(ids).last_hidden_state
+    attention = model.layers[0].self_attn
+    assert attention.use_rope
+    attention.use_rope = False
+    with pytest.raises(UnsupportedError, match="call patch_model again"):
+        model(ids)
+    attention.use_rope = True
+    torch.testing.assert_close(model(ids).last_hidden_state, expected)
+
+
+@pytest.mark.parametrize("scheme", ["none", "rope", "alibi"])
+def test_no_weight_is_copied(scheme):
+    model = model_of("LlamaForCausalLM")
+    before = {name: (id(parameter), parameter.data_ptr()) for name, parameter in model.named_parameters()}
+    patch_model(model, scheme)
+    model(tokens(), labels=tokens()).loss.backward()
+    after = {name: (id(parameter), parameter.data_ptr()) for name, parameter in model.named_parameters()}
+    assert after == before
+    assert not [name for name, _ in model.named_buffers() if "position_encoding" in name]
+
+
+def test_a_model_on_the_meta_device_stays_there():
+    with torch.device("meta"):
+        model = model_of("LlamaForCausalLM", hidden_size=2048, num_attention_heads=32, intermediate_size=8192)
+    for scheme in ("rope", "learned", "none"):
+        patch_model(model, scheme)
+        assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("scheme", ["rope", "learned_rope"])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_layers_are_recomputed_at_their_positions_if_checkpointing_begins_late(scheme, wrapped):
+    """After a first forward, when the layers have been looked through once."""
+    model, ids = model_of("LlamaModel", scheme), tokens()
+    position_ids = torch.arange(ids.shape[1]).unsqueeze(0) * 3
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        model.train()
+        output = model(ids, position_ids=position_ids, use_cache=False).last_hidden_state
+        model(ids, position_ids=position_ids + 1, use_cache=False)
+        output.square().sum().backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    expected = gradients()
+    if wrapped:
+        for index, layer in enumerate(model.layers):
+            model.layers[index] = checkpoint_wrapper(layer)
+    else:
+        model.gradient_checkpointing_enable()
+    for found, wanted in zip(gradients(), expected, strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+def graphs(model: Any, lengths: tuple[int, ...], **arguments: Any) -> tuple[int, list[torch.Tensor]]:
+    """How many graphs are compiled for inputs of these lengths, and what they return."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    outputs = [compiled(tokens(2, length), **arguments).logits for length in lengths]
+    return counter.frame_count, outputs
+
+
+@pytest.mark.parametrize("scheme", ["none", "rope", "sinusoidal", "learned"])
+@pytest.mark.parametrize("family", ["LlamaForCausalLM", "BertForMaskedLM"])
+@torch.no_grad()
+def test_no_more_is_compiled_than_for_the_stock_model(family, scheme):
+    """A fresh model: nothing that an eager call would have prepared may be missing."""
+    lengths = (32, 48, 64)
+    arguments = {"use_cache": False} if family == "LlamaForCausalLM" else {}
+    stock, _ = graphs(model_of(family, num_hidden_layers=1), lengths, **arguments)
+    model = model_of(family, scheme, num_hidden_layers=1)
+    count, compiled = graphs(model, lengths, **arguments)
+    assert count == stock
+    for length, output in zip(lengths, compiled, strict=True):
+        torch.testing.assert_close(output, model(tokens(2, length), **arguments).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scheme", ["none", "rope", "sinusoidal", "learned"])
+@torch.no_grad()
+def test_decoding_with_a_static_cache_is_one_graph(scheme):
+    model, ids = model_of("LlamaForCausalLM", scheme), tokens(1, 10)
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    model(ids[:, :6], past_key_values=cache, use_cache=True)
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    steps = [compiled(ids[:, i : i + 1], past_key_values=cache, use_cache=True).logits for i in range(6, 10)]
+    assert counter.frame_count == 1
+    expected = model(ids, use_cache=False).logits[:, 6:]
+    torch.testing.assert_close(torch.cat(steps, dim=1), expected, atol=1e-5, rtol=1e-5)
