@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.by_blocks import BLOCK_NUMBERS, attend_by_blocks
+from hf_posenc.attention.by_blocks import attend_by_blocks
 from hf_posenc.attention.distance_attention import distance_attention
 from hf_posenc.attention.folding import fold
 from hf_posenc.attention.forms import BiasForm, DistanceForm, RowsForm, SeparableForm
@@ -122,9 +122,9 @@ def _attend_sdpa(
         return distance_attention(query, key, value, form.vector, attention_mask, scaling, causal), None
     if causal and key.shape[2] != query.shape[2]:
         return _attend_dense("sdpa", function, form, *given, **kwargs)
-    if torch.compiler.is_compiling() or query.shape[0] * form.heads * query.shape[2] * key.shape[2] <= BLOCK_NUMBERS:
+    if torch.compiler.is_compiling():
         return _attend_dense("sdpa", function, form, *given, **kwargs)
-    return attend_by_blocks(function, form, causal, *given, **kwargs)
+    return attend_by_blocks(function, form, causal, plain, *given, **kwargs)
 
 
 def _attend_separable(

@@ -10,18 +10,21 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from hf_posenc.attention.block_attention import block_attention
 from hf_posenc.attention.forms import BiasForm
 
 #: How many numbers of a bias, 4 bytes each, a block holds at least; a smaller bias is passed in one piece. From 32 MiB
 #: on, C libraries return freed memory to the system, where smaller pieces of growing sizes would pile up between what
 #: stays.
 BLOCK_NUMBERS = 2**23
+_WORTH_DIVIDING = 512
 
 
 def attend_by_blocks(
     function: Callable[..., Any],
     form: BiasForm,
     causal: bool,
+    plain: bool,
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -32,12 +35,14 @@ def attend_by_blocks(
 ) -> tuple[Tensor, None]:
     """Calls an attention function for one block of query rows after the other, each with its rows of the bias.
 
-    The backward pass computes each block again, so that it holds the bias of one block only, too.
+    The backward pass computes each block again, so that it holds the bias of one block only, too; unless the whole
+    bias is not larger than a block.
 
     Args:
         function: takes `position_bias=`, as transformers' "sdpa" does.
         form: the bias.
         causal: whether query i sees no key behind key i; without a mask, and with as many keys as queries.
+        plain: whether the function does nothing but attend: no dropout, no soft cap. A block then needs no help of it.
         module: the attention module.
         query: `(batch, heads, query_len, head_dim)`.
         key: `(batch, key_value_heads, key_len, head_dim)`.
@@ -52,18 +57,24 @@ def attend_by_blocks(
     batch, heads, query_length, _ = query.shape
     key_length = key.shape[2]
     kwargs = kwargs | {"is_causal": False}
+    scaling = kwargs.get("scaling")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
 
     def block(start: int, stop: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         seen = stop if causal else key_length
-        bias = form.rows(start, stop)[..., :seen].to(query.dtype)
+        bias = form.rows(start, stop)[..., :seen]
         mask = _mask_of_rows(attention_mask, causal, start, stop, seen, query.device)
         query, key, value = query[:, :, start:stop], key[:, :, :seen], value[:, :, :seen]
+        if plain:
+            return block_attention(query, key, value, bias, mask, scaling)
+        bias = bias.to(query.dtype)
         output: Tensor = function(module, query, key, value, mask, *args, position_bias=bias, **kwargs)[0]
         return output
 
     blocks = []
+    recompute = torch.is_grad_enabled() and batch * heads * query_length * key_length > BLOCK_NUMBERS
     for start, stop in _bounds(query_length, key_length, causal, BLOCK_NUMBERS / (batch * heads)):
-        if torch.is_grad_enabled():
+        if recompute:
             preserve = bool(kwargs.get("dropout"))
             block_output = checkpoint(
                 block, start, stop, query, key, value, use_reentrant=False, preserve_rng_state=preserve
@@ -77,9 +88,11 @@ def attend_by_blocks(
 def _bounds(query_length: int, key_length: int, causal: bool, pairs: float) -> Iterator[tuple[int, int]]:
     """Rows `[start, stop)` of each block, so that they and the keys they see make `pairs` pairs or a little more."""
     start = 0
+    # Four blocks leave out most of what no query sees; of few queries it is not worth the calls.
+    most = query_length / 4 if causal and query_length >= _WORTH_DIVIDING else query_length
     while start < query_length:
         rows = (math.sqrt(start**2 + 4 * pairs) - start) / 2 if causal else pairs / key_length
-        stop = min(start + math.ceil(rows), query_length)
+        stop = min(start + math.ceil(min(rows, most)), query_length)
         yield start, stop
         start = stop
 

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from hf_posenc.attention.block_attention import additive_mask
+
 aten = torch.ops.aten
 
 #: Rows of a forward block, below and from `_LONG` queries on. Torch's CPU kernel divides 192 to 767 rows into tiles of
@@ -269,7 +271,4 @@ def _bias_of_rows(
         # Kernels of accelerators want rows that start at aligned addresses.
         return bias if vector.device.type == "cpu" else bias.contiguous()
     rows = _rows_of(mask, items, start, stop)[..., first:last].flip(-2)
-    if rows.dtype == torch.bool:
-        smallest = torch.finfo(vector.dtype).min
-        rows = torch.zeros_like(rows, dtype=vector.dtype).masked_fill_(~rows, smallest)
-    return bias + rows
+    return bias + additive_mask(rows, vector.dtype)

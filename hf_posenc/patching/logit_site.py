@@ -60,8 +60,10 @@ class LogitSite:
         query_length, key_length = query.shape[-2], key.shape[-2]
         offset = state.slot_offset(query_length, key_length)
         form: DistanceForm = state.shared(
-            ("bias", id(bias), query_length, key_length),
+            ("bias", id(bias)),
             lambda: distance_form(bias, offset, query_length, key_length, query.device),
+            query_length,
+            key_length,
         )
         return form
 

@@ -21,7 +21,8 @@ class SlotBuffers:
     def reach(self, stack: nn.Module, length: int) -> None:
         """Makes every buffer at least `length` slots long; the slots it had keep their values."""
         if self.shortest is None:
-            self.shortest = min((buffer.shape[1] for _, _, buffer in _slot_buffers(stack)), default=0)
+            lengths = [buffer.shape[1] for _, _, buffer in _slot_buffers(stack)]
+            self.shortest = min(lengths) if lengths else 0
         if not 0 < self.shortest < length:
             return
         for module, name, buffer in _slot_buffers(stack):

@@ -48,7 +48,6 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distance_attention, "_SHORT_ROWS", 5)
     monkeypatch.setattr(distance_attention, "_BACKWARD_ROWS", 4)
     monkeypatch.setattr(by_blocks, "BLOCK_NUMBERS", 2 * 4 * 3 * LENGTH)
-    monkeypatch.setattr(backends, "BLOCK_NUMBERS", 2 * 4 * 3 * LENGTH)
 
 
 def inputs(kind: str) -> dict[str, Tensor]:

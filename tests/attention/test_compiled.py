@@ -1,0 +1,62 @@
+"""Compiled models with a bias: one graph, and no more of them than stock has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import StaticCache
+
+from tests.matrix.running import patched, tokens
+
+LENGTHS = (32, 48, 64, 80)
+SCHEMES = ["alibi", "t5", "kerple", "sandwich", "forget_gate", "shaw"]
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Any:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def graphs(scheme: str | None, train: bool) -> int:
+    """How many graphs a model compiles to at several lengths, in one piece each."""
+    model = patched("llama_gqa", scheme, attn_implementation="sdpa", max_position_embeddings=128)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    for length in LENGTHS:
+        input_ids = tokens(length=length)
+        if train:
+            compiled(input_ids, labels=input_ids, use_cache=False).loss.backward()
+        else:
+            with torch.no_grad():
+                found = compiled(input_ids, use_cache=False).logits
+                wanted = model(input_ids, use_cache=False).logits
+            torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    return counter.frame_count
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["forward", "training"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_no_more_graphs_than_stock(scheme: str, train: bool) -> None:
+    stock = graphs(None, train)
+    torch._dynamo.reset()
+    assert graphs(scheme, train) <= stock
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_static_cache_is_decoded_in_one_graph(scheme: str) -> None:
+    model = patched("llama_gqa", scheme, attn_implementation="sdpa")
+    input_ids = tokens(batch=1, length=12)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    with torch.no_grad():
+        wanted = model(input_ids).logits[:, 8:]
+        cache = StaticCache(config=model.config, max_cache_len=16)
+        model(input_ids[:, :8], past_key_values=cache)
+        found = [compiled(input_ids[:, slot : slot + 1], past_key_values=cache).logits for slot in range(8, 12)]
+    torch.testing.assert_close(torch.cat(found, dim=1), wanted, atol=1e-4, rtol=1e-4)
+    assert counter.frame_count == 1
