@@ -24,7 +24,7 @@ from torch import Tensor
 
 from hf_posenc.attention.by_blocks import attend_by_blocks
 from hf_posenc.attention.distance_attention import distance_attention
-from hf_posenc.attention.folding import fold
+from hf_posenc.attention.folding import attend_with_wide_values, fold
 from hf_posenc.attention.forms import BiasForm, DistanceForm, RowsForm, SeparableForm
 from hf_posenc.attention.lookups import look_up
 from hf_posenc.errors import UnsupportedError
@@ -140,9 +140,10 @@ def _attend_separable(
 ) -> Any:
     scaling = kwargs.pop("scaling", None)
     scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    wide = fold(query, key, value, form.terms, form.query_slots, scaling)
-    output, *rest = function(module, *wide, attention_mask, *args, scaling=scaling, **kwargs)
-    return output[..., : value.shape[-1]], *rest
+    query, key = fold(query, key, form.terms, form.query_slots, scaling)
+    return attend_with_wide_values(
+        function, module, query, key, value, attention_mask, *args, scaling=scaling, **kwargs
+    )
 
 
 def _attend_folded(

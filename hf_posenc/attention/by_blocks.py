@@ -62,7 +62,7 @@ def attend_by_blocks(
 
     def block(start: int, stop: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         seen = stop if causal else key_length
-        bias = form.rows(start, stop)[..., :seen]
+        bias = form.rows(start, stop, seen)
         mask = _mask_of_rows(attention_mask, causal, start, stop, seen, query.device)
         query, key, value = query[:, :, start:stop], key[:, :, :seen], value[:, :, :seen]
         if plain:

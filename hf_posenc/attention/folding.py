@@ -7,32 +7,26 @@ float32 would lose digits of the content: the new dimensions stand in front, whe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-#: Accelerators want heads of a multiple of this.
-_MULTIPLE = 8
 
-
-def fold(
-    query: Tensor, key: Tensor, value: Tensor, terms: Tensor, query_slots: Tensor, scaling: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def fold(query: Tensor, key: Tensor, terms: Tensor, query_slots: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
     """Queries and keys whose products hold `term[j] - term[i]` beside their own.
 
     Args:
         query: `(batch, heads, query_len, head_dim)`.
         key: `(batch, key_value_heads, key_len, head_dim)`.
-        value: `(batch, key_value_heads, key_len, head_dim)`.
         terms: `(batch or 1, heads, key_len)` float32.
         query_slots: `(query_len,)` int64, which of the keys belongs to the same token as each query.
         scaling: the factor that `query . key` will get.
 
     Returns:
-        The three with `width > head_dim` dimensions each; of the values those added are zeros, and so are those of the
-        output, behind its own `head_dim`.
+        Both with the same `width > head_dim`.
     """
     batch, heads = query.shape[:2]
     groups = heads // key.shape[1]
@@ -48,11 +42,25 @@ def fold(
     ones = key.new_ones(()).expand(*key.shape[:-1], len(of_queries))
     wide_query = torch.cat((chosen, torch.stack(of_queries, dim=-1), query), dim=-1)
     wide_key = torch.cat((channels, ones, key), dim=-1)
-    extra = wide_query.shape[-1] - query.shape[-1]
-    if query.device.type != "cpu":
-        rest = -wide_query.shape[-1] % _MULTIPLE
-        wide_query, wide_key, extra = pad(wide_query, (0, rest)), pad(wide_key, (0, rest)), extra + rest
-    return wide_query, wide_key, pad(value, (0, extra))
+    # Accelerators want heads of a multiple of 8.
+    rest = 0 if query.device.type == "cpu" else -wide_query.shape[-1] % 8
+    return pad(wide_query, (0, rest)), pad(wide_key, (0, rest))
+
+
+def attend_with_wide_values(
+    attend: Callable[..., Any],
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Calls an attention function with values as wide as queries and keys, which fast kernels insist on."""
+    wide = pad(value, (0, query.shape[-1] - value.shape[-1]))
+    output, *rest = attend(module, query, key, wide, *args, **kwargs)
+    # Models view the heads of a token as one axis.
+    return output[..., : value.shape[-1]].contiguous(), *rest
 
 
 def _split(terms: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:

@@ -43,10 +43,10 @@ class DistanceForm:
         """Whether the bias is learned."""
         return self.vector.requires_grad
 
-    def rows(self, start: int, stop: int) -> Tensor:
-        """`(1, heads, rows, key_len)` float32 of the queries `[start, stop)`."""
+    def rows(self, start: int, stop: int, key_count: int | None = None) -> Tensor:
+        """`(1, heads, rows, keys)` float32 of the queries `[start, stop)` and the first `key_count` keys."""
         own = self.vector[:, self.query_length - stop : self.query_length - start + self.key_length - 1]
-        return own.unfold(-1, self.key_length, 1).flip(-2).unsqueeze(0)
+        return own.unfold(-1, self.key_length, 1)[..., :key_count].flip(-2).unsqueeze(0)
 
     def dense(self) -> Tensor:
         """`(1, heads, query_len, key_len)` float32."""
@@ -83,10 +83,10 @@ class SeparableForm:
         """Number of query heads."""
         return self.terms.shape[1]
 
-    def rows(self, start: int, stop: int) -> Tensor:
-        """`(batch or 1, heads, rows, key_len)` float32 of the queries `[start, stop)`."""
+    def rows(self, start: int, stop: int, key_count: int | None = None) -> Tensor:
+        """`(batch or 1, heads, rows, keys)` float32 of the queries `[start, stop)` and the first `key_count` keys."""
         own = self.terms.index_select(-1, self.query_slots[start:stop])
-        return self.terms.unsqueeze(-2) - own.unsqueeze(-1)
+        return self.terms[..., :key_count].unsqueeze(-2) - own.unsqueeze(-1)
 
     def dense(self) -> Tensor:
         """`(batch or 1, heads, query_len, key_len)` float32."""
@@ -98,22 +98,28 @@ class RowsForm:
     """A bias that has to be computed for every pair.
 
     Args:
-        compute: `(start, stop)` -> `(batch or 1, heads, stop - start, key_len)` float32 of those queries.
+        compute: `(start, stop, key_count)` -> `(batch or 1, heads, stop - start, key_count)` float32 of those queries
+            and the first keys.
         query_length: number of queries.
+        key_length: number of keys.
         heads: number of query heads.
     """
 
-    compute: Callable[[int, int], Tensor]
+    compute: Callable[[int, int, int], Tensor]
     query_length: int
+    key_length: int
     heads: int
 
-    def rows(self, start: int, stop: int) -> Tensor:
-        """`(batch or 1, heads, rows, key_len)` float32 of the queries `[start, stop)`."""
-        return self.compute(start, stop)
+    def rows(self, start: int, stop: int, key_count: int | None = None) -> Tensor:
+        """`(batch or 1, heads, rows, keys)` float32 of the queries `[start, stop)` and the first `key_count` keys.
+
+        Where fewer than all keys are asked for, no query may see the others.
+        """
+        return self.compute(start, stop, self.key_length if key_count is None else key_count)
 
     def dense(self) -> Tensor:
         """`(batch or 1, heads, query_len, key_len)` float32."""
-        return self.compute(0, self.query_length)
+        return self.rows(0, self.query_length)
 
 
 BiasForm = DistanceForm | SeparableForm | RowsForm

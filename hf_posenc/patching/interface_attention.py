@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from hf_posenc.attention.backends import attend_with_bias
+from hf_posenc.attention.folding import attend_with_wide_values
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.attention_site import AttentionSite
 from hf_posenc.patching.layer_call import LayerCall, LayerEncoding
@@ -123,11 +124,19 @@ class InterfaceAttention(AttentionSite):
             kwargs["scaling"] = self._scaling
         scaled = self.scaled(call.state, query)
         arguments = (given["module"], scaled, key, given["value"], given.get("attention_mask"), *rest)
-        if self.encoding.logit_bias is None:
-            return function(*arguments, **kwargs)
-        scaling = kwargs.get("scaling")
-        bias = self.bias(call, query, key, self._scaling if scaling is None else scaling)
-        return attend_with_bias(implementation, function, bias, *arguments, **kwargs)
+        attend = function
+        if self.encoding.logit_bias is not None:
+            scaling = kwargs.get("scaling")
+            bias = self.bias(call, query, key, self._scaling if scaling is None else scaling)
+            attend = functools.partial(attend_with_bias, implementation, function, bias)
+        if self._widens_heads and implementation not in (None, "eager"):
+            return attend_with_wide_values(attend, *arguments, **kwargs)
+        return attend(*arguments, **kwargs)
+
+    @property
+    def _widens_heads(self) -> bool:
+        query_key_map = self.encoding.query_key_map
+        return query_key_map is not None and query_key_map.width_factor != 1
 
     @property
     def _scaling(self) -> float:

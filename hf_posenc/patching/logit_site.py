@@ -54,7 +54,7 @@ class LogitSite:
             check_cache(bias, state)
             form = _pairwise_form(bias, self._pairs(call, query, key, scaling))
         check_heads(form.heads, self.encoding.num_heads)
-        return form if self.encoding.logit_scale is None else self._scaled_form(form, state, query)
+        return form if self.encoding.logit_scale is None else self._scaled_form(form, state, query, key.shape[-2])
 
     def _distance_form(self, bias: DistanceBias, state: ForwardState, query: Tensor, key: Tensor) -> DistanceForm:
         query_length, key_length = query.shape[-2], key.shape[-2]
@@ -67,13 +67,13 @@ class LogitSite:
         )
         return form
 
-    def _scaled_form(self, form: BiasForm, state: ForwardState, query: Tensor) -> RowsForm:
+    def _scaled_form(self, form: BiasForm, state: ForwardState, query: Tensor, key_length: int) -> RowsForm:
         scale = self.scale(state, query.device)
 
-        def compute(start: int, stop: int) -> Tensor:
-            return form.rows(start, stop) * scale[..., start:stop].unsqueeze(-1)
+        def compute(start: int, stop: int, key_count: int) -> Tensor:
+            return form.rows(start, stop, key_count) * scale[..., start:stop].unsqueeze(-1)
 
-        return RowsForm(compute, query.shape[-2], form.heads)
+        return RowsForm(compute, query.shape[-2], key_length, form.heads)
 
     def _pairs(self, call: LayerCall, query: Tensor, key: Tensor, scaling: float) -> AttentionPairs:
         query_start, key_start = self.key_start(call.state, query.shape[-2], key.shape[-2])
@@ -127,12 +127,18 @@ def _pairwise_form(bias: LogitBias, pairs: AttentionPairs) -> BiasForm:
     if isinstance(bias, SeparableBias):
         return SeparableForm(bias.key_terms(pairs), pairs.query_slots)
 
-    def compute(start: int, stop: int) -> Tensor:
-        result: Tensor = bias(pairs.of_queries(start, stop))
-        check_heads(result.shape[1], pairs.query.shape[1])
-        return result
+    key_length = pairs.key.shape[-2]
+    crops = isinstance(bias, PairwiseBias) and not bias.reads_later_keys
 
-    return RowsForm(compute, pairs.query.shape[-2], pairs.query.shape[1])
+    def compute(start: int, stop: int, key_count: int) -> Tensor:
+        own = pairs.of_queries(start, stop)
+        if crops and key_count < key_length:
+            own = own.of_first_keys(key_count)
+        result: Tensor = bias(own)
+        check_heads(result.shape[1], pairs.query.shape[1])
+        return result[..., :key_count]
+
+    return RowsForm(compute, pairs.query.shape[-2], key_length, pairs.query.shape[1])
 
 
 def check_heads(of_bias: int, of_layer: int) -> None:

@@ -143,6 +143,9 @@ class PairwiseBias(LogitBias):
     #: True where the bias corrects logits that the layer computes itself, so that nothing may come between them; models
     #: that cap their logits before biases are refused.
     replaces_logits: bool = False
+    #: False where the number of a pair is the same whatever stands behind its query; where no query sees later keys,
+    #: they are then left out before anything is computed.
+    reads_later_keys: bool = True
 
     def key_features(self, hidden_states: Tensor) -> Tensor:
         """`(batch, length, hidden)` -> `(batch, heads, length, num_features)` float32, before the cache."""

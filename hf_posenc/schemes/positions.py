@@ -33,6 +33,15 @@ class Positions:
     token_ids: Tensor | None = None
     memo: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
+    def first(self, count: int) -> Positions:
+        """Those of the first `count` tokens; lengths are still those of the whole sequences."""
+        return dataclasses.replace(
+            self,
+            ids=self.ids[:, :count],
+            coordinates=None if self.coordinates is None else self.coordinates[..., :count],
+            token_ids=None if self.token_ids is None else self.token_ids[:, :count],
+        )
+
 
 @dataclass(frozen=True)
 class AttentionPairs:
@@ -65,6 +74,15 @@ class AttentionPairs:
             query=self.query[..., start:stop, :],
             query_slots=self.query_slots[start:stop],
             hidden_states=None if self.hidden_states is None else self.hidden_states[:, start:stop],
+        )
+
+    def of_first_keys(self, count: int) -> AttentionPairs:
+        """The same queries with the first `count` keys."""
+        return dataclasses.replace(
+            self,
+            key=self.key[..., :count, :],
+            keys=self.keys.first(count),
+            key_features=None if self.key_features is None else self.key_features[:, :, :count],
         )
 
     @property

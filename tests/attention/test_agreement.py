@@ -146,9 +146,9 @@ def test_no_bias_of_all_pairs_exists(label: str, form: type, monkeypatch: pytest
     rows: list[int] = []
     own = form.rows  # type: ignore[attr-defined]
 
-    def watched(self: Any, start: int, stop: int) -> Tensor:
+    def watched(self: Any, start: int, stop: int, key_count: int | None = None) -> Tensor:
         rows.append(stop - start)
-        return own(self, start, stop)
+        return own(self, start, stop, key_count)
 
     monkeypatch.setattr(form, "dense", refused)
     monkeypatch.setattr(form, "rows", watched)

@@ -100,9 +100,10 @@ class Declares(PairwiseBias):
 def test_a_mapped_part_declares_what_the_part_does():
     mapped = MappedBias(PositionShiftConfig().position_map(), Declares())
     declared = {name for kind in (Part, PairwiseBias) for name in kind.__annotations__}
-    # Parameters without weight decay are found at the part that has them.
+    # Parameters without weight decay are found at the part that has them, and a map may place tokens by later ones.
     assert mapped.no_weight_decay == frozenset()
-    for name in declared - {"no_weight_decay"}:
+    assert mapped.reads_later_keys
+    for name in declared - {"no_weight_decay", "reads_later_keys"}:
         assert getattr(Declares, name) != getattr(PairwiseBias, name)
         assert getattr(mapped, name) == getattr(Declares, name)
 

@@ -87,6 +87,7 @@ class SummedPairwiseBias(_PartSum[LogitBias], PairwiseBias):
         self.num_features = sum(part.num_features for part in pairwise)
         self.reads_heads = any(part.reads_heads for part in pairwise)
         self.replaces_logits = any(part.replaces_logits for part in pairwise)
+        self.reads_later_keys = any(part.reads_later_keys for part in pairwise)
 
     def key_features(self, hidden_states: Tensor) -> Tensor:
         """`(batch, heads, length, num_features)`: those of the summands, one after the other."""

@@ -25,6 +25,7 @@ class CopeBias(PairwiseBias):
         initial_std: standard deviation of new entries.
     """
 
+    reads_later_keys = False
     reads_heads = True
     reads_positions = False
 
@@ -41,16 +42,47 @@ class CopeBias(PairwiseBias):
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, query_len, key_len)` in float32."""
         query = pairs.query.float()
-        gates = torch.sigmoid(query @ pairs.expanded_key.float().transpose(-1, -2) * pairs.scaling)
-        # Slots decide what lies between two tokens; a later key must not be counted.
-        gates = gates.masked_fill(pairs.slot_distance > 0, 0.0)
         last = self.weight.shape[0] - 1
-        positions = gates.flip(-1).cumsum(dim=-1).flip(-1).clamp(max=last)
+        products = query @ self.weight.float().transpose(0, 1)
+        far = self._keys_beyond_the_table(pairs)
+        positions = self._positions(pairs, far)
         below = positions.detach().floor()
         share = positions - below
         row = below.long()
-        products = query @ self.weight.float().transpose(0, 1)
-        return products.gather(-1, row) * (1.0 - share) + products.gather(-1, (row + 1).clamp(max=last)) * share
+        near = torch.lerp(products.gather(-1, row), products.gather(-1, (row + 1).clamp(max=last)), share)
+        if far == 0:
+            return near
+        return torch.cat((products[..., last:].expand(-1, -1, -1, far), near), dim=-1)
+
+    def _positions(self, pairs: AttentionPairs, first: int) -> Tensor:
+        """`(batch, heads, query_len, key_len - first)`: what the queries count up to each key from `first` on."""
+        key = pairs.expanded_key[..., first:, :].float()
+        gates = torch.sigmoid(pairs.query.float() @ key.transpose(-1, -2) * pairs.scaling)
+        # Slots decide what lies between two tokens; a later key must not be counted.
+        gates = gates.masked_fill(pairs.slot_distance[:, first:] > 0, 0.0)
+        return gates.flip(-1).cumsum(dim=-1).flip(-1).clamp(max=self.weight.shape[0] - 1)
+
+    @torch.no_grad()
+    def _keys_beyond_the_table(self, pairs: AttentionPairs) -> int:
+        """How many keys from the first on stand at the table's last row for every query.
+
+        Positions only grow away from the query, so once all of them have reached the last row, no gate in front of
+        there matters. Reads as many keys as it takes.
+        """
+        if torch.compiler.is_compiling() or pairs.query.device.type != "cpu" or pairs.query.numel() == 0:
+            # The answer is a number that a graph cannot hold, and that an accelerator would have to be waited for.
+            return 0
+        oldest, newest = int(pairs.query_slots[0]), int(pairs.query_slots[-1]) + 1
+        # With half of the gates open, and some to spare, this far before the oldest of these queries.
+        reach = newest - oldest + 4 * self.weight.shape[0]
+        while reach < newest:
+            first = newest - reach
+            reached = self._positions(pairs, first) >= self.weight.shape[0] - 1
+            everywhere = reached.flatten(0, -2).all(0)
+            if bool(everywhere[0]):
+                return first + int(everywhere.long().cumprod(0).sum())
+            reach *= 2
+        return 0
 
 
 @register_scheme

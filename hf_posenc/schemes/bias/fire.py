@@ -25,6 +25,8 @@ class FireBias(PairwiseBias):
         causal: whether queries see only keys at or before their own position.
     """
 
+    reads_later_keys = False
+
     def __init__(self, num_heads: int, config: FireConfig, causal: bool) -> None:
         super().__init__()
         self.config = config
@@ -65,10 +67,43 @@ class FireBias(PairwiseBias):
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32."""
-        inputs = self.normalized_distance(pairs).unsqueeze(-1)
-        hidden = torch.relu(inputs * self.hidden_weight.float() + self.hidden_bias.float())
-        bias = nn.functional.linear(hidden, self.output_weight.float(), self.output_bias.float())
-        return bias.movedim(-1, 1)
+        inputs = self.normalized_distance(pairs)
+        slopes, offsets, corners = self.pieces()
+        piece = torch.bucketize(inputs.detach(), corners)
+        # One row of a table for all pairs of a piece, heads in front.
+        slope, offset = (
+            values.index_select(1, piece.flatten()).unflatten(1, piece.shape) for values in (slopes, offsets)
+        )
+        return torch.addcmul(offset, slope, inputs).transpose(0, 1)
+
+    def network(self, inputs: Tensor) -> Tensor:
+        """`f` as it is written: `(...)` -> `(..., heads)` in float32."""
+        hidden = torch.relu(inputs.unsqueeze(-1) * self.hidden_weight.float() + self.hidden_bias.float())
+        return nn.functional.linear(hidden, self.output_weight.float(), self.output_bias.float())
+
+    def pieces(self) -> tuple[Tensor, Tensor, Tensor]:
+        """`f` as the straight pieces that a network of one input and one hidden layer consists of.
+
+        Between two corners, where a hidden unit starts or ends to act, the same units act, and their sum is one line.
+        So a pair costs a look-up, however wide the network is.
+
+        Returns:
+            Slopes and offsets, each `(heads, width + 1)`, and the corners between them, `(width,)` in rising order.
+        """
+        weight, bias = self.hidden_weight.float(), self.hidden_bias.float()
+        corners = (-bias / weight).detach()
+        # A unit without a weight is constant: its corner is nowhere.
+        corners = corners.where(weight.detach() != 0, torch.inf)
+        order = corners.argsort()
+        corners = corners[order]
+        number = torch.arange(len(corners) + 1, device=corners.device).unsqueeze(-1)
+        beyond = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device)) < number
+        rising, falling = weight > 0, weight < 0
+        acts = torch.where(rising, beyond, torch.where(falling, ~beyond, bias > 0)).to(weight.dtype)
+        output = self.output_weight.float()
+        slopes = (output * weight) @ acts.transpose(0, 1)
+        offsets = (output * bias) @ acts.transpose(0, 1) + self.output_bias.float().unsqueeze(-1)
+        return slopes, offsets, corners
 
     def _compressed(self, steps: Tensor) -> Tensor:
         return torch.log1p(self.c.float().abs() * steps)

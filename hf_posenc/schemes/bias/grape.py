@@ -28,6 +28,7 @@ class GrapeBias(PairwiseBias):
         normalize: whether the learned directions count as unit vectors.
     """
 
+    reads_later_keys = False
     reads_heads = True
 
     def __init__(self, num_heads: int, head_dim: int, initial_rate: float, normalize: bool) -> None:

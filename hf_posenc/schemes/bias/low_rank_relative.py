@@ -28,6 +28,7 @@ class LowRankRelativeBias(PairwiseBias):
         initializer_range: standard deviation of new entries.
     """
 
+    reads_later_keys = False
     whole_positions = True
 
     def __init__(self, num_heads: int, hidden_size: int, rank: int, window: int, initializer_range: float) -> None:

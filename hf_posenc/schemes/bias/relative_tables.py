@@ -36,8 +36,26 @@ def select_rows(products: Tensor, rows: Tensor) -> Tensor:
     Returns:
         `(batch, heads, query_len, key_len)`.
     """
-    index = rows.unsqueeze(1).expand(*products.shape[:2], *rows.shape[1:])
-    return products.gather(-1, index)
+    same = leading_keys_of_one_row(rows)
+    index = rows[..., same:].unsqueeze(1).expand(*products.shape[:2], -1, -1)
+    selected = products.gather(-1, index)
+    if same == 0:
+        return selected
+    row = int(rows[0, 0, 0])
+    return torch.cat((products[..., row : row + 1].expand(-1, -1, -1, same), selected), dim=-1)
+
+
+def leading_keys_of_one_row(rows: Tensor) -> int:
+    """How many keys from the first on share one row of a clipped table, for all queries: those that are far from all.
+
+    Args:
+        rows: `(batch or 1, query_len, key_len)` int64.
+    """
+    if torch.compiler.is_compiling() or rows.device.type != "cpu" or rows.numel() == 0:
+        # The answer is a number that a graph cannot hold, and that an accelerator would have to be waited for.
+        return 0
+    others = (rows != rows[0, 0, 0]).any(1).any(0).nonzero()
+    return int(others[0]) if len(others) else rows.shape[-1]
 
 
 def turn_frequencies(width: int, base: float) -> Tensor:

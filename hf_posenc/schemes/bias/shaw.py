@@ -38,6 +38,7 @@ class ShawBias(PairwiseBias):
         initializer_range: standard deviation of new entries.
     """
 
+    reads_later_keys = False
     reads_heads = True
     whole_positions = True
 
@@ -77,6 +78,7 @@ class SinusoidalShawBias(PairwiseBias):
         head_dim: width of a query.
     """
 
+    reads_later_keys = False
     reads_heads = True
 
     def __init__(self, head_dim: int) -> None:

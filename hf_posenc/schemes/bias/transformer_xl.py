@@ -35,6 +35,7 @@ class TransformerXLBias(PairwiseBias):
         initializer_range: standard deviation of new entries.
     """
 
+    reads_later_keys = False
     reads_heads = True
 
     def __init__(

@@ -29,6 +29,7 @@ class WaveletBias(PairwiseBias):
         shifts: of each dimension of a head, in tokens.
     """
 
+    reads_later_keys = False
     reads_heads = True
 
     def __init__(self, scales: list[float], shifts: list[float]) -> None:

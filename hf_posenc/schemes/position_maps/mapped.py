@@ -135,6 +135,11 @@ class MappedQueryKeyMap(_MappedPart[QueryKeyMap], QueryKeyMap):
 class MappedBias(_MappedPart[LogitBias], PairwiseBias):
     """A logit bias of the mapped positions. Their distances no longer repeat, so it is evaluated for every pair."""
 
+    def __init__(self, position_map: PositionMap, inner: LogitBias) -> None:
+        super().__init__(position_map, inner)
+        # A map may place a token by all that is there: randomized positions are drawn for the last one.
+        self.reads_later_keys = True
+
     def key_features(self, hidden_states: Tensor) -> Tensor:
         """`(batch, heads, length, num_features)` of the inner bias."""
         return cast("PairwiseBias", self.inner).key_features(hidden_states)

@@ -60,6 +60,7 @@ class FarRotation(PairwiseBias):
 
     reads_heads = True
     replaces_logits = True
+    reads_later_keys = False
 
     def __init__(self, rotation: RotaryMap, far: FarPositions) -> None:
         super().__init__()
@@ -90,6 +91,8 @@ class FarDistanceBias(PairwiseBias):
         inner: the bias.
         far: the far positions.
     """
+
+    reads_later_keys = False
 
     def __init__(self, inner: DistanceBias, far: FarPositions) -> None:
         super().__init__()
