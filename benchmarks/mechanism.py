@@ -33,7 +33,8 @@ def draw_mechanism(folder: Path) -> Path:
     assert isinstance(bias, DistanceBias)
     form = distance_form(bias, 0, _TOKENS, _TOKENS, torch.device("cpu"))
     # In units of the slope.
-    vector = (form.vector[0] / form.vector[0, _TOKENS - 2].abs()).masked_fill(torch.arange(2 * _TOKENS - 1) >= _TOKENS, -torch.inf)
+    vector = form.vector[0] / form.vector[0, _TOKENS - 2].abs()
+    vector[_TOKENS:] = -torch.inf
     reversed_queries = vector.as_strided((_TOKENS, _TOKENS), (1, 1))
     with styled():
         from matplotlib.figure import Figure
