@@ -9,8 +9,12 @@ form             sdpa                         flex_attention              flash 
 ===============  ===========================  ==========================  =====================  =================
 distance         a strided view, no matrix    a look-up per pair          folded where linear    a matrix
 separable        folded into queries, keys    a look-up per pair          folded                 a matrix
-rows             a matrix, in blocks          a matrix                    refused                a matrix
+rows             in blocks; compiled, a       a matrix                    refused                a matrix
+                 matrix
 ===============  ===========================  ==========================  =====================  =================
+
+Where dropout or a soft cap is asked of sdpa, transformers' own function gets the bias, in blocks. Flash kernels are
+given no bias that is learned, for training: see `hf_posenc.attention.separable_attention`.
 """
 
 from __future__ import annotations
@@ -22,11 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_posenc.attention.blockwise import autocast_inputs
 from hf_posenc.attention.by_blocks import attend_by_blocks
 from hf_posenc.attention.distance_attention import distance_attention
 from hf_posenc.attention.folding import attend_with_wide_values, fold
 from hf_posenc.attention.forms import BiasForm, DistanceForm, RowsForm, SeparableForm
 from hf_posenc.attention.lookups import look_up
+from hf_posenc.attention.separable_attention import separable_attention
 from hf_posenc.errors import UnsupportedError
 
 #: The largest bias of all pairs, in bytes, that is built for a back-end that cannot do without. Set it to allow more.
@@ -81,8 +87,9 @@ def attend_with_bias(
         )
     if name == "flex_attention" and not isinstance(form, RowsForm):
         return function(*given, position_bias=look_up(form), **kwargs)
-    if _is_stock_sdpa(function):
+    if _is_stock_sdpa(function) and query.shape[2] > 1 and not torch._C._are_functorch_transforms_active():
         return _attend_sdpa(function, form, *given, **kwargs)
+    # A single row is small, and for it transformers reads the keys that heads share once.
     return _attend_dense(name, function, form, *given, **kwargs)
 
 
@@ -102,65 +109,88 @@ def _attend_sdpa(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    given = (module, query, key, value, attention_mask, *args)
-    if query.shape[2] == 1:
-        # A single row, which is small, and for which transformers reads shared keys once.
-        return _attend_dense("sdpa", function, form, *given, **kwargs)
     causal = attention_mask is None and _is_causal(module, kwargs)
-    if isinstance(form, SeparableForm) or (isinstance(form, DistanceForm) and query.device.type != "cpu"):
-        separable = form if isinstance(form, SeparableForm) else _separable(form, module, kwargs)
-        if separable is not None:
-            return _attend_separable(function, separable, *given, **kwargs)
-    plain = not args and not kwargs.get("dropout") and kwargs.get("softcap") is None
-    if isinstance(form, DistanceForm) and plain:
-        if causal and key.shape[2] > query.shape[2]:
-            # A static cache before anything else is in it: the slots behind the queries are empty.
-            key, value = (tensor[:, :, : query.shape[2]] for tensor in (key, value))
-            form = form.of_first_keys(query.shape[2])
-        scaling = kwargs.get("scaling")
-        scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    if causal and key.shape[2] > query.shape[2]:
+        # A static cache before anything else is in it: the slots behind the queries are empty.
+        key, value, form = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]], form.of_first(query.shape[2])
+    compiling = torch.compiler.is_compiling()
+    given = (module, query, key, value, attention_mask)
+    if _learns_mask(attention_mask):
+        return _attend_dense("sdpa", function, form, *given, *args, **kwargs)
+    if _asks_for_more(args, kwargs):
+        if compiling:
+            return _attend_dense("sdpa", function, form, *given, *args, **kwargs)
+        return attend_by_blocks(function, form, causal, *given, *args, **kwargs)
+    scaling = kwargs.get("scaling")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    if causal and query.device.type != "cpu":
+        # Folded, it needs no mask, and kernels that take none are the fast ones there.
+        form = _separable(form) or form
+    if isinstance(form, SeparableForm):
+        terms, slots = form.terms, form.query_slots
+        return separable_attention(query, key, value, terms, slots, attention_mask, scaling, causal), None
+    if isinstance(form, DistanceForm):
         return distance_attention(query, key, value, form.vector, attention_mask, scaling, causal), None
-    if causal and key.shape[2] != query.shape[2]:
+    if compiling:
         return _attend_dense("sdpa", function, form, *given, **kwargs)
-    if torch.compiler.is_compiling():
-        return _attend_dense("sdpa", function, form, *given, **kwargs)
-    return attend_by_blocks(function, form, causal, plain, *given, **kwargs)
+    return attend_by_blocks(None, form, causal, *given, **kwargs)
 
 
-def _attend_separable(
+def _asks_for_more(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether stock sdpa would do more than attend; all of that, its warnings included, is left to it."""
+    others = ("dropout", "softcap", "s_aux", "output_attentions")
+    return bool(args) or any(_is_set(kwargs.get(name)) for name in others)
+
+
+def _is_set(value: Any) -> bool:
+    return isinstance(value, Tensor) or bool(value)
+
+
+def _learns_mask(mask: Any) -> bool:
+    return isinstance(mask, Tensor) and mask.requires_grad and torch.is_grad_enabled()
+
+
+def _separable(form: BiasForm) -> SeparableForm | None:
+    """A fixed bias of distance as a number per key, which says the same only where no query sees a later key."""
+    if not isinstance(form, DistanceForm) or form.requires_grad:
+        return None
+    return form.separable()
+
+
+def _attend_folded(
+    name: str,
     function: Callable[..., Any],
-    form: SeparableForm,
+    form: BiasForm,
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Any,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    scaling = kwargs.pop("scaling", None)
-    scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    query, key = fold(query, key, form.terms, form.query_slots, scaling)
-    return attend_with_wide_values(
-        function, module, query, key, value, attention_mask, *args, scaling=scaling, **kwargs
-    )
-
-
-def _attend_folded(
-    name: str, function: Callable[..., Any], form: BiasForm, module: torch.nn.Module, *given: Any, **kwargs: Any
-) -> Any:
-    separable = _separable(form, module, kwargs) if isinstance(form, DistanceForm) else form
-    if not isinstance(separable, SeparableForm):
+    separable: BiasForm | None = form if isinstance(form, SeparableForm) else _separable(form)
+    learned = isinstance(form, DistanceForm | SeparableForm) and form.requires_grad and torch.is_grad_enabled()
+    if learned:
+        raise UnsupportedError(
+            f"The attention back-end {name!r} would round the gradient of this learned bias to the dtype of its keys, "
+            'which leaves nothing of it. Train with model.set_attn_implementation("sdpa"); without gradients this '
+            "back-end is fine."
+        )
+    if not isinstance(separable, SeparableForm) or not _is_causal(module, kwargs):
         raise UnsupportedError(
             f"The attention back-end {name!r} takes no logit bias, and this one is not a number per key that could be "
             'folded into its queries and keys. Use model.set_attn_implementation("sdpa"), "flex_attention" or "eager".'
         )
-    return _attend_separable(function, separable, module, *given, **kwargs)
-
-
-def _separable(form: DistanceForm, module: torch.nn.Module, kwargs: dict[str, Any]) -> SeparableForm | None:
-    """A number per key says the same only where no query sees a later key."""
-    return form.separable() if _is_causal(module, kwargs) else None
+    if _is_set(kwargs.get("softcap")):
+        raise UnsupportedError(
+            f"The attention back-end {name!r} caps its logits, and what is folded into queries and keys would be "
+            'capped with them. Use model.set_attn_implementation("flex_attention") or "eager".'
+        )
+    scaling = kwargs.pop("scaling", None)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    query, key, value = autocast_inputs(query, key, value)
+    query, key = fold(query, key, separable.terms, separable.query_slots, scaling)
+    return attend_with_wide_values(function, module, query, key, value, *args, scaling=scaling, **kwargs)
 
 
 def _is_causal(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
@@ -179,14 +209,14 @@ def _attend_dense(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    pairs = query.shape[2] * key.shape[2]
-    size = 4 * query.shape[0] * form.heads * pairs
+    batch = query.shape[0] if isinstance(form, RowsForm) else form.batch
+    size = 4 * batch * form.heads * query.shape[2] * key.shape[2]
     if not torch.compiler.is_compiling() and size > DENSE_LIMIT:
         raise UnsupportedError(
             f"Through the attention back-end {name!r} this bias is a matrix of {query.shape[2]} x {key.shape[2]} for "
-            f"each of {form.heads} heads and {query.shape[0]} rows, {size / 2**30:.0f} GiB in every layer. Use "
-            'model.set_attn_implementation("sdpa"), which computes it in blocks, or allow more with '
-            "hf_posenc.attention.backends.DENSE_LIMIT."
+            f"each of {form.heads} heads and {batch} rows, {size / 2**20:,.0f} MiB in every layer. Use "
+            'model.set_attn_implementation("sdpa"), without a mask that is learned, which computes it in blocks, or '
+            "allow more with hf_posenc.attention.backends.DENSE_LIMIT."
         )
     bias = form.dense().to(query.dtype)
     if name == "flex_attention":

@@ -21,10 +21,9 @@ _WORTH_DIVIDING = 512
 
 
 def attend_by_blocks(
-    function: Callable[..., Any],
+    function: Callable[..., Any] | None,
     form: BiasForm,
     causal: bool,
-    plain: bool,
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -33,16 +32,16 @@ def attend_by_blocks(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Calls an attention function for one block of query rows after the other, each with its rows of the bias.
+    """Attends for one block of query rows after the other, each with its rows of the bias.
 
     The backward pass computes each block again, so that it holds the bias of one block only, too; unless the whole
     bias is not larger than a block.
 
     Args:
-        function: takes `position_bias=`, as transformers' "sdpa" does.
+        function: takes `position_bias=`, as transformers' "sdpa" does, and is called for every block; `None` where
+            nothing but attention is asked for.
         form: the bias.
         causal: whether query i sees no key behind key i; without a mask, and with as many keys as queries.
-        plain: whether the function does nothing but attend: no dropout, no soft cap. A block then needs no help of it.
         module: the attention module.
         query: `(batch, heads, query_len, head_dim)`.
         key: `(batch, key_value_heads, key_len, head_dim)`.
@@ -65,7 +64,7 @@ def attend_by_blocks(
         bias = form.rows(start, stop, seen)
         mask = _mask_of_rows(attention_mask, causal, start, stop, seen, query.device)
         query, key, value = query[:, :, start:stop], key[:, :, :seen], value[:, :, :seen]
-        if plain:
+        if function is None:
             return block_attention(query, key, value, bias, mask, scaling)
         bias = bias.to(query.dtype)
         output: Tensor = function(module, query, key, value, mask, *args, position_bias=bias, **kwargs)[0]

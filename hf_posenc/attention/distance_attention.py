@@ -6,32 +6,33 @@ strides 1: torch's kernels read it as an attention mask like any other, and noth
 allocated. The mask of a causal layer is part of the vector, and queries are taken in blocks of rows, so that keys which
 none of them sees are skipped.
 
-The backward pass computes the probabilities of a few rows at a time again. The gradient of the vector is the sum over
-each diagonal of the gradient of the scores: written into rows that are one longer than they should be, the diagonals
-become columns.
+The gradient of the vector is the sum over each diagonal of the gradient of the scores: written into rows that are one
+longer than they should be, the diagonals become columns.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_posenc.attention.block_attention import additive_mask
-
-aten = torch.ops.aten
+from hf_posenc.attention.blockwise import (
+    Block,
+    autocast_inputs,
+    blocks,
+    blockwise_backward,
+    fitting_mask,
+    for_each_query_head,
+    for_kernel,
+    mask_of_block,
+    refuse_second_derivative,
+)
 
 #: Rows of a forward block, below and from `_LONG` queries on. Torch's CPU kernel divides 192 to 767 rows into tiles of
 #: 64 and more into tiles of 256; the smaller block skips more of a causal layer's invisible keys.
 _SHORT_ROWS, _LONG_ROWS, _LONG = 256, 768, 4096
-#: Rows of a backward block: enough for the matrix products to be efficient, few enough to stay in the caches.
-_BACKWARD_ROWS = 128
-#: How many scores a block may hold, 4 bytes each.
-_BLOCK_SCORES = 2**23
 
 
 def distance_attention(
@@ -58,10 +59,12 @@ def distance_attention(
 
     Returns:
         `(batch, query_len, heads, value_dim)`, in the dtype of the query.
+
+    Raises:
+        UnsupportedError: for a mask of another shape, and in the second of two backward passes.
     """
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    query, key, value = autocast_inputs(query, key, value)
+    mask = fitting_mask(mask, query.shape[2], key.shape[2])
     result: Tensor = _distance_attention(query, key, value, vector, mask, scaling, causal)
     return result
 
@@ -71,25 +74,21 @@ def _distance_attention(
     query: Tensor, key: Tensor, value: Tensor, vector: Tensor, mask: Tensor | None, scaling: float, causal: bool
 ) -> Tensor:
     batch, heads, query_length, _ = query.shape
-    key_length = key.shape[2]
-    key, value = _for_each_query_head(key, heads), _for_each_query_head(value, heads)
-    vector = _with_causal_mask(vector, query_length, causal)
+    key, value = for_each_query_head(key, heads), for_each_query_head(value, heads)
+    bias = _DistanceRows(vector, mask, query_length, causal)
     output = query.new_empty(batch, query_length, heads, value.shape[-1])
     rows = _SHORT_ROWS if query_length < _LONG else _LONG_ROWS
-    for items, start, stop in _blocks(batch, heads, query_length, key_length, rows, mask is not None):
-        first, last = _visible_keys(mask, items, start, stop, key_length, causal)
-        keys = slice(first, last)
-        bias = _bias_of_rows(vector, mask, items, start, stop, first, last, query_length)
-        if bias.dtype != query.dtype and query.device.type != "cpu":
-            bias = bias.to(query.dtype)
-        block = scaled_dot_product_attention(
-            query[items, :, start:stop].flip(2),
-            key[items, :, keys],
-            value[items, :, keys],
-            attn_mask=bias,
-            scale=scaling,
-        )
-        output[items, start:stop] = block.flip(2).transpose(1, 2)
+    # Autocast would round the bias.
+    with torch.autocast(query.device.type, enabled=False):
+        for block in blocks(query, key.shape[2], mask, causal, rows, mask is not None):
+            result = scaled_dot_product_attention(
+                query[block.items, :, block.start : block.stop].flip(2),
+                key[block.items, :, block.keys],
+                value[block.items, :, block.keys],
+                attn_mask=for_kernel(bias.of(block), query),
+                scale=scaling,
+            )
+            output[block.items, block.start : block.stop] = result.flip(2).transpose(1, 2)
     return output
 
 
@@ -112,45 +111,16 @@ def _distance_attention_backward(
     causal: bool,
     of_vector: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    batch, heads, query_length, _ = query.shape
-    key_length, groups = key.shape[2], query.shape[1] // key.shape[1]
-    of_query = torch.empty_like(query)
-    # float32 throughout: in the dtype of a half precision model the probabilities would lose what the forward had.
-    # Contiguous, so that batch and heads can be one axis without a copy in every block.
-    keys, values = (_for_each_query_head(tensor, heads).float().contiguous() for tensor in (key, value))
-    of_key, of_value = torch.zeros_like(keys), torch.zeros_like(values)
-    vector = _with_causal_mask(vector, query_length, causal)
-    diagonals = _Diagonals(vector, key_length) if of_vector else None
-    blocks = list(_blocks(batch, heads, query_length, key_length, _BACKWARD_ROWS, True))
-    # Blocks differ in size, and memory that is taken anew for each would pile up in pieces that are a little too small.
-    largest = max((min(items.stop, batch) - items.start) * (stop - start) for items, start, stop in blocks)
-    buffers = [keys.new_empty(largest * heads * key_length) for _ in range(2)]
-    with torch.autocast(query.device.type, enabled=False):
-        for items, start, stop in blocks:
-            first, last = _visible_keys(mask, items, start, stop, key_length, causal)
-            seen = slice(first, last)
-            bias = _bias_of_rows(vector, mask, items, start, stop, first, last, query_length)
-            query_rows = (query[items, :, start:stop].float() * scaling).flip(2).flatten(0, 1)
-            output_rows = gradient[items, start:stop].transpose(1, 2).float().flip(2).flatten(0, 1)
-            key_rows, value_rows, of_key_rows, of_value_rows = (
-                tensor[items].flatten(0, 1)[:, seen] for tensor in (keys, values, of_key, of_value)
-            )
-            shape = (*query_rows.shape[:2], last - first)
-            scores, probabilities = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
-            torch.bmm(query_rows, key_rows.transpose(1, 2), out=scores).unflatten(0, (-1, heads)).add_(bias)
-            aten._softmax.out(scores, -1, False, out=probabilities)
-            of_scores = torch.bmm(output_rows, value_rows.transpose(1, 2), out=scores)
-            aten._softmax_backward_data.out(of_scores, probabilities, -1, torch.float32, grad_input=of_scores)
-            of_value_rows.baddbmm_(probabilities.transpose(1, 2), output_rows)
-            of_key_rows.baddbmm_(of_scores.transpose(1, 2), query_rows)
-            of_query_rows = torch.bmm(of_scores, key_rows).mul_(scaling)
-            of_query[items, :, start:stop] = of_query_rows.unflatten(0, (-1, heads)).flip(2)
-            if diagonals is not None:
-                diagonals.add(of_scores, query_length - stop + first)
-    of_key, of_value = (
-        tensor.unflatten(1, (-1, groups)).sum(2).to(like.dtype) for tensor, like in ((of_key, key), (of_value, value))
-    )
-    return of_query, of_key, of_value, vector.new_empty(0) if diagonals is None else diagonals.total
+    query_length = query.shape[2]
+    bias = _DistanceRows(vector, mask, query_length, causal)
+    diagonals = _Diagonals(vector, key.shape[2]) if of_vector else None
+
+    def add(scores: Tensor, block: Block) -> None:
+        if diagonals is not None:
+            diagonals.add(scores.flatten(0, 1), query_length - block.stop + block.first)
+
+    found = blockwise_backward(gradient, query, key, value, mask, scaling, causal, bias.of, add)
+    return *found, vector.new_empty(0) if diagonals is None else diagonals.total
 
 
 @_distance_attention_backward.register_fake
@@ -181,6 +151,37 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
 
 
 _distance_attention.register_autograd(_backward, setup_context=_save)
+_distance_attention_backward.register_autograd(refuse_second_derivative)
+
+
+class _DistanceRows:
+    """The bias of a block, a view of the vector where there is no mask.
+
+    Args:
+        vector: `(heads, query_len + key_len - 1)` by rising distance.
+        mask: as `fitting_mask` returns it.
+        query_length: number of queries.
+        causal: whether later keys are hidden.
+    """
+
+    def __init__(self, vector: Tensor, mask: Tensor | None, query_length: int, causal: bool) -> None:
+        self.vector = vector.contiguous()
+        if causal:
+            self.vector = self.vector.clone()
+            self.vector[:, query_length:] = -torch.inf
+        self.mask = mask
+        self.query_length = query_length
+
+    def of(self, block: Block) -> Tensor:
+        """`(batch or 1, heads, rows, keys)` float32, queries reversed."""
+        vector = self.vector
+        farthest = self.query_length - block.stop + block.first
+        shape = (1, vector.shape[0], block.stop - block.start, block.last - block.first)
+        bias = vector.as_strided(shape, (0, vector.stride(0), 1, 1), vector.storage_offset() + farthest)
+        if self.mask is not None:
+            return bias + mask_of_block(self.mask, block, vector.dtype)
+        # Kernels of accelerators want rows that start at aligned addresses.
+        return bias if vector.device.type == "cpu" else bias.contiguous()
 
 
 class _Diagonals:
@@ -209,66 +210,3 @@ class _Diagonals:
         self._rows.as_strided(scores.shape, (rows * pitch, pitch + 1, 1)).copy_(scores)
         sums = self._rows[:, :, : rows + width - 1].sum(1)
         self.total[:, first : first + rows + width - 1] += sums.unflatten(0, (-1, len(self.total))).sum(0)
-
-
-def _for_each_query_head(tensor: Tensor, heads: int) -> Tensor:
-    """`(batch, heads, key_len, width)` from `(batch, key_value_heads, key_len, width)`."""
-    groups = heads // tensor.shape[1]
-    return tensor if groups == 1 else tensor.repeat_interleave(groups, dim=1)
-
-
-def _with_causal_mask(vector: Tensor, query_length: int, causal: bool) -> Tensor:
-    """The vector with -inf at every later key."""
-    vector = vector.contiguous()
-    if not causal:
-        return vector
-    vector = vector.clone()
-    vector[:, query_length:] = -torch.inf
-    return vector
-
-
-def _blocks(
-    batch: int, heads: int, query_length: int, key_length: int, rows: int, limited: bool
-) -> Iterator[tuple[slice, int, int]]:
-    """Batch items and rows `[start, stop)` of each block; `limited` to `_BLOCK_SCORES` scores where it can."""
-    items = batch
-    if limited:
-        rows = min(rows, max(16, _BLOCK_SCORES // (heads * key_length)))
-        items = max(1, _BLOCK_SCORES // (heads * key_length * min(rows, query_length)))
-    for first in range(0, batch, items):
-        for start in range(0, query_length, rows):
-            yield slice(first, first + items), start, min(start + rows, query_length)
-
-
-def _visible_keys(
-    mask: Tensor | None, items: slice, start: int, stop: int, key_length: int, causal: bool
-) -> tuple[int, int]:
-    """The keys `[first, last)` outside of which no query of a block sees any."""
-    if causal:
-        return 0, stop
-    if mask is None or mask.dtype != torch.bool or mask.device.type != "cpu":
-        return 0, key_length
-    seen = _rows_of(mask, items, start, stop).any(-2).flatten(0, -2).any(0).nonzero()
-    # A block of padding tokens may see nothing; the mask gives all of its keys the same weight then.
-    return (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (0, key_length)
-
-
-def _rows_of(mask: Tensor, items: slice, start: int, stop: int) -> Tensor:
-    """`(batch or 1, 1 or heads, rows or 1, key_len)`."""
-    if mask.shape[0] > 1:
-        mask = mask[items]
-    return mask[:, :, start:stop] if mask.shape[2] > 1 else mask
-
-
-def _bias_of_rows(
-    vector: Tensor, mask: Tensor | None, items: slice, start: int, stop: int, first: int, last: int, query_length: int
-) -> Tensor:
-    """`(batch or 1, heads, rows, keys)` float32, queries reversed: a view of the vector where there is no mask."""
-    farthest = query_length - stop + first
-    shape = (1, vector.shape[0], stop - start, last - first)
-    bias = vector.as_strided(shape, (0, vector.stride(0), 1, 1), vector.storage_offset() + farthest)
-    if mask is None:
-        # Kernels of accelerators want rows that start at aligned addresses.
-        return bias if vector.device.type == "cpu" else bias.contiguous()
-    rows = _rows_of(mask, items, start, stop)[..., first:last].flip(-2)
-    return bias + additive_mask(rows, vector.dtype)

@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+#: How much of a term the other factor holds: half precision ends at 65504. A power of two, so that nothing is rounded.
+_SHARE = 256.0
+
 
 def fold(query: Tensor, key: Tensor, terms: Tensor, query_slots: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
     """Queries and keys whose products hold `term[j] - term[i]` beside their own.
@@ -30,16 +33,16 @@ def fold(query: Tensor, key: Tensor, terms: Tensor, query_slots: Tensor, scaling
     """
     batch, heads = query.shape[:2]
     groups = heads // key.shape[1]
-    scaled = (terms / scaling).expand(batch, -1, -1)
+    scaled = (terms / (scaling * _SHARE)).expand(batch, -1, -1)
     # Every logit of a query is shifted alike, which softmax does not see, and so has no gradient.
     shift = scaled.detach().index_select(-1, query_slots)
     of_keys = _split(scaled, key.dtype)
     of_queries = [-part for part in _split(shift, query.dtype)]
     # A key head is read by several query heads, each with terms of its own: every one has its dimensions there.
-    own = torch.eye(groups, dtype=query.dtype, device=query.device).repeat(key.shape[1], 1)
+    own = _SHARE * torch.eye(groups, dtype=query.dtype, device=query.device).repeat(key.shape[1], 1)
     chosen = own.repeat(1, len(of_keys)).view(1, heads, 1, -1).expand(batch, -1, query.shape[2], -1)
     channels = torch.cat([part.unflatten(1, (-1, groups)).transpose(2, 3) for part in of_keys], dim=-1)
-    ones = key.new_ones(()).expand(*key.shape[:-1], len(of_queries))
+    ones = key.new_tensor(_SHARE).expand(*key.shape[:-1], len(of_queries))
     wide_query = torch.cat((chosen, torch.stack(of_queries, dim=-1), query), dim=-1)
     wide_key = torch.cat((channels, ones, key), dim=-1)
     # Accelerators want heads of a multiple of 8.

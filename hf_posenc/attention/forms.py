@@ -52,7 +52,12 @@ class DistanceForm:
         """`(1, heads, query_len, key_len)` float32."""
         return self.rows(0, self.query_length)
 
-    def of_first_keys(self, key_length: int) -> DistanceForm:
+    @property
+    def batch(self) -> int:
+        """Rows of the batch that have a bias of their own."""
+        return 1
+
+    def of_first(self, key_length: int) -> DistanceForm:
         """The same for the first `key_length` keys only."""
         vector = self.vector[:, : self.query_length + key_length - 1]
         return DistanceForm(vector, self.query_length, key_length, self.slopes)
@@ -83,6 +88,20 @@ class SeparableForm:
         """Number of query heads."""
         return self.terms.shape[1]
 
+    @property
+    def batch(self) -> int:
+        """Rows of the batch that have a bias of their own."""
+        return self.terms.shape[0]
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the bias is learned."""
+        return self.terms.requires_grad
+
+    def of_first(self, key_length: int) -> SeparableForm:
+        """The same for the first `key_length` keys only."""
+        return SeparableForm(self.terms[..., :key_length], self.query_slots)
+
     def rows(self, start: int, stop: int, key_count: int | None = None) -> Tensor:
         """`(batch or 1, heads, rows, keys)` float32 of the queries `[start, stop)` and the first `key_count` keys."""
         own = self.terms.index_select(-1, self.query_slots[start:stop])
@@ -109,6 +128,10 @@ class RowsForm:
     query_length: int
     key_length: int
     heads: int
+
+    def of_first(self, key_length: int) -> RowsForm:
+        """The same for the first `key_length` keys only, behind which no query sees any."""
+        return RowsForm(self.compute, self.query_length, key_length, self.heads)
 
     def rows(self, start: int, stop: int, key_count: int | None = None) -> Tensor:
         """`(batch or 1, heads, rows, keys)` float32 of the queries `[start, stop)` and the first `key_count` keys.

@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hf_posenc.attention import blockwise
 from hf_posenc.attention import distance_attention as module
 from hf_posenc.attention.distance_attention import distance_attention
+from hf_posenc.errors import UnsupportedError
 
 from .plain_attention import masks, plain_attention, toeplitz
 
@@ -26,7 +28,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_SHORT_ROWS", 5)
     monkeypatch.setattr(module, "_LONG_ROWS", 7)
     monkeypatch.setattr(module, "_LONG", 20)
-    monkeypatch.setattr(module, "_BACKWARD_ROWS", 6)
+    monkeypatch.setattr(blockwise, "_BACKWARD_ROWS", 6)
 
 
 def tensors(
@@ -88,10 +90,12 @@ def test_any_shape(batch: int, groups: int, query_length: int, extra: int, kind:
 
 
 def test_a_budget_for_scores_divides_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BLOCK_SCORES", 4 * 17 * 20)
-    blocks = list(module._blocks(5, 4, 40, 17, 64, True))
+    monkeypatch.setattr(blockwise, "_BLOCK_SCORES", 4 * 17 * 20)
+    blocks = list(blockwise._divided(5, 4, 40, 17, 64, True))
     assert all((stop - start) * 4 * 17 <= 4 * 17 * 20 for _, start, stop in blocks)
     assert {items.start for items, _, _ in blocks} == {0, 1, 2, 3, 4}
+    monkeypatch.setattr(blockwise, "_BLOCK_SCORES", 4 * 17 * 5)
+    assert {items.start for items, _, _ in blockwise._divided(3, 4, 17, 17, 5, True)} == {0, 1, 2}
     compare(tensors(3, 4, 2, 17, 17, torch.float32), masks(3, 17, 17)["left padding"], False, CLOSE[torch.float32])
 
 
@@ -135,3 +139,66 @@ def test_no_gradient_where_none_is_asked_for(monkeypatch: pytest.MonkeyPatch) ->
     distance_attention(query, key, value, vector.detach(), None, 0.3, True).sum().backward()
     assert query.grad is not None
     assert vector.grad is None
+
+
+def test_a_mask_with_one_entry_for_all_keys() -> None:
+    """Which the crop of a block must not take for the first key alone."""
+    given = tensors(2, 4, 2, 17, 17, torch.float32)
+    compare(given, torch.ones(1, 1, 1, 1, dtype=torch.bool), False, CLOSE[torch.float32])
+    compare(given, torch.ones(2, 1, 17, 1, dtype=torch.bool), False, CLOSE[torch.float32])
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 17, 9), (1, 1, 5, 17), (17, 17)])
+def test_a_mask_that_fits_neither_is_refused(shape: tuple[int, ...]) -> None:
+    given = tensors(2, 4, 2, 17, 17, torch.float32)
+    with pytest.raises(UnsupportedError, match="17 queries and 17 keys"):
+        distance_attention(*given, torch.ones(shape, dtype=torch.bool), 0.3, False)
+
+
+def test_a_query_that_an_additive_mask_leaves_nothing_has_no_gradient() -> None:
+    query, key, value, vector = tensors(2, 4, 2, 17, 17, torch.float32)
+    mask = torch.zeros(1, 1, 17, 17).masked_fill(~torch.ones(17, 17, dtype=torch.bool).tril(), -torch.inf)
+    mask[:, :, 3] = -torch.inf
+    output = distance_attention(query, key, value, vector, mask, 0.3, False)
+    assert not output[:, 3].any()
+    output.square().sum().backward()
+    for tensor in (query, key, value, vector):
+        assert tensor.grad is not None
+        assert tensor.grad.isfinite().all()
+    assert query.grad is not None
+    assert not query.grad[:, :, 3].any()
+
+
+def test_double_precision_stays_double() -> None:
+    query, key, value, vector = tensors(1, 4, 2, 9, 9, torch.float64)
+    found = distance_attention(query, key, value, vector, None, 0.3, True)
+    wanted = plain_attention(query, key, value, toeplitz(vector, 9, 9), None, 0.3, True)
+    (one,), (other,) = (torch.autograd.grad(output.square().sum(), query) for output in (found, wanted))
+    torch.testing.assert_close(one, other, atol=1e-12, rtol=1e-12)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    query, key, value, vector = tensors(1, 4, 2, 9, 9, torch.float32)
+    output = distance_attention(query, key, value, vector, None, 0.3, True)
+    (gradient,) = torch.autograd.grad(output.square().sum(), query, create_graph=True)
+    with pytest.raises(UnsupportedError, match="second derivative"):
+        gradient.sum().backward()
+
+
+def test_nothing_to_attend_for() -> None:
+    query, key, value, vector = tensors(1, 4, 2, 9, 9, torch.float32)
+    found = distance_attention(query[:0], key[:0], value[:0], vector, None, 0.3, True)
+    assert found.shape == (0, 9, 4, 8)
+    found.sum().backward()
+    assert vector.grad is not None
+    assert not vector.grad.any()
+
+
+def test_autocast_does_not_round_a_large_bias() -> None:
+    """bfloat16 tells 1000 and 1003 apart from nothing between; the result has to be that of bfloat16 heads alone."""
+    query, key, value, vector = tensors(1, 4, 2, 17, 17, torch.float32)
+    vector = (vector.detach() + 1000 + torch.arange(33) % 3).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = distance_attention(query, key, value, vector, None, 0.3, True)
+    halves = (tensor.detach().to(torch.bfloat16) for tensor in (query, key, value))
+    torch.testing.assert_close(found, distance_attention(*halves, vector, None, 0.3, True), atol=0, rtol=0)

@@ -1,0 +1,227 @@
+"""What the fused forms have in common: blocks of query rows, their masks, and the backward pass of a block.
+
+Within a block queries stand in reverse order, which makes a bias of distance a view of a vector
+(`hf_posenc.attention.distance_attention`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_posenc.errors import UnsupportedError
+
+aten = torch.ops.aten
+
+#: Rows of a backward block: enough for the matrix products to be efficient, few enough to stay in the caches.
+_BACKWARD_ROWS = 128
+#: How many scores a block may hold, 4 bytes each.
+_BLOCK_SCORES = 2**23
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some queries and the keys outside of which none of them sees any.
+
+    Args:
+        items: of the batch.
+        start: first query.
+        stop: behind the last query.
+        first: first key.
+        last: behind the last key.
+    """
+
+    items: slice
+    start: int
+    stop: int
+    first: int
+    last: int
+
+    @property
+    def keys(self) -> slice:
+        """The keys."""
+        return slice(self.first, self.last)
+
+
+def blocks(query: Tensor, key_length: int, mask: Tensor | None, causal: bool, rows: int, limited: bool) -> list[Block]:
+    """Divides the queries of a batch.
+
+    Args:
+        query: `(batch, heads, query_len, width)`.
+        key_length: number of keys.
+        mask: as `fitting_mask` returns it.
+        causal: whether query i sees no key behind key i.
+        rows: queries of a block.
+        limited: whether a block may hold no more than `_BLOCK_SCORES` scores, if it can be helped.
+    """
+    batch, heads, query_length, _ = query.shape
+    found = []
+    for items, start, stop in _divided(batch, heads, query_length, key_length, rows, limited):
+        first, last = _visible_keys(mask, items, start, stop, key_length, causal)
+        found.append(Block(items, start, stop, first, last))
+    return found
+
+
+def _divided(
+    batch: int, heads: int, query_length: int, key_length: int, rows: int, limited: bool
+) -> Iterator[tuple[slice, int, int]]:
+    items = max(1, batch)
+    if limited:
+        row_scores = max(1, heads * key_length)
+        rows = min(rows, max(16, _BLOCK_SCORES // row_scores))
+        items = max(1, _BLOCK_SCORES // (row_scores * max(1, min(rows, query_length))))
+    for first in range(0, batch, items):
+        for start in range(0, query_length, rows):
+            yield slice(first, min(first + items, batch)), start, min(start + rows, query_length)
+
+
+def _visible_keys(
+    mask: Tensor | None, items: slice, start: int, stop: int, key_length: int, causal: bool
+) -> tuple[int, int]:
+    if causal:
+        return 0, min(stop, key_length)
+    if mask is None or mask.dtype != torch.bool or mask.device.type != "cpu":
+        return 0, key_length
+    seen = _rows_of(mask, items, start, stop).any(-2).flatten(0, -2).any(0).nonzero()
+    # A block of padding tokens may see nothing; the mask gives all of its keys the same weight then.
+    return (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (0, key_length)
+
+
+def _rows_of(mask: Tensor, items: slice, start: int, stop: int) -> Tensor:
+    if mask.shape[0] > 1:
+        mask = mask[items]
+    return mask[:, :, start:stop] if mask.shape[2] > 1 else mask
+
+
+def mask_of_block(mask: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
+    """What is added to the logits of a block, `(batch or 1, 1 or heads, rows or 1, keys)`, queries reversed."""
+    return additive_mask(_rows_of(mask, block.items, block.start, block.stop)[..., block.keys].flip(-2), dtype)
+
+
+def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to logits: the smallest number where a boolean mask hides a pair."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
+
+
+def fitting_mask(mask: Tensor | None, query_length: int, key_length: int) -> Tensor | None:
+    """A mask with an entry for every key: one for all of them is repeated, one for later slots is cut.
+
+    Raises:
+        UnsupportedError: for a mask that fits neither queries nor keys.
+    """
+    if mask is None:
+        return None
+    mask = mask.expand(*mask.shape[:-1], key_length) if mask.shape[-1] == 1 else mask[..., :key_length]
+    if mask.dim() != 4 or mask.shape[-1] != key_length or mask.shape[2] not in (1, query_length):
+        raise UnsupportedError(
+            f"The attention mask is {tuple(mask.shape)}, for {query_length} queries and {key_length} keys; expected "
+            "(batch or 1, heads or 1, queries or 1, keys or 1)."
+        )
+    return mask
+
+
+def for_kernel(bias: Tensor, query: Tensor) -> Tensor:
+    """A float32 bias as the kernel of the device takes it: the CPU's takes it as it is, beside any dtype."""
+    if query.device.type == "cpu" or bias.dtype == query.dtype:
+        return bias
+    return bias.clamp(min=torch.finfo(query.dtype).min).to(query.dtype)
+
+
+def for_each_query_head(tensor: Tensor, heads: int) -> Tensor:
+    """`(batch, heads, key_len, width)` from `(batch, key_value_heads, key_len, width)`."""
+    groups = heads // tensor.shape[1]
+    return tensor if groups == 1 else tensor.repeat_interleave(groups, dim=1)
+
+
+def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values in the dtype that attention has under autocast, or as they are."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(tensor.to(dtype) for tensor in tensors)
+
+
+def blockwise_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    causal: bool,
+    bias_of: Callable[[Block], Tensor],
+    on_scores: Callable[[Tensor, Block], None],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values, from probabilities that are computed again a few rows at a time.
+
+    All of it in float32 at least: in the dtype of a half precision model the probabilities would lose what the forward
+    pass had.
+
+    Args:
+        gradient: of the output, `(batch, query_len, heads, value_dim)`.
+        query: `(batch, heads, query_len, head_dim)`.
+        key: `(batch, key_value_heads, key_len, head_dim)`.
+        value: `(batch, key_value_heads, key_len, value_dim)`.
+        mask: as `fitting_mask` returns it.
+        scaling: factor of `query . key`.
+        causal: whether query i sees no key behind key i.
+        bias_of: the bias of a block, `(batch or 1, heads, rows, keys)`, queries reversed, the mask included.
+        on_scores: is given the gradient of the scores of every block, `(batch, heads, rows, keys)`, likewise.
+    """
+    heads, key_length = query.shape[1], key.shape[2]
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    of_query = torch.empty_like(query)
+    # Contiguous, so that batch and heads can be one axis without a copy in every block.
+    keys, values = (for_each_query_head(tensor, heads).to(dtype).contiguous() for tensor in (key, value))
+    of_key, of_value = torch.zeros_like(keys), torch.zeros_like(values)
+    divided = blocks(query, key_length, mask, causal, _BACKWARD_ROWS, True)
+    # Blocks differ in size, and memory that is taken anew for each would pile up in pieces that are a little too small.
+    sizes = [(block.items.stop - block.items.start) * (block.stop - block.start) for block in divided]
+    buffers = [keys.new_empty(max(sizes, default=0) * heads * key_length) for _ in range(2)]
+    # Additive masks may hide all keys of a padding query with -inf, of which softmax makes no number.
+    may_be_empty = mask is not None and mask.dtype != torch.bool
+    with torch.autocast(query.device.type, enabled=False):
+        for block in divided:
+            items, rows = block.items, slice(block.start, block.stop)
+            query_rows = (query[items, :, rows].to(dtype) * scaling).flip(2).flatten(0, 1)
+            output_rows = gradient[items, rows].transpose(1, 2).to(dtype).flip(2).flatten(0, 1)
+            key_rows, value_rows, of_key_rows, of_value_rows = (
+                tensor[items].flatten(0, 1)[:, block.keys] for tensor in (keys, values, of_key, of_value)
+            )
+            shape = (*query_rows.shape[:2], block.last - block.first)
+            scores, probabilities = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
+            torch.bmm(query_rows, key_rows.transpose(1, 2), out=scores).unflatten(0, (-1, heads)).add_(bias_of(block))
+            aten._softmax.out(scores, -1, False, out=probabilities)
+            if may_be_empty:
+                probabilities.nan_to_num_(0.0)
+            of_scores = torch.bmm(output_rows, value_rows.transpose(1, 2), out=scores)
+            aten._softmax_backward_data.out(of_scores, probabilities, -1, dtype, grad_input=of_scores)
+            of_value_rows.baddbmm_(probabilities.transpose(1, 2), output_rows)
+            of_key_rows.baddbmm_(of_scores.transpose(1, 2), query_rows)
+            of_query_rows = torch.bmm(of_scores, key_rows).mul_(scaling)
+            of_query[items, :, rows] = of_query_rows.unflatten(0, (-1, heads)).flip(2).to(query.dtype)
+            on_scores(of_scores.unflatten(0, (-1, heads)), block)
+    groups = heads // key.shape[1]
+    of_key, of_value = (
+        tensor.unflatten(1, (-1, groups)).sum(2).to(like.dtype) for tensor, like in ((of_key, key), (of_value, value))
+    )
+    return of_query, of_key, of_value
+
+
+def refuse_second_derivative(*_: object) -> None:
+    """The backward pass of a backward pass.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError(
+        "Fused attention with a position bias has no second derivative, as that of flash kernels has none. Use "
+        'model.set_attn_implementation("eager") for gradient penalties and the like.'
+    )

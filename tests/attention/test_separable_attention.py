@@ -1,0 +1,96 @@
+"""A number per key, folded on the way forward, exact on the way back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_posenc.attention import blockwise
+from hf_posenc.attention.forms import SeparableForm
+from hf_posenc.attention.separable_attention import _separable_attention, separable_attention
+
+from .plain_attention import masks, plain_attention
+
+MASKS = list(masks(1, 1, 1))
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blockwise, "_BACKWARD_ROWS", 6)
+
+
+def tensors(batch: int, groups: int, length: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(length)
+    query = torch.randn(batch, length, 4, 8, generator=generator).transpose(1, 2)
+    key, value = (torch.randn(batch, length, 4 // groups, 8, generator=generator).transpose(1, 2) for _ in range(2))
+    logits = torch.randn(batch, 4, length, generator=generator)
+    query, key, value = (tensor.to(dtype).requires_grad_() for tensor in (query, key, value))
+    return query, key, value, logits.requires_grad_()
+
+
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_masks(kind: str, groups: int) -> None:
+    """Against float64, by sums of some dozen float32 products."""
+    given = tensors(3, groups, 17, torch.float32)
+    mask, slots = masks(3, 17, 17)[kind], torch.arange(17)
+    terms = given[3].exp().cumsum(-1)
+    found = separable_attention(*given[:3], terms, slots, mask, 0.3, kind == "none")
+    bias = SeparableForm(terms, slots).dense()
+    wanted = plain_attention(*given[:3], bias, mask, 0.3, kind == "none")
+    torch.testing.assert_close(found.double(), wanted, atol=1e-5, rtol=1e-5)
+    weights = torch.randn(wanted.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    gradients = torch.autograd.grad((found.double() * weights).sum(), given, retain_graph=True)
+    for one, other in zip(gradients, torch.autograd.grad((wanted * weights).sum(), given), strict=True):
+        torch.testing.assert_close(one, other, atol=2e-5 * float(other.abs().max().clamp(min=1)), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float32, 1e-3), (torch.bfloat16, 0.1), (torch.float16, 0.02)], ids=str
+)
+def test_the_gradient_of_gates_over_a_long_row(dtype: torch.dtype, bound: float) -> None:
+    """Each gate's gradient is a sum over all tokens behind it, in which rounded numbers would add up to noise.
+
+    The bounds are several roundings of the dtype, for queries, keys, values and output; the kernel's own backward pass
+    is off by more than all of the gradient in half precision.
+    """
+    query, key, value, logits = tensors(1, 2, 1024, dtype)
+    found: list[Tensor] = []
+    for exact in (False, True):
+        terms = -torch.nn.functional.logsigmoid(logits).cumsum(-1)
+        slots = torch.arange(1024)
+        if exact:
+            output = plain_attention(query, key, value, SeparableForm(terms, slots).dense(), None, 0.3, True)
+        else:
+            output = separable_attention(query, key, value, terms, slots, None, 0.3, True).double()
+        weights = torch.randn(output.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+        found += torch.autograd.grad((output * weights).sum(), logits)
+    assert float((found[0] - found[1]).norm() / found[1].norm()) <= bound
+
+
+def test_half_precision_does_not_overflow() -> None:
+    """Terms of 4096 tokens that forget nine tenths each, over a small factor: beyond the largest float16."""
+    query, key, value, _ = tensors(1, 1, 32, torch.float16)
+    terms = (torch.arange(32) + 4064.0).mul(2.3).expand(1, 4, -1)
+    output = separable_attention(query, key, value, terms, torch.arange(32), None, 64**-0.5 / 8, True)
+    wanted = plain_attention(
+        query, key, value, SeparableForm(terms, torch.arange(32)).dense(), None, 64**-0.5 / 8, True
+    )
+    torch.testing.assert_close(output.double(), wanted, atol=5e-3, rtol=5e-3)
+
+
+def test_autocast_of_float32_heads() -> None:
+    """As norms of queries and keys leave them: the parts of a term have to be those of the dtype of the kernel."""
+    query, key, value, _ = tensors(1, 2, 64, torch.float32)
+    terms = torch.arange(64.0).mul(0.7).expand(1, 4, -1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = separable_attention(query, key, value, terms, torch.arange(64), None, 0.3, True)
+    halves = (tensor.detach().to(torch.bfloat16) for tensor in (query, key, value))
+    wanted = plain_attention(*halves, SeparableForm(terms, torch.arange(64)).dense(), None, 0.3, True)
+    torch.testing.assert_close(found.double(), wanted, atol=2e-2, rtol=2e-2)
+
+
+def test_the_operator_is_one_that_torch_can_trace() -> None:
+    given = tensors(2, 2, 11, torch.float32)
+    torch.library.opcheck(_separable_attention, (*given, torch.arange(11), None, 0.3, True))
