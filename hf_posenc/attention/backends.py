@@ -19,6 +19,7 @@ given no bias that is learned, for training: see `hf_posenc.attention.separable_
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -80,7 +81,7 @@ def attend_with_bias(
     if name == "eager":
         merged = merge_mask(attention_mask, form.dense(), query.dtype)
         return function(module, query, key, value, merged, *args, **kwargs)
-    if "position_bias" not in inspect.signature(function).parameters:
+    if not _takes_position_bias(function):
         raise UnsupportedError(
             f"The attention back-end {name!r} has no position_bias parameter, so a logit bias would be lost. Use "
             'model.set_attn_implementation("sdpa"), "flex_attention" or "eager".'
@@ -91,6 +92,11 @@ def attend_with_bias(
         return _attend_sdpa(function, form, *given, **kwargs)
     # A single row is small, and for it transformers reads the keys that heads share once.
     return _attend_dense(name, function, form, *given, **kwargs)
+
+
+@functools.lru_cache(maxsize=64)
+def _takes_position_bias(function: Callable[..., Any]) -> bool:
+    return "position_bias" in inspect.signature(function).parameters
 
 
 def _is_stock_sdpa(function: Callable[..., Any]) -> bool:
@@ -234,6 +240,7 @@ def merge_mask(attention_mask: Tensor | None, bias: Tensor, dtype: torch.dtype) 
         dtype: of the logits.
     """
     smallest = torch.finfo(dtype).min
+    bias = bias.to(torch.promote_types(bias.dtype, dtype))
     if attention_mask is None:
         merged = bias
     else:

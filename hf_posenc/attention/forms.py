@@ -45,6 +45,8 @@ class DistanceForm:
 
     def rows(self, start: int, stop: int, key_count: int | None = None) -> Tensor:
         """`(1, heads, rows, keys)` float32 of the queries `[start, stop)` and the first `key_count` keys."""
+        if self.query_length == 1:
+            return self.vector[None, :, None, :key_count]
         own = self.vector[:, self.query_length - stop : self.query_length - start + self.key_length - 1]
         return own.unfold(-1, self.key_length, 1)[..., :key_count].flip(-2).unsqueeze(0)
 

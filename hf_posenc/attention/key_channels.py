@@ -40,6 +40,8 @@ def split_features(key: Tensor, num_heads: int, num_features: int) -> tuple[Tens
     per_key = num_heads // key.shape[1] * num_features
     count = channels_per_number(key.dtype)
     plain = key[..., : key.shape[-1] - count * per_key]
-    channels = key[..., plain.shape[-1] :].float().unflatten(-1, (count, per_key)).sum(-2)
+    channels = key[..., plain.shape[-1] :].float()
+    if count > 1:
+        channels = channels.unflatten(-1, (count, per_key)).sum(-2)
     features = channels.unflatten(-1, (-1, num_features)).transpose(2, 3).flatten(1, 2)
     return plain, features

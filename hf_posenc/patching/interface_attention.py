@@ -129,7 +129,7 @@ class InterfaceAttention(AttentionSite):
             scaling = kwargs.get("scaling")
             bias = self.bias(call, query, key, self._scaling if scaling is None else scaling)
             attend = functools.partial(attend_with_bias, implementation, function, bias)
-        if self._widens_heads and implementation not in (None, "eager"):
+        if self._widens_heads and implementation not in (None, "eager") and query.shape[2] > 1:
             return attend_with_wide_values(attend, *arguments, **kwargs)
         return attend(*arguments, **kwargs)
 

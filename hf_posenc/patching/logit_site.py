@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from hf_posenc.attention.distances import distance_form, first_key_slot
 from hf_posenc.attention.forms import BiasForm, DistanceForm, RowsForm, SeparableForm
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.decoding_memo import remembered_row
 from hf_posenc.patching.layer_call import LayerCall, LayerEncoding
 from hf_posenc.patching.length_checks import check_cache
 from hf_posenc.patching.offloading import weights_at_hand
@@ -32,7 +33,7 @@ class LogitSite:
         """`(batch, heads, query_len, num_features)` float32 of the new tokens."""
         bias = self.encoding.logit_bias
         assert isinstance(bias, PairwiseBias)
-        with weights_at_hand(bias):
+        with weights_at_hand(bias), torch.autocast(call.hidden_states.device.type, enabled=False):
             features: Tensor = bias.key_features(call.hidden_states)
         return features
 
@@ -61,7 +62,10 @@ class LogitSite:
         offset = state.slot_offset(query_length, key_length)
         form: DistanceForm = state.shared(
             ("bias", id(bias)),
-            lambda: distance_form(bias, offset, query_length, key_length, query.device),
+            lambda: (
+                (query_length == 1 and remembered_row(bias, state, key_length, query.device))
+                or distance_form(bias, offset, query_length, key_length, query.device)
+            ),
             query_length,
             key_length,
         )
@@ -125,7 +129,8 @@ class LogitSite:
 
 def _pairwise_form(bias: LogitBias, pairs: AttentionPairs) -> BiasForm:
     if isinstance(bias, SeparableBias):
-        return SeparableForm(bias.key_terms(pairs), pairs.query_slots)
+        with torch.autocast(pairs.query.device.type, enabled=False):
+            return SeparableForm(bias.key_terms(pairs), pairs.query_slots)
 
     key_length = pairs.key.shape[-2]
     crops = isinstance(bias, PairwiseBias) and not bias.reads_later_keys
@@ -134,7 +139,9 @@ def _pairwise_form(bias: LogitBias, pairs: AttentionPairs) -> BiasForm:
         own = pairs.of_queries(start, stop)
         if crops and key_count < key_length:
             own = own.of_first_keys(key_count)
-        result: Tensor = bias(own)
+        # A bias is float32 in any model; autocast would round what it is made of.
+        with torch.autocast(own.query.device.type, enabled=False):
+            result: Tensor = bias(own)
         check_heads(result.shape[1], pairs.query.shape[1])
         return result[..., :key_count]
 
