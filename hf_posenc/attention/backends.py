@@ -19,7 +19,6 @@ given no bias that is learned, for training: see `hf_posenc.attention.separable_
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +37,8 @@ from hf_posenc.errors import UnsupportedError
 
 #: The largest bias of all pairs, in bytes, that is built for a back-end that cannot do without. Set it to allow more.
 DENSE_LIMIT = 8 * 2**30
+
+_TAKES_POSITION_BIAS: dict[Callable[..., Any], bool] = {}
 
 
 def attend_with_bias(
@@ -94,9 +95,12 @@ def attend_with_bias(
     return _attend_dense(name, function, form, *given, **kwargs)
 
 
-@functools.lru_cache(maxsize=64)
 def _takes_position_bias(function: Callable[..., Any]) -> bool:
-    return "position_bias" in inspect.signature(function).parameters
+    # Read once for each function; a cache of functools would alarm compilers.
+    known = _TAKES_POSITION_BIAS.get(function)
+    if known is None:
+        known = _TAKES_POSITION_BIAS[function] = "position_bias" in inspect.signature(function).parameters
+    return known
 
 
 def _is_stock_sdpa(function: Callable[..., Any]) -> bool:
@@ -174,18 +178,19 @@ def _attend_folded(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    separable: BiasForm | None = form if isinstance(form, SeparableForm) else _separable(form)
-    learned = isinstance(form, DistanceForm | SeparableForm) and form.requires_grad and torch.is_grad_enabled()
-    if learned:
+    separable = form if isinstance(form, SeparableForm) else None
+    if isinstance(form, DistanceForm):
+        separable = form.separable()
+    if separable is None or not _is_causal(module, kwargs):
+        raise UnsupportedError(
+            f"The attention back-end {name!r} takes no logit bias, and this one is not a number per key that could be "
+            'folded into its queries and keys. Use model.set_attn_implementation("sdpa"), "flex_attention" or "eager".'
+        )
+    if separable.terms.requires_grad and torch.is_grad_enabled():
         raise UnsupportedError(
             f"The attention back-end {name!r} would round the gradient of this learned bias to the dtype of its keys, "
             'which leaves nothing of it. Train with model.set_attn_implementation("sdpa"); without gradients this '
             "back-end is fine."
-        )
-    if not isinstance(separable, SeparableForm) or not _is_causal(module, kwargs):
-        raise UnsupportedError(
-            f"The attention back-end {name!r} takes no logit bias, and this one is not a number per key that could be "
-            'folded into its queries and keys. Use model.set_attn_implementation("sdpa"), "flex_attention" or "eager".'
         )
     if _is_set(kwargs.get("softcap")):
         raise UnsupportedError(

@@ -8,7 +8,7 @@ the stock method:
 - `PreTrainedModel.from_pretrained` and `_from_config` build the model with its scheme already in place, so
   that weights, dtypes, shards, device maps and low-memory loading are handled by the stock code;
 - `PreTrainedModel.__init__` refuses an entry that reaches it, because the stock class would ignore it;
-- `PreTrainedModel.save_pretrained` refuses a model that runs a scheme its config does not carry.
+- `PreTrainedModel.save_pretrained` refuses a model whose config says something else than the scheme it runs.
 
 What only patched models need is imported by the functions that use it: `import hf_posenc` stays cheap.
 """
@@ -101,10 +101,18 @@ def _model_init(original: Callable[..., Any], model: Any, config: Any, *args: An
 
 
 def _save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    if read_entry(model.config) is None and "hf_posenc.patching" in sys.modules:
+    if "hf_posenc.patching" in sys.modules:
         from hf_posenc.patching.apply import runs_a_scheme
 
-        if runs_a_scheme(model):
+        entry = read_entry(model.config)
+        if entry is not None and not runs_a_scheme(model):
+            raise UnsupportedError(
+                f"This {type(model).__name__} runs its stock positions, but its config names the scheme "
+                f"{entry['scheme']!r}: it shares the config with a model that was patched, and would come back with "
+                "that model's positions. Give it a config of its own first: model.config = copy.deepcopy(model.config) "
+                "while the other one is unpatched; or build each model from its own config."
+            )
+        if entry is None and runs_a_scheme(model):
             raise UnsupportedError(
                 f"This {type(model).__name__} runs a position encoding that its config does not carry: it shares its "
                 "layers with a model that was patched, or a part of it was. Saved as it is, it would come back with "

@@ -323,3 +323,18 @@ def test_sequence_beyond_the_table_is_refused_after_reload(tmp_path: Path) -> No
     assert torch.equal(outputs(loaded), outputs(model.eval()))
     with pytest.raises(IndexError, match=str(LENGTH)):
         outputs(loaded, token_ids(LENGTH + 1))
+
+
+def test_a_stock_model_that_shares_the_config_of_a_patched_one_is_not_saved(tmp_path: Path) -> None:
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8,
+        max_position_embeddings=16,
+    )  # fmt: skip
+    patched, stock = LlamaForCausalLM(config), LlamaForCausalLM(config)
+    hf_posenc.patch_model(patched, "alibi")
+    with pytest.raises(UnsupportedError, match="shares the config"):
+        stock.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+    patched.save_pretrained(tmp_path / "patched")
+    hf_posenc.unpatch_model(patched)
+    stock.save_pretrained(tmp_path / "stock")
