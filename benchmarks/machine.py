@@ -17,6 +17,7 @@ import torch
 
 import hf_posenc
 from benchmarks.errors import BenchmarkError
+from training.processor import processor_name
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _STATUS = Path("/proc/self/status")
@@ -43,7 +44,7 @@ def check_device(device: str) -> None:
 def describe_machine(device: str) -> dict[str, Any]:
     """Everything that figures depend on beside the settings, and nothing that changes from day to day."""
     described: dict[str, Any] = {
-        "cpu": _processor(),
+        "cpu": processor_name(),
         "cores": os.cpu_count() or 1,
         "threads": torch.get_num_threads(),
         "memory_gb": _total_memory_gb(),
@@ -161,12 +162,3 @@ def _version_or_none(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _processor() -> str:
-    information = Path("/proc/cpuinfo")
-    if information.is_file():
-        for line in information.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -6,7 +6,6 @@ import os
 import platform
 import shlex
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_posenc import __version__
 from training.corpus import Corpus, unigram_cross_entropy
+from training.processor import processor_name
 from training.study.cells import FINISHED, Cell
 from training.study.models import model_class
 from training.study.run import tail_tokens
@@ -55,7 +55,11 @@ def study_results(
         "runs": [outcomes[cell.name] for cell in _in_order(study, cells)],
         "versions": {"python": platform.python_version(), "hf-posenc": __version__}
         | {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")},
-        "machine": {"cpu": _processor(), "cores": os.cpu_count() or 1, "threads_per_run": _threads(outcomes, threads)}
+        "machine": {
+            "cpu": processor_name(),
+            "cores": os.cpu_count() or 1,
+            "threads_per_run": _threads(outcomes, threads),
+        }
         | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
     }
 
@@ -79,16 +83,6 @@ def _repeating(command: list[str]) -> list[str]:
         waiting = False
         words.append(word)
     return words
-
-
-def _processor() -> str:
-    """The name of the processor, as far as the system tells it."""
-    information = Path("/proc/cpuinfo")
-    if information.is_file():
-        for line in information.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _in_order(study: StudySettings, cells: list[Cell]) -> list[Cell]:
