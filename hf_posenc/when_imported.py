@@ -1,0 +1,65 @@
+"""Running a function when another package is imported, without importing it.
+
+`import hf_posenc` must not load `peft` or `transformers.trainer`, which take seconds, but has to act when a program
+imports them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+Hook = Callable[[ModuleType], None]
+
+
+def when_imported(name: str, hook: Hook) -> None:
+    """Calls `hook(module)` once: now if the module is loaded, else right after its first import.
+
+    Args:
+        name: full name of the module, such as "peft.peft_model".
+        hook: called with the module after its code has run. What it raises reaches the import statement.
+    """
+    module = sys.modules.get(name)
+    if module is not None and not getattr(module.__spec__, "_initializing", False):
+        hook(module)
+    else:
+        sys.meta_path.insert(0, _Finder(name, hook))
+
+
+class _Finder(MetaPathFinder):
+    """Finds one module where the other finders find it, and gives its loader the hook."""
+
+    def __init__(self, name: str, hook: Hook) -> None:
+        self.name, self.hook = name, hook
+        self._asking_others = False
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self.name or self._asking_others:
+            return None
+        self._asking_others = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._asking_others = False
+        if spec is not None and spec.loader is not None:
+            self._call_after(spec.loader)
+        return spec
+
+    def _call_after(self, loader: Loader) -> None:
+        run = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            # A spec may be looked up without an import (`importlib.util.find_spec`), so the finder stays until now.
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self.hook(module)
+
+        # The loader of a source file is made anew for each module, so this reaches no other one.
+        loader.exec_module = exec_module  # type: ignore[method-assign]
