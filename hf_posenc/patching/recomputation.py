@@ -6,6 +6,7 @@ function of every layer is wrapped to bring the state of its own call back.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -64,17 +65,24 @@ class CheckpointWithState:
         self.states = states
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs `checkpoint(function, ...)`."""
+        """Runs `checkpoint(function, ...)`.
+
+        The second run finds the shared values that the first one found, and computes itself what the first one
+        computed: torch compares the tensors that the two save for the backward pass.
+        """
         states, state = self.states, self.states.top
+        cache, memo = ({}, {}) if state is None else (dict(state.cache), dict(state.memo))
 
         def replay(*inputs: Any, **options: Any) -> Any:
             if state is None or states.top is state:
                 return function(*inputs, **options)
-            states.push(state)
+            calls = states.own()
+            depth = len(calls)
             try:
+                calls.append(dataclasses.replace(state, cache=dict(cache), memo=dict(memo)))
                 return function(*inputs, **options)
             finally:
-                states.pop()
+                del calls[depth:]
 
         return self.checkpoint(replay, *args, **kwargs)
 
