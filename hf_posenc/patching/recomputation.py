@@ -7,7 +7,7 @@ function of every layer is wrapped to bring the state of its own call back.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -79,12 +79,26 @@ class CheckpointWithState:
             calls = states.own()
             depth = len(calls)
             try:
-                calls.append(dataclasses.replace(state, cache=dict(cache), memo=dict(memo)))
+                calls.append(dataclasses.replace(state, cache=dict(cache), memo=_Drawn(memo, state.memo)))
                 return function(*inputs, **options)
             finally:
                 del calls[depth:]
 
         return self.checkpoint(replay, *args, **kwargs)
+
+
+class _Drawn(dict[Hashable, Any]):
+    """The memo of a second run: what is drawn at random again takes the value of the first run.
+
+    It is drawn nevertheless, so that the dropout behind it meets the same state of the generator in both runs.
+    """
+
+    def __init__(self, found: dict[Hashable, Any], drawn: dict[Hashable, Any]) -> None:
+        super().__init__(found)
+        self.drawn = drawn
+
+    def __setitem__(self, name: Hashable, value: Any) -> None:
+        super().__setitem__(name, self.drawn.get(name, value))
 
 
 def forget_recomputation(stack: nn.Module) -> None:
