@@ -60,7 +60,7 @@ def native_rotary_dim(stack: Stack, attention: FoundAttention) -> int | None:
 def with_layout(
     config: SchemeConfig, stack: Stack, attention: FoundAttention, pairing_override: str | None
 ) -> SchemeConfig:
-    """The config with every layout that is left open in it resolved to the pairing the architecture was trained with."""
+    """The config with every open layout in it resolved to the pairing the architecture was trained with."""
     nested = {
         field.name: _with_layout_inside(getattr(config, field.name), stack, attention, pairing_override)
         for field in dataclasses.fields(config)

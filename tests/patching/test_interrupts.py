@@ -118,8 +118,8 @@ def test_a_hook_in_front_of_a_stack_that_fails_leaves_the_outer_call_its_positio
 
     def call_again(*_: Any) -> None:
         outer.remove()
-        inner = model.model.register_forward_pre_hook(interrupted(ValueError), prepend=True)
-        with pytest.raises(ValueError):
+        inner = model.model.register_forward_pre_hook(interrupted(LookupError), prepend=True)
+        with pytest.raises(LookupError):
             model.model(ids)
         inner.remove()
 

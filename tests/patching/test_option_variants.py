@@ -86,7 +86,8 @@ def variants(name: str) -> dict[SchemeConfig, list[tuple[str, Any]]]:
 
 def assert_sentence(error: Exception) -> None:
     text = str(error)
-    assert text.endswith(".") and len(text.split()) > 5, text
+    assert text.endswith("."), text
+    assert len(text.split()) > 5, text
 
 
 @functools.cache
