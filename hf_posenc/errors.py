@@ -19,10 +19,13 @@ class UnknownNameError(PositionEncodingError, ValueError):
         known: the names there are.
         owner: whose names these are, for a message like "Unknown option 'thetha' of scheme 'rope'".
         hint: a sentence on what is probably meant, in place of the nearest names.
+
+    Attributes:
+        known: the names there are, sorted.
     """
 
     def __init__(self, kind: str, name: str, known: Iterable[str], *, owner: str = "", hint: str = "") -> None:
-        known = sorted(known)
+        known = self.known = sorted(known)
         if not hint:
             close = close_names(name, known)
             hint = f"Did you mean {' or '.join(repr(match) for match in close)}?" if close else ""

@@ -13,7 +13,7 @@ from hf_posenc.patching.interface_attention import InterfaceAttention
 from hf_posenc.patching.layer_call import LayerEncoding
 from hf_posenc.patching.report import StackReport
 from hf_posenc.patching.rotary_method import RotaryMethodSite, RotaryModuleSite
-from hf_posenc.patching.runtime import EnterStack, LeaveStack
+from hf_posenc.patching.runtime import RefuseReplicas, StackForward
 from hf_posenc.patching.scores_attention import ScoresAttention
 from hf_posenc.patching.sites import FoundAttention, Stack
 from hf_posenc.patching.table_site import TableSite
@@ -40,8 +40,8 @@ def install_stack(
     report = StackReport(stack.name, stack.layers(), kept=[f"{path}: {why}" for path, why in stack.skipped])
     report.kept.extend(architecture.kept)
     runtime = encoding.runtime
-    hooks.append(stack.module.register_forward_pre_hook(EnterStack(runtime), with_kwargs=True))
-    hooks.append(stack.module.register_forward_hook(LeaveStack(runtime), always_call=True))
+    journal.wrap_forward(stack.module, lambda inner: StackForward(stack.module, runtime, inner))
+    journal.set(stack.module, "_replicate_for_data_parallel", RefuseReplicas())
     if architecture.silence is not None:
         architecture.silence(stack, journal)
     if architecture.mechanism:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ class _Change:
     had_value: bool
     value: Any
     kind: Literal["attribute", "forward", "buffer", "frozen"] = "attribute"
+    ours: Any = None
 
 
 @dataclass
@@ -32,7 +34,7 @@ class InstancePatches:
     def set(self, target: Any, attribute: str, value: Any) -> None:
         """Sets `target.attribute` on the instance and remembers what the instance had there."""
         own = target.__dict__
-        self.changes.append(_Change(target, attribute, attribute in own, own.get(attribute)))
+        self.changes.append(_Change(target, attribute, attribute in own, own.get(attribute), ours=value))
         own[attribute] = value
 
     def set_buffer(self, module: nn.Module, name: str, value: Tensor) -> None:
@@ -46,14 +48,26 @@ class InstancePatches:
         Raises:
             UnsupportedError: if the instance has another forward than its class already, which would be passed over.
         """
-        own = module.__dict__
-        place = "_old_forward" if "_hf_hook" in own and "_old_forward" in own else "forward"
-        if place == "forward" and place in own:
+        if _place_of_forward(module) == "forward" and "forward" in module.__dict__:
             raise UnsupportedError(
                 f"This {type(module).__name__} has a forward of its own, set on the instance by another library or by "
                 "hand; a patch would pass it over. Take it off first, and put it on again afterwards if it has to be."
             )
-        self.changes.append(_Change(module, place, place in own, (value, own.get(place)), "forward"))
+        self.wrap_forward(module, lambda inner: value)
+
+    def wrap_forward(self, module: nn.Module, wrapper: Callable[[Any], Any]) -> None:
+        """Replaces the module's forward by one that calls it.
+
+        Args:
+            module: the module.
+            wrapper: makes the new forward from what the instance had there, `None` for the forward of its class.
+        """
+        own, place = module.__dict__, _place_of_forward(module)
+        before = own.get(place)
+        # accelerate keeps a bound method where there was nothing.
+        stock = before is None or getattr(before, "__func__", None) is type(module).forward
+        value = wrapper(None if stock else before)
+        self.changes.append(_Change(module, place, place in own, (value, before), "forward"))
         own[place] = value
 
     def freeze(self, module: nn.Module, name: str) -> None:
@@ -67,7 +81,7 @@ class InstancePatches:
             parameter.requires_grad_(False)
 
     def undo(self) -> None:
-        """Restores everything in reverse order."""
+        """Restores everything in reverse order, except an attribute that somebody has set again since."""
         for change in reversed(self.changes):
             if change.kind == "forward":
                 _restore_forward(change)
@@ -75,11 +89,17 @@ class InstancePatches:
                 change.target._parameters[change.attribute].requires_grad_(change.value)
             elif change.kind == "buffer":
                 change.target._buffers[change.attribute] = change.value
+            elif change.target.__dict__.get(change.attribute) is not change.ours:
+                continue
             elif change.had_value:
                 change.target.__dict__[change.attribute] = change.value
             else:
                 change.target.__dict__.pop(change.attribute, None)
         self.changes.clear()
+
+
+def _place_of_forward(module: nn.Module) -> str:
+    return "_old_forward" if "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__ else "forward"
 
 
 def _restore_forward(change: _Change) -> None:

@@ -71,8 +71,10 @@ class InterfaceAttention(AttentionSite):
                 self.require_rotation(self.rotations != rotations)
                 return output
         call = self.begin_call(args[0] if args else next(iter(kwargs.values())))
-        self.calls.push(call)
+        calls = self.calls.own()
+        depth = len(calls)
         try:
+            calls.append(call)
             if self.watches_keys:
                 cache = cache_of_call(self.module, args, kwargs)
                 with KeysOnTheirWay(cache, functools.partial(self.update_cache, call)):
@@ -80,7 +82,7 @@ class InterfaceAttention(AttentionSite):
             else:
                 output = self._function(self.module, *args, **kwargs)
         finally:
-            self.calls.pop()
+            del calls[depth:]
         if not call.attended:
             raise UnsupportedError(
                 f"{type(self.module).__name__} computed its attention without the attention interface (for example "

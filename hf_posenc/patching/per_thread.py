@@ -14,7 +14,21 @@ _MAIN_THREAD = threading.main_thread().ident
 
 
 class PerThread(Generic[Value]):
-    """`push`, `pop` and `top` act on the calling thread's own stack."""
+    """Values of the calls in progress on each thread, the innermost on top.
+
+    A call puts its value there and takes it back in a way that no error and no interrupt can pass by::
+
+        own = values.own()
+        depth = len(own)
+        try:
+            own.append(value)
+            ...
+        finally:
+            del own[depth:]
+
+    Nothing is called in the last line, so Python delivers no signal before it is done, and whatever inner calls have
+    left behind goes with it.
+    """
 
     def __init__(self) -> None:
         self._main: list[Value] = []
@@ -23,21 +37,12 @@ class PerThread(Generic[Value]):
     def __getstate__(self) -> dict[str, Any]:
         return {"_main": [], "_others": {}}
 
-    def _own(self) -> list[Value]:
+    def own(self) -> list[Value]:
+        """The calling thread's own stack."""
         # A thread's number cannot be traced, so compiled code stands for the main thread.
         if is_compiling() or get_ident() == _MAIN_THREAD:
             return self._main
         return self._others.setdefault(get_ident(), [])
-
-    def push(self, value: Value) -> None:
-        """Puts a value on top."""
-        self._own().append(value)
-
-    def pop(self) -> None:
-        """Drops the value on top, if there is one."""
-        own = self._own()
-        if own:
-            own.pop()
 
     @property
     def top(self) -> Value | None:

@@ -60,7 +60,7 @@ def native_rotary_dim(stack: Stack, attention: FoundAttention) -> int | None:
 def with_layout(
     config: SchemeConfig, stack: Stack, attention: FoundAttention, pairing_override: str | None
 ) -> SchemeConfig:
-    """The config with every `layout="auto"` in it resolved to the pairing the architecture was trained with."""
+    """The config with every open layout in it resolved to the pairing the architecture was trained with."""
     nested = {
         field.name: _with_layout_inside(getattr(config, field.name), stack, attention, pairing_override)
         for field in dataclasses.fields(config)
@@ -68,7 +68,7 @@ def with_layout(
     changed = {name: value for name, value in nested.items() if value is not getattr(config, name)}
     if changed:
         config = dataclasses.replace(config, **changed)
-    if getattr(config, "layout", None) != "auto" or not hasattr(config, "rotary_dim"):
+    if not config.leaves_layout_open:
         return config
     rotary: Any = config
     return dataclasses.replace(rotary, layout=pairing_override or native_pairing(stack, attention) or "half")

@@ -6,7 +6,8 @@ function of every layer is wrapped to bring the state of its own call back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -64,19 +65,40 @@ class CheckpointWithState:
         self.states = states
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs `checkpoint(function, ...)`."""
+        """Runs `checkpoint(function, ...)`.
+
+        The second run finds the shared values that the first one found, and computes itself what the first one
+        computed: torch compares the tensors that the two save for the backward pass.
+        """
         states, state = self.states, self.states.top
+        cache, memo = ({}, {}) if state is None else (dict(state.cache), dict(state.memo))
 
         def replay(*inputs: Any, **options: Any) -> Any:
             if state is None or states.top is state:
                 return function(*inputs, **options)
-            states.push(state)
+            calls = states.own()
+            depth = len(calls)
             try:
+                calls.append(dataclasses.replace(state, cache=dict(cache), memo=_Drawn(memo, state.memo)))
                 return function(*inputs, **options)
             finally:
-                states.pop()
+                del calls[depth:]
 
         return self.checkpoint(replay, *args, **kwargs)
+
+
+class _Drawn(dict[Hashable, Any]):
+    """The memo of a second run: what is drawn at random again takes the value of the first run.
+
+    It is drawn nevertheless, so that the dropout behind it meets the same state of the generator in both runs.
+    """
+
+    def __init__(self, found: dict[Hashable, Any], drawn: dict[Hashable, Any]) -> None:
+        super().__init__(found)
+        self.drawn = drawn
+
+    def __setitem__(self, name: Hashable, value: Any) -> None:
+        super().__setitem__(name, self.drawn.get(name, value))
 
 
 def forget_recomputation(stack: nn.Module) -> None:

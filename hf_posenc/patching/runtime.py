@@ -1,13 +1,14 @@
 """The link between a stack's forward call and the seams inside it.
 
-A stack is one `PreTrainedModel` that owns attention layers: `LlamaModel`, `BartEncoder`, `T5Stack`. Hooks
-on the stack put the `ForwardState` of the call in progress where the seams find it.
+A stack is one `PreTrainedModel` that owns attention layers: `LlamaModel`, `BartEncoder`, `T5Stack`. Its forward is
+replaced on the instance, and puts the `ForwardState` of the call in progress where the seams find it.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import types
 from typing import Any
 
 import torch
@@ -69,27 +70,51 @@ class StackRuntime:
         return ForwardState(query_length, offset=None)
 
 
-class EnterStack:
-    """Forward pre-hook (with kwargs) of a stack: resolves the call's positions."""
+class StackForward:
+    """Stands in for the `forward` of a stack: resolves the call's positions, and drops them when it ends.
 
-    def __init__(self, runtime: StackRuntime) -> None:
+    A forward and not a pair of hooks, because torch runs no hook after a `KeyboardInterrupt` or a `SystemExit`, and one
+    after a call that has never come as far as its pre-hook.
+
+    Args:
+        stack: the stack.
+        runtime: its runtime.
+        inner: a forward that somebody had put on the instance, or `None` for that of its class.
+    """
+
+    def __init__(self, stack: nn.Module, runtime: StackRuntime, inner: Any) -> None:
+        self.stack = stack
         self.runtime = runtime
+        self.inner = inner
 
-    def __call__(self, stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Pushes the state of this call.
+    @property
+    def __wrapped__(self) -> Any:
+        """What is called, for those who ask for the signature."""
+        return types.MethodType(type(self.stack).forward, self.stack) if self.inner is None else self.inner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the stack's own forward with the state of this call in place."""
+        calls = self.runtime.states.own()
+        depth = len(calls)
+        try:
+            state, kwargs = self._resolve(args, kwargs)
+            calls.append(state)
+            if torch.is_grad_enabled():
+                self.runtime.recomputation.keep_state(self.stack)
+            if self.inner is not None:
+                return self.inner(*args, **kwargs)
+            return type(self.stack).forward(self.stack, *args, **kwargs)
+        finally:
+            del calls[depth:]
+
+    def _resolve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ForwardState, dict[str, Any]]:
+        """What is known about the positions of this call.
 
         Returns:
-            `None`, or the call's arguments with a mask of ones where positions have several axes and there is no mask:
-            without one transformers looks for packed documents in them.
-
-        Raises:
-            UnsupportedError: inside `nn.DataParallel`, whose replicas would run the original's weights.
+            The state and the call's keyword arguments, with a mask of ones where positions have several axes and there
+            is no mask: without one transformers looks for packed documents in them.
         """
-        if getattr(stack, "_is_replica", False):
-            raise UnsupportedError(
-                "This model runs under torch.nn.DataParallel, which copies modules without their instance-level "
-                "patches. Use DistributedDataParallel instead (`accelerate launch` or `torchrun`)."
-            )
+        stack = self.stack
         arguments = _named_arguments(stack, args, kwargs)
         tokens = next(
             (arguments[name] for name in ("input_ids", "inputs_embeds", "input") if arguments.get(name) is not None),
@@ -106,24 +131,20 @@ class EnterStack:
         token_ids = arguments.get("input_ids")
         mask = arguments.get("attention_mask")
         padding = _padding_mask(mask, stack, offset)
-        self.runtime.states.push(
-            ForwardState(
-                query_length=query_length,
-                offset=offset,
-                position_ids=position_ids,
-                attention_mask=padding,
-                mask_hides_padding=mask is not None and padding is None,
-                cache_object=cache,
-                coordinates=coordinates,
-                token_ids=token_ids if isinstance(token_ids, Tensor) and token_ids.dim() == 2 else None,
-            )
+        state = ForwardState(
+            query_length=query_length,
+            offset=offset,
+            position_ids=position_ids,
+            attention_mask=padding,
+            mask_hides_padding=mask is not None and padding is None,
+            cache_object=cache,
+            coordinates=coordinates,
+            token_ids=token_ids if isinstance(token_ids, Tensor) and token_ids.dim() == 2 else None,
         )
-        if torch.is_grad_enabled():
-            self.runtime.recomputation.keep_state(stack)
         if coordinates is None or mask is not None or not isinstance(offset, int):
-            return None
+            return state, kwargs
         ones = coordinates.new_ones(coordinates.shape[1], offset + query_length)
-        return args, kwargs | {"attention_mask": ones}
+        return state, kwargs | {"attention_mask": ones}
 
     def _split_axes(self, position_ids: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """`(batch, query_len)` and, for a scheme of several axes, `(axes, batch, query_len)`.
@@ -137,15 +158,22 @@ class EnterStack:
         return one_axis(position_ids), None
 
 
-class LeaveStack:
-    """Forward hook of a stack, called on errors too: drops the call's state."""
+class RefuseReplicas:
+    """Stands in for the method by which `nn.DataParallel` copies a stack.
 
-    def __init__(self, runtime: StackRuntime) -> None:
-        self.runtime = runtime
+    The copies would share the original's instance-level patches, and run its weights.
+    """
 
-    def __call__(self, stack: nn.Module, args: Any, output: Any) -> None:
-        """Pops the state of this call."""
-        self.runtime.states.pop()
+    def __call__(self) -> Any:
+        """Copies nothing.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "This model runs under torch.nn.DataParallel, which copies modules without their instance-level patches. "
+            "Use DistributedDataParallel instead (`accelerate launch` or `torchrun`)."
+        )
 
 
 def _named_arguments(stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

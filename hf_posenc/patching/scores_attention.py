@@ -70,12 +70,14 @@ class ScoresAttention(AttentionSite):
         )
         function = self._rebind(forward, call)
         cache = cache_of_call(self.module, args, kwargs) if self.watches_keys else None
-        self.calls.push(call)
+        calls = self.calls.own()
+        depth = len(calls)
         try:
+            calls.append(call)
             with KeysOnTheirWay(cache, functools.partial(self.update_cache, call)), mode:
                 output = function(self.module, *args, **kwargs)
         finally:
-            self.calls.pop()
+            del calls[depth:]
         if mode.score_shape is None or (mode.bias is not None and not mode.biased):
             raise UnsupportedError(
                 f"{type(self.module).__name__} never multiplied queries of width {self.encoding.head_dim} with keys"

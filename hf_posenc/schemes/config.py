@@ -52,6 +52,11 @@ class SchemeConfig:
     #: Whether it arranges other schemes instead of being one; such names are not listed.
     combinator: ClassVar[bool] = False
 
+    @property
+    def leaves_layout_open(self) -> bool:
+        """Whether an option `layout="auto"` stands for the pairs of dimensions that the architecture rotates."""
+        return getattr(self, "layout", None) == "auto" and hasattr(self, "rotary_dim")
+
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds the parts for one place in a model.
 

@@ -20,7 +20,7 @@ from transformers import (
 
 import hf_posenc  # noqa: F401
 from hf_posenc.entry import read_entry
-from hf_posenc.patching.config_entry import WEIGHTS_SENTENCE, attach_entry, detach_entry
+from hf_posenc.patching.config_entry import FORMAT, WEIGHTS_SENTENCE, attach_entry, detach_entry
 
 ENTRY = {"scheme": "none"}
 CONFIGS = [LlamaConfig, BertConfig, GPT2Config, T5Config, Qwen2MoeConfig, Gemma3Config]
@@ -170,6 +170,7 @@ def test_a_part_of_a_composite_checkpoint_is_refused(tmp_path) -> None:
         ({"position_encoding": None}, "edited or damaged"),
         ({"position_encoding": {"scheme": "none"}}, "edited or damaged"),
         ({"format": 99}, "pip install --upgrade hf-posenc"),
+        ({"format": FORMAT + 1}, "pip install --upgrade hf-posenc"),
         ({"base_model_type": None}, "base_model_type None"),
         ({"scheme": "none"}, "names no scheme"),
         ({"scheme": {"scheme": "nonne"}}, "Did you mean 'none'"),

@@ -104,3 +104,21 @@ def test_generation_recomputes_segments_for_every_token() -> None:
     grown = model.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)
     for length in (12, 13, 14):
         assert grown[0, length] == model(grown[:, :length], use_cache=False).logits[0, -1].argmax()
+
+
+@torch.no_grad()
+def test_what_stands_at_padding_does_not_count_into_a_length() -> None:
+    model, ids = patched("llama_gqa", "normalized_integer"), tokens(1, 6)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1]])
+    positions = torch.tensor([[50, 50, 0, 1, 2, 3]])
+    padded = model(ids, attention_mask=mask, position_ids=positions).logits[:, 2:]
+    assert distance(padded, model(ids[:, 2:]).logits) <= 1e-5
+
+
+def test_a_query_and_a_key_of_different_dtypes_are_turned_each_in_its_own() -> None:
+    attention = patched("llama_gqa", "rope").model.layers[0].self_attn.forward
+    query, key, state = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8).bfloat16(), ForwardState(6)
+    turned_query, turned_key = attention.turned(state, query, key, 2)
+    assert (turned_query.dtype, turned_key.dtype) == (torch.float32, torch.bfloat16)
+    assert torch.equal(turned_query, attention.turned(ForwardState(6), query, None, 2)[0])
+    assert torch.equal(turned_key, attention.turned(ForwardState(6), key, key, 2)[1])

@@ -214,6 +214,11 @@ class StringConfig(SchemeConfig):
                 "has no pairs. Leave it out, or use the variant 'cayley'."
             )
 
+    @property
+    def leaves_layout_open(self) -> bool:
+        """Only "cayley" has pairs; "circulant" stays without a layout."""
+        return self.variant == "cayley" and super().leaves_layout_open
+
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds a query-key map.
 

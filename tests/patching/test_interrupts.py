@@ -1,0 +1,157 @@
+"""A call that ends early, by an error or an interrupt, leaves nothing behind, wherever in the model it ends."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BertConfig, BertModel, DynamicCache
+
+from hf_posenc import UnsupportedError, patch_model, unpatch_model
+from hf_posenc.patching.per_thread import PerThread
+
+from ..matrix.architectures import ARCHITECTURES
+from ..matrix.running import outputs, patched, tokens
+
+
+def calls_in_progress(model: nn.Module) -> int:
+    """How many calls the model's sites take to be running."""
+    holders = [getattr(module, "runtime", None) for module in model.modules()]
+    holders += [module.__dict__.get("forward") for module in model.modules()]
+    found = [value for holder in holders for value in getattr(holder, "__dict__", {}).values()]
+    return sum(len(value.own()) for value in found if isinstance(value, PerThread))
+
+
+def interrupted(error: type[BaseException]) -> Any:
+    def hook(*_: Any) -> None:
+        raise error
+
+    return hook
+
+
+def run(model: Any, name: str, ids: Tensor, cache: DynamicCache | None) -> Tensor:
+    return outputs(model, ARCHITECTURES[name], ids, **({} if cache is None else {"past_key_values": cache}))
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "error"),
+    [
+        ("llama_gqa", "alibi", KeyboardInterrupt),
+        ("llama_gqa", "forget_gate", SystemExit),
+        ("gpt2", "rope", GeneratorExit),
+        ("bloom", "pope", KeyboardInterrupt),
+        ("bert", "t5", ValueError),
+        ("bart", "learned", SystemExit),
+    ],
+)
+@torch.no_grad()
+def test_a_call_may_end_at_every_module(name: str, scheme: str, error: type[BaseException]) -> None:
+    model, ids = patched(name, scheme), tokens(2, 6)
+    expected = run(model, name, ids, None)
+    cached, left = ARCHITECTURES[name].causal, []
+    for module in list(model.modules())[1:]:
+        cache = DynamicCache(config=model.config) if cached else None
+        hook = module.register_forward_pre_hook(interrupted(error))
+        try:
+            run(model, name, ids, cache)
+        except error:
+            assert calls_in_progress(model) == 0
+        hook.remove()
+        if cache is not None:
+            assert "update" not in vars(cache)
+            left.append((type(module).__name__, weakref.ref(cache)))
+            del cache
+    gc.collect()
+    assert not [module for module, cache in left if cache() is not None]
+    assert torch.equal(run(model, name, ids, None), expected)
+
+
+@torch.no_grad()
+def test_a_layer_alone_does_not_see_the_positions_of_a_call_that_was_interrupted() -> None:
+    model, ids = patched("llama_gqa", "sinusoidal"), tokens(1, 6)
+    layer, hidden = model.model.layers[0], torch.randn(1, 4, 32)
+    phases = model.model.rotary_emb(hidden, torch.arange(4).unsqueeze(0))
+    expected = layer(hidden, position_embeddings=phases)
+    hook = model.model.layers[1].mlp.register_forward_hook(interrupted(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        model(ids, position_ids=torch.arange(6).unsqueeze(0) + 50)
+    hook.remove()
+    assert torch.equal(layer(hidden, position_embeddings=phases), expected)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        {"position_ids": torch.tensor([[[0, 1, 2]], [[0, 0, 1]], [[0, 1, 1]]])},  # refused while positions are resolved
+        {"attention_mask": torch.ones(1, 1, 1, 1, 1)},  # fails later
+    ],
+)
+@torch.no_grad()
+def test_an_inner_call_that_fails_leaves_the_outer_one_its_positions(inner: dict[str, Any]) -> None:
+    model, ids = patched("llama_gqa", "log_n_scale"), tokens(2, 6)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    expected = model(ids, attention_mask=mask).logits
+    failures = []
+
+    def call_again(*_: Any) -> None:
+        hook.remove()
+        try:
+            model.model(tokens(1, 3), **inner)
+        except (UnsupportedError, ValueError, IndexError, RuntimeError) as error:
+            failures.append(error)
+
+    hook = model.model.layers[0].register_forward_pre_hook(call_again)
+    assert torch.equal(model(ids, attention_mask=mask).logits, expected)
+    assert len(failures) == 1
+
+
+@torch.no_grad()
+def test_a_hook_in_front_of_a_stack_that_fails_leaves_the_outer_call_its_positions() -> None:
+    """The inner call ends before the stack's forward begins, and torch runs the hooks of its end all the same."""
+    model, ids = patched("llama_gqa", "log_n_scale"), tokens(2, 6)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    expected = model(ids, attention_mask=mask).logits
+
+    def call_again(*_: Any) -> None:
+        outer.remove()
+        inner = model.model.register_forward_pre_hook(interrupted(LookupError), prepend=True)
+        with pytest.raises(LookupError):
+            model.model(ids)
+        inner.remove()
+
+    outer = model.model.layers[0].register_forward_pre_hook(call_again)
+    assert torch.equal(model(ids, attention_mask=mask).logits, expected)
+
+
+def test_data_parallel_copies_are_refused() -> None:
+    model = patched("llama_gqa", "alibi")
+    with pytest.raises(UnsupportedError, match="DistributedDataParallel"):
+        model.model._replicate_for_data_parallel()
+    unpatch_model(model)
+    assert "_replicate_for_data_parallel" not in model.model.__dict__
+
+
+@torch.no_grad()
+def test_a_stack_keeps_the_forward_that_somebody_has_set_on_it() -> None:
+    """`Accelerator.prepare` sets one for mixed precision, on whatever model it is given."""
+    torch.manual_seed(0)
+    model = BertModel(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48))
+    model, ids, calls = model.eval(), tokens(2, 6), []
+    own = model.forward
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return own(*args, **kwargs)
+
+    model.forward = counted
+    stock = model(ids).last_hidden_state
+    patch_model(model, "alibi")
+    assert not torch.equal(model(ids).last_hidden_state, stock)
+    assert len(calls) == 2
+    unpatch_model(model)
+    assert model.forward is counted
+    assert torch.equal(model(ids).last_hidden_state, stock)
