@@ -6,6 +6,7 @@ a caller's `position_ids` said something else: then they were kept with the cach
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +50,7 @@ def standing(state: ForwardState, device: torch.device) -> Standing:
 
 
 def key_positions(state: ForwardState, first_slot: int | Tensor, key_length: int, device: torch.device) -> Positions:
-    """The positions of `key_length` keys from slot `first_slot` on.
+    """The positions of `key_length` keys from slot `first_slot` on, negative at padding.
 
     Raises:
         UnsupportedError: if the caller's `position_ids` leave open where cached tokens stand.
@@ -57,10 +58,15 @@ def key_positions(state: ForwardState, first_slot: int | Tensor, key_length: int
 
     def resolve() -> Positions:
         own, found = state.positions(device), standing(state, device)
-        if _all_are_new(state) and key_length == state.query_length:
-            return own
         slots = torch.arange(key_length, device=device) + first_slot
-        return Positions(_ids_at(state, slots, own.ids, found.irregular), own.lengths, memo=state.memo)
+        if _all_are_new(state) and key_length == state.query_length:
+            if state.position_ids is None or _usable_mask(state) is None:
+                return own
+            return dataclasses.replace(own, ids=own.ids.where(_real_at(state, slots, own.ids), -1))
+        ids = _ids_at(state, slots, own.ids, found.irregular)
+        if found.irregular:
+            ids = ids.where(_real_at(state, slots, ids), -1)
+        return Positions(ids, own.lengths, memo=state.memo)
 
     keys: Positions = state.shared("keys", resolve, key_length)
     return keys
