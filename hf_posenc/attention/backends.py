@@ -71,6 +71,10 @@ def attend_with_bias(
         UnsupportedError: for a back-end that cannot take the bias, or only as a matrix that is too large.
     """
     name = implementation or "eager"
+    if query.dtype == torch.float64:
+        # Schemes compute their biases in float32 in any model; beside a float64 query the same numbers are cast up, so
+        # that sums and kernels see one dtype.
+        form = form.double()
     given = (module, query, key, value, attention_mask, *args)
     if "paged" in name or kwargs.get("cache") is not None:
         raise UnsupportedError(
@@ -237,14 +241,15 @@ def _attend_dense(
 
 
 def merge_mask(attention_mask: Tensor | None, bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """An additive mask in `dtype` that carries both; masked entries stay at the smallest finite value.
+    """An additive mask in `dtype` that carries both; masked entries stay at its smallest value that float32 holds.
 
     Args:
         attention_mask: boolean (True = attend) or additive, broadcastable to `(batch, heads, query_len, key_len)`.
         bias: `(1 or batch, heads, query_len, key_len)`, float32; -inf in it masks too.
         dtype: of the logits.
     """
-    smallest = torch.finfo(dtype).min
+    # Models take the softmax of float64 logits in float32, where a smaller number would be -inf, and a row of them NaN.
+    smallest = max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
     bias = bias.to(torch.promote_types(bias.dtype, dtype))
     if attention_mask is None:
         merged = bias

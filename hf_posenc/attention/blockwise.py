@@ -127,7 +127,12 @@ def fitting_mask(mask: Tensor | None, query_length: int, key_length: int) -> Ten
 
 
 def for_kernel(bias: Tensor, query: Tensor) -> Tensor:
-    """A float32 bias as the kernel of the device takes it: the CPU's takes it as it is, beside any dtype."""
+    """A float32 bias as the kernel of the device takes it.
+
+    The CPU's kernel takes it as it is beside narrower dtypes. Beside a float64 query it would read it as other numbers.
+    """
+    if query.dtype == torch.float64:
+        return bias.double()
     if query.device.type == "cpu" or bias.dtype == query.dtype:
         return bias
     return bias.clamp(min=torch.finfo(query.dtype).min).to(query.dtype)
@@ -140,12 +145,12 @@ def for_each_query_head(tensor: Tensor, heads: int) -> Tensor:
 
 
 def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Queries, keys and values in the dtype that attention has under autocast, or as they are."""
+    """Queries, keys and values in the dtype that attention has under autocast, which leaves float64 alone."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(tensor.to(dtype) for tensor in tensors)
+    return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
 
 
 def blockwise_backward(

@@ -64,6 +64,11 @@ class DistanceForm:
         vector = self.vector[:, : self.query_length + key_length - 1]
         return DistanceForm(vector, self.query_length, key_length, self.slopes)
 
+    def double(self) -> DistanceForm:
+        """The same in float64."""
+        slopes = None if self.slopes is None else self.slopes.double()
+        return DistanceForm(self.vector.double(), self.query_length, self.key_length, slopes)
+
     def separable(self) -> SeparableForm | None:
         """The same as a number per key, where that is possible for all keys behind a query."""
         if self.slopes is None:
@@ -104,6 +109,10 @@ class SeparableForm:
         """The same for the first `key_length` keys only."""
         return SeparableForm(self.terms[..., :key_length], self.query_slots)
 
+    def double(self) -> SeparableForm:
+        """The same in float64."""
+        return SeparableForm(self.terms.double(), self.query_slots)
+
     def rows(self, start: int, stop: int, key_count: int | None = None) -> Tensor:
         """`(batch or 1, heads, rows, keys)` float32 of the queries `[start, stop)` and the first `key_count` keys."""
         own = self.terms.index_select(-1, self.query_slots[start:stop])
@@ -134,6 +143,10 @@ class RowsForm:
     def of_first(self, key_length: int) -> RowsForm:
         """The same for the first `key_length` keys only, behind which no query sees any."""
         return RowsForm(self.compute, self.query_length, key_length, self.heads)
+
+    def double(self) -> RowsForm:
+        """The same in float64."""
+        return RowsForm(lambda *rows: self.compute(*rows).double(), self.query_length, self.key_length, self.heads)
 
     def rows(self, start: int, stop: int, key_count: int | None = None) -> Tensor:
         """`(batch or 1, heads, rows, keys)` float32 of the queries `[start, stop)` and the first `key_count` keys.

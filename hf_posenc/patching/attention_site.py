@@ -10,12 +10,14 @@ from torch import Tensor
 
 from hf_posenc.attention.key_channels import append_features, split_features
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.key_positions import key_positions
 from hf_posenc.patching.layer_call import LayerCall
 from hf_posenc.patching.length_checks import check_cache
 from hf_posenc.patching.logit_site import LogitSite, refuse_cached_coordinates
 from hf_posenc.patching.offloading import weights_at_hand
 from hf_posenc.patching.rotary_calls import RotaryCall
 from hf_posenc.patching.state import ForwardState
+from hf_posenc.patching.watched_cache import cache_of_call
 from hf_posenc.schemes.parts import QueryKeyMap
 
 Phases = tuple[Tensor, ...]
@@ -46,6 +48,11 @@ class AttentionSite(LogitSite):
             # The architecture puts tokens of its own in front (CPM-Ant's prompt); all slots count then.
             state = state.shared("own tokens", lambda: state.by_slots(length), length)
         return state
+
+    def note_cache(self, state: ForwardState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Remembers the cache of a call that was given none, where the model has made one itself."""
+        if state.cache_object is None and not torch.compiler.is_compiling():
+            state.cache_object = cache_of_call(self.module, args, kwargs)
 
     @property
     def watches_keys(self) -> bool:
@@ -159,7 +166,7 @@ class AttentionSite(LogitSite):
 
         def compute() -> Phases:
             check_cache(query_key_map, state)
-            keys = state.key_positions(key_start, key_length, device)
+            keys = key_positions(state, key_start, key_length, device)
             refuse_cached_coordinates(query_key_map, state, keys)
             with weights_at_hand(query_key_map):
                 return query_key_map.phases(keys)

@@ -71,6 +71,7 @@ class InterfaceAttention(AttentionSite):
                 self.require_rotation(self.rotations != rotations)
                 return output
         call = self.begin_call(args[0] if args else next(iter(kwargs.values())))
+        self.note_cache(call.state, args, kwargs)
         calls = self.calls.own()
         depth = len(calls)
         try:
@@ -128,8 +129,10 @@ class InterfaceAttention(AttentionSite):
         arguments = (given["module"], scaled, key, given["value"], given.get("attention_mask"), *rest)
         attend = function
         if self.encoding.logit_bias is not None:
-            scaling = kwargs.get("scaling")
-            bias = self.bias(call, query, key, self._scaling if scaling is None else scaling)
+            scaling, mask = kwargs.get("scaling"), given.get("attention_mask")
+            # Flash kernels are told where documents begin, for rows of one batch item.
+            flash = "flash" in (implementation or "") and mask is None and query.shape[0] == 1
+            bias = self.bias(call, query, key, self._scaling if scaling is None else scaling, mask, flash)
             attend = functools.partial(attend_with_bias, implementation, function, bias)
         if self._widens_heads and implementation not in (None, "eager") and query.shape[2] > 1:
             return attend_with_wide_values(attend, *arguments, **kwargs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -9,6 +11,7 @@ from hf_posenc.attention.distances import distance_form, first_key_slot
 from hf_posenc.attention.forms import BiasForm, DistanceForm, RowsForm, SeparableForm
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.decoding_memo import remembered_row
+from hf_posenc.patching.key_positions import distances_are_of_slots, key_positions, never_falls
 from hf_posenc.patching.layer_call import LayerCall, LayerEncoding
 from hf_posenc.patching.length_checks import check_cache
 from hf_posenc.patching.offloading import weights_at_hand
@@ -16,6 +19,11 @@ from hf_posenc.patching.runtime import StackRuntime
 from hf_posenc.patching.state import ForwardState
 from hf_posenc.schemes.parts import DistanceBias, LogitBias, PairwiseBias, Part, SeparableBias
 from hf_posenc.schemes.positions import AttentionPairs, Positions
+
+_UNEVEN = (
+    "The positions of this call have gaps between tokens that see each other (position_ids, or padding between them), "
+    "and a compiled graph has the distances of their slots. Run this call without torch.compile."
+)
 
 
 class LogitSite:
@@ -37,7 +45,15 @@ class LogitSite:
             features: Tensor = bias.key_features(call.hidden_states)
         return features
 
-    def bias(self, call: LayerCall, query: Tensor, key: Tensor, scaling: float) -> BiasForm:
+    def bias(
+        self,
+        call: LayerCall,
+        query: Tensor,
+        key: Tensor,
+        scaling: float,
+        mask: Any = None,
+        separates_restarts: bool = False,
+    ) -> BiasForm:
         """The bias of one call, the query's scale included, in the form that says most about it.
 
         Args:
@@ -45,31 +61,74 @@ class LogitSite:
             query: `(batch, heads, query_len, width)`, mapped, before the scale.
             key: `(batch, key_value_heads, key_len, width)`, mapped.
             scaling: the layer's factor of `query . key`.
+            mask: what the attention function is given, if it is known.
+            separates_restarts: whether the attention function keeps documents apart where positions start again at 0,
+                without a mask that would show it.
         """
         bias, state = self.encoding.logit_bias, call.state
         assert bias is not None
         form: BiasForm
         if isinstance(bias, DistanceBias):
-            form = self._distance_form(bias, state, query, key)
+            form = self._distance_form(bias, state, query, key, mask, separates_restarts)
         else:
             check_cache(bias, state)
             form = _pairwise_form(bias, self._pairs(call, query, key, scaling))
         check_heads(form.heads, self.encoding.num_heads)
         return form if self.encoding.logit_scale is None else self._scaled_form(form, state, query, key.shape[-2])
 
-    def _distance_form(self, bias: DistanceBias, state: ForwardState, query: Tensor, key: Tensor) -> DistanceForm:
-        query_length, key_length = query.shape[-2], key.shape[-2]
-        offset = state.slot_offset(query_length, key_length)
+    def _distance_form(
+        self, bias: DistanceBias, state: ForwardState, query: Tensor, key: Tensor, mask: Any, separates_restarts: bool
+    ) -> BiasForm:
+        query_length, key_length, device = query.shape[-2], key.shape[-2], query.device
+        offset, first = self.key_start(state, query_length, key_length)
+        of_slots = distances_are_of_slots(state, first, key_length, mask, device)
+        if isinstance(of_slots, Tensor) and query_length > 1:
+            # A compiled graph cannot choose, and all pairs by their positions would be a matrix there.
+            torch._assert_async(of_slots, _UNEVEN)
+        elif of_slots is not True:
+            return self._form_of_positions(bias, state, query_length, key_length, device, separates_restarts)
         form: DistanceForm = state.shared(
             ("bias", id(bias)),
             lambda: (
-                (query_length == 1 and remembered_row(bias, state, key_length, query.device))
-                or distance_form(bias, offset, query_length, key_length, query.device)
+                (query_length == 1 and remembered_row(bias, state, key_length, device))
+                or distance_form(bias, offset, query_length, key_length, device)
             ),
             query_length,
             key_length,
         )
         return form
+
+    def _form_of_positions(
+        self,
+        bias: DistanceBias,
+        state: ForwardState,
+        query_length: int,
+        key_length: int,
+        device: torch.device,
+        separates_restarts: bool,
+    ) -> BiasForm:
+        """A bias of distance where distances of slots are not those of positions: slower, so only there."""
+        offset, first = self.key_start(state, query_length, key_length)
+        keys = key_positions(state, first, key_length, device)
+        query_slots = torch.arange(query_length, device=device) + (offset - first)
+        slopes = bias.slopes_behind(device)
+        if (
+            slopes is not None
+            and self.encoding.causal
+            and not torch.compiler.is_compiling()
+            and never_falls(state, keys, first, separates_restarts)
+        ):
+            # From the newest token, so that what is near is small.
+            behind = keys.ids - keys.ids.index_select(-1, query_slots[-1:])
+            return SeparableForm(slopes.unsqueeze(-1) * behind.unsqueeze(1), query_slots)
+
+        def compute(start: int, stop: int, key_count: int) -> Tensor:
+            own = keys.ids.index_select(-1, query_slots[start:stop])
+            with torch.autocast(device.type, enabled=False):
+                per_head: Tensor = bias(keys.ids[:, None, :key_count] - own.unsqueeze(-1))
+            return per_head.transpose(0, 1)
+
+        return RowsForm(compute, query_length, key_length, self.encoding.num_heads)
 
     def _scaled_form(self, form: BiasForm, state: ForwardState, query: Tensor, key_length: int) -> RowsForm:
         scale = self.scale(state, query.device)
@@ -89,7 +148,7 @@ class LogitSite:
                     f"{type(self.encoding.logit_bias).__name__} has to remember something of each. Use use_cache=False."
                 )
             call.key_features = self.new_features(call)
-        keys = call.state.key_positions(key_start, key.shape[-2], query.device)
+        keys = key_positions(call.state, key_start, key.shape[-2], query.device)
         assert self.encoding.logit_bias is not None
         refuse_cached_coordinates(self.encoding.logit_bias, call.state, keys)
         return AttentionPairs(

@@ -47,6 +47,7 @@ class ScoresAttention(AttentionSite):
         """Runs the module's forward under a `ScoresMode`, which torch.compile cannot trace and runs as it is."""
         hidden_states = args[0] if args else next(iter(kwargs.values()))
         call = self.begin_call(hidden_states)
+        self.note_cache(call.state, args, kwargs)
         forward = inspect.unwrap(type(self.module).forward)
         args, kwargs = self._without_native_bias(forward, args, kwargs)
         seen: list[tuple[Tensor, Tensor]] = []

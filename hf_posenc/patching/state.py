@@ -13,8 +13,6 @@ from hf_posenc.attention.forms import DistanceForm
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.positions import Positions
 
-_IRREGULAR = "_hf_posenc_irregular_positions"
-
 
 @dataclass
 class ForwardState:
@@ -95,63 +93,6 @@ class ForwardState:
         else:
             lengths = mask.to(torch.int64).sum(-1, keepdim=True).to(ids.device)
         return Positions(ids, lengths, self.coordinates, self.token_ids, self.memo)
-
-    def key_positions(self, first_slot: int | Tensor, key_length: int, device: torch.device) -> Positions:
-        """The positions of `key_length` keys from `first_slot` on, cached ones included.
-
-        Raises:
-            UnsupportedError: if the caller's `position_ids` contradict what mask and slots say about cached tokens.
-        """
-        return self.shared("keys", lambda: self._resolve_keys(first_slot, key_length, device), key_length)
-
-    def _resolve_keys(self, first_slot: int | Tensor, key_length: int, device: torch.device) -> Positions:
-        own = self.positions(device)
-        if isinstance(self.offset, int) and self.offset == 0 and key_length == self.query_length:
-            self._remember_irregular(own)
-            return own
-        slots = torch.arange(key_length, device=device) + first_slot
-        mask = self.attention_mask
-        if mask is not None:
-            counted = counted_tokens(mask.to(device))
-            known = slots < mask.shape[1]
-            ids = counted.index_select(1, slots.clamp(max=mask.shape[1] - 1)).where(known, -1)
-        elif self.mask_hides_padding and self.position_ids is not None and self.offset is not None:
-            # A window's mask does not show padding, but positions count back from the newest token to the first real.
-            newest = self.offset + self.query_length - 1
-            ids = (own.ids[:, -1:] - (newest - slots)).clamp(min=-1)
-        else:
-            ids = slots.unsqueeze(0)
-        self._check_cached_positions(own, ids, first_slot)
-        return Positions(ids, own.lengths, memo=self.memo)
-
-    def _remember_irregular(self, own: Positions) -> None:
-        """Marks a cache whose tokens stand where neither a mask nor slots would say."""
-        cache = self.cache_object
-        if cache is None or self.position_ids is None or torch.compiler.is_compiling():
-            return
-        counted = self.mask_positions()
-        if counted is not None:
-            expected = counted.to(own.ids.device)
-        else:
-            expected = torch.arange(own.ids.shape[-1], device=own.ids.device).unsqueeze(0)
-            if self.mask_hides_padding:
-                expected = expected - expected[:, -1:] + own.ids[:, -1:]
-        if bool(((expected != own.ids) & (expected >= 0)).any()):
-            cache.__dict__[_IRREGULAR] = True
-
-    def _check_cached_positions(self, own: Positions, ids: Tensor, first_slot: int | Tensor) -> None:
-        """The positions of cached tokens are known from mask and slots only, so the new ones have to continue them."""
-        if torch.compiler.is_compiling() or self.position_ids is None or self.offset is None:
-            return
-        slots = torch.arange(own.ids.shape[1], device=ids.device) + (self.offset - first_slot)
-        expected = ids.index_select(1, slots.clamp(max=ids.shape[1] - 1))
-        irregular = getattr(self.cache_object, "__dict__", {}).get(_IRREGULAR, False)
-        if irregular or bool(((expected != own.ids) & (expected >= 0)).any()):
-            raise UnsupportedError(
-                "The position_ids of this call or of the cached tokens are not those that the attention mask (or the "
-                "slots) would give, so where cached keys stand is not known, and this scheme needs it. Pass the whole "
-                "sequence with use_cache=False, or leave position_ids out."
-            )
 
     def by_slots(self, length: int) -> ForwardState:
         """The state of a call that adds tokens of its own to those it was given: every slot is a position."""

@@ -234,6 +234,33 @@ def test_eager_equals_sdpa(architecture: str, scheme: str) -> None:
     assert distance(outputs(model, row, tokens()), outputs(eager_free, row, tokens())) <= 1e-4
 
 
+@cells(CORE)
+@torch.no_grad()
+def test_float64(architecture: str, scheme: str) -> None:
+    """Below and above 16 queries, where torch's fused kernel begins; decoders behind a cache too.
+
+    Eager attention in Llama takes its softmax in float32, and phases and biases are float32 in any model.
+    """
+    row, close = ARCHITECTURES[architecture], 1e-5
+    model = patched(architecture, SCHEMES[scheme]).double()
+    ids = tokens(2, 20)
+    eager = outputs(model, row, ids)
+    model.set_attn_implementation("sdpa")
+    assert eager.dtype == torch.float64
+    assert distance(outputs(model, row, ids), eager) <= close
+    if _length_dependent(model):
+        return
+    if not row.causal:
+        short = outputs(model, row, ids[:, :9])
+        model.set_attn_implementation("eager")
+        assert distance(short, outputs(model, row, ids[:, :9])) <= close
+        return
+    past = DynamicCache(config=model.config)
+    steps = [outputs(model, row, ids[:, :17], past_key_values=past, use_cache=True)]
+    steps += [outputs(model, row, ids[:, i : i + 1], past_key_values=past, use_cache=True) for i in range(17, 20)]
+    assert distance(torch.cat(steps, dim=1), eager) <= close
+
+
 @cells(ARCHITECTURES)
 @torch.no_grad()
 def test_bfloat16_changes_no_more_than_rounding_does(architecture: str, scheme: str) -> None:

@@ -77,24 +77,18 @@ def test_a_window_and_padding_in_a_static_cache(scheme: Any, compiled: bool) -> 
 
 
 @torch.no_grad()
-def test_positions_that_were_irregular_when_they_were_cached_are_refused() -> None:
+def test_positions_that_were_irregular_when_they_were_cached_are_kept() -> None:
     row, ids = ARCHITECTURES["llama_gqa"], tokens(1, 10)
-    position_ids = torch.tensor([[0, 1, 2, 2, 2, 5, 6, 7]])
-    for scheme, refused in ((SELF_EXTEND, True), ("rope", False)):
+    position_ids = torch.tensor([[0, 1, 2, 2, 2, 5, 6, 7, 8, 9]])
+    for scheme in (SELF_EXTEND, "alibi", "rope"):
         model = patched("llama_gqa", scheme)
         cache = DynamicCache(config=model.config)
-        mask = torch.ones(1, 8)
-        outputs(model, row, ids[:, :8], position_ids=position_ids, past_key_values=cache, attention_mask=mask)
-        following = {
-            "position_ids": torch.tensor([[8, 9]]),
-            "past_key_values": cache,
-            "attention_mask": torch.ones(1, 10),
-        }
-        if refused:
-            with pytest.raises(UnsupportedError, match="cached keys stand"):
-                outputs(model, row, ids[:, 8:], **following)
-        else:
-            outputs(model, row, ids[:, 8:], **following)
+        given = {"past_key_values": cache, "position_ids": position_ids[:, :8], "attention_mask": torch.ones(1, 8)}
+        outputs(model, row, ids[:, :8], **given)
+        given |= {"position_ids": position_ids[:, 8:], "attention_mask": torch.ones(1, 10)}
+        found = outputs(model, row, ids[:, 8:], **given)
+        full = outputs(model, row, ids, position_ids=position_ids, attention_mask=torch.ones(1, 10))
+        assert distance(found, full[:, 8:]) <= 1e-4
 
 
 def test_a_masked_key_stays_masked_whatever_the_bias() -> None:

@@ -58,8 +58,9 @@ class CopeBias(PairwiseBias):
         """`(batch, heads, query_len, key_len - first)`: what the queries count up to each key from `first` on."""
         key = pairs.expanded_key[..., first:, :].float()
         gates = torch.sigmoid(pairs.query.float() @ key.transpose(-1, -2) * pairs.scaling)
-        # Slots decide what lies between two tokens; a later key must not be counted.
-        gates = gates.masked_fill(pairs.slot_distance[:, first:] > 0, 0.0)
+        # Slots decide what lies between two tokens; neither a later key nor padding must be counted.
+        uncounted = (pairs.slot_distance[:, first:] > 0) | (pairs.keys.ids[:, None, None, first:] < 0)
+        gates = gates.masked_fill(uncounted, 0.0)
         return gates.flip(-1).cumsum(dim=-1).flip(-1).clamp(max=self.weight.shape[0] - 1)
 
     @torch.no_grad()

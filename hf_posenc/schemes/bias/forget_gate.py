@@ -60,8 +60,9 @@ class ForgetGateBias(SeparableBias):
                 "forget_gate sums what key_features computed from every token's hidden state, but this layer gives "
                 "none. Use ForgetGateConfig(gate='bias_only'), which reads no tokens."
             )
-        # What stands before both tokens, padding included, cancels in the difference.
-        return -pairs.key_features.squeeze(-1).float().cumsum(dim=-1)
+        # What stands before both tokens cancels in the difference; padding between them must not make them forget.
+        gates = pairs.key_features.squeeze(-1).float().masked_fill(pairs.keys.ids.unsqueeze(1) < 0, 0.0)
+        return -gates.cumsum(dim=-1)
 
 
 class ConstantForgetGateBias(DistanceBias):

@@ -1,0 +1,272 @@
+"""Positions that a caller gives, with gaps, restarts and jumps: distances follow them, in one call and behind a cache.
+
+The reference is the model without positions, given the bias of every pair of positions as an additive mask.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+
+from hf_posenc import UnsupportedError
+from hf_posenc.patching import key_positions
+from hf_posenc.patching.logit_site import LogitSite
+from hf_posenc.schemes.parts import DistanceBias
+from tests.matrix.architectures import ARCHITECTURES
+from tests.matrix.running import distance, outputs, patched, tokens
+
+LENGTH = 20
+#: Two tiny layers in float32.
+CLOSE = 2e-5
+SELF_EXTEND = {"scheme": "self_extend", "window": 4, "group": 2}
+DISTANCE_BIASES: list[Any] = ["alibi", "t5", "kerple", "sandwich", {"scheme": "alibi", "learnable": True}]
+PAIRWISE: list[Any] = ["fire", "shaw", SELF_EXTEND]
+
+GAPS = torch.tensor([0, 1, 2, 3, 4, 10, 11, 12, 40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50, 51])
+POSITIONS = {
+    "gaps": torch.stack((GAPS, torch.arange(LENGTH) * 3)),
+    "one row of gaps": torch.stack((torch.arange(LENGTH), GAPS)),
+    "from 7 on": torch.stack((torch.arange(LENGTH) + 7, torch.arange(LENGTH) + 40)),
+    "restarts": torch.cat((torch.arange(8), torch.arange(LENGTH - 8))).expand(2, -1),
+    "backwards": torch.stack((torch.arange(LENGTH).flip(0), GAPS)),
+    "random": torch.randint(0, 60, (2, LENGTH), generator=torch.Generator().manual_seed(4)),
+}
+
+
+def reference(model: Any, architecture: str, ids: Tensor, position_ids: Tensor, visible: Tensor) -> Tensor:
+    """What the bias of every pair, as a mask, makes of a model without positions."""
+    biases = [module for module in model.position_encoding.modules() if isinstance(module, DistanceBias)]
+    assert len(biases) == 1
+    pairs = [[[key - query for key in row.tolist()] for query in row.tolist()] for row in position_ids]
+    dense = biases[0](torch.tensor(pairs)).transpose(0, 1)
+    mask = dense.masked_fill(~visible, torch.finfo(torch.float32).min)
+    plain = patched(architecture, "none", attn_implementation="eager")
+    cache = {"use_cache": False} if ARCHITECTURES[architecture].causal else {}
+    return outputs(plain, ARCHITECTURES[architecture], ids, attention_mask=mask, **cache)
+
+
+def causal(length: int = LENGTH) -> Tensor:
+    return torch.ones(length, length, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize("back_end", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", POSITIONS)
+@pytest.mark.parametrize("scheme", DISTANCE_BIASES, ids=str)
+@torch.no_grad()
+def test_a_decoder(scheme: Any, kind: str, back_end: str) -> None:
+    """With a cache, that is, where stock Llama lets every token see all earlier ones whatever their positions."""
+    model, ids = patched("llama_gqa", scheme, attn_implementation=back_end), tokens(2, LENGTH)
+    found = model(ids, position_ids=POSITIONS[kind], use_cache=True).logits
+    assert distance(found, reference(model, "llama_gqa", ids, POSITIONS[kind], causal())) <= CLOSE
+
+
+@pytest.mark.parametrize("kind", POSITIONS)
+@pytest.mark.parametrize("scheme", ["alibi", "t5"])
+@torch.no_grad()
+def test_an_encoder(scheme: Any, kind: str) -> None:
+    """Which sees all tokens in both directions."""
+    model, ids = patched("bert", scheme, attn_implementation="sdpa"), tokens(2, LENGTH)
+    found = model(ids, position_ids=POSITIONS[kind]).logits
+    visible = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+    assert distance(found, reference(model, "bert", ids, POSITIONS[kind], visible)) <= CLOSE
+
+
+@pytest.mark.parametrize("back_end", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", POSITIONS)
+@torch.no_grad()
+def test_documents_that_do_not_see_each_other(kind: str, back_end: str) -> None:
+    """Without a cache transformers separates documents wherever positions do not go on by one."""
+    model, ids = patched("llama_gqa", "t5", attn_implementation=back_end), tokens(2, LENGTH)
+    positions = POSITIONS[kind]
+    document = (positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
+    visible = causal() & (document.unsqueeze(1) == document.unsqueeze(2))
+    found = model(ids, position_ids=positions, use_cache=False).logits
+    assert distance(found, reference(model, "llama_gqa", ids, positions, visible.unsqueeze(1))) <= CLOSE
+
+
+@pytest.mark.parametrize("scheme", ["t5", {"scheme": "alibi", "learnable": True}, "kerple"], ids=str)
+def test_gradients(scheme: Any) -> None:
+    """Of a learned bias over gaps, fused and plain; and over a contiguous row, where both ways have to agree."""
+    found = []
+    for back_end in ("sdpa", "eager"):
+        model = patched("llama_gqa", scheme, attn_implementation=back_end)
+        model(tokens(2, LENGTH), position_ids=POSITIONS["gaps"]).logits.square().mean().backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert any("position_encoding" in name for name in found[0])
+    for name, gradient in found[0].items():
+        # Sums of some thousand pairs in another order.
+        assert float((gradient - found[1][name]).norm()) <= 1e-3 * float(found[1][name].norm()), name
+
+
+def decoded(model: Any, ids: Tensor, positions: Tensor, cache: Any, pieces: list[int]) -> Tensor:
+    steps, start = [], 0
+    for piece in pieces:
+        some = slice(start, start + piece)
+        given = {"position_ids": positions[:, some], "past_key_values": cache, "use_cache": True}
+        result = model(ids[:, some], **given)
+        cache = result.past_key_values
+        steps.append(result.logits)
+        start += piece
+    return torch.cat(steps, dim=1)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static", "made by the model"])
+@pytest.mark.parametrize("scheme", [*DISTANCE_BIASES, *PAIRWISE], ids=str)
+@torch.no_grad()
+def test_behind_a_cache(scheme: Any, cache: str) -> None:
+    """Gaps in the first call, in a later one, and in steps of one token."""
+    model, ids = patched("llama_gqa", scheme, attn_implementation="sdpa"), tokens(2, LENGTH)
+    for kind in ("gaps", "one row of gaps", "random"):
+        past: Any = {
+            "dynamic": lambda: DynamicCache(config=model.config),
+            "static": lambda: StaticCache(config=model.config, max_cache_len=LENGTH + 3),
+            "made by the model": lambda: None,
+        }[cache]()
+        full = model(ids, position_ids=POSITIONS[kind], use_cache=True).logits
+        found = decoded(model, ids, POSITIONS[kind], past, [4, 9, 1, 3, 1, 1, 1])
+        assert distance(found, full) <= 1e-4, kind
+
+
+@pytest.mark.parametrize("scheme", ["t5", "alibi", "shaw"])
+@torch.no_grad()
+def test_positions_follow_what_is_done_to_a_cache(scheme: str) -> None:
+    model, ids, positions = patched("llama_gqa", scheme), tokens(2, LENGTH), POSITIONS["one row of gaps"]
+    full = model(ids, position_ids=positions).logits
+
+    def filled(count: int = 16) -> DynamicCache:
+        cache = DynamicCache(config=model.config)
+        decoded(model, ids[:, :count], positions[:, :count], cache, [count])
+        return cache
+
+    def continued(cache: DynamicCache, rows: list[int], start: int = 16) -> float:
+        some = {"position_ids": positions[rows, start:], "past_key_values": cache}
+        return distance(model(ids[rows, start:], **some).logits, full[rows, start:])
+
+    assert continued(filled(), [0, 1]) <= 1e-4
+    cache = filled()
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert continued(copy.deepcopy(cache), [1, 0]) <= 1e-4
+    cache.reorder_cache(torch.tensor([1, 1]))
+    assert continued(cache, [0, 0]) <= 1e-4
+    cache = filled()
+    cache.batch_select_indices(torch.tensor([1]))
+    assert continued(cache, [1]) <= 1e-4
+    cache = filled()
+    cache.batch_repeat_interleave(2)
+    assert continued(cache, [0, 0, 1, 1]) <= 1e-4
+    cache = filled()
+    cache.crop(-3)
+    assert continued(cache, [0, 1], 13) <= 1e-4
+
+
+@torch.no_grad()
+def test_rows_that_changed_unseen_are_refused() -> None:
+    model, ids, positions = patched("llama_gqa", "t5"), tokens(2, LENGTH), POSITIONS["one row of gaps"]
+    cache = DynamicCache(config=model.config)
+    decoded(model, ids[:, :16], positions[:, :16], cache, [16])
+    for layer in cache.layers:
+        layer.batch_repeat_interleave(2)
+    with pytest.raises(UnsupportedError, match="rows of the cache have changed"):
+        model(ids[[0, 0, 1, 1], 16:], position_ids=positions[[0, 0, 1, 1], 16:], past_key_values=cache)
+
+
+@pytest.mark.parametrize("scheme", ["t5", "shaw"])
+@torch.no_grad()
+def test_a_jump_behind_a_cache_of_unknown_origin_is_refused(scheme: str) -> None:
+    """Somebody else has filled it, and not with positions that go on to these."""
+    model, ids = patched("llama_gqa", scheme), tokens(1, LENGTH)
+    for position, refused in ((30, True), (8, False)):
+        cache = patched("llama_gqa", "none")(ids[:, :8]).past_key_values
+        given = {"position_ids": torch.tensor([[position]]), "past_key_values": cache}
+        if refused:
+            with pytest.raises(UnsupportedError, match="where cached keys stand is not known"):
+                model(ids[:, 8:9], **given)
+        else:
+            model(ids[:, 8:9], **given)
+
+
+@pytest.fixture
+def slow_forms(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of queries of every bias that was built for given positions."""
+    seen: list[int] = []
+    own = LogitSite._form_of_positions
+
+    def watched(self: LogitSite, bias: Any, state: Any, query_length: int, *rest: Any) -> Any:
+        seen.append(query_length)
+        return own(self, bias, state, query_length, *rest)
+
+    monkeypatch.setattr(LogitSite, "_form_of_positions", watched)
+    return seen
+
+
+@pytest.mark.parametrize("back_end", ["sdpa", "eager"])
+@torch.no_grad()
+def test_who_has_no_gaps_pays_for_none(back_end: str, slow_forms: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    own = key_positions._find_out
+
+    def counted(state: Any, device: Any) -> Any:
+        calls.append(1)
+        return own(state, device)
+
+    monkeypatch.setattr(key_positions, "_find_out", counted)
+    model, ids = patched("llama_gqa", "t5", attn_implementation=back_end), tokens(2, LENGTH)
+    left = torch.ones(2, LENGTH, dtype=torch.long)
+    left[1, :6] = 0
+    for mask in (left, left.flip(-1), torch.ones_like(left)):
+        model(ids, attention_mask=mask)
+    model(ids)
+    model(ids, position_ids=POSITIONS["from 7 on"])
+    model(ids, position_ids=POSITIONS["restarts"], use_cache=False)
+    model(ids, position_ids=(left.cumsum(-1) - 1).clamp(min=0), attention_mask=left)
+    assert len(calls) == 7  # once for each call and not for each layer
+    settings: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    model.generate(ids, attention_mask=left, **settings)
+    model.generate(ids, attention_mask=torch.ones_like(left), **settings)
+    assert len(calls) == 15
+    assert not slow_forms
+    model(ids, position_ids=POSITIONS["gaps"])
+    assert slow_forms == [LENGTH] * 2
+
+
+def hole() -> Tensor:
+    mask = torch.ones(2, LENGTH, dtype=torch.long)
+    mask[1, 3:7] = 0
+    return mask
+
+
+@torch.no_grad()
+def test_a_compiled_call_has_no_gaps_or_says_so() -> None:
+    model, ids = patched("llama_gqa", "t5", attn_implementation="sdpa"), tokens(2, LENGTH)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    left = hole()
+    left[1, :3] = 0
+    arguments: dict[str, Any] = {"use_cache": False}
+    for mask in (left, left.flip(-1)):
+        expected = model(ids, attention_mask=mask, **arguments).logits
+        assert distance(compiled(ids, attention_mask=mask, **arguments).logits, expected) <= CLOSE
+    with pytest.raises(RuntimeError, match=r"Run this call without torch\.compile"):
+        compiled(ids, attention_mask=hole(), **arguments)
+    packed = {"position_ids": POSITIONS["restarts"], **arguments}
+    assert distance(compiled(ids, **packed).logits, model(ids, **packed).logits) <= CLOSE
+
+
+@pytest.mark.parametrize("scheme", ["t5", "alibi"])
+@torch.no_grad()
+def test_compiled_decoding_behind_a_gap(scheme: str) -> None:
+    """One row of the bias is cheap at any distance, so that a graph needs no look at the positions."""
+    model, ids, mask = patched("llama_gqa", scheme, attn_implementation="sdpa"), tokens(2, LENGTH), hole()
+    full = model(ids, attention_mask=mask).logits
+    cache = StaticCache(config=model.config, max_cache_len=LENGTH)
+    model(ids[:, :16], attention_mask=mask[:, :16], past_key_values=cache)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for i in range(16, LENGTH):
+        step = compiled(ids[:, i : i + 1], attention_mask=mask[:, : i + 1], past_key_values=cache).logits
+        assert distance(step, full[:, i : i + 1]) <= 1e-4
