@@ -13,6 +13,7 @@ from hf_posenc.patching.attention_site import AttentionSite
 from hf_posenc.patching.config_entry import attach_entry, detach_entry
 from hf_posenc.patching.discovery import find_stacks
 from hf_posenc.patching.encoding import PositionEncoding, StackEncoding, parameter_count, place_like
+from hf_posenc.patching.generation import check_generation
 from hf_posenc.patching.install import install_stack
 from hf_posenc.patching.recomputation import forget_recomputation
 from hf_posenc.patching.report import PatchReport
@@ -121,6 +122,7 @@ def install(encoding: PositionEncoding, model: PreTrainedModel) -> None:
     attach_entry(model.config, encoding.config.to_dict())
     encoding.__dict__["model_config"] = model.config
     _disable_unsafe_cache(encoding, model)
+    check_generation(encoding, model)
     encoding.train(model.training)
 
 

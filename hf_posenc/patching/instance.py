@@ -18,6 +18,7 @@ class _Change:
     had_value: bool
     value: Any
     kind: Literal["attribute", "forward", "buffer", "frozen"] = "attribute"
+    ours: Any = None
 
 
 @dataclass
@@ -32,7 +33,7 @@ class InstancePatches:
     def set(self, target: Any, attribute: str, value: Any) -> None:
         """Sets `target.attribute` on the instance and remembers what the instance had there."""
         own = target.__dict__
-        self.changes.append(_Change(target, attribute, attribute in own, own.get(attribute)))
+        self.changes.append(_Change(target, attribute, attribute in own, own.get(attribute), ours=value))
         own[attribute] = value
 
     def set_buffer(self, module: nn.Module, name: str, value: Tensor) -> None:
@@ -67,7 +68,7 @@ class InstancePatches:
             parameter.requires_grad_(False)
 
     def undo(self) -> None:
-        """Restores everything in reverse order."""
+        """Restores everything in reverse order, except an attribute that somebody has set again since."""
         for change in reversed(self.changes):
             if change.kind == "forward":
                 _restore_forward(change)
@@ -75,6 +76,8 @@ class InstancePatches:
                 change.target._parameters[change.attribute].requires_grad_(change.value)
             elif change.kind == "buffer":
                 change.target._buffers[change.attribute] = change.value
+            elif change.target.__dict__.get(change.attribute) is not change.ours:
+                continue
             elif change.had_value:
                 change.target.__dict__[change.attribute] = change.value
             else:

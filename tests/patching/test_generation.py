@@ -1,0 +1,121 @@
+"""`generate` of a patched model: what is refused before it runs, and what it leaves behind when it fails."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_posenc import UnsupportedError, patch_model, unpatch_model
+from hf_posenc.patching import generation
+from hf_posenc.patching.generation import GenerateCall
+from hf_posenc.schemes import AlibiConfig, NoneConfig, RopeConfig, ScheduleConfig, SelfExtendConfig
+
+from ..matrix.running import patched, tokens
+
+ROPE_THEN_ALIBI = ScheduleConfig(layers=(RopeConfig(), AlibiConfig()))
+
+
+def continued(model: Any, ids: Tensor, **arguments: Any) -> Tensor:
+    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    sequences: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), **(settings | arguments))
+    return sequences
+
+
+@pytest.mark.parametrize("scheme", ["none", "alibi", "t5", "pope", "forget_gate", ROPE_THEN_ALIBI])
+def test_an_early_exit_drafts_and_the_whole_model_decides(scheme: Any) -> None:
+    """A layer behind the exit has cached fewer tokens than those before it in the middle of a step."""
+    model, ids = patched("llama_gqa", scheme), tokens(1, 9)
+    assert torch.equal(continued(model, ids, assistant_early_exit=1), continued(model, ids))
+
+
+@pytest.mark.parametrize("error", [UnsupportedError("no"), KeyboardInterrupt()])
+def test_an_early_exit_that_fails_leaves_the_model_as_deep_as_it_was(error: BaseException) -> None:
+    model, ids = patched("llama_gqa", SelfExtendConfig(window=4, group=2)), tokens(1, 9)
+    expected = continued(model, ids)
+    calls = []
+
+    def fail_in_the_second_draft(*_: Any) -> None:
+        calls.append(model.config.num_hidden_layers)
+        if calls.count(1) == 2:
+            raise error
+
+    hook = model.model.layers[0].register_forward_pre_hook(fail_in_the_second_draft)
+    with pytest.raises(type(error)):
+        continued(model, ids, assistant_early_exit=1)
+    hook.remove()
+    assert calls[-1] == 1
+    assert model.config.num_hidden_layers == 2
+    assert torch.equal(continued(model, ids), expected)
+
+
+def refuse_beams(call: GenerateCall) -> None:
+    if (call.setting("num_beams") or 1) > 1:
+        raise UnsupportedError(f"{call.encoding.config.name} refuses beams.")
+
+
+def test_a_check_runs_before_anything_else_and_sees_every_way_to_set_an_option(monkeypatch: Any) -> None:
+    monkeypatch.setattr(generation, "CHECKS", [refuse_beams])
+    model, ids = patched("llama_gqa", "alibi"), tokens(1, 5)
+    ran = []
+    model.model.register_forward_pre_hook(lambda *_: ran.append(1))
+    with_beams = copy.deepcopy(model.generation_config)
+    with_beams.num_beams = 2
+    for arguments in ({"num_beams": 2}, {"generation_config": with_beams}):
+        with pytest.raises(UnsupportedError, match="alibi refuses beams"):
+            model.generate(ids, **arguments)
+    model.generation_config.num_beams = 2
+    with pytest.raises(UnsupportedError, match="alibi refuses beams"):
+        model.generate(ids)
+    assert not ran
+    unpatch_model(model)
+    continued(model, ids)
+    assert ran
+
+
+def test_a_copy_generates_with_its_own_weights() -> None:
+    model, ids = patched("llama_gqa", "alibi"), tokens(1, 5)
+    expected = continued(model, ids)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        assert other.__dict__["generate"].model is other
+        assert torch.equal(continued(other, ids), expected)
+        assert "generate" not in unpatch_model(other).__dict__
+    assert inspect.signature(model.generate) == inspect.signature(unpatch_model(model).generate)
+
+
+def test_a_generate_that_somebody_set_is_called_and_stays() -> None:
+    model, ids = patched("llama_gqa", None), tokens(1, 5)
+    seen = []
+    own = model.generate
+
+    def before(*args: Any, **kwargs: Any) -> Any:
+        seen.append("before")
+        return own(*args, **kwargs)
+
+    model.generate = before
+    patch_model(model, "alibi")
+    continued(model, ids)
+    inner = model.generate
+
+    def behind(*args: Any, **kwargs: Any) -> Any:
+        seen.append("behind")
+        return inner(*args, **kwargs)
+
+    model.generate = behind
+    expected = continued(model, ids)
+    assert torch.equal(continued(patch_model(model, AlibiConfig()), ids), expected)
+    assert seen == ["before", *["behind", "before"] * 2]
+    unpatch_model(model)
+    assert model.generate is behind
+
+
+def test_a_model_that_cannot_generate_gets_nothing() -> None:
+    assert "generate" not in patched("bert", NoneConfig()).__dict__
