@@ -11,13 +11,21 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.architectures import architecture_of
 from hf_posenc.patching.attention_site import AttentionSite
 from hf_posenc.patching.config_entry import attach_entry, detach_entry
+from hf_posenc.patching.continuous_batching import check_continuous_batching
 from hf_posenc.patching.discovery import find_stacks
-from hf_posenc.patching.encoding import PositionEncoding, StackEncoding, parameter_count, place_like
+from hf_posenc.patching.encoding import (
+    PositionEncoding,
+    StackEncoding,
+    is_length_dependent,
+    parameter_count,
+    place_like,
+)
 from hf_posenc.patching.generation import check_generation
 from hf_posenc.patching.install import install_stack
 from hf_posenc.patching.recomputation import forget_recomputation
 from hf_posenc.patching.report import PatchReport
 from hf_posenc.patching.sites import Stack
+from hf_posenc.patching.split_heads import refuse_split_heads
 from hf_posenc.schemes.config import SchemeConfig
 
 ATTRIBUTE = "position_encoding"
@@ -121,8 +129,10 @@ def install(encoding: PositionEncoding, model: PreTrainedModel) -> None:
         encoding.journal.set(model, ATTRIBUTE, encoding)
     attach_entry(model.config, encoding.config.to_dict())
     encoding.__dict__["model_config"] = model.config
+    refuse_split_heads(encoding, model)
     _disable_unsafe_cache(encoding, model)
     check_generation(encoding, model)
+    check_continuous_batching(encoding, model)
     encoding.train(model.training)
 
 
@@ -142,14 +152,6 @@ def uninstall(encoding: PositionEncoding) -> None:
     config = encoding.__dict__.pop("model_config", None)
     if config is not None:
         detach_entry(config)
-
-
-def is_length_dependent(encoding: PositionEncoding) -> bool:
-    """Whether some part encodes a token by more than a growing cache keeps; only causal stacks ever grow."""
-    stacks = [stack for stack in encoding.stacks.values() if isinstance(stack, StackEncoding)]
-    growing = [stack for stack in stacks if any(layer.causal for layer in stack.layers)]
-    flags = ("length_dependent", "needs_whole_sequence")
-    return any(getattr(module, flag, False) for stack in growing for module in stack.modules() for flag in flags)
 
 
 def _disable_unsafe_cache(encoding: PositionEncoding, model: PreTrainedModel) -> None:

@@ -106,9 +106,13 @@ class ForwardState:
 
     def _resolve_keys(self, first_slot: int | Tensor, key_length: int, device: torch.device) -> Positions:
         own = self.positions(device)
-        if isinstance(self.offset, int) and self.offset == 0 and key_length == self.query_length:
-            self._remember_irregular(own)
-            return own
+        if key_length == self.query_length:
+            if self.offset is None:
+                # Keys that a layer maps before they go into pages (continuous batching) are those of the new tokens.
+                return own
+            if isinstance(self.offset, int) and self.offset == 0:
+                self._remember_irregular(own)
+                return own
         slots = torch.arange(key_length, device=device) + first_slot
         mask = self.attention_mask
         if mask is not None:
