@@ -48,13 +48,15 @@ class GenerateCall:
 #: Raises `UnsupportedError` for a call that the scheme in force cannot serve.
 GenerateCheck = Callable[[GenerateCall], None]
 
-#: What asks for assisted decoding: an argument, and options of a generation config.
-_ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+#: What extends a cache by more than the next token: an argument, and options of a generation config.
+_NEEDS_CACHE = (
+    "assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "prefill_chunk_size",
+)  # fmt: skip
 _NO_CACHE_GROWS = "encodes a token by the length of the sequence, or by tokens that a cache does not keep"
 
 
-def refuse_assisted_decoding(call: GenerateCall) -> None:
-    """Refuses drafts to verify, or to make, where no cache can be extended by them.
+def refuse_growing_caches(call: GenerateCall) -> None:
+    """Refuses drafts to verify or to make, and prompts in chunks, where no cache can be extended by them.
 
     Raises:
         UnsupportedError: for such a scheme, unless the caller asks for a cache, which then refuses where it is wrong.
@@ -75,16 +77,16 @@ def refuse_assisted_decoding(call: GenerateCall) -> None:
                 "a cache that grows. Use an assistant with another scheme, or generate without one."
             ) from error
         return
-    asked = [name for name in _ASSISTED if call.setting(name)]
+    asked = [name for name in _NEEDS_CACHE if call.setting(name)]
     if asked and not call.setting("use_cache"):
         raise UnsupportedError(
-            f"Assisted decoding ({asked[0]}) verifies drafts with a cache that grows, and the scheme {scheme!r} of "
-            f"this {type(call.model).__name__} {_NO_CACHE_GROWS}. Generate without {asked[0]}."
+            f"{asked[0]} needs a cache that grows, and the scheme {scheme!r} of this {type(call.model).__name__} "
+            f"{_NO_CACHE_GROWS}. Generate without {asked[0]}."
         )
 
 
 #: Run in this order at every call.
-CHECKS: list[GenerateCheck] = [refuse_assisted_decoding]
+CHECKS: list[GenerateCheck] = [refuse_growing_caches]
 
 
 class CheckedGenerate:

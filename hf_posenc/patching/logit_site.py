@@ -159,7 +159,7 @@ def check_heads(of_scheme: int, of_layer: int) -> None:
     """
     if of_scheme != of_layer:
         raise UnsupportedError(
-            f"The scheme has numbers of its own for each of {of_scheme} heads, and this layer computes {of_layer} here. "
+            f"The scheme has numbers of its own for each of {of_scheme} heads, and this layer computes {of_layer}. "
             "Where the heads of a layer are split over processes (tensor parallelism), such a scheme cannot run: load "
             "the model without tp_plan. Otherwise it was built for another architecture: call patch_model again."
         )
