@@ -98,7 +98,9 @@ def _other_input(model: PreTrainedModel) -> str:
 
 def _other_modalities(config: Any) -> list[str]:
     """Names of the configs of parts that are not text."""
-    return [name for name in ("vision_config", "audio_config") if getattr(config, name, None) is not None]
+    return [
+        name for name in ("vision_config", "audio_config", "speech_config") if getattr(config, name, None) is not None
+    ]
 
 
 def _refuse_part(model: PreTrainedModel) -> None:
