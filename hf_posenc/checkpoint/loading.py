@@ -141,11 +141,15 @@ def _from_pretrained(
             # What could not be told from files on this machine: a first download, or an adapter's base model.
             if error.model_class is not model_class:
                 raise
+    from hf_posenc.patching.split_heads import refuse_split_heads
+
     with_info = kwargs.pop("output_loading_info", False)
     built: list[_Built] = []
     proxy = patching_proxy(model_class, built)
     model, info = original(proxy, source, *model_args, output_loading_info=True, **kwargs)
     _check_loaded(model, info, str(source))
+    # Transformers splits a model over processes after it was built, and so after it was patched.
+    refuse_split_heads(model.position_encoding, model)
     built.pop().follow(model)
     return (model, info) if with_info else model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import nn
@@ -11,13 +12,21 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.architectures import architecture_of
 from hf_posenc.patching.attention_site import AttentionSite
 from hf_posenc.patching.config_entry import attach_entry, detach_entry
+from hf_posenc.patching.continuous_batching import check_continuous_batching
 from hf_posenc.patching.discovery import find_stacks
-from hf_posenc.patching.encoding import PositionEncoding, StackEncoding, parameter_count, place_like
+from hf_posenc.patching.encoding import (
+    PositionEncoding,
+    StackEncoding,
+    is_length_dependent,
+    parameter_count,
+    place_like,
+)
 from hf_posenc.patching.generation import check_generation
 from hf_posenc.patching.install import install_stack
 from hf_posenc.patching.recomputation import forget_recomputation
 from hf_posenc.patching.report import PatchReport
 from hf_posenc.patching.sites import Stack
+from hf_posenc.patching.split_heads import refuse_split_heads
 from hf_posenc.schemes.config import SchemeConfig
 
 ATTRIBUTE = "position_encoding"
@@ -53,8 +62,8 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
     base: Any = getattr(model, "get_base_model", None)
     inner = model if base is None else base()
     if isinstance(inner, PreTrainedModel):
-        _refuse_part(inner)
         _refuse_other_modalities(inner)
+        _refuse_part(inner)
     else:
         raise TypeError(
             f"Expected a transformers PreTrainedModel, got {type(inner).__name__}. Patch the model before it is "
@@ -65,28 +74,53 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
 
 def _refuse_other_modalities(model: PreTrainedModel) -> None:
     """Refuses what is not text: positions of pixels and frames are not those of tokens."""
-    if model.main_input_name != "input_ids":
+    name = type(model).__name__
+    takes = _other_input(model)
+    if takes:
         raise UnsupportedError(
-            f"{type(model).__name__} takes {model.main_input_name}, not input_ids: the schemes here place text tokens."
+            f"{name} takes {takes}, not input_ids: the schemes here place text tokens. Patch a text-only model."
         )
-    parts = [name for name in ("vision_config", "audio_config") if getattr(model.config, name, None) is not None]
+    parts = _other_modalities(model.config)
     if parts:
         raise UnsupportedError(
-            f"{type(model).__name__} joins several modalities ({', '.join(parts)}), whose tokens have positions on "
-            "more than one axis. Patch a text-only model."
+            f"{name} joins several modalities ({', '.join(parts)}), whose tokens have positions on more than one axis. "
+            "Patch a text-only model."
         )
+
+
+def _other_input(model: PreTrainedModel) -> str:
+    """What a model takes in place of token ids; empty for a model of text."""
+    if model.main_input_name != "input_ids":
+        return str(model.main_input_name)
+    names = [list(inspect.signature(type(one).forward).parameters) for one in (model, model.base_model)]
+    return "" if any("input_ids" in own for own in names) else names[0][1]
+
+
+def _other_modalities(config: Any) -> list[str]:
+    """Names of the configs of parts that are not text."""
+    return [
+        name for name in ("vision_config", "audio_config", "speech_config") if getattr(config, name, None) is not None
+    ]
 
 
 def _refuse_part(model: PreTrainedModel) -> None:
     """Refuses encoders and decoders that cannot be saved on their own: transformers does not export them."""
     import transformers
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-    name = type(model).__name__
-    if type(model).__module__.startswith("transformers.models.") and not hasattr(transformers, name):
-        raise UnsupportedError(
-            f"{name} is a part of a model and is saved with it; a scheme in the part alone would be lost there. Patch "
-            "the whole model (`layers=` and `elsewhere=` choose layers)."
-        )
+    name, config = type(model).__name__, model.config
+    if not type(model).__module__.startswith("transformers.models.") or hasattr(transformers, name):
+        return
+    lost = f"{name} is a part of a model and is saved with it; a scheme in the part alone would be lost there. "
+    whole: Any = MODEL_MAPPING.get(type(config), None)
+    if getattr(whole, "main_input_name", "") == "input_ids" and not _other_modalities(config):
+        raise UnsupportedError(f"{lost}Patch the whole model (`layers=` and `elsewhere=` choose layers).")
+    takes = getattr(whole, "main_input_name", "input_ids")
+    owner = "it joins several modalities" if takes == "input_ids" else f"it takes {takes}"
+    raise UnsupportedError(
+        f"{lost}The whole cannot be patched either ({owner}): the schemes here place text tokens. Patch a text-only "
+        "model."
+    )
 
 
 def build_encoding(config: SchemeConfig, model: PreTrainedModel, stacks: list[Stack]) -> PositionEncoding:
@@ -121,8 +155,10 @@ def install(encoding: PositionEncoding, model: PreTrainedModel) -> None:
         encoding.journal.set(model, ATTRIBUTE, encoding)
     attach_entry(model.config, encoding.config.to_dict())
     encoding.__dict__["model_config"] = model.config
+    refuse_split_heads(encoding, model)
     _disable_unsafe_cache(encoding, model)
     check_generation(encoding, model)
+    check_continuous_batching(encoding, model)
     encoding.train(model.training)
 
 
@@ -142,14 +178,6 @@ def uninstall(encoding: PositionEncoding) -> None:
     config = encoding.__dict__.pop("model_config", None)
     if config is not None:
         detach_entry(config)
-
-
-def is_length_dependent(encoding: PositionEncoding) -> bool:
-    """Whether some part encodes a token by more than a growing cache keeps; only causal stacks ever grow."""
-    stacks = [stack for stack in encoding.stacks.values() if isinstance(stack, StackEncoding)]
-    growing = [stack for stack in stacks if any(layer.causal for layer in stack.layers)]
-    flags = ("length_dependent", "needs_whole_sequence")
-    return any(getattr(module, flag, False) for stack in growing for module in stack.modules() for flag in flags)
 
 
 def _disable_unsafe_cache(encoding: PositionEncoding, model: PreTrainedModel) -> None:

@@ -245,11 +245,38 @@ class AttentionSite(LogitSite):
     ) -> Any:
         """Stands in for a cache's `update`: maps keys, and lets what the bias remembers of them travel with them."""
         key = self._map_new_keys(call, key)
-        if not self.encoding.num_features:
+        features = self.encoding.num_features
+        if features:
+            key = append_features(key, self.new_features(call))
+        if features or self._widens_keys:
+            self._check_cached_width(update, key, *args, **kwargs)
+        if not features:
             return update(key, value, *args, **kwargs)
-        keys, values = update(append_features(key, self.new_features(call)), value, *args, **kwargs)
+        keys, values = update(key, value, *args, **kwargs)
         keys, call.key_features = split_features(keys, self.encoding.num_heads, self.encoding.num_features)
         return keys, values
+
+    @property
+    def _widens_keys(self) -> bool:
+        return self.encoding.query_key_map is not None and self.encoding.query_key_map.width_factor != 1
+
+    def _check_cached_width(self, update: Callable[..., Any], key: Tensor, layer: int = 0, *_: Any, **__: Any) -> None:
+        """Refuses to append to keys that did not come from here: prefix tuning, or the cache of another model.
+
+        Raises:
+            UnsupportedError: if the cache holds keys of another width.
+        """
+        layers = getattr(getattr(update, "__self__", None), "layers", ())
+        cached = getattr(layers[layer], "keys", None) if isinstance(layer, int) and layer < len(layers) else None
+        if isinstance(cached, Tensor) and cached.numel() and cached.shape[-1] != key.shape[-1]:
+            part = self.encoding.logit_bias if self.encoding.num_features else self.encoding.query_key_map
+            raise UnsupportedError(
+                f"The cache holds keys of width {cached.shape[-1]}, and with {type(part).__name__} the keys of this "
+                f"{type(self.module).__name__} are cached with width {key.shape[-1]}. Those in the cache did not come "
+                "from this model: prefix tuning learns keys of the model's own width, which say nothing about what "
+                "the scheme adds to each. Use LoRA or prompt tuning with this scheme, or a cache that this model has "
+                "filled."
+            )
 
 
 def mapped(map_one: Any, tensor: Tensor, phases: Phases, time_axis: int) -> Tensor:

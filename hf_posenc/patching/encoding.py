@@ -193,6 +193,14 @@ def _one_additive(found: dict[SchemeConfig, AdditiveEncoding | None]) -> Additiv
     )
 
 
+def is_length_dependent(encoding: PositionEncoding) -> bool:
+    """Whether some part encodes a token by more than a growing cache keeps; only causal stacks ever grow."""
+    stacks = [stack for stack in encoding.stacks.values() if isinstance(stack, StackEncoding)]
+    growing = [stack for stack in stacks if any(layer.causal for layer in stack.layers)]
+    flags = ("length_dependent", "needs_whole_sequence")
+    return any(getattr(module, flag, False) for stack in growing for module in stack.modules() for flag in flags)
+
+
 def parameter_count(module: nn.Module) -> int:
     """Number of scalars that can be learned."""
     return sum(parameter.numel() for parameter in module.parameters())

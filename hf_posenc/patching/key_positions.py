@@ -57,7 +57,11 @@ def key_positions(state: ForwardState, first_slot: int | Tensor, key_length: int
     """
 
     def resolve() -> Positions:
-        own, found = state.positions(device), standing(state, device)
+        own = state.positions(device)
+        if state.offset is None and key_length == state.query_length:
+            # Keys that a layer maps before they go into pages (continuous batching) are those of the new tokens.
+            return own
+        found = standing(state, device)
         slots = torch.arange(key_length, device=device) + first_slot
         if _all_are_new(state) and key_length == state.query_length:
             if state.position_ids is None or _usable_mask(state) is None:

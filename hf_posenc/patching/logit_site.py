@@ -73,7 +73,7 @@ class LogitSite:
         else:
             check_cache(bias, state)
             form = _pairwise_form(bias, self._pairs(call, query, key, scaling))
-        check_heads(form.heads, self.encoding.num_heads)
+        check_heads(form.heads, query.shape[1])
         return form if self.encoding.logit_scale is None else self._scaled_form(form, state, query, key.shape[-2])
 
     def _distance_form(
@@ -178,7 +178,10 @@ class LogitSite:
         """The query times its scale, `(batch, heads, query_len, width)`."""
         if self.encoding.logit_scale is None:
             return query
-        return query * self.scale(state, query.device).unsqueeze(-1).to(query.dtype)
+        factor = self.scale(state, query.device)
+        if factor.shape[1] != 1:
+            check_heads(factor.shape[1], query.shape[1])
+        return query * factor.unsqueeze(-1).to(query.dtype)
 
     def key_start(self, state: ForwardState, query_length: int, key_length: int) -> tuple[int | Tensor, int | Tensor]:
         """Slots of the first query and of the first key."""
@@ -207,15 +210,17 @@ def _pairwise_form(bias: LogitBias, pairs: AttentionPairs) -> BiasForm:
     return RowsForm(compute, pairs.query.shape[-2], key_length, pairs.query.shape[1])
 
 
-def check_heads(of_bias: int, of_layer: int) -> None:
+def check_heads(of_scheme: int, of_layer: int) -> None:
     """Requires a number for each head.
 
     Raises:
-        UnsupportedError: for a bias of other heads.
+        UnsupportedError: for a scheme of other heads.
     """
-    if of_bias != of_layer:
+    if of_scheme != of_layer:
         raise UnsupportedError(
-            f"The bias has {of_bias} heads, the layer {of_layer}: it was built for another architecture."
+            f"The scheme has numbers of its own for each of {of_scheme} heads, and this layer computes {of_layer}. "
+            "Where the heads of a layer are split over processes (tensor parallelism), such a scheme cannot run: load "
+            "the model without tp_plan. Otherwise it was built for another architecture: call patch_model again."
         )
 
 

@@ -14,12 +14,11 @@ from hf_posenc.patching.apply import (
     current_encoding,
     encodings,
     install,
-    is_length_dependent,
     uninstall,
     unwrapped,
 )
 from hf_posenc.patching.discovery import find_stacks
-from hf_posenc.patching.encoding import PositionEncoding
+from hf_posenc.patching.encoding import PositionEncoding, is_length_dependent
 from hf_posenc.patching.native import native_scheme
 from hf_posenc.patching.plan import SchemeLike, schedule, scheme_config
 from hf_posenc.patching.sites import Stack

@@ -112,7 +112,14 @@ def rotary_output(module: torch.nn.Module, *, layer_type: str | None = None) -> 
     position_ids = torch.zeros(1, 1, dtype=torch.int64, device=frequencies.device)
     with torch.no_grad():
         arguments = (layer_type,) if layer_type is not None and has_layer_types(module) else ()
-        output = type(module).forward(module, hidden, position_ids, *arguments)
+        try:
+            output = type(module).forward(module, hidden, position_ids, *arguments)
+        except (TypeError, IndexError, RuntimeError) as error:
+            raise UnsupportedError(
+                f"{type(module).__name__} could not be asked for the phases of one token ({error}): its positions have "
+                "more than one axis, or it takes other arguments. Declare the architecture with "
+                "hf_posenc.register_architecture."
+            ) from error
     if isinstance(output, Tensor):
         return "complex", width
     return ("half_width" if output[0].shape[-1] * 2 == width else "full"), width
@@ -200,6 +207,13 @@ def _probe(function: Callable[..., Any], output_kind: str, cosine: float, sine: 
         arguments |= {"sin": sin[..., : _PROBE_DIM // 2], "cos": cos[..., : _PROBE_DIM // 2]}
     else:
         arguments |= {"cos": cos, "sin": sin}
-    output = function(**arguments)
+    try:
+        output = function(**arguments)
+    except (TypeError, IndexError, RuntimeError) as error:
+        raise UnsupportedError(
+            f"The rotary function {getattr(function, '__name__', function)}({', '.join(call.parameters)}) could not be "
+            f"tried on {', '.join(arguments)} ({error}), so its pairing is unknown. Declare the architecture with "
+            "hf_posenc.register_architecture."
+        ) from error
     query = output[0] if isinstance(output, tuple) else output
     return query.reshape(_PROBE_DIM, _PROBE_DIM).transpose(0, 1)

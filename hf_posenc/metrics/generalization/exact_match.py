@@ -22,7 +22,8 @@ from hf_posenc.metrics.intervals import wilson_interval
 from hf_posenc.metrics.language_modeling.capacity import native_capacity
 from hf_posenc.metrics.language_modeling.token_losses import logits_of, predicts_next_token
 from hf_posenc.metrics.preserve import evaluation_mode
-from hf_posenc.patching.apply import current_encoding, is_length_dependent, unwrapped
+from hf_posenc.patching.apply import current_encoding, unwrapped
+from hf_posenc.patching.encoding import is_length_dependent
 
 Method = Literal["teacher_forced", "generate"]
 _METHODS = ("teacher_forced", "generate")

@@ -1,0 +1,106 @@
+"""Continuous batching of a patched model: refuses at the call what would otherwise fail in its worker thread.
+
+Transformers runs `generate_batch` in a thread that logs its errors and returns empty results. All ways in go through
+`init_continuous_batching`, which runs in the caller's thread.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.encoding import PositionEncoding, StackEncoding, is_length_dependent
+from hf_posenc.patching.scores_attention import ScoresAttention
+
+_METHOD = "init_continuous_batching"
+
+
+class CheckedContinuousBatching:
+    """Stands in for `init_continuous_batching` on one model instance.
+
+    Plain data, so that a deep copy or a pickle of the model starts its own batches.
+
+    Args:
+        model: the patched model.
+        encoding: what is in force in it.
+        before: what somebody had put on the instance under this name, or `None`.
+    """
+
+    def __init__(self, model: PreTrainedModel, encoding: PositionEncoding, before: Any) -> None:
+        self.model = model
+        self.encoding = encoding
+        self.before = before
+
+    @property
+    def __wrapped__(self) -> Any:
+        """What is called, for those who ask for the signature."""
+        return getattr(type(self.model), _METHOD).__get__(self.model) if self.before is None else self.before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Starts continuous batching.
+
+        Raises:
+            UnsupportedError: for a scheme that pages of keys cannot serve.
+        """
+        if "holder" in self.encoding.__dict__:  # else the scheme is out, and somebody has kept this function
+            refuse_pages(self.encoding, self.model)
+        return self.__wrapped__(*args, **kwargs)
+
+
+def check_continuous_batching(encoding: PositionEncoding, model: PreTrainedModel) -> None:
+    """Checks every start of continuous batching of a model that has it; the encoding's journal takes it back."""
+    if hasattr(model, _METHOD):
+        guard = CheckedContinuousBatching(model, encoding, model.__dict__.get(_METHOD))
+        encoding.journal.set(model, _METHOD, guard)
+
+
+def refuse_pages(encoding: PositionEncoding, model: nn.Module) -> None:
+    """Refuses a scheme that needs more than the position of each new token.
+
+    Raises:
+        UnsupportedError: with the reason.
+    """
+    reason = _outside_interface(model) or _of_layers(encoding) or _of_lengths(encoding)
+    if reason:
+        raise UnsupportedError(
+            f"Continuous batching cannot run the scheme {encoding.config.name!r} in this {type(model).__name__}: "
+            f"{reason}. Use model.generate() with a batch that is padded on the left."
+        )
+
+
+def _outside_interface(model: nn.Module) -> str:
+    for module in model.modules():
+        if any(isinstance(module.__dict__.get(place), ScoresAttention) for place in ("forward", "_old_forward")):
+            return (
+                f"{type(module).__name__} computes its scores itself, without the attention interface through which "
+                "pages of keys are read"
+            )
+    return ""
+
+
+def _of_layers(encoding: PositionEncoding) -> str:
+    stacks = [stack for stack in encoding.stacks.values() if isinstance(stack, StackEncoding)]
+    for layer in [layer for stack in stacks for layer in stack.layers]:
+        if layer.logit_bias is not None:
+            return (
+                f"its {type(layer.logit_bias).__name__} adds a bias to the logit of every key, and keys lie in pages "
+                "that the attention function alone reads, so the bias could not be placed"
+            )
+        if layer.query_key_map is not None and layer.query_key_map.width_factor != 1:
+            return (
+                f"its {type(layer.query_key_map).__name__} makes heads {layer.query_key_map.width_factor} times as "
+                "wide, and pages are as wide as the model's own heads"
+            )
+    return ""
+
+
+def _of_lengths(encoding: PositionEncoding) -> str:
+    if not is_length_dependent(encoding):
+        return ""
+    return (
+        "it encodes a token by the length of its sequence, or by tokens that a cache does not keep, and keys in pages "
+        "are never computed again"
+    )
