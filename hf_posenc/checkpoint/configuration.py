@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_posenc.entry import ATTRIBUTE, MODEL_TYPE
+from hf_posenc.entry import ATTRIBUTE, FORMAT, MODEL_TYPE
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
-from hf_posenc.patching.config_entry import ARCHITECTURE_PREFIX, FORMAT, WEIGHTS_KEY
+from hf_posenc.patching.config_entry import ARCHITECTURE_PREFIX, WEIGHTS_KEY
+
+#: Fields of the entry that describe the file and are not part of the config in memory.
+_OF_THE_FILE = ("base_model_type", "hf_posenc_version")
 
 
 class CheckpointError(PositionEncodingError, ValueError):
@@ -44,7 +47,7 @@ def from_disk(disk: dict[str, Any], source: str) -> dict[str, Any]:
     _check_scheme(entry.get("scheme"), source)
     memory = {key: _without_poison(value) for key, value in disk.items() if key != WEIGHTS_KEY}
     memory["model_type"] = base_model_type
-    memory[ATTRIBUTE] = entry["scheme"]
+    memory[ATTRIBUTE] = {key: value for key, value in entry.items() if key not in _OF_THE_FILE}
     architectures = disk.get("architectures") or []
     memory["architectures"] = [str(name).removeprefix(ARCHITECTURE_PREFIX) for name in architectures] or None
     return memory

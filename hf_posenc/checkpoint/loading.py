@@ -86,11 +86,10 @@ def _get_config_dict(original: Callable[..., Any], config_class: Any, source: An
 
 def _config_post_init(original: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> None:
     original(config, *args, **kwargs)
-    entry = read_entry(config)
-    if entry is not None:
-        from hf_posenc.patching.config_entry import attach_entry
+    if read_entry(config) is not None:
+        from hf_posenc.patching.config_entry import carry_entry
 
-        attach_entry(config, entry)
+        carry_entry(config)
 
 
 def _model_init(original: Callable[..., Any], model: Any, config: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,7 +1,8 @@
 """How the config of a patched model carries the position encoding, in memory and in `config.json`.
 
 In memory the config stays what it was: same class name, same `model_type`, one more attribute. Everything
-that looks a model up by its config (auto classes, pipelines, PEFT, `generate`) therefore keeps working.
+that looks a model up by its config (auto classes, pipelines, PEFT, `generate`) therefore keeps working. The
+attribute is a dictionary of `format`, `scheme` and whatever else has to travel with the scheme.
 
 On disk it must be unreadable for a process without this package, because stock transformers ignores keys
 it does not know and would run the model with its old positions. Three fields of `config.json` see to that:
@@ -21,10 +22,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from hf_posenc.entry import ATTRIBUTE, MODEL_TYPE, read_entry
+from hf_posenc.entry import ATTRIBUTE, FORMAT, MODEL_TYPE, read_entry, read_fields
 from hf_posenc.version import __version__
 
-FORMAT = 1
 ARCHITECTURE_PREFIX = "hf_posenc."
 WEIGHTS_KEY = "transformers_weights"
 WEIGHTS_SENTENCE = (
@@ -33,24 +33,30 @@ WEIGHTS_SENTENCE = (
 )
 
 
-def attach_entry(config: PreTrainedConfig, entry: dict[str, Any]) -> None:
-    """Makes `config` carry a scheme, in place; an entry it already carries is replaced.
+def attach_entry(config: PreTrainedConfig, scheme: dict[str, Any]) -> None:
+    """Makes `config` carry a scheme, in place; a scheme it already carries is replaced, other fields stay.
 
     Args:
         config: the config of the model that is being patched.
-        entry: what `SchemeConfig.to_dict` returned.
+        scheme: what `SchemeConfig.to_dict` returned.
 
     Raises:
-        ValueError: if the entry names no scheme, or the config already uses the attribute for something else.
+        ValueError: if the dictionary names no scheme, or the config already uses the attribute for something else.
     """
-    if not isinstance(entry.get("scheme"), str):
-        raise ValueError(f"Not an entry: a dictionary with a 'scheme' name is expected, got {entry!r}.")
-    if ATTRIBUTE in config.__dict__ and read_entry(config) is None:
+    if not isinstance(scheme.get("scheme"), str):
+        raise ValueError(f"Not an entry: a dictionary with a 'scheme' name is expected, got {scheme!r}.")
+    fields = read_fields(config)
+    if ATTRIBUTE in config.__dict__ and fields is None:
         raise ValueError(
             f"{type(config).__name__} already has an attribute {ATTRIBUTE!r} of its own "
             f"({config.__dict__[ATTRIBUTE]!r}); hf_posenc would overwrite it. Rename it before patching."
         )
-    setattr(config, ATTRIBUTE, entry)
+    setattr(config, ATTRIBUTE, {**(fields or {}), "format": FORMAT, "scheme": scheme})
+    carry_entry(config)
+
+
+def carry_entry(config: PreTrainedConfig) -> None:
+    """Gives a config that has an entry the class that also saves it."""
     stock: Any = stock_class(type(config))
     config.__class__ = carrier_class(stock)
 
@@ -100,7 +106,7 @@ def carrier_class(stock: Any) -> Any:
 
     def __eq__(self: Any, other: object) -> Any:
         same = stock_eq(self, other)
-        return same if same is NotImplemented else same and read_entry(self) == read_entry(other)
+        return same if same is NotImplemented else same and read_fields(self) == read_fields(other)
 
     def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
         _, _, *rest = stock.__reduce_ex__(self, max(protocol, 2))
@@ -142,11 +148,10 @@ def to_disk(memory: dict[str, Any]) -> dict[str, Any]:
         architecture if architecture.startswith(ARCHITECTURE_PREFIX) else ARCHITECTURE_PREFIX + architecture
         for architecture in memory.get("architectures") or []
     ]
-    disk[ATTRIBUTE] = {
+    disk[ATTRIBUTE] = memory[ATTRIBUTE] | {
         "format": FORMAT,
         "hf_posenc_version": __version__,
         "base_model_type": memory["model_type"],
-        "scheme": memory[ATTRIBUTE],
     }
     return disk
 
