@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 #: `model_type` of a patched model in `config.json`.
@@ -10,6 +11,8 @@ MODEL_TYPE = "hf_posenc"
 ATTRIBUTE = "position_encoding"
 #: Version of the entry. From 2 on the weights name their scheme too (`patching/mark.py`).
 FORMAT = 2
+#: The name that torch gives the extra state of a module in a state dict.
+MARK = "_extra_state"
 
 
 def read_entry(config: Any) -> dict[str, Any] | None:
@@ -38,3 +41,9 @@ def is_entry(value: Any) -> bool:
 def is_on_disk_form(config: Any) -> bool:
     """Whether a dictionary read from `config.json` describes a patched model."""
     return isinstance(config, dict) and config.get("model_type") == MODEL_TYPE
+
+
+def find_mark(names: Iterable[str]) -> str | None:
+    """The key under which a state dict names the scheme of its weights, among all of its keys."""
+    whole = f"{ATTRIBUTE}.{MARK}"
+    return next((name for name in names if name.endswith(whole) and name[: -len(whole)][-1:] in ("", ".")), None)

@@ -6,7 +6,7 @@ from typing import Any
 
 from hf_posenc.entry import ATTRIBUTE, FORMAT, MODEL_TYPE
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
-from hf_posenc.patching.config_entry import ARCHITECTURE_PREFIX, WEIGHTS_KEY
+from hf_posenc.patching.config_entry import ARCHITECTURE_PREFIX, without_poison
 
 #: Fields of the entry that describe the file and are not part of the config in memory.
 _OF_THE_FILE = ("base_model_type", "hf_posenc_version")
@@ -45,7 +45,7 @@ def from_disk(disk: dict[str, Any], source: str) -> dict[str, Any]:
             "the stock model type is expected (for example 'llama'). The file was edited or damaged."
         )
     _check_scheme(entry.get("scheme"), source)
-    memory = {key: _without_poison(value) for key, value in disk.items() if key != WEIGHTS_KEY}
+    memory = without_poison(disk)
     memory["model_type"] = base_model_type
     memory[ATTRIBUTE] = {key: value for key, value in entry.items() if key not in _OF_THE_FILE}
     architectures = disk.get("architectures") or []
@@ -69,12 +69,6 @@ def _check_scheme(scheme: Any, source: str) -> None:
             "this scheme, import it before loading; if a newer hf_posenc wrote the checkpoint "
             f"(this is format {FORMAT}), run `pip install --upgrade hf-posenc`."
         ) from error
-
-
-def _without_poison(value: Any) -> Any:
-    if isinstance(value, dict) and "model_type" in value:
-        return {key: _without_poison(item) for key, item in value.items() if key != WEIGHTS_KEY}
-    return value
 
 
 def check_not_sliced(config_class: Any, memory: dict[str, Any], source: str) -> None:

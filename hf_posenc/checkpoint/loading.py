@@ -1,6 +1,6 @@
 """Loading patched checkpoints through transformers' own `from_pretrained`.
 
-`install` wraps six methods, once per process. Each wrapper looks for an entry and, where there is none, is
+`install` wraps seven methods, once per process. Each wrapper looks for an entry and, where there is none, is
 the stock method:
 
 - `PreTrainedConfig.get_config_dict` turns the form of `config.json` into the one in memory;
@@ -8,6 +8,7 @@ the stock method:
 - `PreTrainedModel.from_pretrained` and `_from_config` build the model with its scheme already in place, so
   that weights, dtypes, shards, device maps and low-memory loading are handled by the stock code;
 - `PreTrainedModel.__init__` refuses an entry that reaches it, because the stock class would ignore it;
+- `PreTrainedModel.load_state_dict` refuses weights that were trained with another scheme, where it is strict;
 - `PreTrainedModel.save_pretrained` refuses a model whose config says something else than the scheme it runs.
 
 What only patched models need is imported by the functions that use it: `import hf_posenc` stays cheap.
@@ -18,10 +19,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from hf_posenc.entry import ATTRIBUTE, MODEL_TYPE, is_on_disk_form, read_entry
+from hf_posenc.entry import ATTRIBUTE, MODEL_TYPE, find_mark, is_on_disk_form, read_entry, read_fields
 from hf_posenc.errors import UnsupportedError
 
 _MARK = "_hf_posenc_wraps"
@@ -56,11 +58,12 @@ def install() -> None:
     _wrap(PreTrainedModel, "from_pretrained", _from_pretrained)
     _wrap(PreTrainedModel, "_from_config", _from_config)
     _wrap(PreTrainedModel, "__init__", _model_init)
+    _wrap(PreTrainedModel, "load_state_dict", _load_state_dict)
     _wrap(PreTrainedModel, "save_pretrained", _save_pretrained)
 
 
 def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
-    raw = owner.__dict__[name]
+    raw = inspect.getattr_static(owner, name)
     is_classmethod = isinstance(raw, classmethod)
     original = raw.__func__ if is_classmethod else raw
     if hasattr(original, _MARK):
@@ -99,6 +102,17 @@ def _model_init(original: Callable[..., Any], model: Any, config: Any, *args: An
     original(model, config, *args, **kwargs)
 
 
+def _load_state_dict(
+    original: Callable[..., Any], model: Any, state_dict: Any, strict: bool = True, *args: Any, **kwargs: Any
+) -> Any:
+    if strict and isinstance(state_dict, Mapping):
+        if "hf_posenc.patching" in sys.modules or find_mark(state_dict) is not None:
+            from hf_posenc.checkpoint.agreement import check_state_dict
+
+            check_state_dict(model, state_dict)
+    return original(model, state_dict, strict, *args, **kwargs)
+
+
 def _save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     if "hf_posenc.patching" in sys.modules:
         from hf_posenc.patching.apply import runs_a_scheme
@@ -130,22 +144,38 @@ def _from_pretrained(
     original: Callable[..., Any], model_class: Any, source: Any, *model_args: Any, **kwargs: Any
 ) -> Any:
     config = kwargs.get("config")
+    with_info = kwargs.pop("output_loading_info", False)
+    stock = functools.partial(_stock_from_pretrained, original, model_class, source, *model_args)
     if isinstance(config, PreTrainedConfig) and read_entry(config) is None:
         _refuse_stock_config(source, config, kwargs)
-        return original(model_class, source, *model_args, **kwargs)
+        return stock(with_info=with_info, **kwargs)
     if not isinstance(config, PreTrainedConfig) and not _is_patched(source if config is None else config, kwargs):
         try:
-            return original(model_class, source, *model_args, **kwargs)
+            return stock(with_info=with_info, **kwargs)
         except EntryIgnoredError as error:
             # What could not be told from files on this machine: a first download, or an adapter's base model.
             if error.model_class is not model_class:
                 raise
-    with_info = kwargs.pop("output_loading_info", False)
+    from hf_posenc.checkpoint.agreement import check_loaded_mark
+
     built: list[_Built] = []
     proxy = patching_proxy(model_class, built)
     model, info = original(proxy, source, *model_args, output_loading_info=True, **kwargs)
+    check_loaded_mark(model, info, str(source), built[-1].entry_format)
     _check_loaded(model, info, str(source))
     built.pop().follow(model)
+    return (model, info) if with_info else model
+
+
+def _stock_from_pretrained(
+    original: Callable[..., Any], model_class: Any, source: Any, *model_args: Any, with_info: bool, **kwargs: Any
+) -> Any:
+    """The stock method, unless the weights it finds are those of a patched model."""
+    model, info = original(model_class, source, *model_args, output_loading_info=True, **kwargs)
+    if find_mark(info["unexpected_keys"]) is not None:
+        from hf_posenc.checkpoint.agreement import refuse_marked_weights
+
+        refuse_marked_weights(info, model, str(source))
     return (model, info) if with_info else model
 
 
@@ -161,8 +191,8 @@ def patching_proxy(model_class: Any, built: list[_Built] | None = None) -> Any:
         from hf_posenc.patching.config_entry import detach_entry
         from hf_posenc.schemes import scheme_from_dict
 
-        entry = read_entry(config)
-        if entry is None:
+        fields = read_fields(config)
+        if fields is None:
             return model_class(config, *args, **kwargs)
         config = copy.deepcopy(config)
         detach_entry(config)
@@ -170,9 +200,9 @@ def patching_proxy(model_class: Any, built: list[_Built] | None = None) -> Any:
         # Transformers builds models on the meta device and under another default dtype. Constants of a scheme
         # are computed for real and in float32; `patch_model` then moves its parameters to where the model is.
         with torch.device("cpu"), _default_dtype(torch.float32):
-            patch_model(model, scheme_from_dict(entry))
+            patch_model(model, scheme_from_dict(fields["scheme"]))
         if built is not None:
-            built.append(_Built(model))
+            built.append(_Built(model, fields["format"]))
         return model
 
     namespace = {
@@ -190,9 +220,11 @@ class _Built:
 
     Args:
         model: patched, without weights yet.
+        entry_format: of the config it was built from.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, entry_format: int) -> None:
+        self.entry_format = entry_format
         self.generation_config = getattr(model, "generation_config", None)
 
     def follow(self, model: Any) -> None:

@@ -8,18 +8,15 @@ so casts, device moves, averaging and quantisation, which act on parameters and 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.entry import ATTRIBUTE, FORMAT, is_entry
+from hf_posenc.entry import FORMAT, is_entry
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.registry import scheme_from_dict
-
-#: How torch names the extra state of a module.
-KEY = "_extra_state"
 
 
 def mark_of(config: SchemeConfig) -> Tensor:
@@ -27,16 +24,6 @@ def mark_of(config: SchemeConfig) -> Tensor:
     entry = {"format": FORMAT, "scheme": config.to_dict()}
     text = json.dumps(entry, sort_keys=True, separators=(",", ":"))
     return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
-
-
-def is_mark(name: str) -> bool:
-    """Whether a key of a state dict is that of a mark."""
-    return name == f"{ATTRIBUTE}.{KEY}" or name.endswith(f".{ATTRIBUTE}.{KEY}")
-
-
-def find_mark(names: Iterable[str]) -> str | None:
-    """The key of the mark among the keys of a state dict."""
-    return next((name for name in names if is_mark(name)), None)
 
 
 def marked_scheme(mark: Any) -> dict[str, Any]:
@@ -75,34 +62,31 @@ def _chosen(scheme: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def disagreement(found: Mapping[str, Any] | None, config: SchemeConfig | None) -> str | None:
-    """Why weights do not belong to a model, and what to do; `None` where they do.
+    """How weights and a model differ, and what makes them agree; `None` where they do.
 
     Args:
         found: the scheme the weights name; `None` for weights without a mark.
         config: the scheme in force; `None` for a stock model.
     """
+    here = "its stock positions" if config is None else f"the position encoding {described(config.to_dict())}"
     if found is None:
         if config is None:
             return None
         return (
-            f"these weights name no position encoding, as those of a stock model do, and this model has "
-            f"{described(config.to_dict())}. To put the scheme on top of stock weights, load them first and call "
-            "patch_model afterwards; to load them as they are, pass strict=False"
+            f"these weights name no position encoding, like those of a stock model, and this model has {here}. To put "
+            "the scheme on top of stock weights, load them before patch_model"
         )
-    call = f"patch_model(model, {({'scheme': found['scheme']} | _chosen(found))!r})"
-    if config is None:
-        return (
-            f"these weights were trained with the position encoding {described(found)}, and this model has its stock "
-            f"positions. Call {call} first, or load the folder with from_pretrained; to take over the weights alone, "
-            "pass strict=False"
-        )
-    if same_scheme(found, config):
+    if config is not None and same_scheme(found, config):
         return None
-    here, there = described(config.to_dict()), described(found)
+    remedy = {"scheme": found["scheme"]} | _chosen(found)
     return (
-        f"these weights were trained with the position encoding {there}, and this model has {here}. Call {call} first; "
-        "to take over the weights alone, pass strict=False, or load them there and patch afterwards"
+        f"these weights were trained with the position encoding {described(found)}, and this model has {here}. Call "
+        f"patch_model(model, {remedy!r}) before loading them; to give them another scheme, patch once more afterwards"
     )
+
+
+#: What a strict `load_state_dict` adds to a disagreement.
+NOT_STRICT = "To take over the weights alone, pass strict=False"
 
 
 def is_sharded(module: nn.Module) -> bool:
