@@ -1,6 +1,6 @@
 """Loading patched checkpoints through transformers' own `from_pretrained`.
 
-`install` wraps seven methods, once per process. Each wrapper looks for an entry and, where there is none, is
+`install` wraps the methods below, once per process. Each wrapper looks for an entry and, where there is none, is
 the stock method:
 
 - `PreTrainedConfig.get_config_dict` turns the form of `config.json` into the one in memory;
@@ -9,7 +9,8 @@ the stock method:
   that weights, dtypes, shards, device maps and low-memory loading are handled by the stock code;
 - `PreTrainedModel.__init__` refuses an entry that reaches it, because the stock class would ignore it;
 - `PreTrainedModel.load_state_dict` refuses weights that were trained with another scheme, where it is strict;
-- `PreTrainedModel.save_pretrained` refuses a model whose config says something else than the scheme it runs.
+- `PreTrainedModel.save_pretrained` refuses a model whose config says something else than the scheme it runs;
+- `Trainer._load_from_checkpoint` and `_load_best_model` refuse checkpoints of a model with another scheme.
 
 What only patched models need is imported by the functions that use it: `import hf_posenc` stays cheap.
 """
@@ -31,8 +32,9 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from hf_posenc.entry import ATTRIBUTE, MODEL_TYPE, find_mark, is_on_disk_form, read_entry, read_fields
+from hf_posenc.entry import ATTRIBUTE, MODEL_TYPE, find_mark, is_entry, is_on_disk_form, read_entry, read_fields
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.when_imported import when_imported
 
 _MARK = "_hf_posenc_wraps"
 
@@ -60,6 +62,7 @@ def install() -> None:
     _wrap(PreTrainedModel, "__init__", _model_init)
     _wrap(PreTrainedModel, "load_state_dict", _load_state_dict)
     _wrap(PreTrainedModel, "save_pretrained", _save_pretrained)
+    when_imported("transformers.trainer", _wrap_trainer)
 
 
 def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
@@ -80,10 +83,17 @@ def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
 def _get_config_dict(original: Callable[..., Any], config_class: Any, source: Any, **kwargs: Any) -> Any:
     config, unused = original(config_class, source, **kwargs)
     if is_on_disk_form(config):
-        from hf_posenc.checkpoint.configuration import check_not_sliced, from_disk
+        from hf_posenc.checkpoint.configuration import check_model_type, check_not_sliced, from_disk
 
         config = from_disk(config, str(source))
         check_not_sliced(config_class, config, str(source))
+        check_model_type(config_class, config, str(source))
+    elif isinstance(config, dict) and is_entry(config.get(ATTRIBUTE)):
+        # The dictionary of a config, written to the file by hand: it has to hold as much.
+        from hf_posenc.checkpoint.configuration import check_format, check_scheme
+
+        check_format(config[ATTRIBUTE], str(source))
+        check_scheme(config[ATTRIBUTE]["scheme"], str(source))
     return config, unused
 
 
@@ -111,6 +121,25 @@ def _load_state_dict(
 
             check_state_dict(model, state_dict)
     return original(model, state_dict, strict, *args, **kwargs)
+
+
+def _wrap_trainer(module: Any) -> None:
+    _wrap(module.Trainer, "_load_from_checkpoint", _load_from_checkpoint)
+    _wrap(module.Trainer, "_load_best_model", _load_best_model)
+
+
+def _load_from_checkpoint(original: Callable[..., Any], trainer: Any, folder: Any, model: Any = None) -> None:
+    from hf_posenc.checkpoint.resuming import check_checkpoint
+
+    check_checkpoint(trainer, folder, model)
+    original(trainer, folder, model)
+
+
+def _load_best_model(original: Callable[..., Any], trainer: Any) -> None:
+    from hf_posenc.checkpoint.resuming import check_checkpoint
+
+    check_checkpoint(trainer, trainer.state.best_model_checkpoint)
+    original(trainer)
 
 
 def _save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
