@@ -9,7 +9,7 @@ the stock method:
   that weights, dtypes, shards, device maps and low-memory loading are handled by the stock code;
 - `PreTrainedModel.__init__` refuses an entry that reaches it, because the stock class would ignore it;
 - `PreTrainedModel.load_state_dict` refuses weights that were trained with another scheme, where it is strict;
-- `PreTrainedModel.save_pretrained` refuses a model whose config says something else than the scheme it runs;
+- `PreTrainedModel.save_pretrained` saves a patched model as a whole, or refuses to;
 - `Trainer._load_from_checkpoint` and `_load_best_model` refuse checkpoints of a model with another scheme.
 
 What only patched models need is imported by the functions that use it: `import hf_posenc` stays cheap.
@@ -32,6 +32,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
+from hf_posenc.checkpoint.atomic_folder import finish_saving
 from hf_posenc.entry import ATTRIBUTE, MODEL_TYPE, find_mark, is_entry, is_on_disk_form, read_entry, read_fields
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.when_imported import when_imported
@@ -81,6 +82,7 @@ def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def _get_config_dict(original: Callable[..., Any], config_class: Any, source: Any, **kwargs: Any) -> Any:
+    _finish_saving(source, kwargs)
     config, unused = original(config_class, source, **kwargs)
     if is_on_disk_form(config):
         from hf_posenc.checkpoint.configuration import check_model_type, check_not_sliced, from_disk
@@ -115,11 +117,11 @@ def _model_init(original: Callable[..., Any], model: Any, config: Any, *args: An
 def _load_state_dict(
     original: Callable[..., Any], model: Any, state_dict: Any, strict: bool = True, *args: Any, **kwargs: Any
 ) -> Any:
-    if strict and isinstance(state_dict, Mapping):
-        if "hf_posenc.patching" in sys.modules or find_mark(state_dict) is not None:
-            from hf_posenc.checkpoint.agreement import check_state_dict
+    patching = "hf_posenc.patching" in sys.modules
+    if strict and isinstance(state_dict, Mapping) and (patching or find_mark(state_dict) is not None):
+        from hf_posenc.checkpoint.agreement import check_state_dict
 
-            check_state_dict(model, state_dict)
+        check_state_dict(model, state_dict)
     return original(model, state_dict, strict, *args, **kwargs)
 
 
@@ -143,24 +145,17 @@ def _load_best_model(original: Callable[..., Any], trainer: Any) -> None:
 
 
 def _save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    if "hf_posenc.patching" in sys.modules:
-        from hf_posenc.patching.apply import runs_a_scheme
+    if "hf_posenc.patching" not in sys.modules:
+        return original(model, *args, **kwargs)
+    from hf_posenc.checkpoint.saving import save_pretrained
 
-        entry = read_entry(model.config)
-        if entry is not None and not runs_a_scheme(model):
-            raise UnsupportedError(
-                f"This {type(model).__name__} runs its stock positions, but its config names the scheme "
-                f"{entry['scheme']!r}: it shares the config with a model that was patched, and would come back with "
-                "that model's positions. Give it a config of its own first: model.config = copy.deepcopy(model.config) "
-                "while the other one is unpatched; or build each model from its own config."
-            )
-        if entry is None and runs_a_scheme(model):
-            raise UnsupportedError(
-                f"This {type(model).__name__} runs a position encoding that its config does not carry: it shares its "
-                "layers with a model that was patched, or a part of it was. Saved as it is, it would come back with "
-                "the stock positions. Save the model that was patched, or unpatch that one and patch this one."
-            )
-    return original(model, *args, **kwargs)
+    return save_pretrained(original, model, *args, **kwargs)
+
+
+def _finish_saving(source: Any, kwargs: dict[str, Any]) -> None:
+    """Ends what a process that was killed had begun, before anything is read."""
+    if isinstance(source, str | os.PathLike) and os.path.isdir(source):
+        finish_saving(os.path.join(source, kwargs.get("subfolder") or ""))
 
 
 def _from_config(original: Callable[..., Any], model_class: Any, config: Any, **kwargs: Any) -> Any:
@@ -172,6 +167,7 @@ def _from_config(original: Callable[..., Any], model_class: Any, config: Any, **
 def _from_pretrained(
     original: Callable[..., Any], model_class: Any, source: Any, *model_args: Any, **kwargs: Any
 ) -> Any:
+    _finish_saving(source, kwargs)
     config = kwargs.get("config")
     with_info = kwargs.pop("output_loading_info", False)
     stock = functools.partial(_stock_from_pretrained, original, model_class, source, *model_args)

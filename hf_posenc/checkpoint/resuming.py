@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc.checkpoint.agreement import SchemeMismatchError
+from hf_posenc.checkpoint.atomic_folder import finish_saving
 from hf_posenc.checkpoint.configuration import from_disk
 from hf_posenc.entry import ATTRIBUTE, find_mark, is_on_disk_form
 from hf_posenc.patching.apply import encodings
 from hf_posenc.patching.mark import disagreement, marked_scheme
 
-#: Weights of a whole model, alone or as an index of shards; those of an adapter belong to whatever model it lies on.
-_WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model_fsdp.bin")
+#: Weights of a whole model, as indices of shards or alone; those of an adapter belong to whatever model it lies on.
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+#: What FSDP saves beside them, without a mark.
+_OF_FSDP = "pytorch_model_fsdp.bin"
 
 
 def check_checkpoint(trainer: Any, folder: str | Path, model: Any = None) -> None:
@@ -36,6 +39,7 @@ def check_checkpoint(trainer: Any, folder: str | Path, model: Any = None) -> Non
         SchemeMismatchError: naming both schemes, before anything is loaded.
     """
     model, folder = trainer.model if model is None else model, Path(folder)
+    finish_saving(folder)
     known, found = _scheme_of(folder)
     if not known:
         return
@@ -54,25 +58,29 @@ def check_checkpoint(trainer: Any, folder: str | Path, model: Any = None) -> Non
 
 def _scheme_of(folder: Path) -> tuple[bool, dict[str, Any] | None]:
     """Whether a folder says which scheme its weights have, and the scheme; `None` for stock positions."""
-    marked = _marked_weights(folder)
-    if marked is not None:
-        return True, marked_scheme(marked)
+    mark = _mark_of(folder)
+    if mark is not None:
+        return True, marked_scheme(mark)
+    whole = any((folder / name).is_file() for name in (*_INDICES, *_WEIGHTS))
     path = folder / "config.json"
     if not path.is_file():
-        return any((folder / name).is_file() for name in (*_WEIGHTS, *_INDICES)), None
+        return whole or (folder / _OF_FSDP).is_file(), None
     config = json.loads(path.read_text(encoding="utf-8"))
-    # Weights without a mark beside a config with a scheme: an older version saved them, or FSDP did, in shards.
-    return True, from_disk(config, str(folder))[ATTRIBUTE]["scheme"] if is_on_disk_form(config) else None
+    if not is_on_disk_form(config):
+        return True, None
+    entry = from_disk(config, str(folder))[ATTRIBUTE]
+    # Weights that name no scheme belong to this config if an older version saved them, or FSDP did, in shards.
+    return True, None if whole and entry["format"] >= 2 else entry["scheme"]
 
 
-def _marked_weights(folder: Path) -> Any:
+def _mark_of(folder: Path) -> Any:
     """The mark among the weights of a folder, read without the other tensors; `None` where there is none."""
     for name in _INDICES:
         if (folder / name).is_file():
             shards = json.loads((folder / name).read_text(encoding="utf-8"))["weight_map"]
             key = find_mark(shards)
             return None if key is None else _read(folder / shards[key])
-    return next((_read(folder / name) for name in _WEIGHTS if (folder / name).is_file()), None)
+    return next((_read(folder / name) for name in (*_WEIGHTS, _OF_FSDP) if (folder / name).is_file()), None)
 
 
 def _read(path: Path) -> Any:

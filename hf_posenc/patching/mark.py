@@ -56,9 +56,7 @@ def _chosen(scheme: Mapping[str, Any]) -> dict[str, Any]:
     except (ValueError, TypeError, KeyError):
         defaults = {}
     absent = object()
-    return {
-        name: value for name, value in scheme.items() if name != "scheme" and defaults.get(name, absent) != value
-    }
+    return {name: value for name, value in scheme.items() if name != "scheme" and defaults.get(name, absent) != value}
 
 
 def disagreement(found: Mapping[str, Any] | None, config: SchemeConfig | None) -> str | None:
