@@ -70,7 +70,7 @@ def test_a_state_dict_of_another_scheme_is_refused_before_anything_is_copied(
 def test_it_is_refused_through_whatever_stands_around_the_model(into: Any, source: Any, message: str) -> None:
     for wrap in (torch.nn.Sequential, torch.compile, lambda model: torch.optim.swa_utils.AveragedModel(model)):
         wrapped, weights = wrap(made(into)), wrap(made(source)).state_dict()
-        with pytest.raises(RuntimeError, match="position_encoding._extra_state|position encoding"):
+        with pytest.raises(RuntimeError, match=r"position_encoding\._extra_state|position encoding"):
             wrapped.load_state_dict(weights)
         wrapped.load_state_dict(wrapped.state_dict())
 
