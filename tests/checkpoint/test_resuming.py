@@ -35,7 +35,8 @@ def made(scheme: str | None, **options: Any) -> Any:
 def trainer(model: Any, folder: Path, steps: int, callbacks: Any = None, **options: Any) -> Any:
     settings = TrainingArguments(
         output_dir=str(folder), max_steps=steps, per_device_train_batch_size=2, report_to=[], disable_tqdm=True,
-        use_cpu=True, logging_steps=1, seed=0, lr_scheduler_type="constant", **({"save_strategy": "steps", "save_steps": 2} | options),
+        use_cpu=True, logging_steps=1, seed=0, lr_scheduler_type="constant",
+        **({"save_strategy": "steps", "save_steps": 2} | options),
     )  # fmt: skip
     return Trainer(model, settings, train_dataset=Rows(), eval_dataset=Rows(), callbacks=callbacks)
 
