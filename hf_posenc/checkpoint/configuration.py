@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_posenc.entry import ATTRIBUTE, MODEL_TYPE
+from hf_posenc.entry import ATTRIBUTE, FORMAT, MODEL_TYPE
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
-from hf_posenc.patching.config_entry import ARCHITECTURE_PREFIX, FORMAT, WEIGHTS_KEY
+from hf_posenc.patching.config_entry import ARCHITECTURE_PREFIX, without_poison
+
+#: Fields of the entry that describe the file and are not part of the config in memory.
+_OF_THE_FILE = ("base_model_type", "hf_posenc_version")
 
 
 class CheckpointError(PositionEncodingError, ValueError):
@@ -30,27 +33,41 @@ def from_disk(disk: dict[str, Any], source: str) -> dict[str, Any]:
             'a dictionary with "format", "base_model_type" and "scheme" is expected. The file was edited or '
             "damaged; restore it, or save the model again."
         )
-    if entry["format"] > FORMAT:
-        raise CheckpointError(
-            f"{source} was written in format {entry['format']} by hf_posenc {entry.get('hf_posenc_version', '?')}; "
-            f"this version reads up to format {FORMAT}. Run `pip install --upgrade hf-posenc`."
-        )
+    check_format(entry, source)
     base_model_type = entry.get("base_model_type")
     if not isinstance(base_model_type, str) or base_model_type in ("", MODEL_TYPE):
         raise CheckpointError(
             f"The {ATTRIBUTE!r} entry in the config.json of {source} has base_model_type {base_model_type!r}, where "
             "the stock model type is expected (for example 'llama'). The file was edited or damaged."
         )
-    _check_scheme(entry.get("scheme"), source)
-    memory = {key: _without_poison(value) for key, value in disk.items() if key != WEIGHTS_KEY}
+    check_scheme(entry.get("scheme"), source)
+    memory = without_poison(disk)
     memory["model_type"] = base_model_type
-    memory[ATTRIBUTE] = entry["scheme"]
+    memory[ATTRIBUTE] = {key: value for key, value in entry.items() if key not in _OF_THE_FILE}
     architectures = disk.get("architectures") or []
     memory["architectures"] = [str(name).removeprefix(ARCHITECTURE_PREFIX) for name in architectures] or None
     return memory
 
 
-def _check_scheme(scheme: Any, source: str) -> None:
+def check_format(entry: dict[str, Any], source: str) -> None:
+    """Refuses an entry of a newer format.
+
+    Raises:
+        CheckpointError: with the version that wrote it.
+    """
+    if entry["format"] > FORMAT:
+        raise CheckpointError(
+            f"{source} was written in format {entry['format']} by hf_posenc {entry.get('hf_posenc_version', '?')}; "
+            f"this version reads up to format {FORMAT}. Run `pip install --upgrade hf-posenc`."
+        )
+
+
+def check_scheme(scheme: Any, source: str) -> None:
+    """Requires a scheme that can be built.
+
+    Raises:
+        CheckpointError: with the reason.
+    """
     from hf_posenc.schemes import scheme_from_dict
 
     if not isinstance(scheme, dict) or not isinstance(scheme.get("scheme"), str):
@@ -68,10 +85,53 @@ def _check_scheme(scheme: Any, source: str) -> None:
         ) from error
 
 
-def _without_poison(value: Any) -> Any:
-    if isinstance(value, dict) and "model_type" in value:
-        return {key: _without_poison(item) for key, item in value.items() if key != WEIGHTS_KEY}
-    return value
+def check_model_type(config_class: Any, memory: dict[str, Any], source: str) -> None:
+    """Requires that the entry, the architecture and the class that reads the file mean the same kind of model.
+
+    What stands in `base_model_type` decides which declarations apply to the model, so it has to be true.
+
+    Args:
+        config_class: the class `from_pretrained` was called on; `PreTrainedConfig` for the auto classes.
+        memory: what `from_disk` returned.
+        source: path or hub id, for error messages.
+
+    Raises:
+        CheckpointError: naming the field.
+    """
+    from transformers import CONFIG_MAPPING
+
+    model_type = memory["model_type"]
+    field = f"The {ATTRIBUTE!r} entry in the config.json of {source} has base_model_type {model_type!r}, but"
+    edited = "The file was edited or damaged; restore it, or save the model again."
+    if getattr(config_class, "model_type", ""):
+        if config_class.model_type != model_type:
+            raise CheckpointError(
+                f"{field} {config_class.__name__} is that of {config_class.model_type!r} models. Load it with the "
+                f"class it was saved from ({', '.join(memory['architectures'] or ['see config.json'])}). If that is "
+                f"this one: {edited[0].lower()}{edited[1:]}"
+            )
+    elif model_type not in CONFIG_MAPPING and "AutoConfig" not in (memory.get("auto_map") or {}):
+        raise CheckpointError(
+            f"{field} transformers knows no such model type. If it is one of your own, register its config with "
+            f"AutoConfig.register before loading. Otherwise: {edited[0].lower()}{edited[1:]}"
+        )
+    for architecture in memory["architectures"] or []:
+        known = _model_types_of(architecture)
+        if known and model_type not in known:
+            raise CheckpointError(f"{field} {architecture} is a {' or '.join(map(repr, sorted(known)))}. {edited}")
+
+
+def _model_types_of(architecture: str) -> set[str]:
+    """The model types of a class name, as transformers' auto classes pair them; empty for a class they do not list."""
+    from transformers.models.auto import modeling_auto
+
+    found = set()
+    for name, mapping in vars(modeling_auto).items():
+        if name.startswith("MODEL_") and name.endswith("_MAPPING_NAMES"):
+            for model_type, names in mapping.items():
+                if architecture == names or (isinstance(names, tuple | list) and architecture in names):
+                    found.add(model_type)
+    return found
 
 
 def check_not_sliced(config_class: Any, memory: dict[str, Any], source: str) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_posenc.checkpoint.atomic_folder import replaced_as_a_whole
 from hf_posenc.checkpoint.stock_form import stock_form
 from hf_posenc.entry import read_entry
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
@@ -45,17 +44,9 @@ def save_stock_checkpoint(model: PreTrainedModel, directory: str | os.PathLike[s
         model.save_pretrained(target, **save_kwargs)
         return
     config, state = stock_form(model)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
+    with replaced_as_a_whole(target) as draft:
         _write(model, config, state, draft, save_kwargs)
         _prove(model, draft, save_kwargs.get("variant"))
-        # A folder made by mkdtemp is closed to everyone else; the checkpoint should not be.
-        target.mkdir(exist_ok=True)
-        for path in draft.iterdir():
-            os.replace(path, target / path.name)
-    finally:
-        shutil.rmtree(draft)
 
 
 def _check_arguments(model: Any, target: Path, save_kwargs: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Loading patched checkpoints through transformers' own `from_pretrained`.
 
-`install` wraps six methods, once per process. Each wrapper looks for an entry and, where there is none, is
+`install` wraps the methods below, once per process. Each wrapper looks for an entry and, where there is none, is
 the stock method:
 
 - `PreTrainedConfig.get_config_dict` turns the form of `config.json` into the one in memory;
@@ -8,7 +8,9 @@ the stock method:
 - `PreTrainedModel.from_pretrained` and `_from_config` build the model with its scheme already in place, so
   that weights, dtypes, shards, device maps and low-memory loading are handled by the stock code;
 - `PreTrainedModel.__init__` refuses an entry that reaches it, because the stock class would ignore it;
-- `PreTrainedModel.save_pretrained` refuses a model whose config says something else than the scheme it runs.
+- `PreTrainedModel.load_state_dict` refuses weights that were trained with another scheme, where it is strict;
+- `PreTrainedModel.save_pretrained` saves a patched model as a whole, or refuses to;
+- `Trainer._load_from_checkpoint` and `_load_best_model` refuse checkpoints of a model with another scheme.
 
 What only patched models need is imported by the functions that use it: `import hf_posenc` stays cheap.
 """
@@ -18,10 +20,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +32,10 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from hf_posenc.entry import ATTRIBUTE, MODEL_TYPE, is_on_disk_form, read_entry
+from hf_posenc.checkpoint.atomic_folder import finish_saving
+from hf_posenc.entry import ATTRIBUTE, MODEL_TYPE, find_mark, is_entry, is_on_disk_form, read_entry, read_fields
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.when_imported import when_imported
 
 _MARK = "_hf_posenc_wraps"
 
@@ -56,11 +61,13 @@ def install() -> None:
     _wrap(PreTrainedModel, "from_pretrained", _from_pretrained)
     _wrap(PreTrainedModel, "_from_config", _from_config)
     _wrap(PreTrainedModel, "__init__", _model_init)
+    _wrap(PreTrainedModel, "load_state_dict", _load_state_dict)
     _wrap(PreTrainedModel, "save_pretrained", _save_pretrained)
+    when_imported("transformers.trainer", _wrap_trainer)
 
 
 def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
-    raw = owner.__dict__[name]
+    raw = inspect.getattr_static(owner, name)
     is_classmethod = isinstance(raw, classmethod)
     original = raw.__func__ if is_classmethod else raw
     if hasattr(original, _MARK):
@@ -75,22 +82,29 @@ def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def _get_config_dict(original: Callable[..., Any], config_class: Any, source: Any, **kwargs: Any) -> Any:
+    _finish_saving(source, kwargs)
     config, unused = original(config_class, source, **kwargs)
     if is_on_disk_form(config):
-        from hf_posenc.checkpoint.configuration import check_not_sliced, from_disk
+        from hf_posenc.checkpoint.configuration import check_model_type, check_not_sliced, from_disk
 
         config = from_disk(config, str(source))
         check_not_sliced(config_class, config, str(source))
+        check_model_type(config_class, config, str(source))
+    elif isinstance(config, dict) and is_entry(config.get(ATTRIBUTE)):
+        # The dictionary of a config, written to the file by hand: it has to hold as much.
+        from hf_posenc.checkpoint.configuration import check_format, check_scheme
+
+        check_format(config[ATTRIBUTE], str(source))
+        check_scheme(config[ATTRIBUTE]["scheme"], str(source))
     return config, unused
 
 
 def _config_post_init(original: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> None:
     original(config, *args, **kwargs)
-    entry = read_entry(config)
-    if entry is not None:
-        from hf_posenc.patching.config_entry import attach_entry
+    if read_entry(config) is not None:
+        from hf_posenc.patching.config_entry import carry_entry
 
-        attach_entry(config, entry)
+        carry_entry(config)
 
 
 def _model_init(original: Callable[..., Any], model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -100,25 +114,48 @@ def _model_init(original: Callable[..., Any], model: Any, config: Any, *args: An
     original(model, config, *args, **kwargs)
 
 
-def _save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    if "hf_posenc.patching" in sys.modules:
-        from hf_posenc.patching.apply import runs_a_scheme
+def _load_state_dict(
+    original: Callable[..., Any], model: Any, state_dict: Any, strict: bool = True, *args: Any, **kwargs: Any
+) -> Any:
+    patching = "hf_posenc.patching" in sys.modules
+    if strict and isinstance(state_dict, Mapping) and (patching or find_mark(state_dict) is not None):
+        from hf_posenc.checkpoint.agreement import check_state_dict
 
-        entry = read_entry(model.config)
-        if entry is not None and not runs_a_scheme(model):
-            raise UnsupportedError(
-                f"This {type(model).__name__} runs its stock positions, but its config names the scheme "
-                f"{entry['scheme']!r}: it shares the config with a model that was patched, and would come back with "
-                "that model's positions. Give it a config of its own first: model.config = copy.deepcopy(model.config) "
-                "while the other one is unpatched; or build each model from its own config."
-            )
-        if entry is None and runs_a_scheme(model):
-            raise UnsupportedError(
-                f"This {type(model).__name__} runs a position encoding that its config does not carry: it shares its "
-                "layers with a model that was patched, or a part of it was. Saved as it is, it would come back with "
-                "the stock positions. Save the model that was patched, or unpatch that one and patch this one."
-            )
-    return original(model, *args, **kwargs)
+        check_state_dict(model, state_dict)
+    return original(model, state_dict, strict, *args, **kwargs)
+
+
+def _wrap_trainer(module: Any) -> None:
+    _wrap(module.Trainer, "_load_from_checkpoint", _load_from_checkpoint)
+    _wrap(module.Trainer, "_load_best_model", _load_best_model)
+
+
+def _load_from_checkpoint(original: Callable[..., Any], trainer: Any, folder: Any, model: Any = None) -> None:
+    from hf_posenc.checkpoint.resuming import check_checkpoint
+
+    check_checkpoint(trainer, folder, model)
+    original(trainer, folder, model)
+
+
+def _load_best_model(original: Callable[..., Any], trainer: Any) -> None:
+    from hf_posenc.checkpoint.resuming import check_checkpoint
+
+    check_checkpoint(trainer, trainer.state.best_model_checkpoint)
+    original(trainer)
+
+
+def _save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    if "hf_posenc.patching" not in sys.modules:
+        return original(model, *args, **kwargs)
+    from hf_posenc.checkpoint.saving import save_pretrained
+
+    return save_pretrained(original, model, *args, **kwargs)
+
+
+def _finish_saving(source: Any, kwargs: dict[str, Any]) -> None:
+    """Ends what a process that was killed had begun, before anything is read."""
+    if isinstance(source, str | os.PathLike) and os.path.isdir(source):
+        finish_saving(os.path.join(source, kwargs.get("subfolder") or ""))
 
 
 def _from_config(original: Callable[..., Any], model_class: Any, config: Any, **kwargs: Any) -> Any:
@@ -130,27 +167,43 @@ def _from_config(original: Callable[..., Any], model_class: Any, config: Any, **
 def _from_pretrained(
     original: Callable[..., Any], model_class: Any, source: Any, *model_args: Any, **kwargs: Any
 ) -> Any:
+    _finish_saving(source, kwargs)
     config = kwargs.get("config")
+    with_info = kwargs.pop("output_loading_info", False)
+    stock = functools.partial(_stock_from_pretrained, original, model_class, source, *model_args)
     if isinstance(config, PreTrainedConfig) and read_entry(config) is None:
         _refuse_stock_config(source, config, kwargs)
-        return original(model_class, source, *model_args, **kwargs)
+        return stock(with_info=with_info, **kwargs)
     if not isinstance(config, PreTrainedConfig) and not _is_patched(source if config is None else config, kwargs):
         try:
-            return original(model_class, source, *model_args, **kwargs)
+            return stock(with_info=with_info, **kwargs)
         except EntryIgnoredError as error:
             # What could not be told from files on this machine: a first download, or an adapter's base model.
             if error.model_class is not model_class:
                 raise
+    from hf_posenc.checkpoint.agreement import check_loaded_mark
     from hf_posenc.patching.split_heads import refuse_split_heads
 
-    with_info = kwargs.pop("output_loading_info", False)
     built: list[_Built] = []
     proxy = patching_proxy(model_class, built)
     model, info = original(proxy, source, *model_args, output_loading_info=True, **kwargs)
+    check_loaded_mark(model, info, str(source), built[-1].entry_format)
     _check_loaded(model, info, str(source))
     # Transformers splits a model over processes after it was built, and so after it was patched.
     refuse_split_heads(model.position_encoding, model)
     built.pop().follow(model)
+    return (model, info) if with_info else model
+
+
+def _stock_from_pretrained(
+    original: Callable[..., Any], model_class: Any, source: Any, *model_args: Any, with_info: bool, **kwargs: Any
+) -> Any:
+    """The stock method, unless the weights it finds are those of a patched model."""
+    model, info = original(model_class, source, *model_args, output_loading_info=True, **kwargs)
+    if find_mark(info["unexpected_keys"]) is not None:
+        from hf_posenc.checkpoint.agreement import refuse_marked_weights
+
+        refuse_marked_weights(info, model, str(source))
     return (model, info) if with_info else model
 
 
@@ -166,8 +219,8 @@ def patching_proxy(model_class: Any, built: list[_Built] | None = None) -> Any:
         from hf_posenc.patching.config_entry import detach_entry
         from hf_posenc.schemes import scheme_from_dict
 
-        entry = read_entry(config)
-        if entry is None:
+        fields = read_fields(config)
+        if fields is None:
             return model_class(config, *args, **kwargs)
         config = copy.deepcopy(config)
         detach_entry(config)
@@ -175,9 +228,9 @@ def patching_proxy(model_class: Any, built: list[_Built] | None = None) -> Any:
         # Transformers builds models on the meta device and under another default dtype. Constants of a scheme
         # are computed for real and in float32; `patch_model` then moves its parameters to where the model is.
         with torch.device("cpu"), _default_dtype(torch.float32):
-            patch_model(model, scheme_from_dict(entry))
+            patch_model(model, scheme_from_dict(fields["scheme"]))
         if built is not None:
-            built.append(_Built(model))
+            built.append(_Built(model, fields["format"]))
         return model
 
     namespace = {
@@ -195,9 +248,11 @@ class _Built:
 
     Args:
         model: patched, without weights yet.
+        entry_format: of the config it was built from.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, entry_format: int) -> None:
+        self.entry_format = entry_format
         self.generation_config = getattr(model, "generation_config", None)
 
     def follow(self, model: Any) -> None:

@@ -1,7 +1,8 @@
 """How the config of a patched model carries the position encoding, in memory and in `config.json`.
 
 In memory the config stays what it was: same class name, same `model_type`, one more attribute. Everything
-that looks a model up by its config (auto classes, pipelines, PEFT, `generate`) therefore keeps working.
+that looks a model up by its config (auto classes, pipelines, PEFT, `generate`) therefore keeps working. The
+attribute is a dictionary of `format`, `scheme` and whatever else has to travel with the scheme.
 
 On disk it must be unreadable for a process without this package, because stock transformers ignores keys
 it does not know and would run the model with its old positions. Three fields of `config.json` see to that:
@@ -10,6 +11,9 @@ it does not know and would run the model with its old positions. Three fields of
 - `transformers_weights` is a sentence: a concrete class such as `LlamaForCausalLM` only warns about a
   foreign `model_type`, but refuses a weights file of that name, and quotes it;
 - `architectures` has a prefix: converters and servers choose their implementation by this field.
+
+`to_dict` has the `model_type` of the model in memory, by which PEFT and others look things up, and people write its
+result to `config.json` by hand. It therefore has the sentence as well, and a config built from it drops it again.
 """
 
 from __future__ import annotations
@@ -21,10 +25,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from hf_posenc.entry import ATTRIBUTE, MODEL_TYPE, read_entry
+from hf_posenc.entry import ATTRIBUTE, FORMAT, MODEL_TYPE, read_entry, read_fields
 from hf_posenc.version import __version__
 
-FORMAT = 1
 ARCHITECTURE_PREFIX = "hf_posenc."
 WEIGHTS_KEY = "transformers_weights"
 WEIGHTS_SENTENCE = (
@@ -33,24 +36,33 @@ WEIGHTS_SENTENCE = (
 )
 
 
-def attach_entry(config: PreTrainedConfig, entry: dict[str, Any]) -> None:
-    """Makes `config` carry a scheme, in place; an entry it already carries is replaced.
+def attach_entry(config: PreTrainedConfig, scheme: dict[str, Any]) -> None:
+    """Makes `config` carry a scheme, in place; a scheme it already carries is replaced, other fields stay.
 
     Args:
         config: the config of the model that is being patched.
-        entry: what `SchemeConfig.to_dict` returned.
+        scheme: what `SchemeConfig.to_dict` returned.
 
     Raises:
-        ValueError: if the entry names no scheme, or the config already uses the attribute for something else.
+        ValueError: if the dictionary names no scheme, or the config already uses the attribute for something else.
     """
-    if not isinstance(entry.get("scheme"), str):
-        raise ValueError(f"Not an entry: a dictionary with a 'scheme' name is expected, got {entry!r}.")
-    if ATTRIBUTE in config.__dict__ and read_entry(config) is None:
+    if not isinstance(scheme.get("scheme"), str):
+        raise ValueError(f"Not an entry: a dictionary with a 'scheme' name is expected, got {scheme!r}.")
+    fields = read_fields(config)
+    if ATTRIBUTE in config.__dict__ and fields is None:
         raise ValueError(
             f"{type(config).__name__} already has an attribute {ATTRIBUTE!r} of its own "
             f"({config.__dict__[ATTRIBUTE]!r}); hf_posenc would overwrite it. Rename it before patching."
         )
-    setattr(config, ATTRIBUTE, entry)
+    setattr(config, ATTRIBUTE, {**(fields or {}), "format": FORMAT, "scheme": scheme})
+    carry_entry(config)
+
+
+def carry_entry(config: PreTrainedConfig) -> None:
+    """Gives a config that has an entry the class that also saves it."""
+    for part in (config, *(getattr(config, key, None) for key in config.sub_configs)):
+        if getattr(part, WEIGHTS_KEY, None) == WEIGHTS_SENTENCE:
+            delattr(part, WEIGHTS_KEY)
     stock: Any = stock_class(type(config))
     config.__class__ = carrier_class(stock)
 
@@ -86,6 +98,10 @@ def stock_class(config_class: type) -> type:
 def carrier_class(stock: Any) -> Any:
     """The subclass of a config class whose instances carry an entry. It has the same name on purpose."""
 
+    def to_dict(self: Any) -> dict[str, Any]:
+        memory = stock.to_dict(self)
+        return memory if read_entry(self) is None else _poison(memory)
+
     def to_json_string(self: Any, use_diff: bool = True) -> str:
         text = stock.to_json_string(self, use_diff=use_diff)
         entry = read_entry(self)
@@ -94,13 +110,14 @@ def carrier_class(stock: Any) -> Any:
         return json.dumps(to_disk(json.loads(text)), indent=2, sort_keys=True) + "\n"
 
     def __repr__(self: Any) -> str:
-        return f"{stock.__name__} {stock.to_json_string(self)}"
+        memory = without_poison(json.loads(stock.to_json_string(self)))
+        return f"{stock.__name__} {json.dumps(memory, indent=2, sort_keys=True)}\n"
 
     stock_eq: Callable[[Any, object], Any] = stock.__eq__
 
     def __eq__(self: Any, other: object) -> Any:
         same = stock_eq(self, other)
-        return same if same is NotImplemented else same and read_entry(self) == read_entry(other)
+        return same if same is NotImplemented else same and read_fields(self) == read_fields(other)
 
     def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
         _, _, *rest = stock.__reduce_ex__(self, max(protocol, 2))
@@ -121,6 +138,7 @@ def carrier_class(stock: Any) -> Any:
             "__repr__": __repr__,
             "__eq__": __eq__,
             "__hash__": None,
+            "to_dict": to_dict,
             "__reduce_ex__": __reduce_ex__,
             "to_json_string": to_json_string,
         },
@@ -135,24 +153,29 @@ def _empty_carrier(stock: Any) -> PreTrainedConfig:
 
 def to_disk(memory: dict[str, Any]) -> dict[str, Any]:
     """The form of `config.json` for the serialised form a config with an entry has in memory."""
-    disk = {key: _poison_nested(value) for key, value in memory.items()}
+    disk = _poison(memory)
     disk["model_type"] = MODEL_TYPE
-    disk[WEIGHTS_KEY] = WEIGHTS_SENTENCE
     disk["architectures"] = [
         architecture if architecture.startswith(ARCHITECTURE_PREFIX) else ARCHITECTURE_PREFIX + architecture
         for architecture in memory.get("architectures") or []
     ]
-    disk[ATTRIBUTE] = {
+    disk[ATTRIBUTE] = memory[ATTRIBUTE] | {
         "format": FORMAT,
         "hf_posenc_version": __version__,
         "base_model_type": memory["model_type"],
-        "scheme": memory[ATTRIBUTE],
     }
     return disk
 
 
-def _poison_nested(value: Any) -> Any:
-    """Marks sub-configs too: a text-only class reads nothing of the file but its own part."""
+def _poison(value: Any) -> Any:
+    """Marks a serialised config, and sub-configs too: a text-only class reads nothing of the file but its own part."""
     if isinstance(value, dict) and "model_type" in value:
-        return {key: _poison_nested(item) for key, item in value.items()} | {WEIGHTS_KEY: WEIGHTS_SENTENCE}
+        return {key: _poison(item) for key, item in value.items()} | {WEIGHTS_KEY: WEIGHTS_SENTENCE}
+    return value
+
+
+def without_poison(value: Any) -> Any:
+    """Undoes `_poison`, whatever version of the sentence it was."""
+    if isinstance(value, dict) and "model_type" in value:
+        return {key: without_poison(item) for key, item in value.items() if key != WEIGHTS_KEY}
     return value

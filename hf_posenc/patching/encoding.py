@@ -7,11 +7,13 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from hf_posenc.entry import MARK
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.instance import InstancePatches
 from hf_posenc.patching.layer_call import LayerEncoding
+from hf_posenc.patching.mark import NOT_STRICT, disagreement, is_sharded, mark_of, marked_scheme
 from hf_posenc.patching.placement import build_context, with_layout
 from hf_posenc.patching.report import PatchReport
 from hf_posenc.patching.runtime import StackRuntime
@@ -152,6 +154,53 @@ class PositionEncoding(nn.Module):
     def extra_repr(self) -> str:
         """The scheme, for `print(model)`."""
         return repr(self.config)
+
+    def get_extra_state(self) -> Tensor:
+        """The mark of the scheme in force, `(bytes,)`."""
+        return mark_of(self.config)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Remembers which scheme the weights being loaded name. The one in force does not follow them."""
+        if getattr(state, "is_meta", False):
+            return  # A process that gets its weights from another one (FSDP) loads none itself.
+        self.__dict__["loaded_mark"] = state
+
+    def loaded_scheme(self) -> dict[str, Any] | None:
+        """The scheme that the weights loaded last name; asked a second time, and without a mark, `None`."""
+        self.__dict__.pop(MARK, None)  # Transformers sets an attribute for a key that a checkpoint lacks.
+        mark = self.__dict__.pop("loaded_mark", None)
+        return None if mark is None else marked_scheme(mark)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if is_sharded(self.__dict__.get("holder", self)):
+            destination.pop(prefix + MARK)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Reports weights of another scheme as keys that do not fit, which raises where loading is strict.
+
+        torch does not tell a module whether it is: `strict` is always true here.
+        """
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        key, found = prefix + MARK, self.loaded_scheme()
+        if key in missing_keys:
+            missing_keys.remove(key)
+        if found is None and is_sharded(self.__dict__.get("holder", self)):
+            return
+        problem = disagreement(found, self.config)
+        if problem is not None:
+            (missing_keys if found is None else unexpected_keys).append(f"{key}: {problem}. {NOT_STRICT}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PositionEncoding:
         """Copies the encoding as a part of its model.

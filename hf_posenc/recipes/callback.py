@@ -24,6 +24,12 @@ class SchemePhasesCallback(TrainerCallback):
             )
         self.phases = phases
 
+    def match_checkpoint(self, model: Any, step: int) -> None:
+        """Gives the model the phase of a checkpoint that was saved after so many steps, before it is loaded."""
+        from accelerate.utils import extract_model_from_parallel
+
+        self.phases.apply(extract_model_from_parallel(model), max(step - 1, 0))
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:

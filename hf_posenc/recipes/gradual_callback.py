@@ -40,6 +40,11 @@ class GradualSwapCallback(TrainerCallback):
         """The strength during an optimizer step, counted from 0."""
         return min(1.0, (step + 1) / self.steps)
 
+    def match_checkpoint(self, model: Any, step: int) -> None:
+        """Sets the strength of a checkpoint that was saved after so many steps, before it is loaded."""
+        if blend_strength(_unwrapped(model)) is not None:
+            set_blend_strength(_unwrapped(model), self.strength(step - 1))
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:

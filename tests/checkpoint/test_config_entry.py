@@ -19,8 +19,8 @@ from transformers import (
 )
 
 import hf_posenc  # noqa: F401
-from hf_posenc.entry import read_entry
-from hf_posenc.patching.config_entry import FORMAT, WEIGHTS_SENTENCE, attach_entry, detach_entry
+from hf_posenc.entry import FORMAT, read_entry
+from hf_posenc.patching.config_entry import WEIGHTS_SENTENCE, attach_entry, detach_entry, without_poison
 
 ENTRY = {"scheme": "none"}
 CONFIGS = [LlamaConfig, BertConfig, GPT2Config, T5Config, Qwen2MoeConfig, Gemma3Config]
@@ -38,7 +38,8 @@ def test_attach_keeps_the_identity_of_the_config_in_memory(config: PreTrainedCon
     assert read_entry(config) == ENTRY
     assert isinstance(config, stock)
     assert (type(config).__name__, type(config).__module__) == (stock.__name__, stock.__module__)
-    assert config.to_dict() == before | {"position_encoding": ENTRY}
+    fields = {"position_encoding": {"format": FORMAT, "scheme": ENTRY}}
+    assert without_poison(config.to_dict()) == before | fields
     assert config.model_type == stock.model_type
     assert stock.__name__ in repr(config)
     assert WEIGHTS_SENTENCE not in repr(config)

@@ -180,7 +180,7 @@ def _edit_weights(folder: Path, change: Any) -> None:
 
 
 def _position_keys(weights: dict[str, torch.Tensor]) -> list[str]:
-    keys = [key for key in weights if "position_encoding" in key]
+    keys = [key for key in weights if "position_encoding.stacks" in key]
     assert keys
     return keys
 

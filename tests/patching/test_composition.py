@@ -51,9 +51,9 @@ def test_rope_and_forget_gate_are_each_there():
     assert distance(together, logits_of("rope")) > 1e-2
     still = patched("llama_gqa", [scheme("p_rope", fraction=0.0), "forget_gate"])
     alone = patched("llama_gqa", "forget_gate")
-    state = alone.position_encoding.state_dict()
-    names = list(still.position_encoding.state_dict())
-    still.position_encoding.load_state_dict(dict(zip(names, state.values(), strict=True)))
+    state = alone.position_encoding.stacks.state_dict()
+    names = list(still.position_encoding.stacks.state_dict())
+    still.position_encoding.stacks.load_state_dict(dict(zip(names, state.values(), strict=True)))
     assert distance(outputs(still, LLAMA, tokens()), outputs(alone, LLAMA, tokens())) <= CLOSE
     for module in both.position_encoding.modules():
         for name, parameter in module.named_parameters(recurse=False):

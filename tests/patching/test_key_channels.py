@@ -96,9 +96,8 @@ def test_real_positions_count_for_schemes_that_read_pairs():
     """Gaps between position ids are distances: scaling them in the call is scaling them in the scheme."""
     gapped = patched("llama_gqa", {"scheme": "position_scale", "inner": "fire", "factor": 3})
     plain = patched("llama_gqa", "fire")
-    plain.position_encoding.load_state_dict(
-        dict(zip(plain.position_encoding.state_dict(), gapped.position_encoding.state_dict().values(), strict=True))
-    )
+    inner, target = gapped.position_encoding.stacks, plain.position_encoding.stacks
+    target.load_state_dict(dict(zip(target.state_dict(), inner.state_dict().values(), strict=True)))
     ids = tokens()
     position_ids = 3 * torch.arange(ids.shape[1]).unsqueeze(0)
     mask = torch.ones_like(ids)

@@ -88,7 +88,7 @@ def quantized_positions(
         causal = predicts_next_token(model, input_ids)
     encoding = current_encoding(unwrapped(model))
     config = native_scheme(model) if encoding is None else encoding.config
-    learned = [] if encoding is None else list(encoding.state_dict().values())
+    learned = [] if encoding is None else list(encoding.stacks.state_dict().values())
     starts = tuple(sorted(set(positions)))
     wanted = {"float32": QuantizedConfig(), **{name: VARIANTS[name] for name in variants}}
     rows = []
@@ -154,7 +154,7 @@ def _take_over(model: Any, learned: list[Tensor]) -> None:
     """What the scheme has learned; around it nothing has parameters, so they come in the same order."""
     encoding = current_encoding(unwrapped(model))
     assert encoding is not None
-    own = list(encoding.state_dict().values())
+    own = list(encoding.stacks.state_dict().values())
     if not learned:
         return
     if [tensor.shape for tensor in own] != [tensor.shape for tensor in learned]:

@@ -1,0 +1,102 @@
+"""Training that goes on from a checkpoint: the model at hand has to be the one that was trained.
+
+`Trainer` loads weights with `strict=False`, so a model that was not patched, or patched differently, would take them
+without a word. `loading.install` wraps two methods of `Trainer` when that is imported.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hf_posenc.checkpoint.agreement import SchemeMismatchError
+from hf_posenc.checkpoint.atomic_folder import finish_saving
+from hf_posenc.checkpoint.configuration import from_disk
+from hf_posenc.entry import ATTRIBUTE, find_mark, is_on_disk_form
+from hf_posenc.patching.apply import encodings
+from hf_posenc.patching.mark import disagreement, marked_scheme
+
+#: Weights of a whole model, as indices of shards or alone; those of an adapter belong to whatever model it lies on.
+_INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+#: What FSDP saves beside them, without a mark.
+_OF_FSDP = "pytorch_model_fsdp.bin"
+
+
+def check_checkpoint(trainer: Any, folder: str | Path, model: Any = None) -> None:
+    """Compares the scheme of a checkpoint with that of the model it is about to be loaded into.
+
+    A callback that changes the scheme while a model is trained has a method `match_checkpoint(model, step)`, which is
+    called first and gives the model the scheme it had after that many steps.
+
+    Args:
+        trainer: the `Trainer`.
+        folder: of the checkpoint.
+        model: what `Trainer` loads it into; `None` for its own model.
+
+    Raises:
+        SchemeMismatchError: naming both schemes, before anything is loaded.
+    """
+    model, folder = trainer.model if model is None else model, Path(folder)
+    finish_saving(folder)
+    known, found = _scheme_of(folder)
+    if not known:
+        return
+    step = _step_of(folder)
+    for callback in trainer.callback_handler.callbacks:
+        if step is not None and hasattr(callback, "match_checkpoint"):
+            callback.match_checkpoint(model, step)
+    config = next((encoding.config for encoding in encodings(model)), None)
+    problem = disagreement(found, config)
+    if problem is not None:
+        raise SchemeMismatchError(
+            f"The checkpoint {folder} is not one of this {type(model).__name__}: {problem}. Give Trainer the model "
+            "that the training began with."
+        )
+
+
+def _scheme_of(folder: Path) -> tuple[bool, dict[str, Any] | None]:
+    """Whether a folder says which scheme its weights have, and the scheme; `None` for stock positions."""
+    mark = _mark_of(folder)
+    if mark is not None:
+        return True, marked_scheme(mark)
+    whole = any((folder / name).is_file() for name in (*_INDICES, *_WEIGHTS))
+    path = folder / "config.json"
+    if not path.is_file():
+        return whole or (folder / _OF_FSDP).is_file(), None
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if not is_on_disk_form(config):
+        return True, None
+    entry = from_disk(config, str(folder))[ATTRIBUTE]
+    # Weights that name no scheme belong to this config if an older version saved them, or FSDP did, in shards.
+    return True, None if whole and entry["format"] >= 2 else entry["scheme"]
+
+
+def _mark_of(folder: Path) -> Any:
+    """The mark among the weights of a folder, read without the other tensors; `None` where there is none."""
+    for name in _INDICES:
+        if (folder / name).is_file():
+            shards = json.loads((folder / name).read_text(encoding="utf-8"))["weight_map"]
+            key = find_mark(shards)
+            return None if key is None else _read(folder / shards[key])
+    return next((_read(folder / name) for name in (*_WEIGHTS, _OF_FSDP) if (folder / name).is_file()), None)
+
+
+def _read(path: Path) -> Any:
+    if path.suffix == ".safetensors":
+        from safetensors import safe_open
+
+        with safe_open(path, framework="pt") as file:
+            key = find_mark(file.keys())
+            return None if key is None else file.get_tensor(key)
+    import torch
+
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    key = find_mark(state)
+    return None if key is None else state[key]
+
+
+def _step_of(folder: Path) -> int | None:
+    path = folder / "trainer_state.json"
+    return int(json.loads(path.read_text(encoding="utf-8"))["global_step"]) if path.is_file() else None
