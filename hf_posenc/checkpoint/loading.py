@@ -78,6 +78,10 @@ def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def _get_config_dict(original: Callable[..., Any], config_class: Any, source: Any, **kwargs: Any) -> Any:
+    if isinstance(source, str | os.PathLike):
+        path = Path(source, kwargs.get("subfolder") or "", "config.json")
+        if path.is_dir():  # A model class would take its defaults for the config.
+            raise IsADirectoryError(f"{path} is a folder, where the config of a model is expected.")
     try:
         config, unused = original(config_class, source, **kwargs)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -167,8 +171,7 @@ def _from_pretrained(
     def check_fits(model: Any, scheme: Any) -> None:
         # A model on the hub has been downloaded by now.
         found = stored_position_weights(source, kwargs) if stored is None else stored
-        if found is not None:
-            check_scheme_fits(model, scheme, found, str(source))
+        check_scheme_fits(model, scheme, found, str(source))
 
     proxy = patching_proxy(model_class, built, check_fits)
     try:

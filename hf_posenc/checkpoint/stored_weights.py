@@ -77,13 +77,15 @@ def stored_position_weights(source: Any, kwargs: dict[str, Any]) -> dict[str, St
     return found
 
 
-def check_scheme_fits(model: Any, config: SchemeConfig, stored: dict[str, StoredTensor], source: str) -> None:
-    """Refuses a scheme whose weights would have other shapes than the stored ones, before it is built.
+def check_scheme_fits(model: Any, config: SchemeConfig, stored: dict[str, StoredTensor] | None, source: str) -> None:
+    """Refuses a scheme that does not fit the model, or needs weights of other shapes than the stored ones.
+
+    Nothing is allocated for it.
 
     Args:
         model: the stock model the scheme is for.
         config: the scheme.
-        stored: what `stored_position_weights` found.
+        stored: what `stored_position_weights` found; `None` where there is nothing to compare with.
         source: path or hub id, for error messages.
 
     Raises:
@@ -91,8 +93,14 @@ def check_scheme_fits(model: Any, config: SchemeConfig, stored: dict[str, Stored
     """
     try:
         encoding = without_weights(config, model, find_stacks(model))
-    except NotImplementedError:
+    except ValueError as error:
+        raise CheckpointError(
+            f"The scheme in the config.json of {source} cannot be put into {type(model).__name__}: {error}"
+        ) from error
+    except RuntimeError:
         return  # A scheme of somebody's own that needs numbers to be built; what it loads is checked afterwards.
+    if stored is None:
+        return
     for name, parameter in encoding.named_parameters():
         needed, found = tuple(parameter.shape), stored.get(name)
         if found is not None and found.shape == needed and found.floating:

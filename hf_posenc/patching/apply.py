@@ -105,7 +105,7 @@ def without_weights(config: SchemeConfig, model: PreTrainedModel, stacks: list[S
     """What `build_encoding` would build, with parameters that have names and shapes but no memory.
 
     Raises:
-        NotImplementedError: for a scheme of somebody's own that reads its parameters while it is built.
+        RuntimeError: for a scheme of somebody's own that reads its parameters while it is built.
     """
     pairing = architecture_of(model.config).pairing
     meta = torch.device("meta")

@@ -33,7 +33,7 @@ DEEPEST_NESTING = 16
 #: Dictionaries and lists inside each other, and values in all of them, in the JSON form of a scheme. A level of nesting
 #: takes two containers where schemes are listed.
 DEEPEST_JSON = 2 * DEEPEST_NESTING + 2
-MOST_VALUES = 2**18
+MOST_VALUES = 2**17
 
 _REPR = reprlib.Repr()
 _REPR.maxtuple = _REPR.maxlist = _REPR.maxdict = 8
