@@ -79,17 +79,18 @@ def scheme_from_dict(entry: dict[str, Any]) -> SchemeConfig:
     return get_scheme(name).from_options(options)
 
 
-def as_scheme(value: Any) -> SchemeConfig:
+def as_scheme(value: Any, option: str = "") -> SchemeConfig:
     """A config from any form a scheme is nested in. Every option that holds a scheme is read by this function.
 
     Args:
         value: a config, a config class, a name, the dictionary of a config, or a list of these, which act together.
+        option: the option that holds it, for errors.
 
     Raises:
         UnknownNameError: for an unknown scheme or option.
         ValueError: for anything else, and for schemes nested so deep that another one around them is too many.
     """
-    config = _as_scheme(value)
+    config = _as_scheme(value, option)
     depth = nesting(config)
     if depth >= DEEPEST_NESTING:
         raise ValueError(
@@ -99,7 +100,7 @@ def as_scheme(value: Any) -> SchemeConfig:
     return config
 
 
-def _as_scheme(value: Any) -> SchemeConfig:
+def _as_scheme(value: Any, option: str) -> SchemeConfig:
     if isinstance(value, SchemeConfig):
         return value
     if isinstance(value, type) and issubclass(value, SchemeConfig):
@@ -111,6 +112,6 @@ def _as_scheme(value: Any) -> SchemeConfig:
     if isinstance(value, list | tuple):
         return get_scheme("composed").from_options({"parts": value})
     raise ValueError(
-        f"Not a scheme: {shown(value)}; expected a config such as AlibiConfig(), a name, a dictionary, or a list of "
-        "these."
+        f"{option + ' is n' if option else 'N'}ot a scheme: {shown(value)}; expected a config such as AlibiConfig(), a "
+        "name, a dictionary, or a list of these."
     )

@@ -154,7 +154,7 @@ class ComposedConfig(SchemeConfig):
                 f"ComposedConfig.parts is {shown(self.parts)}; expected a non-empty sequence of at most {MOST_PARTS} "
                 "scheme configs, for example (SinusoidalConfig(), AlibiConfig())."
             )
-        parts = tuple(as_scheme(part) for part in self.parts)
+        parts = tuple(as_scheme(part, "An entry of ComposedConfig.parts") for part in self.parts)
         for index, part in enumerate(parts):
             if isinstance(part, ComposedConfig):
                 raise ValueError("ComposedConfig.parts holds another ComposedConfig; list its parts directly instead.")

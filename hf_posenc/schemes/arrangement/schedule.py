@@ -70,7 +70,9 @@ class ScheduleConfig(LayeredConfig):
                 f"ScheduleConfig.layers is {shown(self.layers)}; a schedule needs at least one layer, for example "
                 f"(RopeConfig(), NoneConfig()), and has at most {MOST_LAYERS}."
             )
-        object.__setattr__(self, "layers", tuple(as_scheme(layer) for layer in self.layers))
+        object.__setattr__(
+            self, "layers", tuple(as_scheme(layer, "An entry of ScheduleConfig.layers") for layer in self.layers)
+        )
         for index, config in enumerate(self.layers):
             check_not_layered(f"Layer {index} of a schedule", config)
 
@@ -107,7 +109,7 @@ class InterleavedConfig(LayeredConfig):
 
     def __post_init__(self) -> None:
         for option in ("inner", "other"):
-            object.__setattr__(self, option, as_scheme(getattr(self, option)))
+            object.__setattr__(self, option, as_scheme(getattr(self, option), f"InterleavedConfig.{option}"))
             check_not_layered(f"InterleavedConfig.{option}", getattr(self, option))
         check_integer(self, "every", minimum=2, maximum=MOST_LAYERS)
 
@@ -136,7 +138,7 @@ class LocalGlobalConfig(LayeredConfig):
 
     def __post_init__(self) -> None:
         for option in ("local", "global_"):
-            object.__setattr__(self, option, as_scheme(getattr(self, option)))
+            object.__setattr__(self, option, as_scheme(getattr(self, option), f"LocalGlobalConfig.{option}"))
             check_not_layered(f"LocalGlobalConfig.{option}", getattr(self, option))
 
     def for_layer(self, layer: int, layer_type: str | None = None) -> SchemeConfig:
