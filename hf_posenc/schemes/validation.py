@@ -16,7 +16,7 @@ SMALLEST_BASE = 1e-18
 #: A base above this one has frequencies that are zero in float32.
 LARGEST_BASE = 1e30
 #: The frequency, in radians per position, that belongs to the smallest base.
-LARGEST_FREQUENCY = 1 / SMALLEST_BASE
+LARGEST_FREQUENCY = 1e18
 #: The largest integer below which float64 holds all of them.
 _EXACT = 2**53
 

@@ -91,7 +91,7 @@ CONTEXT = BuildContext(24, 4, 6, max_positions=32)
         (
             T5Config,
             {"max_distance": 10**400},
-            "an integer of 1329 bits; expected an integer at least 2 and at most 2147483647",
+            "an integer of 1329 bits; .* at least 2 and at most 2147483647",
         ),
         (LearnedConfig, {"offset": 2**63}, "an integer of 64 bits; expected an integer at least 0 and at most 1048576"),
         (
@@ -147,7 +147,7 @@ def test_the_smallest_base_is_finite_at_every_position():
     ids = torch.tensor([[0, 1, 2**62]])
     part = RopeConfig(theta=1e-18, rotary_dim=6).build(CONTEXT).query_key_map
     assert all(phase.isfinite().all() for phase in part.phases(Positions(ids, ids[:, -1:] + 1)))
-    assert LearnedConfig(offset=2**63 - 1).offset == 2**63 - 1
+    assert LearnedConfig(offset=2**20).offset == 2**20
 
 
 def test_lists_become_tuples():
@@ -162,7 +162,7 @@ def test_unknown_schemes_are_refused_with_a_hint():
         get_scheme("sinusoid")
     with pytest.raises(UnknownNameError, match="Unknown scheme 'nope'"):
         scheme_from_dict({"scheme": "nope"})
-    with pytest.raises(ValueError, match="'scheme' key is expected"):
+    with pytest.raises(ValueError, match="a name under 'scheme' is expected"):
         scheme_from_dict({"theta": 1.0})
 
 

@@ -109,7 +109,15 @@ def test_no_value_of_an_option_costs_memory_or_makes_numbers_that_are_none(confi
             refused = False
         if refused:
             # A name that nobody knows is called by itself, and a list of schemes is a ComposedConfig.
-            named = (field, type(owner).__name__, "Unknown scheme", "ComposedConfig", "RopeScaling", "group of options")
+            named = (
+                field,
+                type(owner).__name__,
+                "Unknown scheme",
+                "ComposedConfig",
+                "RopeScaling",
+                "group of options",
+                "Not a scheme",
+            )
             assert any(words in message for words in named), (value, message)
             assert len(message) < 2000, (value, len(message))
             continue
