@@ -88,3 +88,10 @@ def test_the_damage_is_neither_harmless_nor_always_fatal(results: dict[str, Any]
     outcomes = Counter("read" if "read" in result else "refused" for result in results[kind])
     assert outcomes["refused"] >= 10
     assert outcomes["read"] >= 1
+
+
+@pytest.mark.skipif(MULTIPLE != 1, reason="the page has the counts of an ordinary run")
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_page_has_the_number_of_inputs(results: dict[str, Any], kind: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text(encoding="utf-8")
+    assert f"| {KINDS[kind].title} | {len(results[kind])} |" in page
