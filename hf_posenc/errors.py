@@ -5,6 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+#: Characters of a name that are worth reading.
+_LONGEST_NAME = 100
+
 
 class PositionEncodingError(Exception):
     """Base of every error raised by `hf_posenc`."""
@@ -26,6 +29,7 @@ class UnknownNameError(PositionEncodingError, ValueError):
 
     def __init__(self, kind: str, name: str, known: Iterable[str], *, owner: str = "", hint: str = "") -> None:
         known = self.known = sorted(known)
+        name = name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 3] + "..."
         if not hint:
             close = close_names(name, known)
             hint = f"Did you mean {' or '.join(repr(match) for match in close)}?" if close else ""

@@ -14,6 +14,7 @@ from transformers import HfArgumentParser
 from hf_posenc.errors import close_names
 from training.errors import SettingsError
 from training.launched import launched_on_cpu
+from training.settings_text import settings_text
 
 
 class _Loader(yaml.SafeLoader):
@@ -75,11 +76,11 @@ def parse_arguments(
 
 def _words(parser: HfArgumentParser, path: Path) -> list[str]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = settings_text(path)
         content = json.loads(text) if path.suffix == ".json" else yaml.load(text, Loader=_Loader)
-    except OSError as error:
-        raise SettingsError(f"Cannot read the settings {path}: {error.strerror}.") from error
-    except (ValueError, yaml.YAMLError) as error:
+    except SettingsError:
+        raise
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise SettingsError(f"{path} is not {'JSON' if path.suffix == '.json' else 'YAML'}: {error}") from error
     if not isinstance(content, dict):
         raise SettingsError(f"{path} holds {type(content).__name__}; one mapping of options to values is expected.")

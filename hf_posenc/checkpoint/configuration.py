@@ -7,9 +7,13 @@ from typing import Any
 from hf_posenc.entry import ATTRIBUTE, FORMAT, MODEL_TYPE
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
 from hf_posenc.patching.config_entry import ARCHITECTURE_PREFIX, without_poison
+from hf_posenc.schemes.limits import check_shape_of_json, shown
 
 #: Fields of the entry that describe the file and are not part of the config in memory.
 _OF_THE_FILE = ("base_model_type", "hf_posenc_version")
+#: Dictionaries and lists inside each other in a config.json, and values in all of them.
+_DEEPEST_CONFIG = 64
+_LARGEST_CONFIG = 2**20
 
 
 class CheckpointError(PositionEncodingError, ValueError):
@@ -26,26 +30,44 @@ def from_disk(disk: dict[str, Any], source: str) -> dict[str, Any]:
     Raises:
         CheckpointError: for an entry that is damaged or in a newer format.
     """
+    try:
+        check_shape_of_json(disk, f"The config.json of {source}", depth=_DEEPEST_CONFIG, size=_LARGEST_CONFIG)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from error
     entry = disk.get(ATTRIBUTE)
-    if not isinstance(entry, dict) or not isinstance(entry.get("format"), int):
+    if not isinstance(entry, dict):
         raise CheckpointError(
-            f"The config.json of {source} has model_type {MODEL_TYPE!r}, but its {ATTRIBUTE!r} entry is {entry!r}: "
-            'a dictionary with "format", "base_model_type" and "scheme" is expected. The file was edited or '
-            "damaged; restore it, or save the model again."
+            f"The config.json of {source} has model_type {MODEL_TYPE!r}, but its {ATTRIBUTE!r} entry is "
+            f'{shown(entry)}: a dictionary with "format", "base_model_type" and "scheme" is expected. The file was '
+            "edited or damaged; restore it, or save the model again."
+        )
+    if type(entry.get("format")) is not int or entry["format"] < 1:
+        raise CheckpointError(
+            f"The {ATTRIBUTE!r} entry in the config.json of {source} has format {shown(entry.get('format'))}, where an "
+            f"integer from 1 to {FORMAT} is expected. The file was edited or damaged; restore it, or save the model "
+            "again."
         )
     check_format(entry, source)
     base_model_type = entry.get("base_model_type")
     if not isinstance(base_model_type, str) or base_model_type in ("", MODEL_TYPE):
         raise CheckpointError(
-            f"The {ATTRIBUTE!r} entry in the config.json of {source} has base_model_type {base_model_type!r}, where "
+            f"The {ATTRIBUTE!r} entry in the config.json of {source} has base_model_type {shown(base_model_type)}, "
+            "where "
             "the stock model type is expected (for example 'llama'). The file was edited or damaged."
         )
     check_scheme(entry.get("scheme"), source)
     memory = without_poison(disk)
     memory["model_type"] = base_model_type
     memory[ATTRIBUTE] = {key: value for key, value in entry.items() if key not in _OF_THE_FILE}
-    architectures = disk.get("architectures") or []
-    memory["architectures"] = [str(name).removeprefix(ARCHITECTURE_PREFIX) for name in architectures] or None
+    architectures = disk.get("architectures")
+    if architectures is None:
+        architectures = []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise CheckpointError(
+            f"The config.json of {source} has architectures {shown(architectures)}, where a list of names of model "
+            "classes is expected. The file was edited or damaged; restore it, or save the model again."
+        )
+    memory["architectures"] = [name.removeprefix(ARCHITECTURE_PREFIX) for name in architectures] or None
     return memory
 
 
@@ -57,8 +79,9 @@ def check_format(entry: dict[str, Any], source: str) -> None:
     """
     if entry["format"] > FORMAT:
         raise CheckpointError(
-            f"{source} was written in format {entry['format']} by hf_posenc {entry.get('hf_posenc_version', '?')}; "
-            f"this version reads up to format {FORMAT}. Run `pip install --upgrade hf-posenc`."
+            f"{source} was written in format {shown(entry['format'])} by hf_posenc "
+            f"{shown(entry.get('hf_posenc_version', '?'))}; this version reads up to format {FORMAT}. "
+            "Run `pip install --upgrade hf-posenc`."
         )
 
 
@@ -69,20 +92,26 @@ def check_scheme(scheme: Any, source: str) -> None:
         CheckpointError: with the reason.
     """
     from hf_posenc.schemes import scheme_from_dict
+    from hf_posenc.schemes.arrangement.native import names_native
 
     if not isinstance(scheme, dict) or not isinstance(scheme.get("scheme"), str):
         raise CheckpointError(
-            f"The {ATTRIBUTE!r} entry in the config.json of {source} names no scheme: it has {scheme!r} where "
+            f"The {ATTRIBUTE!r} entry in the config.json of {source} names no scheme: it has {shown(scheme)} where "
             'a dictionary like {"scheme": "alibi", ...} is expected. The file was edited or damaged.'
         )
     try:
-        scheme_from_dict(scheme)
+        config = scheme_from_dict(scheme)
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
             f"The scheme in the config.json of {source} cannot be built: {error} If a package of yours registers "
             "this scheme, import it before loading; if a newer hf_posenc wrote the checkpoint "
             f"(this is format {FORMAT}), run `pip install --upgrade hf-posenc`."
         ) from error
+    if names_native(config):
+        raise CheckpointError(
+            f"The scheme in the config.json of {source} names 'native', which stands for whatever a model has and is "
+            "never saved. The file was edited or damaged; restore it, or save the model again."
+        )
 
 
 def check_model_type(config_class: Any, memory: dict[str, Any], source: str) -> None:

@@ -33,11 +33,14 @@ from transformers import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from hf_posenc.checkpoint.atomic_folder import finish_saving
+from hf_posenc.checkpoint.local_files import local_file
 from hf_posenc.entry import ATTRIBUTE, MODEL_TYPE, find_mark, is_entry, is_on_disk_form, read_entry, read_fields
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.when_imported import when_imported
 
 _MARK = "_hf_posenc_wraps"
+#: Bytes of a `config.json` that are read to learn whether it is that of a patched model.
+_LARGEST_CONFIG = 2**24
 
 
 class EntryIgnoredError(UnsupportedError):
@@ -83,7 +86,22 @@ def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
 
 def _get_config_dict(original: Callable[..., Any], config_class: Any, source: Any, **kwargs: Any) -> Any:
     _finish_saving(source, kwargs)
-    config, unused = original(config_class, source, **kwargs)
+    if isinstance(source, str | os.PathLike):
+        path = Path(source, kwargs.get("subfolder") or "", "config.json")
+        if path.is_dir():  # A model class would take its defaults for the config.
+            raise IsADirectoryError(f"{path} is a folder, where the config of a model is expected.")
+    try:
+        config, unused = original(config_class, source, **kwargs)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        text = _read_config(source, kwargs)
+        if text is None or MODEL_TYPE not in text:
+            raise
+        from hf_posenc.checkpoint.configuration import CheckpointError
+
+        raise CheckpointError(
+            f"The config.json of {source} cannot be read ({type(error).__name__}: {error}). The file was edited or "
+            "damaged; restore it, or save the model again."
+        ) from error
     if is_on_disk_form(config):
         from hf_posenc.checkpoint.configuration import check_model_type, check_not_sliced, from_disk
 
@@ -181,12 +199,29 @@ def _from_pretrained(
             # What could not be told from files on this machine: a first download, or an adapter's base model.
             if error.model_class is not model_class:
                 raise
+    from safetensors import SafetensorError
+
     from hf_posenc.checkpoint.agreement import check_loaded_mark
+    from hf_posenc.checkpoint.configuration import CheckpointError
+    from hf_posenc.checkpoint.stored_weights import check_scheme_fits, stored_position_weights
     from hf_posenc.patching.split_heads import refuse_split_heads
 
     built: list[_Built] = []
-    proxy = patching_proxy(model_class, built)
-    model, info = original(proxy, source, *model_args, output_loading_info=True, **kwargs)
+    stored = stored_position_weights(source, kwargs)
+
+    def check_fits(model: Any, scheme: Any) -> None:
+        # A model on the hub has been downloaded by now.
+        found = stored_position_weights(source, kwargs) if stored is None else stored
+        check_scheme_fits(model, scheme, found, str(source))
+
+    proxy = patching_proxy(model_class, built, check_fits)
+    try:
+        model, info = original(proxy, source, *model_args, output_loading_info=True, **kwargs)
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"The weights of {source} cannot be read as safetensors ({error}). A file is damaged or incomplete: "
+            "download or save the checkpoint again."
+        ) from error
     check_loaded_mark(model, info, str(source), built[-1].entry_format)
     _check_loaded(model, info, str(source))
     # Transformers splits a model over processes after it was built, and so after it was patched.
@@ -207,11 +242,18 @@ def _stock_from_pretrained(
     return (model, info) if with_info else model
 
 
-def patching_proxy(model_class: Any, built: list[_Built] | None = None) -> Any:
+def patching_proxy(
+    model_class: Any, built: list[_Built] | None = None, check_fits: Callable[[Any, Any], None] | None = None
+) -> Any:
     """A class that transformers can call like `model_class`, and that returns a patched `model_class`.
 
     The instance is not one of the proxy, so Python does not initialise it a second time, and nothing that
     is keyed by the class of a model can tell the difference.
+
+    Args:
+        model_class: the stock class.
+        built: takes what has to follow the model when its weights are loaded.
+        check_fits: is given the stock model and the scheme, and refuses one that is not to be built.
     """
 
     def __new__(cls: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> Any:
@@ -228,7 +270,10 @@ def patching_proxy(model_class: Any, built: list[_Built] | None = None) -> Any:
         # Transformers builds models on the meta device and under another default dtype. Constants of a scheme
         # are computed for real and in float32; `patch_model` then moves its parameters to where the model is.
         with torch.device("cpu"), _default_dtype(torch.float32):
-            patch_model(model, scheme_from_dict(fields["scheme"]))
+            scheme = scheme_from_dict(fields["scheme"])
+            if check_fits is not None:
+                check_fits(model, scheme)
+            patch_model(model, scheme)
         if built is not None:
             built.append(_Built(model, fields["format"]))
         return model
@@ -319,36 +364,25 @@ def _is_patched(source: Any, kwargs: dict[str, Any]) -> bool:
 
     Looks at local folders and at the hub's cache only: no request is ever sent.
     """
-    path = _local_config(source, kwargs)
-    if path is None:
-        return False
-    text = path.read_text(encoding="utf-8", errors="replace")
-    if f'"{MODEL_TYPE}"' not in text:
+    text = _read_config(source, kwargs)
+    if text is None or f'"{MODEL_TYPE}"' not in text:
         return False
     try:
         config = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return False  # the stock code reports the broken file
     return is_on_disk_form(config)
 
 
-def _local_config(source: Any, kwargs: dict[str, Any]) -> Path | None:
-    if not isinstance(source, str | os.PathLike):
+def _read_config(source: Any, kwargs: dict[str, Any]) -> str | None:
+    """The text of the `config.json` on this machine; `None` without one, and for one that no model ever has."""
+    path = _local_config(source, kwargs)
+    if path is None or path.stat().st_size > _LARGEST_CONFIG:
         return None
-    subfolder = kwargs.get("subfolder") or ""
-    if os.path.isfile(source):
-        return Path(source) if str(source).endswith(".json") else None
-    if os.path.isdir(source):
-        path = Path(source, subfolder, "config.json")
-        return path if path.is_file() else None
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
+    return path.read_text(encoding="utf-8", errors="replace")
 
-    filename = f"{subfolder}/config.json" if subfolder else "config.json"
-    try:
-        cached = try_to_load_from_cache(
-            str(source), filename, cache_dir=kwargs.get("cache_dir"), revision=kwargs.get("revision")
-        )
-    except HFValidationError:
-        return None
-    return Path(cached) if isinstance(cached, str) else None
+
+def _local_config(source: Any, kwargs: dict[str, Any]) -> Path | None:
+    if isinstance(source, str | os.PathLike) and os.path.isfile(source):
+        return Path(source) if str(source).endswith(".json") else None
+    return local_file(source, "config.json", kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -133,6 +134,17 @@ def build_encoding(config: SchemeConfig, model: PreTrainedModel, stacks: list[St
         built[stack.name].runtime.time_major = architecture.time_major
         built[stack.name].runtime.channels_first = architecture.channels_first
     return encoding
+
+
+def without_weights(config: SchemeConfig, model: PreTrainedModel, stacks: list[Stack]) -> PositionEncoding:
+    """What `build_encoding` would build, with parameters that have names and shapes but no memory.
+
+    Raises:
+        RuntimeError: for a scheme of somebody's own that reads its parameters while it is built.
+    """
+    pairing = architecture_of(model.config).pairing
+    meta = torch.device("meta")
+    return PositionEncoding(config, {stack.name: StackEncoding(config, stack, pairing, meta) for stack in stacks})
 
 
 def install(encoding: PositionEncoding, model: PreTrainedModel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Hashable
 from typing import Any
@@ -33,13 +34,21 @@ class StackEncoding(nn.Module):
         config: the scheme, or a schedule of schemes.
         stack: where it is placed.
         pairing_override: the pairing of the architecture's rotary method, where it has one instead of a function.
+        device: where parts are built; `None` for torch's default device.
 
     Raises:
         UnsupportedError: if the layers of a schedule disagree about what is added to the embeddings.
     """
 
-    def __init__(self, config: SchemeConfig, stack: Stack, pairing_override: str | None = None) -> None:
+    def __init__(
+        self,
+        config: SchemeConfig,
+        stack: Stack,
+        pairing_override: str | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__()
+        self._device = device
         self.runtime = StackRuntime()
         self.groups = nn.ModuleList()
         self.additive: AdditiveEncoding | None = None
@@ -88,7 +97,8 @@ class StackEncoding(nn.Module):
         elif isinstance(config, BlendedConfig):
             parts = config.merge(*(self._parts(getattr(config, end), context, path, end) for end in ("old", "new")))
         else:
-            parts = config.build(context)
+            with contextlib.nullcontext() if self._device is None else self._device:
+                parts = config.build(context)
             check_parts(config, parts)
             in_layers = [part for part in parts if part is not parts.additive]
             if in_layers:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
 from hf_posenc.errors import UnknownNameError
+from hf_posenc.schemes.limits import check_shape_of_json
 from hf_posenc.schemes.parts import SchemeParts
 
 ConfigType = TypeVar("ConfigType")
@@ -127,8 +128,19 @@ class SubConfig:
         return known[kind]
 
 
+def nesting(config: SchemeConfig) -> int:
+    """How many schemes are inside each other: 1 for one that holds no other."""
+    values = [getattr(config, field.name) for field in dataclasses.fields(config)]
+    items = [item for value in values for item in (value if isinstance(value, tuple) else (value,))]
+    return 1 + max((nesting(item) for item in items if isinstance(item, SchemeConfig)), default=0)
+
+
 def _construct(cls: builtins.type[ConfigType], owner: str, options: dict[str, Any]) -> ConfigType:
-    """Calls a config's constructor after checking the names of its options."""
+    """Calls a config's constructor after checking the size and the names of its options.
+
+    Every way from JSON to a config leads through here, before anything inside the options is read.
+    """
+    check_shape_of_json(options, f"{owner[0].upper()}{owner[1:]}")
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     for option in options:
         if option not in fields:

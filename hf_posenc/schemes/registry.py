@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from hf_posenc.errors import UnknownNameError
-from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.config import SchemeConfig, nesting
+from hf_posenc.schemes.limits import DEEPEST_NESTING, shown
 from hf_posenc.schemes.other_names import hint_for
 
 _SCHEMES: dict[str, type[SchemeConfig]] = {}
@@ -68,24 +69,38 @@ def scheme_from_dict(entry: dict[str, Any]) -> SchemeConfig:
 
     Raises:
         UnknownNameError: for an unknown scheme or option.
-        ValueError: if the dictionary names no scheme.
+        ValueError: if the dictionary names no scheme, or is nested deeper or holds more than a scheme can need
+            (`hf_posenc.schemes.limits`).
     """
     options = dict(entry)
-    if "scheme" not in options:
-        raise ValueError(f"Not a scheme: a dictionary with a 'scheme' key is expected, got keys {sorted(options)}.")
-    return get_scheme(str(options.pop("scheme"))).from_options(options)
+    name = options.pop("scheme", None)
+    if not isinstance(name, str):
+        raise ValueError(f"Not a scheme: a dictionary with a name under 'scheme' is expected, got {shown(entry)}.")
+    return get_scheme(name).from_options(options)
 
 
-def as_scheme(value: Any) -> SchemeConfig:
-    """A config from any form a scheme is nested in.
+def as_scheme(value: Any, option: str = "") -> SchemeConfig:
+    """A config from any form a scheme is nested in. Every option that holds a scheme is read by this function.
 
     Args:
         value: a config, a config class, a name, the dictionary of a config, or a list of these, which act together.
+        option: the option that holds it, for errors.
 
     Raises:
         UnknownNameError: for an unknown scheme or option.
-        ValueError: for anything else.
+        ValueError: for anything else, and for schemes nested so deep that another one around them is too many.
     """
+    config = _as_scheme(value, option)
+    depth = nesting(config)
+    if depth >= DEEPEST_NESTING:
+        raise ValueError(
+            f"{config.name!r} holds schemes inside each other, {depth} deep with itself; the limit is "
+            f"{DEEPEST_NESTING} including what they are put in."
+        )
+    return config
+
+
+def _as_scheme(value: Any, option: str) -> SchemeConfig:
     if isinstance(value, SchemeConfig):
         return value
     if isinstance(value, type) and issubclass(value, SchemeConfig):
@@ -97,5 +112,6 @@ def as_scheme(value: Any) -> SchemeConfig:
     if isinstance(value, list | tuple):
         return get_scheme("composed").from_options({"parts": value})
     raise ValueError(
-        f"Not a scheme: {value!r}; expected a config such as AlibiConfig(), a name, a dictionary, or a list of these."
+        f"{option + ' is n' if option else 'N'}ot a scheme: {shown(value)}; expected a config such as AlibiConfig(), a "
+        "name, a dictionary, or a list of these."
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,13 +9,16 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import SequenceLengthError, UnknownNameError
+from hf_posenc.schemes.limits import LARGEST_FACTOR, LARGEST_LENGTH, MOST_NUMBERS, SMALLEST_FACTOR, shown
 
-#: The largest finite number of float32, which all parts compute in.
-LARGEST_NUMBER = torch.finfo(torch.float32).max
-#: The least and the largest integer that a tensor of positions can hold.
-INTEGERS = range(-(2**63), 2**63)
 #: A base below this one has frequencies that float32 cannot hold once they are multiplied with any 64-bit position.
 SMALLEST_BASE = 1e-18
+#: A base above this one has frequencies that are zero in float32.
+LARGEST_BASE = 1e30
+#: The frequency, in radians per position, that belongs to the smallest base.
+LARGEST_FREQUENCY = 1e18
+#: The largest integer below which float64 holds all of them.
+_EXACT = 2**53
 
 
 def check_number(
@@ -25,12 +27,13 @@ def check_number(
     *,
     minimum: float | None = None,
     above: float | None = None,
-    maximum: float | None = None,
+    maximum: float = LARGEST_FACTOR,
     optional: bool = False,
 ) -> None:
     """Requires an `int` or `float` (not a `bool`) within `[minimum, maximum]` and greater than `above`.
 
-    It has to be finite in float32.
+    Without `minimum` and `above` it may be negative, down to `-maximum`. Integers that float64 does not hold exactly
+    become floats: tensors take no larger ones.
 
     Raises:
         ValueError: for any other value.
@@ -38,13 +41,16 @@ def check_number(
     value = getattr(config, field)
     if value is None and optional:
         return
+    if minimum is None and above is None:
+        minimum = -maximum
     if not _is_number(value, minimum, above, maximum):
-        expected = "a finite number" + _range_words(minimum, above, maximum) + _float32_words([value])
-        raise ValueError(_message(config, field, value, expected))
+        raise ValueError(_message(config, field, value, "a finite number" + _range_words(minimum, above, maximum)))
+    if isinstance(value, int) and abs(value) > _EXACT:
+        object.__setattr__(config, field, float(value))
 
 
 def check_strength(config: object, field: str) -> None:
-    """Requires a finite number other than 0, for the factor of all that a scheme adds.
+    """Requires a number other than 0, for the factor of all that a scheme adds; it may be negative.
 
     Raises:
         ValueError: for any other value.
@@ -54,12 +60,19 @@ def check_strength(config: object, field: str) -> None:
     if value == 0:
         message = _message(config, field, value, "a number other than 0")
         raise ValueError(f"{message} With 0 nothing is added, which is the scheme 'none'.")
+    if abs(value) < SMALLEST_FACTOR:
+        raise ValueError(_message(config, field, value, f"at least {SMALLEST_FACTOR} in magnitude"))
 
 
 def check_integer(
-    config: object, field: str, *, minimum: int | None = None, maximum: int | None = None, optional: bool = False
+    config: object,
+    field: str,
+    *,
+    minimum: int | None = None,
+    maximum: int = LARGEST_LENGTH,
+    optional: bool = False,
 ) -> None:
-    """Requires an `int` (not a `bool`) within `[minimum, maximum]`, of 64 bits at most.
+    """Requires an `int` (not a `bool`) within `[minimum, maximum]`.
 
     Raises:
         ValueError: for any other value.
@@ -67,10 +80,33 @@ def check_integer(
     value = getattr(config, field)
     if value is None and optional:
         return
-    if isinstance(value, int) and value not in INTEGERS:
-        raise ValueError(_message(config, field, value, "an integer of at most 64 bits"))
     if not isinstance(value, int) or not _is_number(value, minimum, None, maximum):
         raise ValueError(_message(config, field, value, "an integer" + _range_words(minimum, None, maximum)))
+
+
+def check_integers(config: object, field: str, *, minimum: int, least: int = 0, most: int = MOST_NUMBERS) -> None:
+    """Requires a sequence of integers within `[minimum, LARGEST_LENGTH]`, and stores it as a tuple.
+
+    Args:
+        config: holds the sequence.
+        field: where.
+        minimum: of each integer.
+        least: how many there have to be.
+        most: how many there may be.
+
+    Raises:
+        ValueError: for any other value.
+    """
+    value = getattr(config, field)
+    if (
+        not isinstance(value, tuple | list)
+        or not least <= len(value) <= most
+        or not all(isinstance(item, int) and _is_number(item, minimum, None, LARGEST_LENGTH) for item in value)
+    ):
+        count = str(most) if least == most else f"{least} to {most}"
+        expected = f"a sequence of {count} integers, each" + _range_words(minimum, None, LARGEST_LENGTH)
+        raise ValueError(_message(config, field, value, expected))
+    object.__setattr__(config, field, tuple(value))
 
 
 def check_base(config: object, field: str, *, optional: bool = False) -> None:
@@ -79,7 +115,7 @@ def check_base(config: object, field: str, *, optional: bool = False) -> None:
     Raises:
         ValueError: for any other value.
     """
-    check_number(config, field, above=0, optional=optional)
+    check_number(config, field, above=0, maximum=LARGEST_BASE, optional=optional)
     value = getattr(config, field)
     if value is not None and value < SMALLEST_BASE:
         expected = f"at least {SMALLEST_BASE}, so that positions times its frequencies are finite in float32"
@@ -107,11 +143,12 @@ def check_choice(config: object, field: str, choices: Iterable[str]) -> None:
     value = getattr(config, field)
     choices = tuple(choices)
     if not isinstance(value, str) or value not in choices:
-        raise UnknownNameError(f"{type(config).__name__}.{field}", str(value), choices)
+        name = value if isinstance(value, str) else shown(value)
+        raise UnknownNameError(f"{type(config).__name__}.{field}", name, choices)
 
 
-def check_numbers(config: object, field: str, *, minimum: float | None = None, above: float | None = None) -> None:
-    """Requires a non-empty sequence of finite numbers, and stores it as a tuple.
+def check_numbers(config: object, field: str, *, minimum: float, maximum: float = LARGEST_FACTOR) -> None:
+    """Requires a non-empty sequence of numbers within `[minimum, maximum]`, and stores it as a tuple.
 
     Raises:
         ValueError: for any other value.
@@ -119,13 +156,11 @@ def check_numbers(config: object, field: str, *, minimum: float | None = None, a
     value = getattr(config, field)
     if (
         not isinstance(value, tuple | list)
-        or not value
-        or not all(_is_number(item, minimum, above, None) for item in value)
+        or not 0 < len(value) <= MOST_NUMBERS
+        or not all(_is_number(item, minimum, None, maximum) for item in value)
     ):
-        expected = "a non-empty sequence of finite numbers" + _range_words(minimum, above, None)
-        if isinstance(value, tuple | list):
-            expected += _float32_words(value)
-        raise ValueError(_message(config, field, value, expected))
+        expected = f"a non-empty sequence of at most {MOST_NUMBERS} finite numbers, each"
+        raise ValueError(_message(config, field, value, expected + _range_words(minimum, None, maximum)))
     object.__setattr__(config, field, tuple(value))
 
 
@@ -161,39 +196,22 @@ def whole_positions(ids: Tensor, scheme: str) -> Tensor:
     return ids
 
 
-def _is_number(value: Any, minimum: float | None, above: float | None, maximum: float | None) -> bool:
-    # The comparison is false for what is no number, and exact for integers that no float can hold.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST_NUMBER:
+def _is_number(value: Any, minimum: float | None, above: float | None, maximum: float) -> bool:
+    # Comparisons are false for what is no number, and exact for integers that no float can hold.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value <= maximum:
         return False
-    return (
-        (minimum is None or value >= minimum)
-        and (above is None or value > above)
-        and (maximum is None or value <= maximum)
-    )
+    return (minimum is None or value >= minimum) and (above is None or value > above)
 
 
-def _range_words(minimum: float | None, above: float | None, maximum: float | None) -> str:
+def _range_words(minimum: float | None, above: float | None, maximum: float) -> str:
     words = []
     if minimum is not None:
         words.append(f"at least {minimum}")
     if above is not None:
         words.append(f"greater than {above}")
-    if maximum is not None:
-        words.append(f"at most {maximum}")
-    return " " + " and ".join(words) if words else ""
-
-
-def _float32_words(values: Iterable[Any]) -> str:
-    """Why numbers are refused that are finite, but not in float32."""
-    if any(isinstance(value, int | float) and LARGEST_NUMBER < abs(value) < math.inf for value in values):
-        return f", within the range of float32 (up to {LARGEST_NUMBER:.2g})"
-    return ""
+    words.append(f"at most {maximum}")
+    return " " + " and ".join(words)
 
 
 def _message(config: object, field: str, value: Any, expected: str) -> str:
-    # Python refuses to print integers of thousands of digits.
-    if isinstance(value, int) and value not in INTEGERS:
-        shown = f"an integer of {value.bit_length()} bits"
-    else:
-        shown = repr(value)
-    return f"{type(config).__name__}.{field} is {shown}; expected {expected}."
+    return f"{type(config).__name__}.{field} is {shown(value)}; expected {expected}."

@@ -156,7 +156,7 @@ def test_kerple_options():
         KerpleConfig("powr")
     with pytest.raises(ValueError, match="variant 'log' has no exponent"):
         KerpleConfig(exponent=1.0)
-    with pytest.raises(ValueError, match=r"KerpleConfig.minimum is 0.0; expected a finite number greater than 0.0"):
+    with pytest.raises(ValueError, match=r"KerpleConfig.minimum is 0.0; expected a finite number at least 1e-06"):
         KerpleConfig(minimum=0.0)
     for exponent in (0.0, 2.1, True):
         with pytest.raises(ValueError, match=r"KerpleConfig.exponent .* greater than 0.0 and at most 2.0"):
@@ -313,7 +313,7 @@ def test_fire_options():
     assert not FireConfig(shared=True).per_layer
     cases: list[tuple[type[SchemeConfig], dict[str, object], str]] = [
         (FireConfig, {"width": 0}, "FireConfig.width is 0; expected an integer at least 1"),
-        (FireConfig, {"initial_c": 0.0}, "initial_c is 0.0; expected a finite number greater than 0.0"),
+        (FireConfig, {"initial_c": 0.0}, "initial_c is 0.0; expected a finite number at least 1e-06"),
         (FireConfig, {"initial_threshold": -1.0}, "initial_threshold is -1.0"),
         (FireConfig, {"epsilon": 0}, "epsilon is 0"),
         (FireConfig, {"shared": 1}, "shared is 1; expected True or False"),

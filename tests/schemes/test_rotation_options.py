@@ -88,7 +88,7 @@ def test_resonance_is_a_scaling_that_wraps_another():
 @pytest.mark.parametrize(
     ("build", "error", "message"),
     [
-        (lambda: XposConfig(gamma=0), ValueError, "XposConfig.gamma is 0; expected a finite number greater than 0"),
+        (lambda: XposConfig(gamma=0), ValueError, "XposConfig.gamma is 0; expected a finite number at least 1e-06"),
         (lambda: XposConfig(origin=40_000.0), ValueError, "expected at most 32695"),
         (lambda: PopeConfig(initial_delta="zeros"), UnknownNameError, "Did you mean 'zero'"),
         (lambda: LearnedRopeConfig(sharing="heads"), UnknownNameError, "Did you mean 'head'"),

@@ -248,7 +248,7 @@ def test_log_n_takes_the_training_length_of_the_model():
     ("config_class", "options", "message"),
     [
         (SSMaxConfig, {"training_length": 1}, "training_length is 1; expected an integer at least 2"),
-        (SSMaxConfig, {"initial_scale": 0.0}, "initial_scale is 0.0; expected a finite number greater than 0.0"),
+        (SSMaxConfig, {"initial_scale": 0.0}, "initial_scale is 0.0; expected a finite number at least 1e-06"),
         (SSMaxConfig, {"initial_scale": 0.5, "training_length": 50}, "initial_scale=0.5 and training_length=50"),
         (SSMaxConfig, {"bias": 0}, "bias is 0; expected True or False"),
         (LogNScaleConfig, {"training_length": 1}, "training_length is 1; expected an integer at least 2"),

@@ -310,7 +310,7 @@ def test_the_original_length_itself_is_the_last_that_a_cache_may_reach(name, ori
         (lambda: Llama3Scaling(8.0, 4.0, 1.0), "high_freq_factor is 1.0; expected more than"),
         (lambda: LongRopeScaling((1.0,), (1.0, 2.0), 64), "1 short factors and 2 long ones"),
         (lambda: LongRopeScaling((), (), 64), "non-empty sequence"),
-        (lambda: LongRopeScaling((0.0,), (1.0,), 64), "greater than 0"),
+        (lambda: LongRopeScaling((0.0,), (1.0,), 64), "each at least 1e-06"),
         (lambda: rotary(NtkScaling(2.0), width=2), "rotary width of at least 4"),
         (lambda: rotary(LongRopeScaling((1.0,), (1.0,), 64, 2.0)), "16 rotated dimensions make 8 pairs"),
         (lambda: YarnScaling(2.0, 64).spectrum(1.0, 16), "theta greater than 1"),

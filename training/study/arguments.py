@@ -12,6 +12,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from training.errors import SettingsError
+from training.settings_text import settings_text
 from training.study.settings import StudySettings
 
 
@@ -32,10 +33,8 @@ def parse_study(arguments: list[str], description: str) -> StudySettings:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SettingsError(f"Cannot read the study {path}: {error.strerror}.") from error
-    except yaml.YAMLError as error:
+        content = yaml.safe_load(settings_text(path))
+    except (yaml.YAMLError, RecursionError) as error:
         raise SettingsError(f"{path} is not YAML: {error}") from error
     if not isinstance(content, dict):
         raise SettingsError(f"{path} must hold settings by name, such as 'schemes: [none, rope]'.")
@@ -68,6 +67,6 @@ def _as_flag(path: Path, name: str, value: Any, default: Any) -> Any:
     elif isinstance(default, str) and isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
     wanted = str if default is None else type(default)
-    if value is not None and type(value) is not wanted:
+    if type(value) is not wanted and not (value is None and default is None):
         raise SettingsError(f"{path}: {name} is {value!r}; it takes {wanted.__name__}.")
     return value

@@ -77,7 +77,7 @@ def read_minimal_pairs(path: str | Path) -> MinimalPairsTask:
     file = _task_file(Path(path))
     try:
         task = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise MeasurementError(f"{file} is not JSON: {error}") from error
     examples = task.get("examples") if isinstance(task, dict) else None
     if not isinstance(examples, list) or not examples:
@@ -111,7 +111,7 @@ def _pair(example: Any) -> MinimalPair | None:
     if not isinstance(example, dict) or not isinstance(example.get("input"), str):
         return None
     scores = example.get("target_scores")
-    if not isinstance(scores, dict) or sorted(scores.values()) != [0, 1]:
+    if not isinstance(scores, dict) or [score for score in scores.values() if score in (0, 1)] not in ([0, 1], [1, 0]):
         return None
     right, wrong = sorted(scores, key=lambda target: -scores[target])
     if {right, wrong} == {"a", "b"}:

@@ -15,6 +15,7 @@ from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import check_integer, check_positions_below, check_strength, whole_positions
 
 _DEFAULT_MAX_POSITIONS = 2048
+_MOST_BITS = 62
 
 
 class BinaryEncoding(AdditiveEncoding):
@@ -75,17 +76,23 @@ class BinaryConfig(SchemeConfig):
     scale: float = 1.0
 
     def __post_init__(self) -> None:
-        check_integer(self, "bits", minimum=1, maximum=62, optional=True)
+        check_integer(self, "bits", minimum=1, maximum=_MOST_BITS, optional=True)
         check_strength(self, "scale")
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds an additive encoding.
 
         Raises:
-            ValueError: if the vectors have fewer components than there are bits, so that positions would collide.
+            ValueError: if the vectors have fewer components than there are bits, so that positions would collide; or
+                the model says that it was built for more positions than 62 bits can tell apart.
         """
         max_positions = context.max_positions or _DEFAULT_MAX_POSITIONS
         bits = self.bits if self.bits is not None else max((max_positions - 1).bit_length(), 1)
+        if bits > _MOST_BITS:
+            raise ValueError(
+                f"BinaryConfig.bits is None and the model says that it was built for positions of {bits} bits; a "
+                f"position has at most {_MOST_BITS}. Give bits=."
+            )
         if bits > context.hidden_size:
             raise ValueError(
                 f"BinaryConfig needs {bits} components for {bits} bits, but the hidden size is {context.hidden_size}: "

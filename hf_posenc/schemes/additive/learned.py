@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.limits import MOST_ROWS
 from hf_posenc.schemes.parts import AdditiveEncoding, SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
@@ -117,9 +118,9 @@ class LearnedConfig(SchemeConfig):
     nothing about later positions.
 
     Args:
-        num_positions: how many positions have a row; `None` takes the model's own length.
+        num_positions: how many positions have a row, at most 2**20; `None` takes the model's own length.
         offset: rows before that of position 0: 2 in OPT and BART, `padding_idx + 1` in RoBERTa. Padding tokens fall on
-            these rows.
+            these rows. At most 2**20.
         extension: past the table, "error" raises `SequenceLengthError`; "interpolate" stretches the rows linearly over
             the length of the sequence (position interpolation, arXiv:2306.15595, for tables).
     """
@@ -131,21 +132,27 @@ class LearnedConfig(SchemeConfig):
     extension: str = "error"
 
     def __post_init__(self) -> None:
-        check_integer(self, "num_positions", minimum=1, optional=True)
-        check_integer(self, "offset", minimum=0)
+        check_integer(self, "num_positions", minimum=1, maximum=MOST_ROWS, optional=True)
+        check_integer(self, "offset", minimum=0, maximum=MOST_ROWS)
         check_choice(self, "extension", ("error", "interpolate"))
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds an additive encoding.
 
         Raises:
-            ValueError: if neither the config nor the model says how many positions there are.
+            ValueError: if neither the config nor the model says how many positions there are, or the model says more
+                than 2**20.
         """
         num_positions = self.num_positions if self.num_positions is not None else context.max_positions
         if num_positions is None:
             raise ValueError(
                 "LearnedConfig.num_positions is None and this model has no length of its own to take over. "
                 "Give the number of rows, for example num_positions=2048."
+            )
+        if num_positions > MOST_ROWS:
+            raise ValueError(
+                f"LearnedConfig.num_positions is None and the model says that it was built for {num_positions} "
+                f"positions; a table has at most {MOST_ROWS} rows. Give num_positions= of the length you need."
             )
         return SchemeParts(
             additive=LearnedEncoding(

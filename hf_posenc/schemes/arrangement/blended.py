@@ -246,7 +246,7 @@ class BlendedConfig(SchemeConfig):
 
     def __post_init__(self) -> None:
         for option in ("old", "new"):
-            object.__setattr__(self, option, as_scheme(getattr(self, option)))
+            object.__setattr__(self, option, as_scheme(getattr(self, option), f"BlendedConfig.{option}"))
             check_not_layered(f"BlendedConfig.{option}", getattr(self, option))
             if isinstance(getattr(self, option), BlendedConfig):
                 raise ValueError(f"BlendedConfig.{option} is a blend itself; blend two schemes at a time.")

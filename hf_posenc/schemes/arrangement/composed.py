@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.limits import MOST_PARTS, shown
 from hf_posenc.schemes.logits import pairwise_bias
 from hf_posenc.schemes.none import NoneConfig
 from hf_posenc.schemes.parts import (
@@ -148,12 +149,12 @@ class ComposedConfig(SchemeConfig):
     parts: tuple[SchemeConfig, ...]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.parts, tuple | list) or not self.parts:
+        if not isinstance(self.parts, tuple | list) or not 0 < len(self.parts) <= MOST_PARTS:
             raise ValueError(
-                f"ComposedConfig.parts is {self.parts!r}; expected a non-empty sequence of scheme configs, for example "
-                "(SinusoidalConfig(), AlibiConfig())."
+                f"ComposedConfig.parts is {shown(self.parts)}; expected a non-empty sequence of at most {MOST_PARTS} "
+                "scheme configs, for example (SinusoidalConfig(), AlibiConfig())."
             )
-        parts = tuple(as_scheme(part) for part in self.parts)
+        parts = tuple(as_scheme(part, "An entry of ComposedConfig.parts") for part in self.parts)
         for index, part in enumerate(parts):
             if isinstance(part, ComposedConfig):
                 raise ValueError("ComposedConfig.parts holds another ComposedConfig; list its parts directly instead.")

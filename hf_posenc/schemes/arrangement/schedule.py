@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.limits import MOST_LAYERS, shown
 from hf_posenc.schemes.none import NoneConfig
 from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.registry import as_scheme, register_scheme
 from hf_posenc.schemes.rotary.rope import RopeConfig
+from hf_posenc.schemes.validation import check_integer
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class ScheduleConfig(LayeredConfig):
             together.
 
     Raises:
-        ValueError: if there are no layers, or an entry is no scheme or a schedule itself.
+        ValueError: if there are no layers or more than 4096, or an entry is no scheme or a schedule itself.
     """
 
     name: ClassVar[str] = "schedule"
@@ -63,12 +65,14 @@ class ScheduleConfig(LayeredConfig):
     layers: tuple[SchemeConfig, ...] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.layers, tuple | list) or not self.layers:
+        if not isinstance(self.layers, tuple | list) or not 0 < len(self.layers) <= MOST_LAYERS:
             raise ValueError(
-                f"ScheduleConfig.layers is {self.layers!r}; a schedule needs at least one layer, for example "
-                "(RopeConfig(), NoneConfig())."
+                f"ScheduleConfig.layers is {shown(self.layers)}; a schedule needs at least one layer, for example "
+                f"(RopeConfig(), NoneConfig()), and has at most {MOST_LAYERS}."
             )
-        object.__setattr__(self, "layers", tuple(as_scheme(layer) for layer in self.layers))
+        object.__setattr__(
+            self, "layers", tuple(as_scheme(layer, "An entry of ScheduleConfig.layers") for layer in self.layers)
+        )
         for index, config in enumerate(self.layers):
             check_not_layered(f"Layer {index} of a schedule", config)
 
@@ -105,10 +109,9 @@ class InterleavedConfig(LayeredConfig):
 
     def __post_init__(self) -> None:
         for option in ("inner", "other"):
-            object.__setattr__(self, option, as_scheme(getattr(self, option)))
+            object.__setattr__(self, option, as_scheme(getattr(self, option), f"InterleavedConfig.{option}"))
             check_not_layered(f"InterleavedConfig.{option}", getattr(self, option))
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 2:
-            raise ValueError(f"InterleavedConfig.every is {self.every!r}; expected an integer of at least 2.")
+        check_integer(self, "every", minimum=2, maximum=MOST_LAYERS)
 
     def for_layer(self, layer: int, layer_type: str | None = None) -> SchemeConfig:
         """`other` for every n-th layer, else `inner`."""
@@ -135,7 +138,7 @@ class LocalGlobalConfig(LayeredConfig):
 
     def __post_init__(self) -> None:
         for option in ("local", "global_"):
-            object.__setattr__(self, option, as_scheme(getattr(self, option)))
+            object.__setattr__(self, option, as_scheme(getattr(self, option), f"LocalGlobalConfig.{option}"))
             check_not_layered(f"LocalGlobalConfig.{option}", getattr(self, option))
 
     def for_layer(self, layer: int, layer_type: str | None = None) -> SchemeConfig:
@@ -159,4 +162,4 @@ def check_not_layered(owner: str, config: object) -> None:
         ValueError: for anything else.
     """
     if not isinstance(config, SchemeConfig) or isinstance(config, LayeredConfig):
-        raise ValueError(f"{owner} has to be the config of a scheme for one layer, got {config!r}.")
+        raise ValueError(f"{owner} has to be the config of a scheme for one layer, got {shown(config)}.")

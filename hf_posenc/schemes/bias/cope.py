@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.limits import MOST_DISTANCES
 from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
@@ -106,7 +107,8 @@ class CopeConfig(SchemeConfig):
     the key up to the query.
 
     Args:
-        num_positions: rows of the table (`npos_max` in the paper's listing); greater counts share the last one.
+        num_positions: rows of the table (`npos_max` in the paper's listing), at most 2**16; greater counts share
+            the last one.
         initial_std: standard deviation of new entries. 0, as in the paper's listing, starts without any effect.
     """
 
@@ -117,7 +119,7 @@ class CopeConfig(SchemeConfig):
     initial_std: float = 0.0
 
     def __post_init__(self) -> None:
-        check_integer(self, "num_positions", minimum=2)
+        check_integer(self, "num_positions", minimum=2, maximum=MOST_DISTANCES)
         check_number(self, "initial_std", minimum=0)
 
     def build(self, context: BuildContext) -> SchemeParts:

@@ -10,10 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.limits import LARGEST_LENGTH, LARGEST_WIDTH, SMALLEST_FACTOR
 from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import check_boolean, check_integer, check_number
+
+#: What float32 still tells from 0 beside a compressed distance.
+_SMALLEST_EPSILON = 1e-12
 
 
 class FireBias(PairwiseBias):
@@ -135,7 +139,7 @@ class FireConfig(SchemeConfig):
     has a function of its own, as in that port; with `shared` all layers use one, the paper's cheaper variant (FIRE-S).
 
     Args:
-        width: number of hidden units of the network.
+        width: number of hidden units of the network, at most 4096.
         initial_c: where `c` starts.
         initial_threshold: where `L` starts, in tokens.
         epsilon: added to the normaliser.
@@ -151,10 +155,10 @@ class FireConfig(SchemeConfig):
     shared: bool = False
 
     def __post_init__(self) -> None:
-        check_integer(self, "width", minimum=1)
-        check_number(self, "initial_c", above=0.0)
-        check_number(self, "initial_threshold", above=0.0)
-        check_number(self, "epsilon", above=0.0)
+        check_integer(self, "width", minimum=1, maximum=LARGEST_WIDTH)
+        check_number(self, "initial_c", minimum=SMALLEST_FACTOR)
+        check_number(self, "initial_threshold", minimum=SMALLEST_FACTOR, maximum=LARGEST_LENGTH)
+        check_number(self, "epsilon", minimum=_SMALLEST_EPSILON, maximum=1.0)
         check_boolean(self, "shared")
 
     @property

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.constants import DeviceConstant
+from hf_posenc.schemes.limits import LARGEST_LENGTH
 from hf_posenc.schemes.parts import DistanceBias, SchemeParts, SeparableBias
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
@@ -135,7 +136,7 @@ class ForgetGateConfig(SchemeConfig):
         check_number(self, "initial_bias")
         if self.decay_times is None:
             return
-        check_numbers(self, "decay_times", minimum=0.1)
+        check_numbers(self, "decay_times", minimum=0.1, maximum=LARGEST_LENGTH)
         if len(self.decay_times) != 2 or self.decay_times[0] > self.decay_times[1]:
             raise ValueError(
                 f"ForgetGateConfig.decay_times is {self.decay_times!r}; expected two times, the shortest first and the "

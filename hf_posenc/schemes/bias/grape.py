@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hf_posenc.schemes.bias.alibi import alibi_slopes
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.constants import DeviceConstant
+from hf_posenc.schemes.limits import SMALLEST_FACTOR
 from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
@@ -87,7 +88,7 @@ class GrapeConfig(SchemeConfig):
 
     def __post_init__(self) -> None:
         # Beyond 700 the inverse of softplus overflows.
-        check_number(self, "initial_rate", above=0, maximum=100)
+        check_number(self, "initial_rate", minimum=SMALLEST_FACTOR, maximum=100)
         check_boolean(self, "normalize")
 
     def build(self, context: BuildContext) -> SchemeParts:

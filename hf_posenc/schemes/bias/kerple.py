@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.limits import SMALLEST_FACTOR
 from hf_posenc.schemes.parts import DistanceBias, SchemeParts
 from hf_posenc.schemes.projection import projected
 from hf_posenc.schemes.registry import register_scheme
@@ -95,8 +96,8 @@ class KerpleConfig(SchemeConfig):
 
     def __post_init__(self) -> None:
         check_choice(self, "variant", ("log", "power"))
-        check_number(self, "exponent", above=0.0, maximum=LARGEST_EXPONENT, optional=True)
-        check_number(self, "minimum", above=0.0, maximum=1.0)
+        check_number(self, "exponent", minimum=SMALLEST_FACTOR, maximum=LARGEST_EXPONENT, optional=True)
+        check_number(self, "minimum", minimum=SMALLEST_FACTOR, maximum=1.0)
         check_boolean(self, "shared")
         if self.exponent is not None and self.variant != "power":
             raise ValueError(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.bias.relative_tables import check_whole_distances, select_rows
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.limits import LARGEST_WIDTH, MOST_DISTANCES
 from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
@@ -23,7 +24,7 @@ class LowRankRelativeBias(PairwiseBias):
     Args:
         num_heads: number of query heads.
         hidden_size: width of what the layer projects its queries and keys from.
-        rank: number of profiles.
+        rank: number of profiles, at most the width of the hidden states: more could be expressed by fewer.
         window: length of a profile.
         initializer_range: standard deviation of new entries.
     """
@@ -81,8 +82,8 @@ class LowRankRelativeConfig(SchemeConfig):
     that window; its logarithmic temperature is another mechanism. Causal models only.
 
     Args:
-        rank: number of profiles.
-        window: in tokens, how far back the bias reaches.
+        rank: number of profiles, at most the width of the hidden states: more could be expressed by fewer.
+        window: in tokens, how far back the bias reaches, at most 2**16.
     """
 
     name: ClassVar[str] = "low_rank_relative"
@@ -92,14 +93,15 @@ class LowRankRelativeConfig(SchemeConfig):
     window: int = 1024
 
     def __post_init__(self) -> None:
-        check_integer(self, "rank", minimum=1)
-        check_integer(self, "window", minimum=1)
+        check_integer(self, "rank", minimum=1, maximum=LARGEST_WIDTH)
+        check_integer(self, "window", minimum=1, maximum=MOST_DISTANCES)
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds a logit bias.
 
         Raises:
             UnsupportedError: in a bidirectional model.
+            ValueError: for more profiles than the hidden states have components.
         """
         if not context.causal:
             raise UnsupportedError(
@@ -107,6 +109,11 @@ class LowRankRelativeConfig(SchemeConfig):
                 "bidirectional model without positions. Use 'shaw' or 'transformer_xl'."
             )
         input_size = context.layer_input_size or context.hidden_size
+        if self.rank > input_size:
+            raise ValueError(
+                f"LowRankRelativeConfig.rank is {self.rank}, but profiles are mixed by hidden states of {input_size} "
+                f"components, so that no more than {input_size} profiles can differ. Use rank={input_size} or less."
+            )
         return SchemeParts(
             logit_bias=LowRankRelativeBias(
                 context.num_heads, input_size, self.rank, self.window, context.initializer_range

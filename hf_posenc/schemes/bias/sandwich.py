@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.constants import DeviceConstant
+from hf_posenc.schemes.limits import LARGEST_WIDTH
 from hf_posenc.schemes.parts import DistanceBias, SchemeParts
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import check_base, check_integer
@@ -54,7 +55,7 @@ class SandwichConfig(SchemeConfig):
     first and then swings around low values. It is symmetric, so encoders can have it.
 
     Args:
-        width: components of the vectors, even; 128 in the paper.
+        width: components of the vectors, even, at most 4096; 128 in the paper.
         base: the base of the frequencies, 10000 as in `sinusoidal`.
     """
 
@@ -64,7 +65,7 @@ class SandwichConfig(SchemeConfig):
     base: float = 10000.0
 
     def __post_init__(self) -> None:
-        check_integer(self, "width", minimum=2)
+        check_integer(self, "width", minimum=2, maximum=LARGEST_WIDTH)
         check_base(self, "base")
         if self.width % 2:
             raise ValueError(

@@ -17,6 +17,7 @@ from hf_posenc.schemes.bias.relative_tables import (
 from hf_posenc.schemes.bias.wavelet import WaveletConfig
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.constants import DeviceConstant
+from hf_posenc.schemes.limits import MOST_DISTANCES
 from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
@@ -111,7 +112,7 @@ class ShawConfig(SchemeConfig):
     Args:
         table: "learned", "sinusoidal" or "wavelet".
         max_distance: the distance in tokens from which on keys share one vector; `None` is 16, as for the paper's base
-            model. Of the learned table only.
+            model, and 2**16 the most. Of the learned table only.
         max_distance_ahead: the same for later keys, where it differs; `None` takes `max_distance`. Wav2Vec2-BERT has
             64 behind and 8 ahead. Of the learned table in bidirectional models only.
         per_head: a learned table of its own for every query head.
@@ -127,8 +128,8 @@ class ShawConfig(SchemeConfig):
 
     def __post_init__(self) -> None:
         check_choice(self, "table", ("learned", "sinusoidal", "wavelet"))
-        check_integer(self, "max_distance", minimum=1, optional=True)
-        check_integer(self, "max_distance_ahead", minimum=0, optional=True)
+        check_integer(self, "max_distance", minimum=1, maximum=MOST_DISTANCES, optional=True)
+        check_integer(self, "max_distance_ahead", minimum=0, maximum=MOST_DISTANCES, optional=True)
         check_boolean(self, "per_head")
         if self.table != "learned":
             for option in ("max_distance", "max_distance_ahead", "per_head"):

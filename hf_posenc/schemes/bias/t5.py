@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.limits import MOST_DISTANCES
 from hf_posenc.schemes.parts import DistanceBias, SchemeParts
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import check_boolean, check_integer, whole_positions
@@ -108,7 +109,7 @@ class T5Config(SchemeConfig):
     not divide its logits by `sqrt(head_dim)`; patched models keep the factor of their architecture.
 
     Args:
-        num_buckets: number of buckets; even where directions are told apart.
+        num_buckets: number of buckets, at most 2**16; even where directions are told apart.
         max_distance: the distance in tokens from which on all keys share one bucket.
         bidirectional: whether keys before and after the query have different buckets; `None` takes it where the model
             itself is bidirectional, which `False` does not fit.
@@ -123,7 +124,7 @@ class T5Config(SchemeConfig):
     shared: bool = True
 
     def __post_init__(self) -> None:
-        check_integer(self, "num_buckets", minimum=2)
+        check_integer(self, "num_buckets", minimum=2, maximum=MOST_DISTANCES)
         check_integer(self, "max_distance", minimum=2)
         check_boolean(self, "bidirectional", optional=True)
         check_boolean(self, "shared")

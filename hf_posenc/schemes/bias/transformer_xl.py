@@ -17,6 +17,7 @@ from hf_posenc.schemes.bias.relative_tables import (
 )
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.constants import DeviceConstant
+from hf_posenc.schemes.limits import MOST_DISTANCES
 from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
@@ -122,7 +123,7 @@ class TransformerXLConfig(SchemeConfig):
     Args:
         base: of the frequencies.
         clamp_length: the distance in tokens from which on keys share one sinusoid (`clamp_len` of the official code,
-            which sets it for evaluation at greater lengths); `None` for no limit.
+            which sets it for evaluation at greater lengths), at most 2**16; `None` for no limit.
     """
 
     name: ClassVar[str] = "transformer_xl"
@@ -133,7 +134,7 @@ class TransformerXLConfig(SchemeConfig):
 
     def __post_init__(self) -> None:
         check_base(self, "base")
-        check_integer(self, "clamp_length", minimum=1, optional=True)
+        check_integer(self, "clamp_length", minimum=1, maximum=MOST_DISTANCES, optional=True)
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds a logit bias.

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from hf_posenc.schemes.limits import SMALLEST_FACTOR
 from hf_posenc.schemes.position_maps.mapped import PositionMap, PositionMapConfig
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
@@ -95,7 +96,7 @@ class PositionScaleConfig(PositionMapConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number(self, "factor", above=0)
+        check_number(self, "factor", minimum=SMALLEST_FACTOR)
 
     def position_map(self) -> AffineMap:
         """A new map."""

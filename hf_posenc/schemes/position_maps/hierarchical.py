@@ -16,7 +16,10 @@ from hf_posenc.schemes.position_maps.mapped import PositionMap, map_parts, neste
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.rope import RopeConfig
-from hf_posenc.schemes.validation import check_integer
+from hf_posenc.schemes.validation import check_integer, check_integers
+
+#: Every one is looked for in every sequence.
+_MOST_SEPARATORS = 256
 
 
 class FixedSegments(PositionMap):
@@ -139,8 +142,8 @@ class HierarchicalConfig(SchemeConfig):
         segment: the scheme of the segments' positions, one that maps queries and keys or adds to logits.
         segment_length: length of a segment in tokens, in place of `separators`. There is no published one; 64 is about
             two sentences.
-        separators: vocabulary ids of the tokens that end a segment; they cannot extend a cache. Empty for segments of
-            equal length.
+        separators: vocabulary ids of the tokens that end a segment, at most 256; they cannot extend a cache. Empty
+            for segments of equal length.
         max_segment_length: how many positions within a segment are told apart, 1024 in the official code.
     """
 
@@ -157,16 +160,8 @@ class HierarchicalConfig(SchemeConfig):
         nested_scheme(self, "segment")
         check_integer(self, "segment_length", minimum=1)
         check_integer(self, "max_segment_length", minimum=1)
-        separators = self.separators
-        if not isinstance(separators, tuple | list) or not all(
-            isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in separators
-        ):
-            raise ValueError(
-                f"HierarchicalConfig.separators is {separators!r}; expected vocabulary ids, such as (13,), or () for "
-                "segments of equal length."
-            )
-        object.__setattr__(self, "separators", tuple(separators))
-        if separators and self.segment_length != type(self).segment_length:
+        check_integers(self, "separators", minimum=0, most=_MOST_SEPARATORS)
+        if self.separators and self.segment_length != type(self).segment_length:
             raise ValueError(
                 f"HierarchicalConfig has both separators={self.separators} and segment_length={self.segment_length}, "
                 "which say two things about where segments end; give one."

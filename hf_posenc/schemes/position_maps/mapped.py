@@ -203,7 +203,7 @@ def nested_scheme(config: SchemeConfig, option: str) -> None:
         UnknownNameError: for an unknown scheme or option of it.
         ValueError: for anything else, and for a scheme that differs between layers.
     """
-    value: Any = as_scheme(getattr(config, option))
+    value: Any = as_scheme(getattr(config, option), f"{type(config).__name__}.{option}")
     check_not_layered(f"{type(config).__name__}.{option}", value)
     object.__setattr__(config, option, value)
 

@@ -16,6 +16,7 @@ from hf_posenc.schemes.additive.binary import BinaryEncoding
 from hf_posenc.schemes.additive.learned import LearnedEncoding
 from hf_posenc.schemes.arrangement.composed import SummedEncoding
 from hf_posenc.schemes.config import BuildContext
+from hf_posenc.schemes.limits import MOST_ROWS
 from hf_posenc.schemes.parts import AdditiveEncoding, SchemeParts
 from hf_posenc.schemes.position_maps.mapped import MappedEncoding, PositionMap, PositionMapConfig
 from hf_posenc.schemes.positions import Positions
@@ -145,7 +146,8 @@ class RandomizedConfig(PositionMapConfig):
 
     Args:
         inner: the scheme that gets the positions.
-        max_position: `L`, positions are drawn below it; the longest sequence to be met. The paper's is 2048.
+        max_position: `L`, positions are drawn below it; the longest sequence to be met, at most 2**20. The paper's is
+            2048.
         kind: "integer" or "float".
         evaluation: outside training, "identity" gives every token its own position, and caches work; "random" draws
             as in training, as both papers' experiments do.
@@ -159,7 +161,7 @@ class RandomizedConfig(PositionMapConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_integer(self, "max_position", minimum=1)
+        check_integer(self, "max_position", minimum=1, maximum=MOST_ROWS)
         check_choice(self, "kind", ("integer", "float"))
         check_choice(self, "evaluation", ("identity", "random"))
 

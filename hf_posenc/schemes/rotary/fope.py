@@ -156,8 +156,8 @@ class FopeConfig(SchemeConfig):
     def __post_init__(self) -> None:
         check_rotary_options(self)
         check_floor_options(self)
-        check_number(self, "gain", minimum=0)
-        check_integer(self, "seed", minimum=0)
+        check_number(self, "gain", minimum=0, maximum=100)
+        check_integer(self, "seed", minimum=0, maximum=2**63 - 1)
         check_boolean(self, "learnable")
 
     @property

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.validation import check_integers
 
 
 def grid_coordinates(ids: Tensor, grid: tuple[int, ...], num_prefix_tokens: int = 0) -> Tensor:
@@ -50,14 +51,4 @@ def check_grid(config: Any) -> None:
     Raises:
         ValueError: for any other value.
     """
-    grid = config.grid
-    if (
-        not isinstance(grid, tuple | list)
-        or not grid
-        or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in grid)
-    ):
-        raise ValueError(
-            f"{type(config).__name__}.grid is {grid!r}; expected the sizes of all axes but the first, such as (width,) "
-            "or (height, width), as positive integers."
-        )
-    object.__setattr__(config, "grid", tuple(grid))
+    check_integers(config, "grid", minimum=1, least=1)

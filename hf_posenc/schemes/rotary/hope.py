@@ -13,7 +13,7 @@ from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.rope import RotaryMap, check_rotary_options, resolve_rotary_dim
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
-from hf_posenc.schemes.validation import check_integer, check_number
+from hf_posenc.schemes.validation import LARGEST_BASE, check_integer, check_number
 
 #: The shortest length within which the fastest pair, of one radian per position, completes a turn.
 SHORTEST_LENGTH = math.ceil(2 * math.pi)
@@ -25,7 +25,7 @@ def check_floor_options(config: Any) -> None:
     Raises:
         ValueError: for a value out of range.
     """
-    check_number(config, "theta", minimum=1)
+    check_number(config, "theta", minimum=1, maximum=LARGEST_BASE)
     check_integer(config, "training_length", minimum=SHORTEST_LENGTH, optional=True)
 
 

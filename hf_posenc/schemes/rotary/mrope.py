@@ -14,7 +14,7 @@ from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.rope import check_rotary_options, resolve_rotary_dim
 from hf_posenc.schemes.rotary.rope_nd import CoordinateRotaryMap
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
-from hf_posenc.schemes.validation import check_boolean
+from hf_posenc.schemes.validation import check_boolean, check_integers
 
 AXES = ("time", "height", "width")
 
@@ -54,19 +54,8 @@ class MRopeConfig(SchemeConfig):
     def __post_init__(self) -> None:
         check_rotary_options(self)
         check_boolean(self, "interleaved")
-        sections = self.sections
-        if sections is None:
-            return
-        if (
-            not isinstance(sections, tuple | list)
-            or len(sections) != len(AXES)
-            or not all(isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in sections)
-        ):
-            raise ValueError(
-                f"MRopeConfig.sections is {sections!r}; expected the number of pairs of time, height and width, such "
-                "as (16, 24, 24)."
-            )
-        object.__setattr__(self, "sections", tuple(sections))
+        if self.sections is not None:
+            check_integers(self, "sections", minimum=0, least=len(AXES), most=len(AXES))
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds a query-key map.

@@ -34,6 +34,9 @@ class ResonanceScaling(RopeScaling):
 
     def __post_init__(self) -> None:
         check_scaling(self)
+        if isinstance(self.scaling, ResonanceScaling):
+            # Whole wavelengths stay as they are.
+            object.__setattr__(self, "scaling", self.scaling.scaling)
 
     @property
     def length_dependent(self) -> bool:  # type: ignore[override]

@@ -10,12 +10,20 @@ from torch import Tensor
 
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.constants import DeviceConstant
+from hf_posenc.schemes.limits import SMALLEST_FACTOR
 from hf_posenc.schemes.parts import QueryKeyMap, SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.scaling import RopeScaling, check_scaling, rope_inverse_frequencies
 from hf_posenc.schemes.rotary.turning import TurningFactors, turned, turning_factors
-from hf_posenc.schemes.validation import check_base, check_choice, check_integer, check_number, check_numbers
+from hf_posenc.schemes.validation import (
+    LARGEST_FREQUENCY,
+    check_base,
+    check_choice,
+    check_integer,
+    check_number,
+    check_numbers,
+)
 
 ROPE_LAYOUTS = ("auto", "half", "half_reversed", "interleaved")
 
@@ -180,7 +188,7 @@ class RopeConfig(SchemeConfig):
     def __post_init__(self) -> None:
         check_rotary_options(self)
         check_number(self, "partial_rotary_factor", above=0, maximum=1, optional=True)
-        check_number(self, "attention_scaling", above=0, optional=True)
+        check_number(self, "attention_scaling", minimum=SMALLEST_FACTOR, optional=True)
         if self.rotary_dim is not None and self.partial_rotary_factor is not None:
             raise ValueError(
                 f"RopeConfig has both rotary_dim={self.rotary_dim} and "
@@ -228,7 +236,7 @@ class RopeConfig(SchemeConfig):
         return resolve_rotary_dim(self, rotary_dim, context)
 
     def _check_inverse_frequencies(self) -> None:
-        check_numbers(self, "inverse_frequencies", minimum=0)
+        check_numbers(self, "inverse_frequencies", minimum=0, maximum=LARGEST_FREQUENCY)
         assert self.inverse_frequencies is not None
         if self.scaling is not None:
             raise ValueError(

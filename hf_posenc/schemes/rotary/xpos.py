@@ -11,6 +11,7 @@ from torch import Tensor
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.constants import DeviceConstant
+from hf_posenc.schemes.limits import LARGEST_LENGTH, SMALLEST_FACTOR
 from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
@@ -108,9 +109,9 @@ class XposConfig(SchemeConfig):
 
     def __post_init__(self) -> None:
         check_rotary_options(self)
-        check_number(self, "gamma", above=0)
-        check_number(self, "scale_base", above=0)
-        check_number(self, "origin", minimum=0)
+        check_number(self, "gamma", minimum=SMALLEST_FACTOR, maximum=LARGEST_LENGTH)
+        check_number(self, "scale_base", minimum=SMALLEST_FACTOR, maximum=LARGEST_LENGTH)
+        check_number(self, "origin", minimum=0, maximum=LARGEST_LENGTH)
         if self.origin > self._reach:
             raise ValueError(
                 f"XposConfig.origin is {self.origin}; expected at most {math.floor(self._reach)}, past which the "

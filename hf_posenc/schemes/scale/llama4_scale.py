@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.limits import SMALLEST_FACTOR
 from hf_posenc.schemes.parts import LogitScale, SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
@@ -72,7 +73,7 @@ class Llama4ScaleConfig(SchemeConfig):
     offset: int = 1
 
     def __post_init__(self) -> None:
-        check_number(self, "attention_scale", above=0.0)
+        check_number(self, "attention_scale", minimum=SMALLEST_FACTOR)
         check_integer(self, "floor_scale", minimum=1)
         check_integer(self, "offset", minimum=0, maximum=1)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.limits import SMALLEST_FACTOR
 from hf_posenc.schemes.parts import LogitScale, SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
@@ -91,7 +92,7 @@ class SSMaxConfig(SchemeConfig):
 
     def __post_init__(self) -> None:
         check_integer(self, "training_length", minimum=2)
-        check_number(self, "initial_scale", above=0.0, optional=True)
+        check_number(self, "initial_scale", minimum=SMALLEST_FACTOR, optional=True)
         check_boolean(self, "bias")
         if self.initial_scale is not None and self.training_length != type(self).training_length:
             raise ValueError(

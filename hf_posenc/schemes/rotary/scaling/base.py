@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.schemes.config import SubConfig, constructor_example, required_options
+from hf_posenc.schemes.limits import shown
 from hf_posenc.schemes.validation import check_number
 
 
@@ -103,14 +104,14 @@ def check_scaling(config: Any) -> None:
         found = RopeScaling.type_named(scaling)
         if required_options(found):
             raise ValueError(
-                f"{option} is {scaling!r}, a scaling with options that have no default: give "
+                f"{option} is {shown(scaling)}, a scaling with options that have no default: give "
                 f"{constructor_example(found)}, or a dictionary such as {_dictionary_example(found)}."
             )
         scaling = found()
         object.__setattr__(config, "scaling", scaling)
     if isinstance(scaling, dict) and {"rope_type", "rope_theta", "original_max_position_embeddings"} & set(scaling):
         raise ValueError(
-            f"{option} is {scaling!r}, which are RoPE parameters as transformers writes them. "
+            f"{option} is {shown(scaling)}, which are RoPE parameters as transformers writes them. "
             "hf_posenc.schemes.from_rope_parameters(parameters) makes a RopeConfig of them; native_scheme(model) does "
             "so for a whole model."
         )
@@ -119,7 +120,7 @@ def check_scaling(config: Any) -> None:
         object.__setattr__(config, "scaling", scaling)
     if scaling is not None and not isinstance(scaling, RopeScaling):
         raise ValueError(
-            f"{option} is {scaling!r}; expected a scaling such as YarnScaling(factor=4.0, "
+            f"{option} is {shown(scaling)}; expected a scaling such as YarnScaling(factor=4.0, "
             "original_max_positions=2048), or None."
         )
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.schemes.limits import SMALLEST_FACTOR
 from hf_posenc.schemes.rotary.scaling.base import Factor, RopeScaling, rope_exponents
 from hf_posenc.schemes.rotary.scaling.constant import ntk_exponent
 from hf_posenc.schemes.validation import check_integer, check_number, check_numbers
@@ -84,11 +85,11 @@ class LongRopeScaling(RopeScaling):
     attention_factor: float | None = None
 
     def __post_init__(self) -> None:
-        check_numbers(self, "short_factor", above=0)
-        check_numbers(self, "long_factor", above=0)
+        check_numbers(self, "short_factor", minimum=SMALLEST_FACTOR)
+        check_numbers(self, "long_factor", minimum=SMALLEST_FACTOR)
         check_integer(self, "original_max_positions", minimum=2)
         check_number(self, "factor", minimum=1, optional=True)
-        check_number(self, "attention_factor", above=0, optional=True)
+        check_number(self, "attention_factor", minimum=SMALLEST_FACTOR, optional=True)
         if len(self.short_factor) != len(self.long_factor):
             raise ValueError(
                 f"LongRopeScaling has {len(self.short_factor)} short factors and {len(self.long_factor)} long ones; "

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from hf_posenc.schemes.limits import SMALLEST_FACTOR
 from hf_posenc.schemes.rotary.scaling.base import Factor, RopeScaling, rope_exponents, rope_inverse_frequencies
 from hf_posenc.schemes.validation import check_boolean, check_integer, check_number
 
@@ -84,9 +85,9 @@ class YarnScaling(Factor, RopeScaling):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_integer(self, "original_max_positions", minimum=1)
-        check_number(self, "beta_fast", above=0)
-        check_number(self, "beta_slow", above=0)
-        check_number(self, "attention_factor", above=0, optional=True)
+        check_number(self, "beta_fast", minimum=SMALLEST_FACTOR)
+        check_number(self, "beta_slow", minimum=SMALLEST_FACTOR)
+        check_number(self, "attention_factor", minimum=SMALLEST_FACTOR, optional=True)
         check_number(self, "mscale", minimum=0, optional=True)
         check_number(self, "mscale_all_dim", minimum=0, optional=True)
         check_boolean(self, "truncate")
@@ -151,8 +152,8 @@ class Llama3Scaling(Factor, RopeScaling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number(self, "low_freq_factor", above=0)
-        check_number(self, "high_freq_factor", above=0)
+        check_number(self, "low_freq_factor", minimum=SMALLEST_FACTOR)
+        check_number(self, "high_freq_factor", minimum=SMALLEST_FACTOR)
         check_integer(self, "original_max_positions", minimum=1)
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(

@@ -1,0 +1,166 @@
+"""What the files of a checkpoint say about its position weights, compared with what its scheme would need.
+
+A config of a kilobyte can ask for tables of gigabytes. The header of a safetensors file names every tensor with its
+shape and is read without the numbers, so a scheme that does not belong to the weights is refused before any of its
+parts is allocated. Where there is no header to compare with (`.bin` files, a model built from a config alone), the
+limits of the options hold (`hf_posenc.schemes.limits`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from hf_posenc.checkpoint.configuration import CheckpointError
+from hf_posenc.checkpoint.local_files import local_file
+from hf_posenc.entry import ATTRIBUTE
+from hf_posenc.patching.apply import without_weights
+from hf_posenc.patching.discovery import find_stacks
+from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.limits import shown
+
+#: Arguments of `from_pretrained` with which the files are not these, or the names in them not those of the model.
+_ELSEWHERE = ("gguf_file", "key_mapping")
+
+
+class StoredTensor(NamedTuple):
+    """A tensor as a header describes it."""
+
+    shape: tuple[int, ...]
+    floating: bool
+    file: str
+
+
+def stored_position_weights(source: Any, kwargs: dict[str, Any]) -> dict[str, StoredTensor] | None:
+    """The position weights of a checkpoint, by their names below `position_encoding`.
+
+    Args:
+        source: the first argument of `from_pretrained`.
+        kwargs: the others.
+
+    Returns:
+        `None` where no safetensors files of it lie on this machine.
+
+    Raises:
+        CheckpointError: for a file that is damaged.
+    """
+    state_dict = kwargs.get("state_dict")
+    if state_dict is not None:
+        return {
+            below: StoredTensor(tuple(tensor.shape), tensor.is_floating_point(), "the state dict")
+            for name, tensor in state_dict.items()
+            if (below := _below_position_encoding(name)) and isinstance(tensor, torch.Tensor)
+        }
+    if kwargs.get("use_safetensors") is False or any(kwargs.get(option) for option in _ELSEWHERE):
+        return None
+    variant = kwargs.get("variant")
+    single = local_file(source, _of_variant(SAFE_WEIGHTS_NAME, variant), kwargs)
+    if single is not None:
+        return _read_header(single)
+    index = local_file(source, _of_variant(SAFE_WEIGHTS_INDEX_NAME, variant), kwargs)
+    if index is None:
+        return None
+    found: dict[str, StoredTensor] = {}
+    for shard in _shards(index):
+        path = local_file(source, shard, kwargs)
+        if path is None:
+            if os.path.isdir(source):
+                raise CheckpointError(f"{index} names the file {shard!r}, which is not there. Copy the whole folder.")
+            return None  # A part of a download; transformers gets the rest.
+        found |= _read_header(path)
+    return found
+
+
+def check_scheme_fits(model: Any, config: SchemeConfig, stored: dict[str, StoredTensor] | None, source: str) -> None:
+    """Refuses a scheme that does not fit the model, or needs weights of other shapes than the stored ones.
+
+    Nothing is allocated for it.
+
+    Args:
+        model: the stock model the scheme is for.
+        config: the scheme.
+        stored: what `stored_position_weights` found; `None` where there is nothing to compare with.
+        source: path or hub id, for error messages.
+
+    Raises:
+        CheckpointError: naming the weight, the shape needed and the one found.
+    """
+    try:
+        encoding = without_weights(config, model, find_stacks(model))
+    except ValueError as error:
+        raise CheckpointError(
+            f"The scheme in the config.json of {source} cannot be put into {type(model).__name__}: {error}"
+        ) from error
+    except RuntimeError:
+        return  # A scheme of somebody's own that needs numbers to be built; what it loads is checked afterwards.
+    if stored is None:
+        return
+    for name, parameter in encoding.named_parameters():
+        needed, found = tuple(parameter.shape), stored.get(name)
+        if found is not None and found.shape == needed and found.floating:
+            continue
+        if found is None:
+            problem = "its weights have no such tensor, so that it would run on fresh random ones"
+        elif found.shape != needed:
+            problem = f"{found.file} holds it with the shape {list(found.shape)}"
+        else:
+            problem = f"{found.file} holds integers under this name"
+        options = {key: value for key, value in config.to_dict().items() if key != "scheme"}
+        raise CheckpointError(
+            f"The config.json of {source} names the scheme {config.name!r} with the options {shown(options)}. It needs "
+            f"{ATTRIBUTE}.{name} of the shape {list(needed)}, but {problem}. The config and the weights are from "
+            "different models, or one of them was edited or damaged. Save the model again, or load the stock weights "
+            "and call patch_model to train the scheme anew."
+        )
+
+
+def _shards(index: Path) -> list[str]:
+    """The files that an index names."""
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{index} is not valid JSON ({error}). Download or save the checkpoint again.") from error
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if (
+        not isinstance(weight_map, dict)
+        or not all(isinstance(file, str) and file == Path(file).name for file in weight_map.values())
+        or not isinstance(content.get("metadata"), dict)
+    ):
+        raise CheckpointError(
+            f'{index} is no index of weights: a dictionary with "metadata" and with "weight_map", from names of '
+            "weights to names of files, is expected. Download or save the checkpoint again."
+        )
+    return sorted(set(weight_map.values()))
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            below = {name: _below_position_encoding(name) for name in file.keys()}  # noqa: SIM118 (no dictionary)
+            slices = {own: file.get_slice(name) for name, own in below.items() if own}
+            return {
+                name: StoredTensor(tuple(part.get_shape()), "F" in part.get_dtype(), path.name)
+                for name, part in slices.items()
+            }
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read as safetensors ({error}). The file is damaged or incomplete: download or save the "
+            "checkpoint again."
+        ) from error
+
+
+def _below_position_encoding(name: str) -> str | None:
+    """`model.position_encoding.stacks...` -> `stacks...`; `None` for any other weight."""
+    path = name.split(".")
+    return ".".join(path[path.index(ATTRIBUTE) + 1 :]) if ATTRIBUTE in path else None
+
+
+def _of_variant(name: str, variant: str | None) -> str:
+    stem, ending = name.rsplit(".", 1)
+    return name if variant is None else f"{stem}.{variant}.{ending}"

@@ -1,0 +1,61 @@
+"""The numbers in docs/reliability.md are those of the tests, and the files it names exist.
+
+How many damaged files there are is compared by tests/hostile/test_damaged_files.py, which reads them.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from hf_posenc.schemes import limits, validation
+from tests.hostile import child, test_damaged_files
+from tests.matrix.architectures import ARCHITECTURES
+from tests.matrix.test_behaviour import cells
+from tests.schemes.table import TABLE, VARIANTS
+from tests.schemes.test_option_limits import EXTREME, WRONG, fields_of_all_configs
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+#: Line breaks may stand anywhere in a sentence.
+TEXT = " ".join(PAGE.split())
+
+
+def test_the_counts_are_those_of_the_tables() -> None:
+    pairs = len(cells(ARCHITECTURES).args[1])
+    assert f"{len(TABLE)} schemes in {len(VARIANTS)} variants" in TEXT
+    assert f"{len(ARCHITECTURES)} builds of architectures, {pairs} pairs" in TEXT
+    assert f"{len(VARIANTS)} variants against a slow reference" in TEXT
+    assert TEXT.count(f"{pairs} pairs of the matrix") == 2
+    options, values = len(fields_of_all_configs()), len(WRONG) + len(EXTREME)
+    assert f"each of the {options} options and sub-options gets {values} values" in TEXT
+
+
+def test_the_limits_are_those_of_the_code() -> None:
+    powers = {
+        "rows of a table with one row per position": limits.MOST_ROWS,
+        "distances that a bias tells apart": limits.MOST_DISTANCES,
+        "width of a network or of a sum of cosines": limits.LARGEST_WIDTH,
+        "layers of a schedule": limits.MOST_LAYERS,
+        "values in the JSON form of a scheme": limits.MOST_VALUES,
+    }
+    rows = {words: f"2**{value.bit_length() - 1}" for words, value in powers.items()}
+    assert all(value == 1 << value.bit_length() - 1 for value in powers.values())
+    rows |= {
+        "schemes inside each other": str(limits.DEEPEST_NESTING),
+        "schemes that act together": str(limits.MOST_PARTS),
+        "the base of frequencies": f"{validation.SMALLEST_BASE:.0e} to {validation.LARGEST_BASE:.0e}".replace("+", ""),
+    }
+    for words, value in rows.items():
+        assert f"| {words} | {value} |" in PAGE
+    assert limits.LARGEST_LENGTH == 2**31 - 1
+    assert limits.LARGEST_FACTOR == 1e6
+    seconds, megabytes = test_damaged_files.SECONDS, test_damaged_files.MEGABYTES
+    assert f"{seconds:g} seconds of processor time and {megabytes:g} MB per file" in TEXT
+    assert seconds < child.SECONDS, "the limit of the process is behind the one that is promised"
+
+
+def test_the_files_it_names_exist() -> None:
+    named = set(re.findall(r"`((?:tests|docs|hf_posenc)/[\w/.]+)`", PAGE))
+    assert len(named) >= 8
+    assert [name for name in named if not (ROOT / name).exists()] == []
