@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from hf_posenc.entry import ATTRIBUTE
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.config_entry import detach_entry
+from hf_posenc.patching.config_lengths import at_native_lengths, find_lengths, write_lengths
 from hf_posenc.patching.discovery import find_stacks
 from hf_posenc.patching.native import native_scheme
 from hf_posenc.patching.placement import build_context
@@ -41,6 +42,13 @@ def stock_form(model: PreTrainedModel) -> tuple[Any, dict[str, Tensor]]:
     Raises:
         UnsupportedError: if the scheme needs something that no stock config or weight can say.
     """
+    with at_native_lengths(model.config):
+        config, state = _said_by_config(model)
+    _write_length(config, model)
+    return config, state
+
+
+def _said_by_config(model: PreTrainedModel) -> tuple[Any, dict[str, Tensor]]:
     scheme: SchemeConfig = model.position_encoding.config
     config = copy.deepcopy(model.config)
     detach_entry(config)
@@ -106,6 +114,20 @@ def _write_rope_parameters(config: Any, scheme: SchemeConfig, stacks: list[Stack
             "one set for all of them."
         )
     config.rope_parameters = distinct[0]
+
+
+def _write_length(config: Any, model: PreTrainedModel) -> None:
+    """The length of the patched model, except where a stock config means something else by it."""
+    stacks, lengths = find_stacks(model), model.position_encoding.lengths
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
+    is_dynamic = any(flat.get("rope_type") == "dynamic" for flat in (by_layer_type or [parameters]))
+    # A table has as many rows as its config states, and a dynamic scaling starts where the config ends.
+    if lengths.current is None or is_dynamic or any(stack.tables for stack in stacks):
+        return
+    native = find_lengths(config, [getattr(config, key, None) for key in config.sub_configs])
+    if lengths.current != lengths.native:
+        write_lengths(config, dict.fromkeys(native, lengths.current))
 
 
 def _write_table(
