@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from hf_posenc.entry import ATTRIBUTE, FORMAT, MODEL_TYPE
@@ -141,7 +140,9 @@ def _model_types_of(architecture: str) -> set[str]:
 def _check_lengths(native: Any, disk: dict[str, Any], source: str) -> None:
     for path, length in native.items() if isinstance(native, dict) else [("", native)]:
         *outer, name = str(path).split(".")
-        owner = functools.reduce(lambda found, key: found.get(key) if isinstance(found, dict) else None, outer, disk)
+        owner: Any = disk
+        for key in outer:
+            owner = owner.get(key) if isinstance(owner, dict) else None
         stated = owner.get(name) if isinstance(owner, dict) else None
         if name not in NAMES or not _is_length(length) or not _is_length(stated):
             raise CheckpointError(

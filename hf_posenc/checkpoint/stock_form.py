@@ -42,22 +42,21 @@ def stock_form(model: PreTrainedModel) -> tuple[Any, dict[str, Tensor]]:
     Raises:
         UnsupportedError: if the scheme needs something that no stock config or weight can say.
     """
-    with at_native_lengths(model.config):
-        config, state = _said_by_config(model)
-    _write_length(config, model)
-    return config, state
-
-
-def _said_by_config(model: PreTrainedModel) -> tuple[Any, dict[str, Tensor]]:
     scheme: SchemeConfig = model.position_encoding.config
     config = copy.deepcopy(model.config)
     detach_entry(config)
     state = {name: tensor for name, tensor in model.state_dict().items() if ATTRIBUTE not in name.split(".")}
-    stacks = find_stacks(model)
     native = _native(model)
+    if not (isinstance(scheme, LayeredConfig) and scheme == native):
+        with at_native_lengths(model.config):
+            _write_scheme(config, state, model, native)
+    _write_length(config, model)
+    return config, state
+
+
+def _write_scheme(config: Any, state: dict[str, Tensor], model: PreTrainedModel, native: SchemeConfig) -> None:
+    scheme, stacks = model.position_encoding.config, find_stacks(model)
     own = {type(part) for part in _parts(native)}
-    if isinstance(scheme, LayeredConfig) and scheme == native:
-        return config, state
     own -= {part for part in own if issubclass(part, LayeredConfig)}
     for part in _parts(scheme):
         if isinstance(part, RopeConfig | PRopeConfig):
@@ -75,7 +74,6 @@ def _said_by_config(model: PreTrainedModel) -> tuple[Any, dict[str, Tensor]]:
                 f"The scheme {part.name!r} cannot be said to a stock {type(model).__name__}, which has no such "
                 "mechanism. Use model.save_pretrained, and `import hf_posenc` where the checkpoint is loaded."
             )
-    return config, state
 
 
 def _parts(scheme: SchemeConfig) -> tuple[SchemeConfig, ...]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from hf_posenc.entry import ATTRIBUTE, read_fields
 
-#: The field of an entry that holds the native lengths, `{"max_position_embeddings": 512}`; a dot leads into sub-configs.
+#: The field of an entry with the native lengths, `{"max_position_embeddings": 512}`; a dot leads into a sub-config.
 NATIVE_LENGTHS = "native_lengths"
 #: What configs call the longest sequence of their model, as attributes of their own.
 NAMES = (

@@ -69,8 +69,7 @@ def patch_model(
     if elsewhere is not None and layers is None:
         raise ValueError("`elsewhere` says what the layers outside `layers` do: give `layers` as well.")
     previous = current_encoding(target)
-    with at_native_lengths(target.config):
-        config, stacks, encoding = _built(target, config, layers, elsewhere)
+    config, stacks, encoding = _built(target, config, layers, elsewhere)
     _warn_if_invisible(config, stacks)
     if isinstance(scheme, str) and "theta" not in options:
         _warn_if_theta_changes(config, target)
@@ -99,7 +98,9 @@ def _built(
         native, types = native_scheme(target), _layer_types(stacks)
         config, other = with_native(config, native, types), with_native(other, native, types)
     config = schedule(config, stacks, layers, other)
-    return config, stacks, build_encoding(config, target, stacks)
+    # Options that are left open go by the native length, whatever the config states by now.
+    with at_native_lengths(target.config):
+        return config, stacks, build_encoding(config, target, stacks)
 
 
 def _layer_types(stacks: list[Stack]) -> list[str | None]:
