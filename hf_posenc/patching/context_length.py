@@ -76,7 +76,7 @@ def _warn_if_extrapolating(encoding: PositionEncoding, length: int) -> None:
     native = encoding.lengths.native if encoding.lengths is not None else None
     # Of other maps, and of those that a bias corrects for far pairs, other papers say other things.
     plain = [part for part in encoding.parts() if type(part) is RotaryMap and not part.mapped_again]
-    known = max((part.reach.made_for or native or length for part in plain), default=length)
+    known = max((part.length_reach.made_for or native or length for part in plain), default=length)
     if known < length:
         warnings.warn(
             f"The rotation of {encoding.config.name!r} is stretched to {known} tokens, and {length} are past that: "

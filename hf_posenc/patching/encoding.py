@@ -167,7 +167,7 @@ class PositionEncoding(nn.Module):
 
     def reach(self) -> Reach:
         """How long a sequence the scheme can encode, and the length it was made for."""
-        return shortest(part.reach for part in self.parts())
+        return shortest(part.length_reach for part in self.parts())
 
     def extra_repr(self) -> str:
         """The scheme, for `print(model)`."""

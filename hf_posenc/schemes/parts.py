@@ -49,7 +49,7 @@ class Part(nn.Module):
     #: True where positions, or their distances, have to be whole numbers; a map that gives real ones is refused.
     whole_positions: bool = False
     #: How long a sequence the part can encode; without a limit by default.
-    reach: Reach = Reach()
+    length_reach: Reach = Reach()
     #: Names of the part's own parameters that its paper trains without weight decay.
     no_weight_decay: frozenset[str] = frozenset()
 

@@ -96,7 +96,7 @@ class Declares(PairwiseBias):
     reads_positions = False
     num_features = 3
     no_weight_decay = frozenset({"weight"})
-    reach = Reach(10, "of a table.", made_for=10)
+    length_reach = Reach(10, "of a table.", made_for=10)
 
 
 def test_a_mapped_part_declares_what_the_part_does():
@@ -106,8 +106,8 @@ def test_a_mapped_part_declares_what_the_part_does():
     assert mapped.no_weight_decay == frozenset()
     assert mapped.reads_later_keys
     # The map takes one of the positions, and the length that the part was made for is none of the mapped part's.
-    assert mapped.reach == Reach(9, "of a table.")
-    for name in declared - {"no_weight_decay", "reads_later_keys", "reach"}:
+    assert mapped.length_reach == Reach(9, "of a table.")
+    for name in declared - {"no_weight_decay", "reads_later_keys", "length_reach"}:
         assert getattr(Declares, name) != getattr(PairwiseBias, name)
         assert getattr(mapped, name) == getattr(Declares, name)
 

@@ -83,7 +83,7 @@ def encode(parts: SchemeParts, length: int) -> None:
 @pytest.mark.parametrize(("config", "expected"), [*TABLE_CASES, *COMPOSED])
 def test_a_scheme_encodes_exactly_as_many_tokens_as_it_says(config: SchemeConfig, expected: int | None) -> None:
     parts = config.build(context_for(config))
-    reach = shortest(part.reach for part in parts)
+    reach = shortest(part.length_reach for part in parts)
     assert reach.length == expected
     encode(parts, LONG if expected is None else expected)
     if expected is not None:
@@ -111,7 +111,7 @@ def test_a_scaling_says_the_length_it_was_made_for(scaling: RopeScaling | None, 
     for config in (RopeConfig(scaling=scaling), ResonanceConfig(scaling=scaling)):
         rotation = config.build(context).query_key_map
         assert rotation is not None
-        assert rotation.reach == Reach(made_for=expected)
+        assert rotation.length_reach == Reach(made_for=expected)
 
 
 def test_parts_together_have_the_shortest_limit_with_its_remedy() -> None:

@@ -34,7 +34,7 @@ class BinaryEncoding(AdditiveEncoding):
         self.hidden_size = hidden_size
         self.bits = bits
         self.scale = scale
-        self.reach = Reach(
+        self.length_reach = Reach(
             2**bits, f"that {bits} bits can tell apart. Patch with 'binary' and bits={bits + 1} or more."
         )
 
@@ -46,7 +46,7 @@ class BinaryEncoding(AdditiveEncoding):
             ValueError: for positions that are not whole.
         """
         whole_positions(positions.ids, "binary")
-        self.reach.check(positions.ids)
+        self.length_reach.check(positions.ids)
         digit = torch.arange(self.hidden_size, device=positions.ids.device) * self.bits // self.hidden_size
         ids = positions.ids.clamp(min=0).unsqueeze(-1)
         return ((ids >> digit) & 1).float() * self.scale

@@ -40,7 +40,7 @@ class LearnedEncoding(AdditiveEncoding):
         self.initializer_range = initializer_range
         self.length_dependent = extension == "interpolate"
         if extension == "error":
-            self.reach = Reach(
+            self.length_reach = Reach(
                 num_positions,
                 "of the learned table. Shorten the input, or patch with 'learned' and a larger num_positions, or with "
                 f"extension='interpolate' to stretch the {num_positions} rows over longer sequences.",
@@ -63,7 +63,7 @@ class LearnedEncoding(AdditiveEncoding):
         whole_positions(positions.ids, "learned")
         if self.extension == "interpolate":
             return self._interpolated(positions)
-        self.reach.check(positions.ids)
+        self.length_reach.check(positions.ids)
         return nn.functional.embedding(self._rows(positions.ids), self.weight)
 
     def check_cache(self, cached_length: int, total_length: int) -> None:

@@ -58,7 +58,7 @@ class BlendedPart(Part, Generic[PartType]):
                     setattr(self, name, any(getattr(part, name, False) for part in (old, new)))
         # At strength 1 an old part without a successor is still called, for the shape of what it returns.
         acting = self.weighted() or [(part, 0.0) for part in (old,) if part is not None]
-        self.reach = shortest(self._reached(part, weight) for part, weight in acting)
+        self.length_reach = shortest(self._reached(part, weight) for part, weight in acting)
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
         """Refuses where either of the two does."""
@@ -71,7 +71,7 @@ class BlendedPart(Part, Generic[PartType]):
 
     def _reached(self, part: PartType, weight: float) -> Reach:
         """How long a sequence one of the two can encode with that weight."""
-        return part.reach
+        return part.length_reach
 
     def weighted(self) -> list[tuple[PartType, float]]:
         """The parts that act, with their weights."""
@@ -112,7 +112,7 @@ class BlendedMap(BlendedPart[QueryKeyMap], QueryKeyMap):
     def _reached(self, part: QueryKeyMap, weight: float) -> Reach:
         """At positions that the weight has squeezed."""
         return dataclasses.replace(
-            part.reach.under(lambda last: math.floor(weight * last)), made_for=part.reach.made_for
+            part.length_reach.under(lambda last: math.floor(weight * last)), made_for=part.length_reach.made_for
         )
 
     def phases(self, positions: Positions) -> tuple[Tensor, ...]:

@@ -44,7 +44,7 @@ class RandomizedMap(PositionMap):
         self.max_position = max_position
         self.real = real
         self.always = always
-        self.reach = Reach(
+        self.length_reach = Reach(
             max_position,
             f"that 'randomized' draws from. Patch with 'randomized' and max_position={2 * max_position} or more.",
         )
@@ -92,7 +92,7 @@ class RandomizedMap(PositionMap):
         if positions.coordinates is not None:
             axes = whole_positions(positions.coordinates, "randomized")
             last = torch.maximum(last, axes.amax(dim=(0, -1)).unsqueeze(-1))
-        self.reach.check(last)
+        self.length_reach.check(last)
         # By value, so that layers with copies of their own share one draw.
         name = (RandomizedMap, self.max_position, self.real, last.shape[0])
         if name not in positions.memo:

@@ -203,7 +203,7 @@ class RopeConfig(SchemeConfig):
             attention_scaling = 1.0 if self.scaling is None else self.scaling.attention_scaling(context.max_positions)
         rotation = self._rotation(rotary_dim, attention_scaling)
         if self.scaling is not None:
-            rotation.reach = Reach(made_for=self.scaling.made_for(context.max_positions))
+            rotation.length_reach = Reach(made_for=self.scaling.made_for(context.max_positions))
         return SchemeParts(query_key_map=rotation)
 
     def _rotation(self, rotary_dim: int, attention_scaling: float) -> RotaryMap:

@@ -41,7 +41,7 @@ class XposMap(RotaryMap):
     ) -> None:
         super().__init__(inverse_frequencies, layout)
         self.origin = origin
-        self.reach = Reach(
+        self.length_reach = Reach(
             math.floor(origin + max_distance),
             f"whose xPos magnitudes fit float32 around the origin {origin}. Give a larger scale_base or gamma, or move "
             "the origin.",
@@ -54,7 +54,7 @@ class XposMap(RotaryMap):
         Raises:
             SequenceLengthError: for positions whose magnitude does not fit float32.
         """
-        self.reach.check(positions.ids)
+        self.length_reach.check(positions.ids)
         cosine, sine = super().phases(positions)
         exponents = (positions.ids.unsqueeze(-1).float() - self.origin) * self._decay.on(positions.ids.device)
         magnitude = self.for_both_of_pair(exponents.exp())
