@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hf_posenc.errors import PositionEncodingError, SequenceLengthError, UnknownNameError, UnsupportedError
     from hf_posenc.patching import (
         Architecture,
+        extend_context,
         inspect_model,
         native_scheme,
         patch_model,
@@ -173,6 +174,7 @@ __all__ = [
     "XposConfig",
     "YarnScaling",
     "__version__",
+    "extend_context",
     "get_scheme",
     "inspect_model",
     "list_schemes",
@@ -190,6 +192,7 @@ _HOMES = {
     "hf_posenc.errors": ("PositionEncodingError", "SequenceLengthError", "UnknownNameError", "UnsupportedError"),
     "hf_posenc.patching": (
         "Architecture",
+        "extend_context",
         "inspect_model",
         "native_scheme",
         "patch_model",

@@ -1,4 +1,4 @@
-"""The code in README.md and docs/architecture.md runs, block after block, on a small model."""
+"""The code in README.md, docs/architecture.md and docs/context_length.md runs, block after block, on a small model."""
 
 from __future__ import annotations
 
@@ -8,8 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 import hf_posenc
 from hf_posenc.patching.architectures import declaration
@@ -73,6 +81,19 @@ def test_the_code_of_the_architecture_page_runs_and_acts() -> None:
     assert model.position_encoding.config == scope["ClockConfig"](period=32.0)
     # Every layer has its own.
     assert len(list(near.position_encoding.parameters())) == 4
+
+
+def test_the_code_of_the_page_on_context_length_runs() -> None:
+    model = BertModel(
+        BertConfig(
+            vocab_size=16, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+            max_position_embeddings=64,
+        )
+    )  # fmt: skip
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "dog": 1}, unk_token="[UNK]"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", model_max_length=64)
+    run("docs/context_length.md", {"model": model, "tokenizer": tokenizer})
+    assert model.config.max_position_embeddings == 256
 
 
 def test_the_readme_counts_architectures_as_their_page_does() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from hf_posenc.entry import ATTRIBUTE, FORMAT, MODEL_TYPE
-from hf_posenc.errors import PositionEncodingError, UnsupportedError
+from hf_posenc.errors import PositionEncodingError, SequenceLengthError, UnsupportedError
 from hf_posenc.patching.config_entry import ARCHITECTURE_PREFIX, without_poison
+from hf_posenc.patching.config_lengths import NAMES, NATIVE_LENGTHS, native_lengths, stated_lengths
+from hf_posenc.patching.lengths import take_lengths
 from hf_posenc.schemes.limits import check_shape_of_json, shown
 
 #: Fields of the entry that describe the file and are not part of the config in memory.
@@ -56,6 +58,7 @@ def from_disk(disk: dict[str, Any], source: str) -> dict[str, Any]:
             "the stock model type is expected (for example 'llama'). The file was edited or damaged."
         )
     check_scheme(entry.get("scheme"), source)
+    _check_lengths(entry.get(NATIVE_LENGTHS, {}), disk, source)
     memory = without_poison(disk)
     memory["model_type"] = base_model_type
     memory[ATTRIBUTE] = {key: value for key, value in entry.items() if key not in _OF_THE_FILE}
@@ -161,6 +164,47 @@ def _model_types_of(architecture: str) -> set[str]:
                 if architecture == names or (isinstance(names, tuple | list) and architecture in names):
                     found.add(model_type)
     return found
+
+
+def _check_lengths(native: Any, disk: dict[str, Any], source: str) -> None:
+    for path, length in native.items() if isinstance(native, dict) else [("", native)]:
+        *outer, name = str(path).split(".")
+        owner: Any = disk
+        for key in outer:
+            owner = owner.get(key) if isinstance(owner, dict) else None
+        stated = owner.get(name) if isinstance(owner, dict) else None
+        if name not in NAMES or not _is_length(length) or not _is_length(stated):
+            raise CheckpointError(
+                f"The {ATTRIBUTE!r} entry in the config.json of {source} has {NATIVE_LENGTHS}={native!r}, where the "
+                f"config has {path}={stated!r}; expected a dictionary of the lengths that the stock config states, for "
+                'example {"max_position_embeddings": 512}, all of them positive integers here and there. The file was '
+                "edited or damaged."
+            )
+
+
+def _is_length(value: Any) -> bool:
+    return type(value) is int and 0 < value < 2**31
+
+
+def follow_lengths(model: Any, config: Any) -> None:
+    """Makes a model that was just built state the length of its config file.
+
+    Args:
+        model: patched, with the lengths that its scheme gives it by itself.
+        config: as it was read.
+
+    Raises:
+        CheckpointError: if somebody edited the length to one that the scheme does not reach.
+    """
+    stated = stated_lengths(config)
+    try:
+        take_lengths(model.position_encoding, model, stated)
+    except SequenceLengthError as error:
+        raise CheckpointError(
+            f"The config.json of this {type(model).__name__} states {stated}, which its position encoding does not "
+            f"reach: {error} Restore {native_lengths(config)}, and call extend_context(model, tokenizer, length=...) "
+            "on the loaded model, which says what is possible."
+        ) from error
 
 
 def check_not_sliced(config_class: Any, memory: dict[str, Any], source: str) -> None:

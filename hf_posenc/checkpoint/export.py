@@ -122,7 +122,7 @@ def _lengths(model: PreTrainedModel) -> list[int]:
         getattr(scaling, "original_max_positions", None),
     ]
     wanted = [_SHORT, *(length + 16 for length in beyond if isinstance(length, int))]
-    limit = getattr(scheme, "num_positions", None) or _LONGEST
+    limit = model.position_encoding.lengths.reach.length or _LONGEST
     return sorted({min(length, limit, _LONGEST) for length in wanted})
 
 

@@ -257,6 +257,7 @@ def patching_proxy(
     """
 
     def __new__(cls: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> Any:
+        from hf_posenc.checkpoint.configuration import follow_lengths
         from hf_posenc.patching import patch_model
         from hf_posenc.patching.config_entry import detach_entry
         from hf_posenc.schemes import scheme_from_dict
@@ -264,7 +265,7 @@ def patching_proxy(
         fields = read_fields(config)
         if fields is None:
             return model_class(config, *args, **kwargs)
-        config = copy.deepcopy(config)
+        written, config = config, copy.deepcopy(config)
         detach_entry(config)
         model = model_class(config, *args, **kwargs)
         # Transformers builds models on the meta device and under another default dtype. Constants of a scheme
@@ -274,6 +275,7 @@ def patching_proxy(
             if check_fits is not None:
                 check_fits(model, scheme)
             patch_model(model, scheme)
+        follow_lengths(model, written)
         if built is not None:
             built.append(_Built(model, fields["format"]))
         return model
@@ -302,12 +304,15 @@ class _Built:
 
     def follow(self, model: Any) -> None:
         """Applies what the patch did to the old objects to the new ones, and lets its journal undo it there."""
+        from hf_posenc.patching.lengths import take_generation_length
+
         for change in model.position_encoding.journal.changes:
             if change.kind == "frozen":
                 change.target._parameters[change.attribute].requires_grad_(False)
             elif change.target is self.generation_config:
                 change.target = model.generation_config
                 change.target.__dict__[change.attribute] = self.generation_config.__dict__[change.attribute]
+        take_generation_length(model.position_encoding, model)
 
 
 @contextlib.contextmanager

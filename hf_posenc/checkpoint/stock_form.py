@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from hf_posenc.entry import ATTRIBUTE
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.config_entry import detach_entry
+from hf_posenc.patching.config_lengths import at_native_lengths, find_lengths, write_lengths
 from hf_posenc.patching.discovery import find_stacks
 from hf_posenc.patching.native import native_scheme
 from hf_posenc.patching.placement import build_context
@@ -45,11 +46,17 @@ def stock_form(model: PreTrainedModel) -> tuple[Any, dict[str, Tensor]]:
     config = copy.deepcopy(model.config)
     detach_entry(config)
     state = {name: tensor for name, tensor in model.state_dict().items() if ATTRIBUTE not in name.split(".")}
-    stacks = find_stacks(model)
     native = _native(model)
+    if not (isinstance(scheme, LayeredConfig) and scheme == native):
+        with at_native_lengths(model.config):
+            _write_scheme(config, state, model, native)
+    _write_length(config, model)
+    return config, state
+
+
+def _write_scheme(config: Any, state: dict[str, Tensor], model: PreTrainedModel, native: SchemeConfig) -> None:
+    scheme, stacks = model.position_encoding.config, find_stacks(model)
     own = {type(part) for part in _parts(native)}
-    if isinstance(scheme, LayeredConfig) and scheme == native:
-        return config, state
     own -= {part for part in own if issubclass(part, LayeredConfig)}
     for part in _parts(scheme):
         if isinstance(part, RopeConfig | PRopeConfig):
@@ -67,7 +74,6 @@ def stock_form(model: PreTrainedModel) -> tuple[Any, dict[str, Tensor]]:
                 f"The scheme {part.name!r} cannot be said to a stock {type(model).__name__}, which has no such "
                 "mechanism. Use model.save_pretrained, and `import hf_posenc` where the checkpoint is loaded."
             )
-    return config, state
 
 
 def _parts(scheme: SchemeConfig) -> tuple[SchemeConfig, ...]:
@@ -106,6 +112,20 @@ def _write_rope_parameters(config: Any, scheme: SchemeConfig, stacks: list[Stack
             "one set for all of them."
         )
     config.rope_parameters = distinct[0]
+
+
+def _write_length(config: Any, model: PreTrainedModel) -> None:
+    """The length of the patched model, except where a stock config means something else by it."""
+    stacks, lengths = find_stacks(model), model.position_encoding.lengths
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
+    is_dynamic = any(flat.get("rope_type") == "dynamic" for flat in (by_layer_type or [parameters]))
+    # A table has as many rows as its config states, and a dynamic scaling starts where the config ends.
+    if lengths.current is None or is_dynamic or any(stack.tables for stack in stacks):
+        return
+    native = find_lengths(config, [getattr(config, key, None) for key in config.sub_configs])
+    if lengths.current != lengths.native:
+        write_lengths(config, dict.fromkeys(native, lengths.current))
 
 
 def _write_table(

@@ -1,6 +1,7 @@
 """Where and how a model takes position in: finding the places, putting a scheme there, taking it out again."""
 
 from hf_posenc.patching.architectures import Architecture, register_architecture
+from hf_posenc.patching.context_length import extend_context
 from hf_posenc.patching.inspection import Inspection, inspect_model
 from hf_posenc.patching.native import native_scheme
 from hf_posenc.patching.patch import patch_model, unpatch_model
@@ -11,6 +12,7 @@ __all__ = [
     "Inspection",
     "PatchReport",
     "StackReport",
+    "extend_context",
     "inspect_model",
     "native_scheme",
     "patch_model",

@@ -24,10 +24,12 @@ from hf_posenc.patching.encoding import (
 )
 from hf_posenc.patching.generation import check_generation
 from hf_posenc.patching.install import install_stack
+from hf_posenc.patching.lengths import settle_lengths
 from hf_posenc.patching.recomputation import forget_recomputation
 from hf_posenc.patching.report import PatchReport
 from hf_posenc.patching.sites import Stack
 from hf_posenc.patching.split_heads import refuse_split_heads
+from hf_posenc.patching.table_site import table_origin
 from hf_posenc.schemes.config import SchemeConfig
 
 ATTRIBUTE = "position_encoding"
@@ -131,6 +133,9 @@ def build_encoding(config: SchemeConfig, model: PreTrainedModel, stacks: list[St
     encoding = PositionEncoding(config, built)
     place_like(encoding, model)
     for stack in stacks:
+        built[stack.name].runtime.slots.rows_before = max(
+            (table_origin(table.module) for table in stack.tables), default=0
+        )
         built[stack.name].runtime.time_major = architecture.time_major
         built[stack.name].runtime.channels_first = architecture.channels_first
     return encoding
@@ -168,6 +173,7 @@ def install(encoding: PositionEncoding, model: PreTrainedModel) -> None:
     attach_entry(model.config, encoding.config.to_dict())
     encoding.__dict__["model_config"] = model.config
     refuse_split_heads(encoding, model)
+    settle_lengths(encoding, model, stacks)
     _disable_unsafe_cache(encoding, model)
     check_generation(encoding, model)
     check_continuous_batching(encoding, model)

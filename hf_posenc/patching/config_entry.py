@@ -26,6 +26,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from hf_posenc.entry import ATTRIBUTE, FORMAT, MODEL_TYPE, read_entry, read_fields
+from hf_posenc.patching.config_lengths import native_lengths, write_lengths
 from hf_posenc.version import __version__
 
 ARCHITECTURE_PREFIX = "hf_posenc."
@@ -68,8 +69,9 @@ def carry_entry(config: PreTrainedConfig) -> None:
 
 
 def detach_entry(config: PreTrainedConfig) -> None:
-    """Undoes `attach_entry`: the config has its stock class again, and no trace of an entry."""
+    """Undoes `attach_entry`: the config has its stock class and its native lengths again, and no trace of an entry."""
     if read_entry(config) is not None:
+        write_lengths(config, native_lengths(config))
         delattr(config, ATTRIBUTE)
     config.__class__ = stock_class(type(config))
 

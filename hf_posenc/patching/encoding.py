@@ -14,6 +14,7 @@ from hf_posenc.entry import MARK
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.instance import InstancePatches
 from hf_posenc.patching.layer_call import LayerEncoding
+from hf_posenc.patching.lengths import Lengths
 from hf_posenc.patching.mark import NOT_STRICT, disagreement, is_sharded, mark_of, marked_scheme
 from hf_posenc.patching.placement import build_context, with_layout
 from hf_posenc.patching.report import PatchReport
@@ -24,7 +25,8 @@ from hf_posenc.patching.table_site import table_origin, table_weight
 from hf_posenc.schemes import ComposedConfig, LayeredConfig
 from hf_posenc.schemes.arrangement.blended import BlendedConfig
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
-from hf_posenc.schemes.parts import AdditiveEncoding, SchemeParts
+from hf_posenc.schemes.parts import AdditiveEncoding, Part, SchemeParts
+from hf_posenc.schemes.reach import Reach, shortest
 
 
 class StackEncoding(nn.Module):
@@ -150,6 +152,7 @@ class PositionEncoding(nn.Module):
     Attributes:
         config: the scheme in force.
         report: what was replaced and what was placed.
+        lengths: how long a sequence the model takes; set while the scheme is in place.
         stacks: the parts, by name of the stack.
     """
 
@@ -157,9 +160,24 @@ class PositionEncoding(nn.Module):
         super().__init__()
         self.config = config
         self.report: PatchReport | None = None
+        self.lengths: Lengths | None = None
         self.stacks = nn.ModuleDict(stacks)
         self.journal = InstancePatches()
         self.hooks: list[Any] = []
+
+    def parts(self) -> list[Part]:
+        """The parts that act somewhere; one that is made of others stands for all of them."""
+        found: list[Part | None] = []
+        for stack in self.stacks.values():
+            assert isinstance(stack, StackEncoding)
+            found.append(stack.additive)
+            for layer in stack.layers:
+                found += (layer.query_key_map, layer.logit_bias, layer.logit_scale)
+        return list({id(part): part for part in found if part is not None}.values())
+
+    def reach(self) -> Reach:
+        """How long a sequence the scheme can encode, and the length it was made for."""
+        return shortest(part.length_reach for part in self.parts())
 
     def extra_repr(self) -> str:
         """The scheme, for `print(model)`."""

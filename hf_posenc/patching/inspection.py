@@ -11,6 +11,7 @@ from hf_posenc.errors import PositionEncodingError
 from hf_posenc.patching.apply import current_encoding, unwrapped
 from hf_posenc.patching.architectures import architecture_of
 from hf_posenc.patching.discovery import find_stacks
+from hf_posenc.patching.lengths import native_length
 from hf_posenc.patching.native import native_scheme
 from hf_posenc.patching.placement import native_pairing, native_rotary_dim
 from hf_posenc.patching.sites import Stack
@@ -59,6 +60,7 @@ class Inspection:
         native: the stock scheme, as a dictionary, or the reason why it has no name here.
         in_force: the scheme the model is patched with, as a dictionary; `None` for a stock model.
         stacks: one entry per stack of attention layers.
+        context: the context length that the model states, and how long a sequence it takes, in words.
     """
 
     model_class: str
@@ -66,6 +68,7 @@ class Inspection:
     native: dict[str, Any] | str
     in_force: dict[str, Any] | None
     stacks: list[StackInspection]
+    context: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary."""
@@ -75,6 +78,7 @@ class Inspection:
         lines = [f"{self.model_class} ({self.model_type})", f"  native scheme: {self.native}"]
         if self.in_force is not None:
             lines.append(f"  patched with: {self.in_force}")
+        lines.append(f"  context: {self.context}")
         for stack in self.stacks:
             kind = "causal" if stack.causal else "bidirectional"
             lines.append(
@@ -96,12 +100,22 @@ def inspect_model(model: PreTrainedModel) -> Inspection:
     encoding = current_encoding(unwrapped(model))
     in_force = None if encoding is None else encoding.config.to_dict()
     with suspended(model) as target:
-        stacks = [_inspect_stack(stack) for stack in find_stacks(target)]
+        found = find_stacks(target)
+        stacks = [_inspect_stack(stack) for stack in found]
+        context = _stock_context(target, found) if encoding is None else str(encoding.lengths)
         try:
             native: dict[str, Any] | str = native_scheme(target).to_dict()
         except PositionEncodingError as error:
             native = str(error)
-        return Inspection(type(target).__name__, target.config.model_type, native, in_force, stacks)
+        return Inspection(type(target).__name__, target.config.model_type, native, in_force, stacks, context)
+
+
+def _stock_context(model: PreTrainedModel, stacks: list[Stack]) -> str:
+    native = native_length(model, stacks)
+    if native is None:
+        return "no stated length"
+    ends = "; its position table ends there" if any(stack.tables for stack in stacks) else ""
+    return f"{native} tokens{ends}"
 
 
 def _inspect_stack(stack: Stack) -> StackInspection:

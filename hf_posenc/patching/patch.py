@@ -17,6 +17,7 @@ from hf_posenc.patching.apply import (
     uninstall,
     unwrapped,
 )
+from hf_posenc.patching.config_lengths import at_native_lengths
 from hf_posenc.patching.discovery import find_stacks
 from hf_posenc.patching.encoding import PositionEncoding, is_length_dependent
 from hf_posenc.patching.native import native_scheme
@@ -66,19 +67,15 @@ def patch_model(
     config = scheme_config(scheme, options)
     if elsewhere is not None and layers is None:
         raise ValueError("`elsewhere` says what the layers outside `layers` do: give `layers` as well.")
-    stacks = find_stacks(target)
-    other = NativeConfig() if elsewhere is None else scheme_config(elsewhere, {})
-    if names_native(config) or (layers is not None and names_native(other)):
-        native, types = native_scheme(target), _layer_types(stacks)
-        config, other = with_native(config, native, types), with_native(other, native, types)
-    config = schedule(config, stacks, layers, other)
-    encoding = build_encoding(config, target, stacks)
+    previous = current_encoding(target)
+    config, stacks, encoding = _built(target, config, layers, elsewhere)
     _warn_if_invisible(config, stacks)
     if isinstance(scheme, str) and "theta" not in options:
         _warn_if_theta_changes(config, target)
     _warn_if_uncacheable(encoding, target)
-    previous = current_encoding(target)
     if previous is not None:
+        # A length that somebody has asked for outlives the scheme, as far as the new one reaches.
+        encoding.lengths = previous.lengths
         uninstall(previous)
     try:
         install(encoding, target)
@@ -88,6 +85,21 @@ def patch_model(
             install(previous, target)
         raise
     return model
+
+
+def _built(
+    target: PreTrainedModel, config: SchemeConfig, layers: Iterable[int] | None, elsewhere: SchemeLike | None
+) -> tuple[SchemeConfig, list[Stack], PositionEncoding]:
+    """The scheme of every layer, where it goes, and its parts."""
+    stacks = find_stacks(target)
+    other = NativeConfig() if elsewhere is None else scheme_config(elsewhere, {})
+    if names_native(config) or (layers is not None and names_native(other)):
+        native, types = native_scheme(target), _layer_types(stacks)
+        config, other = with_native(config, native, types), with_native(other, native, types)
+    config = schedule(config, stacks, layers, other)
+    # Options that are left open go by the native length, whatever the config states by now.
+    with at_native_lengths(target.config):
+        return config, stacks, build_encoding(config, target, stacks)
 
 
 def _layer_types(stacks: list[Stack]) -> list[str | None]:

@@ -36,12 +36,14 @@ class PatchReport:
         model_class: class of the patched model.
         new_parameters: number of scalars the scheme can learn.
         stacks: one entry per stack of attention layers.
+        context: the context length: what config and report state, the native length, and what the scheme reaches.
     """
 
     scheme: str
     model_class: str
     new_parameters: int
     stacks: list[StackReport]
+    context: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary."""
@@ -49,6 +51,8 @@ class PatchReport:
 
     def __str__(self) -> str:
         lines = [f"{self.model_class} with {self.scheme!r}: {self.new_parameters} new parameters"]
+        if self.context:
+            lines.append(f"  context: {self.context}")
         for stack in self.stacks:
             lines.append(f"  {stack.name}: {len(stack.attention_layers)} attention layers")
             for title in ("replaced", "placed", "kept", "adopted"):

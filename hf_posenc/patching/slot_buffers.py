@@ -17,9 +17,12 @@ class SlotBuffers:
     def __init__(self) -> None:
         self.native_lengths: list[tuple[nn.Module, str, int]] = []
         self.shortest: int | None = None
+        #: Rows of the position table before that of the first token; RoBERTa looks its buffers up by the row.
+        self.rows_before = 0
 
     def reach(self, stack: nn.Module, length: int) -> None:
-        """Makes every buffer at least `length` slots long; the slots it had keep their values."""
+        """Makes every buffer long enough for `length` tokens; the slots it had keep their values."""
+        length += self.rows_before
         if self.shortest is None:
             lengths = [buffer.shape[1] for _, _, buffer in _slot_buffers(stack)]
             self.shortest = min(lengths) if lengths else 0

@@ -48,6 +48,7 @@ from hf_posenc.schemes.position_maps.randomized import RandomizedConfig
 from hf_posenc.schemes.position_maps.rerope import ReRopeConfig
 from hf_posenc.schemes.position_maps.self_extend import SelfExtendConfig
 from hf_posenc.schemes.positions import AttentionPairs, Positions
+from hf_posenc.schemes.reach import Reach
 from hf_posenc.schemes.registry import (
     as_scheme,
     get_scheme,
@@ -129,6 +130,7 @@ __all__ = [
     "QueryKeyMap",
     "RandomizedConfig",
     "ReRopeConfig",
+    "Reach",
     "ResonanceConfig",
     "ResonanceScaling",
     "RopeConfig",

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.positions import AttentionPairs, Positions
+from hf_posenc.schemes.reach import Reach
 
 
 class Part(nn.Module):
@@ -47,6 +48,8 @@ class Part(nn.Module):
     reads_coordinates: bool = False
     #: True where positions, or their distances, have to be whole numbers; a map that gives real ones is refused.
     whole_positions: bool = False
+    #: How long a sequence the part can encode; without a limit by default.
+    length_reach: Reach = Reach()
     #: Names of the part's own parameters that its paper trains without weight decay.
     no_weight_decay: frozenset[str] = frozenset()
 

@@ -79,10 +79,9 @@ def roberta() -> RobertaForMaskedLM:
     )
 
 
-def t5() -> T5ForConditionalGeneration:
-    return T5ForConditionalGeneration(
-        T5Config(vocab_size=VOCABULARY, d_model=32, d_ff=48, d_kv=8, num_layers=2, num_heads=4, dropout_rate=0.0)
-    )
+def t5(**options: Any) -> T5ForConditionalGeneration:
+    sizes = {"vocab_size": VOCABULARY, "d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4}
+    return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, **options))
 
 
 def qwen2_moe() -> Qwen2MoeForCausalLM:

@@ -44,6 +44,7 @@ from hf_posenc.schemes.position_maps.mapped import MappedBias
 from hf_posenc.schemes.position_maps.randomized import RandomizedConfig, RandomizedMap
 from hf_posenc.schemes.position_maps.rerope import ReRopeConfig
 from hf_posenc.schemes.position_maps.self_extend import SelfExtendConfig
+from hf_posenc.schemes.reach import Reach
 
 from .position_map_cases import HEADS, LENGTH, build, logits_of
 from .table import positions_of
@@ -95,6 +96,7 @@ class Declares(PairwiseBias):
     reads_positions = False
     num_features = 3
     no_weight_decay = frozenset({"weight"})
+    length_reach = Reach(10, "of a table.", made_for=10)
 
 
 def test_a_mapped_part_declares_what_the_part_does():
@@ -103,7 +105,9 @@ def test_a_mapped_part_declares_what_the_part_does():
     # Parameters without weight decay are found at the part that has them, and a map may place tokens by later ones.
     assert mapped.no_weight_decay == frozenset()
     assert mapped.reads_later_keys
-    for name in declared - {"no_weight_decay", "reads_later_keys"}:
+    # The map takes one of the positions, and the length that the part was made for is none of the mapped part's.
+    assert mapped.length_reach == Reach(9, "of a table.")
+    for name in declared - {"no_weight_decay", "reads_later_keys", "length_reach"}:
         assert getattr(Declares, name) != getattr(PairwiseBias, name)
         assert getattr(mapped, name) == getattr(Declares, name)
 

@@ -41,6 +41,7 @@ class Architecture:
         native: the scheme those mechanisms amount to, `(stack) -> config`, or `None` where discovery suffices.
         bias_table: the native `(buckets, heads)` table of relative biases that a layer uses, or `None`.
         kept: native position-dependent behaviour that stays whatever the scheme, for the report.
+        fixed_length: why it takes no sequence past its native length, whatever the scheme; `None` where it does.
     """
 
     unsupported: str | Callable[[Any], str | None] | None = None
@@ -60,6 +61,7 @@ class Architecture:
     native: Callable[[Stack], SchemeConfig | None] | None = None
     bias_table: Callable[[Stack, FoundAttention], Tensor | None] | None = None
     kept: tuple[str, ...] = field(default_factory=tuple)
+    fixed_length: str | None = None
 
     def native_bias_table(self, stack: Stack, attention: FoundAttention) -> Tensor | None:
         """The native table of relative biases behind one layer, or `None`."""

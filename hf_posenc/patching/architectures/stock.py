@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from torch import Tensor, nn
@@ -194,7 +195,16 @@ def declare_stock_architectures() -> None:
     alibi = Architecture(
         mechanism="ALiBi", bias_arguments=("alibi", "position_bias"), native=lambda stack: AlibiConfig(variant="causal")
     )
-    register_architecture("bloom", "mpt", architecture=alibi)
+    register_architecture("bloom", architecture=alibi)
+    register_architecture(
+        "mpt",
+        architecture=dataclasses.replace(
+            alibi, fixed_length="every forward builds its own ALiBi for just so many keys"
+        ),
+    )
+    register_architecture(
+        "gpt_neo", "openai-gpt", architecture=Architecture(fixed_length="its causal mask is a buffer of that size")
+    )
     register_architecture(
         "mpnet",
         architecture=Architecture(
@@ -204,7 +214,13 @@ def declare_stock_architectures() -> None:
     register_architecture(
         "ctrl", architecture=Architecture(mechanism="sinusoidal table", silence=_silence_ctrl, native=_ctrl_native)
     )
-    register_architecture("gptj", "codegen", architecture=Architecture(native=_gptj_native))
+    register_architecture(
+        "gptj",
+        "codegen",
+        architecture=Architecture(
+            native=_gptj_native, fixed_length="every forward looks its positions up in a table of so many sines"
+        ),
+    )
     register_architecture(
         "roformer",
         architecture=Architecture(
@@ -213,6 +229,7 @@ def declare_stock_architectures() -> None:
             rotary_method="apply_rotary_position_embeddings",
             pairing="interleaved",
             native=_roformer_native,
+            fixed_length="every forward looks its positions up in a table of so many sines",
         ),
     )
     register_architecture(

@@ -11,8 +11,9 @@ from torch import Tensor
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.parts import AdditiveEncoding, SchemeParts
 from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.reach import Reach
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import check_integer, check_positions_below, check_strength, whole_positions
+from hf_posenc.schemes.validation import check_integer, check_strength, whole_positions
 
 _DEFAULT_MAX_POSITIONS = 2048
 _MOST_BITS = 62
@@ -34,6 +35,9 @@ class BinaryEncoding(AdditiveEncoding):
         self.hidden_size = hidden_size
         self.bits = bits
         self.scale = scale
+        self.length_reach = Reach(
+            2**bits, f"that {bits} bits can tell apart. Patch with 'binary' and bits={bits + 1} or more."
+        )
 
     def forward(self, positions: Positions) -> Tensor:
         """Returns `(batch or 1, query_len, hidden)` in float32; padding gets zeros.
@@ -43,11 +47,7 @@ class BinaryEncoding(AdditiveEncoding):
             ValueError: for positions that are not whole.
         """
         whole_positions(positions.ids, "binary")
-        check_positions_below(
-            positions.ids,
-            2**self.bits,
-            f"that {self.bits} bits can tell apart. Patch with 'binary' and bits={self.bits + 1} or more.",
-        )
+        self.length_reach.check(positions.ids)
         digit = torch.arange(self.hidden_size, device=positions.ids.device) * self.bits // self.hidden_size
         ids = positions.ids.clamp(min=0).unsqueeze(-1)
         return ((ids >> digit) & 1).float() * self.scale

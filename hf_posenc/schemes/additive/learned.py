@@ -13,8 +13,9 @@ from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.limits import MOST_ROWS
 from hf_posenc.schemes.parts import AdditiveEncoding, SchemeParts
 from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.reach import Reach
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import check_choice, check_integer, check_positions_below, whole_positions
+from hf_posenc.schemes.validation import check_choice, check_integer, whole_positions
 
 
 class LearnedEncoding(AdditiveEncoding):
@@ -39,6 +40,13 @@ class LearnedEncoding(AdditiveEncoding):
         self.extension = extension
         self.initializer_range = initializer_range
         self.length_dependent = extension == "interpolate"
+        if extension == "error":
+            self.length_reach = Reach(
+                num_positions,
+                "of the learned table. Shorten the input, or patch with 'learned' and a larger num_positions, or with "
+                f"extension='interpolate' to stretch the {num_positions} rows over longer sequences.",
+                made_for=num_positions,
+            )
         self.weight = nn.Parameter(torch.empty(num_positions + offset, hidden_size))
         self.reset_parameters()
 
@@ -56,12 +64,7 @@ class LearnedEncoding(AdditiveEncoding):
         whole_positions(positions.ids, "learned")
         if self.extension == "interpolate":
             return self._interpolated(positions)
-        check_positions_below(
-            positions.ids,
-            self.num_positions,
-            f"of the learned table. Shorten the input, or patch with 'learned' and a larger num_positions, or with "
-            f"extension='interpolate' to stretch the {self.num_positions} rows over longer sequences.",
-        )
+        self.length_reach.check(positions.ids)
         return nn.functional.embedding(self._rows(positions.ids), self.weight)
 
     def check_cache(self, cached_length: int, total_length: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import math
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
@@ -27,6 +28,7 @@ from hf_posenc.schemes.parts import (
     SchemeParts,
 )
 from hf_posenc.schemes.positions import AttentionPairs, Positions
+from hf_posenc.schemes.reach import Reach, shortest
 from hf_posenc.schemes.registry import as_scheme, register_scheme
 from hf_posenc.schemes.rotary.rope import RopeConfig, RotaryMap
 from hf_posenc.schemes.validation import check_number
@@ -54,6 +56,9 @@ class BlendedPart(Part, Generic[PartType]):
                 # Every declaration that is a flag holds for the blend where it holds for either of the two.
                 if isinstance(getattr(kind, name, None), bool):
                     setattr(self, name, any(getattr(part, name, False) for part in (old, new)))
+        # At strength 1 an old part without a successor is still called, for the shape of what it returns.
+        acting = self.weighted() or [(part, 0.0) for part in (old,) if part is not None]
+        self.length_reach = shortest(self._reached(part, weight) for part, weight in acting)
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
         """Refuses where either of the two does."""
@@ -63,6 +68,10 @@ class BlendedPart(Part, Generic[PartType]):
     def adopt(self, native: Tensor) -> bool:
         """Hands the native weight to the old part, or else to the new one."""
         return any(part.adopt(native) for part in (self.old, self.new) if part is not None)
+
+    def _reached(self, part: PartType, weight: float) -> Reach:
+        """How long a sequence one of the two can encode with that weight."""
+        return part.length_reach
 
     def weighted(self) -> list[tuple[PartType, float]]:
         """The parts that act, with their weights."""
@@ -99,6 +108,12 @@ class BlendedMap(BlendedPart[QueryKeyMap], QueryKeyMap):
         self.rotary_dim = None if None in widths else max(cast("list[int]", widths))
         self.symmetric = all(part.symmetric for part in (old, new) if part is not None)
         self._shares: list[int] = []
+
+    def _reached(self, part: QueryKeyMap, weight: float) -> Reach:
+        """At positions that the weight has squeezed."""
+        return dataclasses.replace(
+            part.length_reach.under(lambda last: math.floor(weight * last)), made_for=part.length_reach.made_for
+        )
 
     def phases(self, positions: Positions) -> tuple[Tensor, ...]:
         """Returns the phases of the parts that act, one after the other."""

@@ -25,6 +25,7 @@ from hf_posenc.schemes.parts import (
     SchemeParts,
 )
 from hf_posenc.schemes.positions import AttentionPairs, Positions
+from hf_posenc.schemes.reach import shortest
 from hf_posenc.schemes.registry import as_scheme, register_scheme
 
 PartType = TypeVar("PartType", bound=Part)
@@ -43,6 +44,7 @@ class _PartSum(Part, Generic[PartType]):
         self.length_dependent = any(part.length_dependent for part in parts)
         self.needs_whole_sequence = any(part.needs_whole_sequence for part in parts)
         self.reads_positions = any(part.reads_positions for part in parts)
+        self.length_reach = shortest(part.length_reach for part in parts)
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
         """Refuses where any summand does."""

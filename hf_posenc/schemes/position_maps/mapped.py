@@ -23,6 +23,7 @@ from hf_posenc.schemes.parts import (
     SchemeParts,
 )
 from hf_posenc.schemes.positions import AttentionPairs, Positions
+from hf_posenc.schemes.reach import Reach, shortest
 from hf_posenc.schemes.registry import as_scheme
 from hf_posenc.schemes.rotary.rope import RopeConfig
 
@@ -40,6 +41,8 @@ class PositionMap(nn.Module):
     reads_positions: bool = True
     #: True where the positions it is given have to be whole numbers.
     whole_positions: bool = False
+    #: How long a sequence it can give positions to; without a limit by default.
+    length_reach: Reach = Reach()
 
     @property
     def gives_real_positions(self) -> bool:
@@ -83,6 +86,7 @@ class _MappedPart(Part, Generic[PartType]):
         self.position_map = position_map
         self.inner = inner
         self._say_the_same()
+        self.length_reach = shortest((position_map.length_reach, inner.length_reach.under(position_map.last_position)))
         self.length_dependent = inner.length_dependent or position_map.length_dependent
         self.needs_whole_sequence = inner.needs_whole_sequence or position_map.needs_whole_sequence
         self.reads_positions = inner.reads_positions and position_map.reads_positions

@@ -99,6 +99,7 @@ class FarDistanceBias(PairwiseBias):
         self.inner = inner
         self.far = far
         self.length_dependent = inner.length_dependent
+        self.length_reach = inner.length_reach
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32."""

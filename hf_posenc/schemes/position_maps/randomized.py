@@ -20,8 +20,9 @@ from hf_posenc.schemes.limits import MOST_ROWS
 from hf_posenc.schemes.parts import AdditiveEncoding, SchemeParts
 from hf_posenc.schemes.position_maps.mapped import MappedEncoding, PositionMap, PositionMapConfig
 from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.reach import Reach
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import check_choice, check_integer, check_positions_below, whole_positions
+from hf_posenc.schemes.validation import check_choice, check_integer, whole_positions
 
 
 class RandomizedMap(PositionMap):
@@ -44,6 +45,10 @@ class RandomizedMap(PositionMap):
         self.max_position = max_position
         self.real = real
         self.always = always
+        self.length_reach = Reach(
+            max_position,
+            f"that 'randomized' draws from. Patch with 'randomized' and max_position={2 * max_position} or more.",
+        )
 
     @property
     def draws(self) -> bool:
@@ -88,11 +93,7 @@ class RandomizedMap(PositionMap):
         if positions.coordinates is not None:
             axes = whole_positions(positions.coordinates, "randomized")
             last = torch.maximum(last, axes.amax(dim=(0, -1)).unsqueeze(-1))
-        check_positions_below(
-            last,
-            self.max_position,
-            f"that 'randomized' draws from. Patch with 'randomized' and max_position={2 * self.max_position} or more.",
-        )
+        self.length_reach.check(last)
         # By value, so that layers with copies of their own share one draw.
         name = (RandomizedMap, self.max_position, self.real, last.shape[0])
         if name not in positions.memo:

@@ -60,6 +60,10 @@ class ResonanceScaling(RopeScaling):
         """That of the other scaling."""
         return 1.0 if self.scaling is None else self.scaling.attention_scaling(max_positions)
 
+    def made_for(self, native_length: int | None) -> int | None:
+        """As the other scaling says."""
+        return None if self.scaling is None else self.scaling.made_for(native_length)
+
     def check_cache(self, cached_length: int, total_length: int) -> None:
         """As the other scaling does."""
         if self.scaling is not None:

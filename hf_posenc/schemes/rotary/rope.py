@@ -13,6 +13,7 @@ from hf_posenc.schemes.constants import DeviceConstant
 from hf_posenc.schemes.limits import SMALLEST_FACTOR
 from hf_posenc.schemes.parts import QueryKeyMap, SchemeParts
 from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.reach import Reach
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.scaling import RopeScaling, check_scaling, rope_inverse_frequencies
 from hf_posenc.schemes.rotary.turning import TurningFactors, turned, turning_factors
@@ -208,19 +209,21 @@ class RopeConfig(SchemeConfig):
         attention_scaling = self.attention_scaling
         if attention_scaling is None:
             attention_scaling = 1.0 if self.scaling is None else self.scaling.attention_scaling(context.max_positions)
+        rotation = self._rotation(rotary_dim, attention_scaling)
+        if self.scaling is not None:
+            rotation.length_reach = Reach(made_for=self.scaling.made_for(context.max_positions))
+        return SchemeParts(query_key_map=rotation)
+
+    def _rotation(self, rotary_dim: int, attention_scaling: float) -> RotaryMap:
         if self.scaling is not None and self.scaling.length_dependent:
-            return SchemeParts(
-                query_key_map=LengthDependentRotaryMap(
-                    self.scaling, self.theta, rotary_dim, self.layout, attention_scaling
-                )
-            )
+            return LengthDependentRotaryMap(self.scaling, self.theta, rotary_dim, self.layout, attention_scaling)
         if self.inverse_frequencies is not None:
             frequencies = torch.tensor(self.inverse_frequencies, dtype=torch.float32, device="cpu")
         elif self.scaling is not None:
             frequencies = self.scaling.constants(self.theta, rotary_dim)
         else:
             frequencies = rope_inverse_frequencies(self.theta, rotary_dim)
-        return SchemeParts(query_key_map=RotaryMap(frequencies, self.layout, attention_scaling))
+        return RotaryMap(frequencies, self.layout, attention_scaling)
 
     def _rotary_dim(self, context: BuildContext) -> int:
         rotary_dim = self.rotary_dim

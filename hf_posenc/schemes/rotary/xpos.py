@@ -14,10 +14,11 @@ from hf_posenc.schemes.constants import DeviceConstant
 from hf_posenc.schemes.limits import LARGEST_LENGTH, SMALLEST_FACTOR
 from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.reach import Reach
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.rope import RotaryMap, check_rotary_options, resolve_rotary_dim
 from hf_posenc.schemes.rotary.scaling import rope_exponents, rope_inverse_frequencies
-from hf_posenc.schemes.validation import check_number, check_positions_below
+from hf_posenc.schemes.validation import check_number
 
 #: Largest natural logarithm of a magnitude: float32 overflows at 88.7, and the heads multiplied with it need room.
 MAX_LOG_MAGNITUDE = 80.0
@@ -31,15 +32,21 @@ class XposMap(RotaryMap):
         layout: as in `RotaryMap`.
         decay: `(rotary_dim / 2,)` float32, the natural logarithm of `zeta` of each pair, divided by `scale_base`.
         origin: the position at which magnitudes are kept.
-        reach: the distance from the origin, in positions, up to which magnitudes fit float32.
+        max_distance: the distance from the origin, in positions, up to which magnitudes fit float32.
     """
 
     symmetric = False
 
-    def __init__(self, inverse_frequencies: Tensor, layout: str, decay: Tensor, origin: float, reach: float) -> None:
+    def __init__(
+        self, inverse_frequencies: Tensor, layout: str, decay: Tensor, origin: float, max_distance: float
+    ) -> None:
         super().__init__(inverse_frequencies, layout)
         self.origin = origin
-        self.limit = math.floor(origin + reach)
+        self.length_reach = Reach(
+            math.floor(origin + max_distance),
+            f"whose xPos magnitudes fit float32 around the origin {origin}. Give a larger scale_base or gamma, or move "
+            "the origin.",
+        )
         self._decay = DeviceConstant(decay)
 
     def phases(self, positions: Positions) -> tuple[Tensor, ...]:
@@ -48,8 +55,7 @@ class XposMap(RotaryMap):
         Raises:
             SequenceLengthError: for positions whose magnitude does not fit float32.
         """
-        remedy = f"whose xPos magnitudes fit float32 around the origin {self.origin}. Give a larger scale_base or gamma"
-        check_positions_below(positions.ids, self.limit, f"{remedy}, or move the origin.")
+        self.length_reach.check(positions.ids)
         cosine, sine = super().phases(positions)
         exponents = (positions.ids.unsqueeze(-1).float() - self.origin) * self._decay.on(positions.ids.device)
         magnitude = self.for_both_of_pair(exponents.exp())

@@ -23,6 +23,7 @@ ROWS: dict[str, Row] = {
             ComposedConfig((SinusoidalConfig(), LearnedConfig(), RopeConfig(scaling=LinearScaling(2.0)))),
             ComposedConfig((T5Config(), AlibiConfig(learnable=True))),
         ),
+        reach=(64, None),
         everywhere=True,
     ),
     "blended": Row(
@@ -32,5 +33,6 @@ ROWS: dict[str, Row] = {
             BlendedConfig(RopeConfig(), ComposedConfig((AlibiConfig(), SinusoidalConfig())), 0.4),
             BlendedConfig(ComposedConfig((AlibiConfig(), SinusoidalConfig())), LearnedConfig(), 0.5),
         ),
+        reach=(None, 64),
     ),
 }

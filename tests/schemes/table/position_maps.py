@@ -35,6 +35,7 @@ ROWS: dict[str, Row] = {
             RandomizedConfig(ROPE, max_position=64, kind="float"),
             RandomizedConfig(T5Config(), max_position=64),
         ),
+        reach=(64, 64, 64),
         everywhere=True,
         marks="++++++.++++",
     ),
@@ -46,6 +47,7 @@ ROWS: dict[str, Row] = {
             PositionShiftConfig(LearnedConfig(num_positions=70), offset=2),
             PositionShiftConfig(IntegerConfig(direction="learned")),
         ),
+        reach=(None, 68, None),
         marks="++++++.++++",
     ),
     "position_scale": Row(

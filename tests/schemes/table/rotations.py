@@ -25,6 +25,7 @@ ROWS: dict[str, Row] = {
         causal_only=True,
         everywhere=True,
         marks="++++++.-+-+",
+        reach=(32695, 2338),
     ),
     "pope": Row(
         "logits",

@@ -34,6 +34,7 @@ class Row:
         marks: the properties it has, one character each in the order of `hf_posenc.metrics.properties_table`:
             + has it, - fails it, . does not apply. Unique, same at any length, relative, linear, defined past the
             training length, deterministic, several axes, keeps norms, decays, float16, bfloat16.
+        reach: how many tokens each variant can encode at most, `None` for any number; empty where none has a limit.
     """
 
     kind: str
@@ -42,6 +43,7 @@ class Row:
     causal_only: bool = False
     everywhere: bool = False
     marks: str = ""
+    reach: tuple[int | None, ...] = ()
 
 
 @dataclass(frozen=True)

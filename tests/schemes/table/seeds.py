@@ -73,6 +73,7 @@ ROWS: dict[str, Row] = {
         "additive",
         seeds.binary,
         (BinaryConfig(), BinaryConfig(bits=9, scale=0.1)),
+        reach=(64, 512),
         marks="++---+..-++",
     ),
     "sinusoidal": Row(
@@ -90,6 +91,7 @@ ROWS: dict[str, Row] = {
         "additive",
         seeds.learned,
         (LearnedConfig(), LearnedConfig(num_positions=50, offset=2), LearnedConfig(16, 2, "interpolate")),
+        reach=(64, 50, None),
         marks="++---+..-++",
     ),
     "t5": Row(

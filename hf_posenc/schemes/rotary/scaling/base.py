@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -60,6 +61,14 @@ class RopeScaling(SubConfig):
         """
         return 1.0
 
+    def made_for(self, native_length: int | None) -> int | None:
+        """The length in tokens that the scaling stretches to, or `None` where its options do not say.
+
+        Args:
+            native_length: the length the model was trained at, for scalings that do not name it themselves.
+        """
+        return None
+
     def check_cache(self, cached_length: int, total_length: int) -> None:
         """Refuses to extend a cache whose keys were rotated with other frequencies.
 
@@ -88,6 +97,11 @@ class Factor:
 
     def __post_init__(self) -> None:
         check_number(self, "factor", minimum=1)
+
+    def made_for(self, native_length: int | None) -> int | None:
+        """`s` times the original length, which is the model's own where the scaling does not name one."""
+        original = getattr(self, "original_max_positions", native_length)
+        return None if original is None else math.floor(self.factor * original)
 
 
 def check_scaling(config: Any) -> None:

@@ -42,6 +42,10 @@ class DynamicScaling(Factor, RopeScaling):
         ntk_exponent(self, rotary_dim)
         return rope_exponents(rotary_dim)
 
+    def made_for(self, native_length: int | None) -> int | None:
+        """`None`: the base grows with the sequence, whatever its length."""
+        return None
+
     def at_lengths(self, constants: Tensor, theta: float, rotary_dim: int, lengths: Tensor) -> Tensor:
         """`(*lengths.shape, d/2)`."""
         original = self.original_max_positions
@@ -109,6 +113,10 @@ class LongRopeScaling(RopeScaling):
     def at_lengths(self, constants: Tensor, theta: float, rotary_dim: int, lengths: Tensor) -> Tensor:
         """`(*lengths.shape, d/2)`."""
         return torch.where((lengths > self.original_max_positions).unsqueeze(-1), constants[1], constants[0])
+
+    def made_for(self, native_length: int | None) -> int | None:
+        """`s * L`, or `None` where `s` is the model's own."""
+        return None if self.factor is None else math.floor(self.factor * self.original_max_positions)
 
     def attention_scaling(self, max_positions: int | None = None) -> float:
         """`attention_factor`, or the paper's formula.

@@ -1,0 +1,243 @@
+"""The length of a patched model is the same in its config, its report, its tokenizer and its generation config."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPTNeoConfig, GPTNeoForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import hf_posenc
+from hf_posenc import (
+    AlibiConfig,
+    BinaryConfig,
+    LearnedConfig,
+    LinearScaling,
+    Llama3Scaling,
+    RandomizedConfig,
+    RopeConfig,
+    SequenceLengthError,
+    UnsupportedError,
+    YarnScaling,
+    extend_context,
+    inspect_model,
+    native_scheme,
+    patch_model,
+    unpatch_model,
+)
+from tests.checkpoint.checkpoint_cases import t5
+from tests.matrix.architectures import ARCHITECTURES
+from tests.matrix.running import distance, outputs, patched, tokens
+
+torch.set_num_threads(1)
+
+NATIVE, LONG = 64, 150
+
+
+def tokenizer(length: int = NATIVE) -> Any:
+    return SimpleNamespace(model_max_length=length)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "rows_before"),
+    [
+        ("bert", "max_position_embeddings", 0),
+        ("roberta", "max_position_embeddings", 2),
+        ("gpt2", "n_positions", 0),
+        ("llama_gqa", "max_position_embeddings", 0),
+        ("bart", "max_position_embeddings", 0),
+    ],
+)
+@torch.no_grad()
+def test_everything_states_the_new_length(architecture: str, name: str, rows_before: int) -> None:
+    stock = ARCHITECTURES[architecture].build()
+    native_value = getattr(stock.config, name)
+    native = native_value - rows_before
+    model = patch_model(copy.deepcopy(stock), "alibi")
+    assert getattr(model.config, name) == native_value
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.max_length = native
+    cut = tokenizer(native)
+    short = outputs(model, ARCHITECTURES[architecture], tokens(1, 14))
+    assert extend_context(model, cut, length=LONG) is model
+    assert getattr(model.config, name) == LONG + rows_before
+    assert model.config.max_position_embeddings == LONG + rows_before
+    assert cut.model_max_length == LONG
+    assert f"context: {LONG} tokens, {native} natively" in str(model.position_encoding.report)
+    assert model.position_encoding.report.to_dict()["context"].startswith(f"{LONG} tokens")
+    assert inspect_model(model).context == str(model.position_encoding.lengths)
+    if getattr(model, "generation_config", None) is not None:
+        assert model.generation_config.max_length == LONG
+    assert outputs(model, ARCHITECTURES[architecture], tokens(1, LONG)).shape[1] == LONG
+    assert distance(outputs(model, ARCHITECTURES[architecture], tokens(1, 14)), short) == 0
+    unpatch_model(model)
+    assert model.config.to_dict() == stock.config.to_dict()
+    assert type(model.config) is type(stock.config)
+    if getattr(model, "generation_config", None) is not None:
+        assert model.generation_config.max_length == native
+
+
+@torch.no_grad()
+def test_a_model_whose_config_states_no_length_gives_it_to_the_tokenizer() -> None:
+    model, cut = patch_model(t5(), "alibi"), tokenizer(512)
+    extend_context(model, cut, length=LONG)
+    assert cut.model_max_length == LONG
+    assert model.position_encoding.report.context.startswith(f"{LONG} tokens")
+    ids = tokens(1, LONG).clamp(max=63)
+    assert model(input_ids=ids, decoder_input_ids=ids).logits.shape[1] == LONG
+
+
+@pytest.mark.parametrize("length", [NATIVE + 2, NATIVE + 8, 2 * NATIVE])
+@torch.no_grad()
+def test_buffers_reach_the_rows_behind_the_padding_row(length: int) -> None:
+    """RoBERTa looks token types up at the row of a position, which is two more than the position."""
+    model = patched("roberta", "alibi")
+    assert outputs(model, ARCHITECTURES["roberta"], tokens(1, length)).shape[1] == length
+
+
+def test_a_length_may_be_changed_again_and_outlives_the_scheme() -> None:
+    model = patched("bert", "alibi")
+    for length in (128, 256, NATIVE, 200):
+        extend_context(model, length=length)
+        assert model.config.max_position_embeddings == length
+    patch_model(model, "kerple")
+    assert model.config.max_position_embeddings == 200
+    patch_model(model, LearnedConfig(num_positions=100))
+    assert model.config.max_position_embeddings == 100
+    # Its rows are those of a new scheme: their number does not follow what the config said in between.
+    patch_model(model, "learned")
+    assert model.position_encoding.config == LearnedConfig()
+    assert model.config.max_position_embeddings == NATIVE
+    unpatch_model(model)
+    assert model.config.to_dict() == ARCHITECTURES["bert"].build().config.to_dict()
+
+
+def test_a_look_at_the_stock_model_keeps_the_length() -> None:
+    model = extend_context(patched("bert", "alibi"), length=200)
+    assert inspect_model(model).native == native_scheme(ARCHITECTURES["bert"].build()).to_dict()
+    assert model.config.max_position_embeddings == 200
+    twin = copy.deepcopy(model)
+    unpatch_model(twin)
+    assert (twin.config.max_position_embeddings, model.config.max_position_embeddings) == (NATIVE, 200)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "scheme", "reach", "remedy"),
+    [
+        ("bert", "native", NATIVE, "num_positions, or with extension='interpolate'"),
+        ("bert", LearnedConfig(num_positions=100), 100, "larger num_positions"),
+        ("llama_gqa", BinaryConfig(bits=5), 32, "bits=6 or more"),
+        ("llama_gqa", RandomizedConfig(AlibiConfig(), max_position=80), 80, "max_position=160 or more"),
+        ("gptj", "alibi", NATIVE, "No scheme changes that"),
+    ],
+)
+def test_a_scheme_that_does_not_reach_the_length_refuses(
+    architecture: str, scheme: Any, reach: int, remedy: str
+) -> None:
+    model, cut = patched(architecture, scheme), tokenizer()
+    before = copy.deepcopy(model.config)
+    with pytest.raises(SequenceLengthError, match=rf"{reach + 1}.*{reach} positions.*{remedy}"):
+        extend_context(model, cut, length=reach + 1)
+    assert model.config == before
+    assert cut.model_max_length == NATIVE
+    extend_context(model, cut, length=reach)
+    assert model.config.max_position_embeddings == cut.model_max_length == reach
+
+
+def test_interpolated_rows_reach_any_length() -> None:
+    model = patched("bert", LearnedConfig(extension="interpolate"))
+    assert extend_context(model, length=5000).config.max_position_embeddings == 5000
+
+
+@pytest.mark.parametrize("length", [0, -1, 2.5, True, "512"])
+def test_a_length_is_a_positive_integer(length: Any) -> None:
+    with pytest.raises(ValueError, match="expected a number of tokens"):
+        extend_context(patched("bert", "alibi"), length=length)
+
+
+def test_what_cannot_be_extended_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r'not patched.*patch_model\(model, "native"\)'):
+        extend_context(ARCHITECTURES["bert"].build(), length=128)
+    model = patched("bert", "alibi")
+    with pytest.raises(TypeError, match="no model_max_length"):
+        extend_context(model, object(), length=128)
+    assert model.config.max_position_embeddings == NATIVE
+
+
+def test_a_processor_gives_the_length_to_its_tokenizer() -> None:
+    processor = SimpleNamespace(tokenizer=tokenizer())
+    extend_context(patched("bert", "alibi"), processor, length=128)
+    assert processor.tokenizer.model_max_length == 128
+
+
+@pytest.mark.parametrize(
+    ("scheme", "expected"),
+    [
+        ("alibi", NATIVE),
+        (LearnedConfig(num_positions=20), 20),
+        (BinaryConfig(bits=4), 16),
+        (BinaryConfig(bits=9), NATIVE),
+        (RopeConfig(scaling=YarnScaling(4.0, NATIVE)), 4 * NATIVE),
+        (RopeConfig(scaling=YarnScaling(4.0, NATIVE // 4)), NATIVE),
+        (RopeConfig(scaling=LinearScaling(2.0)), 2 * NATIVE),
+        ([RopeConfig(scaling=YarnScaling(4.0, NATIVE)), BinaryConfig(bits=7)], 128),
+    ],
+)
+def test_a_patch_states_what_the_scheme_reaches_or_was_made_for(scheme: Any, expected: int) -> None:
+    model = patched("llama_gqa", scheme)
+    assert model.config.max_position_embeddings == expected
+    unpatch_model(model)
+    assert model.config.max_position_embeddings == NATIVE
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+         "original_max_position_embeddings": 48},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        {"rope_type": "linear", "factor": 2.0},
+    ],
+)  # fmt: skip
+def test_the_native_scaling_leaves_the_length_that_the_config_states(scaling: dict[str, Any]) -> None:
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=96,
+        max_position_embeddings=NATIVE, rope_parameters={"rope_theta": 10000.0} | scaling,
+    )  # fmt: skip
+    model = patch_model(LlamaForCausalLM(config), "native")
+    assert model.config.max_position_embeddings == NATIVE
+    other = native_scheme(model)
+    patch_model(model, RopeConfig(theta=10000.0, scaling=Llama3Scaling(16.0, original_max_positions=48)))
+    assert model.config.max_position_embeddings == 16 * 48
+    patch_model(model, other)
+    assert model.config.max_position_embeddings == NATIVE
+
+
+def test_a_rotation_past_its_lengths_is_warned_of_and_others_are_not(recwarn: pytest.WarningsRecorder) -> None:
+    model = patched("llama_gqa", "rope")
+    with pytest.warns(UserWarning, match=r"stretched to 64 tokens.*factor=4, original_max_positions=64"):
+        extend_context(model, length=256)
+    recwarn.clear()
+    extend_context(patched("llama_gqa", RopeConfig(scaling=YarnScaling(4.0, 64))), length=256)
+    for scheme in (
+        "alibi",
+        hf_posenc.ReRopeConfig(window=32),
+        hf_posenc.RopeConfig(scaling=hf_posenc.DynamicScaling(2.0, 64)),
+    ):
+        extend_context(patched("llama_gqa", scheme), length=256)
+    assert not [warning for warning in recwarn if "stretched" in str(warning.message)]
+
+
+def test_an_architecture_that_ends_at_its_native_length_says_so() -> None:
+    config = GPTNeoConfig(
+        hidden_size=32, num_layers=2, num_heads=4, vocab_size=96, max_position_embeddings=16,
+        attention_types=[[["global", "local"], 1]], window_size=8, bos_token_id=1, eos_token_id=1,
+    )  # fmt: skip
+    model = patch_model(GPTNeoForCausalLM(config), "alibi")
+    with pytest.raises(SequenceLengthError, match="gpt_neo: its causal mask is a buffer of that size"):
+        extend_context(model, length=17)
+    with pytest.raises(RuntimeError, match="must match"):
+        model(tokens(1, 17))
