@@ -20,6 +20,7 @@ from hf_posenc.cli.properties import add_properties
 from hf_posenc.cli.quantized import add_quantized
 from hf_posenc.cli.sensitivity import add_sensitivity
 from hf_posenc.errors import PositionEncodingError
+from hf_posenc.tables import fitted_to, terminal_width
 
 _SCHEME_HELP = "a scheme, with options after a colon: rope  rope:theta=500000,layout=interleaved"
 
@@ -47,7 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _import_modules(options)
         # A verb outside of verbs.py is named with its module.
         module, _, verb = options.run.rpartition(".")
-        status = int(getattr(importlib.import_module(f"hf_posenc.cli.{module or 'verbs'}"), verb)(options))
+        run = getattr(importlib.import_module(f"hf_posenc.cli.{module or 'verbs'}"), verb)
+        with fitted_to(terminal_width()):
+            status = int(run(options))
         sys.stdout.flush()
         return status
     except (PositionEncodingError, UsageError) as error:

@@ -64,16 +64,19 @@ def patch(options: argparse.Namespace) -> int:
 
 def eval_dog(options: argparse.Namespace) -> int:
     """`hf-posenc eval dog`."""
-    import hf_posenc
+    from hf_posenc.cli.catalogue import REQUIRED, entries
     from hf_posenc.cli.evaluation_options import check_plot, check_tokenizer
-    from hf_posenc.cli.listing import is_complete
     from hf_posenc.cli.loading import load_model, load_tokenizer
     from hf_posenc.cli.options import parse_scheme
     from hf_posenc.metrics import dog_test
 
     wanted: list[Any] | None = None
     if options.schemes is not None:
-        complete = [name for name in hf_posenc.list_schemes() if is_complete(name)]
+        complete = [
+            entry.name
+            for entry in entries()
+            if not entry.arrangement and all(option.default != REQUIRED for option in entry.options)
+        ]
         names = itertools.chain.from_iterable(
             ["native", *complete] if name == "all" else [name] for name in _one_by_one(options.schemes)
         )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from hf_posenc.errors import UnknownNameError
+from hf_posenc.other_names import hint_for
 from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.schemes.other_names import hint_for
 
 _SCHEMES: dict[str, type[SchemeConfig]] = {}
 
