@@ -1,6 +1,6 @@
 """lm-evaluation-harness on patched models: `accelerate launch eval/harness.py --model hf --model_args ... --tasks ...`.
 
-The same as `hf-posenc lm-eval` and `python -m hf_posenc.integrations.lm_eval`; every option is lm-eval's.
+The same as `hf-posenc lm-eval`; every option is lm-eval's.
 On GPUs lm-eval shares its work between the processes. On a CPU each would do all of it: there the first does it, the
 others leave.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from hf_posenc.errors import UnknownNameError
+from hf_posenc.extensions import import_named_modules
 from hf_posenc.other_names import hint_for
 from hf_posenc.schemes.config import SchemeConfig
 
@@ -43,6 +44,7 @@ def register_scheme(config_class: ConfigType) -> ConfigType:
 
 def list_schemes() -> list[str]:
     """The names of all registered schemes, sorted; combinators of schemes are left out."""
+    import_named_modules()
     return sorted(name for name, config_class in _SCHEMES.items() if not config_class.combinator)
 
 
@@ -52,6 +54,7 @@ def get_scheme(name: str) -> type[SchemeConfig]:
     Raises:
         UnknownNameError: with the nearest names, if nobody registered it.
     """
+    import_named_modules()
     try:
         return _SCHEMES[name]
     except KeyError:
@@ -60,6 +63,7 @@ def get_scheme(name: str) -> type[SchemeConfig]:
 
 def registered_configs() -> list[type[SchemeConfig]]:
     """The config classes of all registered schemes, combinators included, by name."""
+    import_named_modules()
     return [_SCHEMES[name] for name in sorted(_SCHEMES)]
 
 

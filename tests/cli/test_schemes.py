@@ -1,11 +1,13 @@
 """`hf-posenc schemes`, and modules that register more of them."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
+from hf_posenc import extensions
 from hf_posenc.cli import main
 from hf_posenc.cli.catalogue import registered
 from hf_posenc.cli.catalogue import shipped as shipped_without_import
@@ -98,6 +100,8 @@ class TestImport:
         monkeypatch.setattr(registry, "_SCHEMES", dict(registry._SCHEMES))
         monkeypatch.setattr(sys, "path", list(sys.path))
         monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(os, "environ", dict(os.environ))
+        monkeypatch.setattr(extensions, "_asked", None)
         (tmp_path / "far_schemes.py").write_text(THIRD_PARTY)
         yield "far_schemes"
         sys.modules.pop("far_schemes", None)
@@ -115,5 +119,6 @@ class TestImport:
         with pytest.raises(ModuleNotFoundError, match="nowhere_to_be_found"):
             main(["--import", module, "schemes"])
 
-    def test_compare_runs_elsewhere(self, capsys):
-        assert "process of its own" in refused(capsys, "--import", "json", "compare", "--schemes", "none")
+    def test_it_may_stand_behind_the_verb(self, capsys, module):
+        assert main(["schemes", "far_for_tests", "--import", module]) == 0
+        assert "Positions of somebody else." in capsys.readouterr().out
