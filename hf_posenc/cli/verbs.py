@@ -104,7 +104,9 @@ def compare(options: argparse.Namespace) -> int:
         script = folder / "training" / "compare.py"
         if script.is_file():
             # A process of its own: the script then owns its arguments, its workers and its signals.
-            return subprocess.run([sys.executable, str(script), *options.arguments], check=False).returncode
+            imports = [word for name in options.imports for word in ("--import", name)]
+            command = [sys.executable, str(script), *options.arguments, *imports]
+            return subprocess.run(command, check=False).returncode
     raise UsageError(
         f"There is no training/compare.py in {' or '.join(map(str, folders))}. The training scripts are not part of "
         f"the installed package: clone the repository and run this command in its root folder."
