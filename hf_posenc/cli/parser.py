@@ -149,7 +149,20 @@ def _parser() -> argparse.ArgumentParser:
     patch.add_argument("--elsewhere", metavar="SCHEME", help="scheme of the other layers (with --layers)")
     patch.add_argument("--stock", action="store_true", help="save a plain checkpoint that needs no hf_posenc")
     patch.add_argument("--overwrite", action="store_true", help="write into a folder that is not empty")
+    patch.add_argument("--replace", action="store_true", help="give up the scheme that MODEL was already patched with")
     patch.set_defaults(run="patch", parser=patch)
+
+    export = verbs.add_parser("export", help="save a patched checkpoint in a form that needs no hf_posenc")
+    _add_model(export)
+    export.add_argument("--output", required=True, metavar="DIR", help="folder to save in")
+    export.add_argument(
+        "--to",
+        default="stock",
+        choices=["stock"],
+        help="stock: a plain transformers checkpoint, of a scheme that its config can say (default: stock)",
+    )
+    export.add_argument("--overwrite", action="store_true", help="write into a folder that is not empty")
+    export.set_defaults(run="export", parser=export)
 
     evaluate = verbs.add_parser("eval", help="measure what a position encoding does")
     tests = evaluate.add_subparsers(title="tests", metavar="TEST", required=True)

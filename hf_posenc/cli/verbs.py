@@ -26,11 +26,7 @@ def patch(options: argparse.Namespace) -> int:
     """`hf-posenc patch`."""
     from hf_posenc.cli.options import parse_layers, parse_scheme
 
-    output = Path(options.output)
-    if output.exists() and not output.is_dir():
-        raise UsageError(f"{output} is a file; --output takes a folder.")
-    if output.is_dir() and any(output.iterdir()) and not options.overwrite:
-        raise UsageError(f"{output} is not empty. Name another folder, or say --overwrite.")
+    output = _free_folder(options)
     if options.elsewhere is not None and options.layers is None:
         raise UsageError("--elsewhere says what the layers outside --layers get; give --layers too.")
     config = parse_scheme(options.scheme, itertools.chain.from_iterable(options.option))
@@ -41,9 +37,17 @@ def patch(options: argparse.Namespace) -> int:
             schedule["elsewhere"] = parse_scheme(options.elsewhere)
 
     import hf_posenc
-    from hf_posenc.cli.loading import load_model, load_tokenizer
+    from hf_posenc.cli.loading import load_model
+    from hf_posenc.schemes.labels import scheme_label
 
     model = load_model(options.model)
+    found = getattr(model, "position_encoding", None)
+    if found is not None and not options.replace:
+        raise UsageError(
+            f"{options.model} already has the position encoding {scheme_label(found.config)}, which its weights were "
+            f"trained with, and {config.name} would take its place. To keep it in a form that needs no hf_posenc: "
+            f"hf-posenc export {options.model} --output DIR. To give it up all the same, say --replace."
+        )
     try:
         hf_posenc.patch_model(model, config, **schedule)
     except ValueError as error:
@@ -53,13 +57,47 @@ def patch(options: argparse.Namespace) -> int:
         hf_posenc.save_stock_checkpoint(model, output)
     else:
         model.save_pretrained(output)
+    _save_tokenizer(options.model, output)
+    return 0
+
+
+def export(options: argparse.Namespace) -> int:
+    """`hf-posenc export`."""
+    output = _free_folder(options)
+
+    import hf_posenc
+    from hf_posenc.cli.loading import load_model
+    from hf_posenc.schemes.labels import scheme_label
+
+    model = load_model(options.model)
+    found = getattr(model, "position_encoding", None)
+    if found is None:
+        raise UsageError(f"{options.model} is not patched: it already is a plain transformers checkpoint.")
+    label = scheme_label(found.config)
+    hf_posenc.save_stock_checkpoint(model, output)
+    print(f"The scheme {label}, as {type(model).__name__} has it by itself.")
+    _save_tokenizer(options.model, output)
+    return 0
+
+
+def _free_folder(options: argparse.Namespace) -> Path:
+    output = Path(options.output)
+    if output.exists() and not output.is_dir():
+        raise UsageError(f"{output} is a file; --output takes a folder.")
+    if output.is_dir() and any(output.iterdir()) and not options.overwrite:
+        raise UsageError(f"{output} is not empty. Name another folder, or say --overwrite.")
+    return output
+
+
+def _save_tokenizer(model: str, output: Path) -> None:
+    from hf_posenc.cli.loading import load_tokenizer
+
     try:
-        load_tokenizer(options.model).save_pretrained(output)
+        load_tokenizer(model).save_pretrained(output)
     except UsageError as error:
         print(f"The model is saved in {output} without a tokenizer: {error}", file=sys.stderr)
     else:
         print(f"Saved the model and its tokenizer in {output}")
-    return 0
 
 
 def eval_dog(options: argparse.Namespace) -> int:
