@@ -253,7 +253,6 @@ def test_a_base_that_was_given_is_meant() -> None:
             patch_model(model, given)
             patch_model(model, [given, "t5"])
         patch_model(model, copy.deepcopy(RopeConfig(theta=1e4)))
-        patch_model(model, "native")
         patch_model(model, "alibi")
         model.config.rope_parameters = {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": 5e5}}
         patch_model(model, "rope")  # the base of one type of its layers
