@@ -8,8 +8,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from hf_posenc.plots.schemes.subject import config_label
 from hf_posenc.schemes import SchemeConfig, SubConfig
+from hf_posenc.schemes.labels import scheme_label
 
 _SECTION = re.compile(r"^(Args|Raises|Returns|Attributes|Example|Examples|Note|Notes):$")
 _TABLE_RULE = re.compile(r"^=+( +=+)+$")
@@ -129,7 +129,7 @@ def _default(field: dataclasses.Field[Any]) -> str:
     else:
         return "required"
     if isinstance(value, SchemeConfig):
-        return f"`{config_label(value)}`"
+        return f"`{scheme_label(value)}`"
     if isinstance(value, SubConfig):
         return f"`{value!r}`"
     return f'`"{value}"`' if isinstance(value, str) else f"`{value!r}`"

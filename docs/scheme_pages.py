@@ -8,7 +8,6 @@ from scheme_docstrings import linked
 
 from hf_posenc.plots.schemes import Subject, applicable_kinds, kind_named, subject_of
 from hf_posenc.plots.schemes.frequencies import changed_spectra
-from hf_posenc.plots.schemes.subject import config_label
 from hf_posenc.schemes import (
     AlibiConfig,
     ComposedConfig,
@@ -22,6 +21,7 @@ from hf_posenc.schemes import (
     get_scheme,
     registered_configs,
 )
+from hf_posenc.schemes.labels import scheme_label
 
 #: What is drawn of schemes whose defaults are incomplete, or show little of what they do.
 EXAMPLES: dict[str, SchemeConfig] = {
@@ -85,7 +85,7 @@ class PageFigure:
         """What it shows."""
         sentences = [kind_named(self.kind).caption(self.subject)]
         if self.subject.config != default_config(type(self.subject.config)):
-            sentences.append(f"Drawn: `{config_label(self.subject.config)}`.")
+            sentences.append(f"Drawn: `{scheme_label(self.subject.config)}`.")
         if self.kind not in ("layers", "position_map", "distance_map"):
             sentences += [note for note in (self.subject.place_note, self.subject.note) if note]
         return linked(" ".join(sentences))

@@ -1,6 +1,7 @@
 """lm-evaluation-harness on patched models: `accelerate launch eval/harness.py --model hf --model_args ... --tasks ...`.
 
-The same as `hf-posenc lm-eval` and `python -m hf_posenc.integrations.lm_eval`; every option is lm-eval's.
+The same as `hf-posenc lm-eval`; every option is lm-eval's, behind any
+`--import MODULE`.
 On GPUs lm-eval shares its work between the processes. On a CPU each would do all of it: there the first does it, the
 others leave.
 """
@@ -16,5 +17,14 @@ if __package__ in (None, ""):
 from hf_posenc.cli import main
 from training.launched import is_first_process, launched_on_cpu
 
+
+def command(words: list[str]) -> list[str]:
+    """The verb stands behind `--import MODULE`, which is not lm-eval's."""
+    own = 0
+    while words[own : own + 1] == ["--import"]:
+        own += 2
+    return [*words[:own], "lm-eval", *words[own:]]
+
+
 if __name__ == "__main__":
-    sys.exit(main(["lm-eval", *sys.argv[1:]]) if is_first_process() or not launched_on_cpu() else 0)
+    sys.exit(main(command(sys.argv[1:])) if is_first_process() or not launched_on_cpu() else 0)

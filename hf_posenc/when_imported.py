@@ -6,12 +6,16 @@ imports them.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader
 
 Hook = Callable[[ModuleType], None]
 
@@ -22,15 +26,24 @@ def when_imported(name: str, hook: Hook) -> None:
     Args:
         name: full name of the module, such as "peft.peft_model".
         hook: called with the module after its code has run. What it raises reaches the import statement.
+
+    Raises:
+        ImportError: if the code of the module is running and has led here, so that nothing can follow it.
     """
-    module = sys.modules.get(name)
-    if module is not None and not getattr(module.__spec__, "_initializing", False):
-        hook(module)
-    else:
+    if name not in sys.modules:
         sys.meta_path.insert(0, _Finder(name, hook))
+        return
+    # Waits where another thread is in the middle of importing it.
+    module = importlib.import_module(name)
+    if getattr(module.__spec__, "_initializing", False):
+        raise ImportError(
+            f"{__package__} was first imported by something that {name} imports, when {name} was not complete. "
+            f"Import {__package__} before it."
+        )
+    hook(module)
 
 
-class _Finder(MetaPathFinder):
+class _Finder:
     """Finds one module where the other finders find it, and gives its loader the hook."""
 
     def __init__(self, name: str, hook: Hook) -> None:

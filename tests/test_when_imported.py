@@ -1,9 +1,13 @@
 """Hooks that run when another module is imported."""
 
+import builtins
+import importlib
 import importlib.util
 import subprocess
 import sys
 import textwrap
+import threading
+import time
 
 import pytest
 
@@ -64,11 +68,43 @@ def test_a_module_that_does_not_exist_still_raises(module_file):
         import late_module_that_is_absent  # noqa: F401
 
 
-def test_importing_the_package_loads_neither_peft_nor_the_trainer():
+def test_importing_the_package_loads_nothing_that_it_may_not_need():
     code = textwrap.dedent("""
         import sys
         import hf_posenc
-        assert "peft" not in sys.modules
-        assert "transformers.trainer" not in sys.modules
+        assert not {"torch", "transformers", "peft"} & set(sys.modules)
+        import transformers.configuration_utils
+        assert not {"transformers.modeling_utils", "transformers.trainer", "peft"} & set(sys.modules)
+        assert not [name for name in sys.modules if name.startswith(("hf_posenc.patching", "hf_posenc.schemes"))]
     """)
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_module_that_is_being_imported_by_this_thread_cannot_be_followed(tmp_path, monkeypatch):
+    (tmp_path / "half_way.py").write_text(
+        "from hf_posenc.when_imported import when_imported\nwhen_imported('half_way', print)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match="Import hf_posenc before it"):
+        import half_way  # noqa: F401
+
+
+def test_a_module_that_another_thread_imports_is_waited_for(tmp_path, monkeypatch):
+    (tmp_path / "slow_module.py").write_text(
+        "import threading\nstarted, go_on = threading.Event(), threading.Event()\n"
+        "import builtins\nbuiltins.slow_module_events = started, go_on\ngo_on.wait(30)\nVALUE = 1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    importing = threading.Thread(target=importlib.import_module, args=("slow_module",))
+    importing.start()
+    while not hasattr(builtins, "slow_module_events"):
+        time.sleep(0.01)
+    seen = []
+    waiting = threading.Thread(target=when_imported, args=("slow_module", lambda module: seen.append(module.VALUE)))
+    waiting.start()
+    builtins.slow_module_events[1].set()
+    importing.join(30)
+    waiting.join(30)
+    del builtins.slow_module_events
+    assert seen == [1]
+    sys.modules.pop("slow_module")

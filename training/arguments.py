@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from transformers import TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
+from hf_posenc.extensions import name_modules
 from training.data.packing import CONCATENATE, DOCUMENTS
 from training.errors import SettingsError
 from training.launched import check_met
@@ -100,8 +101,18 @@ class SchemeArguments:
     elsewhere: str | None = field(
         default=None, metadata={"help": "Scheme of the other layers. Default: what they have."}
     )
+    imports: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Modules that register schemes or architectures of your own, on the import path or in the working "
+            "folder.",
+            "aliases": ["--import"],
+            "action": "extend",
+        },
+    )
 
     def __post_init__(self) -> None:
+        name_modules(self.imports)
         for name in ("scheme_options", "scheme_layers", "elsewhere"):
             if getattr(self, name) is not None and self.scheme is None:
                 raise SettingsError(f"--{name} is given without --scheme: say which scheme it is for.")

@@ -35,6 +35,7 @@ from training.launched import check_met, launched_on_cpu, report
 from training.study.arguments import parse_study
 from training.study.cells import FAILED, FINISHED, Cell, study_cells
 from training.study.folder import check_cell, check_folder, clear, lock
+from training.study.models import model_class, model_config
 from training.study.outcome import study_results
 from training.study.outputs import write_outputs
 from training.study.settings import StudySettings
@@ -91,6 +92,9 @@ def compare(study: StudySettings, command: list[str]) -> dict[str, Any]:
     check_folder(folder)
     with _exclusive(folder, state):
         tokenizer = load_tokenizer(study.tokenizer_name)
+        for task in study.study_tasks:
+            model_class(task)
+            model_config(task, task.settings, tokenizer, task.settings.max_length)
         with state.main_process_first():
             corpus = _prepare(study, cells, tokenizer, state)
         outcomes = {cell.name: result for cell in cells if (result := cell.result()) is not None}
@@ -125,6 +129,8 @@ def _prepare(study: StudySettings, cells: list[Cell], tokenizer: Any, state: Par
         if corpus is not None:
             corpus.save(folder / "data")
             summary = corpus.summary
+            if "division" in summary:
+                print(summary["division"])
             print(
                 f"Text: {summary['source']}, {summary['train_documents']} documents to train on "
                 f"({summary['train_tokens']:,} tokens), {summary['validation_documents']} held out "

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from datasets import Dataset
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase
 
@@ -79,12 +80,15 @@ def load_corpus(
     column = settings.text_column
     require_column(dataset, column, source)
     dataset = dataset.filter(lambda text: bool(text and text.strip()), input_columns=column, desc="Dropping blanks")
-    if len(dataset) < 2:
-        raise SettingsError(
-            f"The dataset {source!r} holds {len(dataset)} document(s) with text; at least 2 are needed, one to train "
-            "on and one to validate on. Split the text into several files or rows."
-        )
+    if len(dataset) == 0:
+        raise SettingsError(f"The dataset {source!r} holds no document with text.")
+    division = None
+    if len(dataset) == 1:
+        texts, division = _divided(dataset[0][column], settings.validation_fraction, source)
+        dataset = Dataset.from_dict({column: texts})
     order = np.random.default_rng(settings.split_seed).permutation(len(dataset))
+    if division is not None:
+        order = np.array([1, 0])  # held out is the end
     held_out = min(max(1, round(len(dataset) * settings.validation_fraction)), len(dataset) - 1)
     streams = {
         "validation": _tokenise(dataset, order[:held_out], column, tokenizer),
@@ -109,6 +113,8 @@ def load_corpus(
         "vocabulary": len(tokenizer),
         "digest": digest,
     }
+    if division is not None:
+        summary["division"] = division
     return Corpus(streams["train"], streams["validation"], summary)
 
 
@@ -119,6 +125,32 @@ def unigram_cross_entropy(train: NDArray[np.int32], targets: NDArray[np.int32], 
     """
     counts = np.bincount(train, minlength=vocabulary) + 1.0
     return float(-np.log(counts / counts.sum())[targets].mean())
+
+
+def _divided(text: str, fraction: float, source: str) -> tuple[list[str], str]:
+    """One document in two, and a sentence on where: before the last paragraph, line or word of the first share.
+
+    Raises:
+        SettingsError: if it has one word.
+    """
+    text = text.strip()
+    end = round(len(text) * (1 - fraction))
+    for separator, kind in (("\n\n", "paragraph"), ("\n", "line"), (" ", "word")):
+        # Not further away than a tenth of the text: a long paragraph is cut inside.
+        place = text.rfind(separator, max(0, end - len(text) // 10), end)
+        if place > 0:
+            where = f"from the beginning of a {kind} on"
+            break
+    else:
+        raise SettingsError(
+            f"The dataset {source!r} is one document that cannot be divided into a part to train on and one to "
+            "validate on. Give several files or rows."
+        )
+    first, second = text[:place].rstrip(), text[place:].lstrip()
+    return [first, second], (
+        f"{source} is one document: its first {len(first):,} characters are trained on, and the last {len(second):,}, "
+        f"{where}, are held out."
+    )
 
 
 def _tokenise(

@@ -7,6 +7,7 @@ import logging
 import math
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,6 +70,9 @@ class RunInput:
 
 class Extension:
     """What a script adds to a run. As it stands, it adds nothing."""
+
+    #: Whether `after_scheme` places the scheme once more, with warnings of its own.
+    patches_again = False
 
     def before_scheme(self, model: Any) -> None:
         """Sees the model before it gets its scheme."""
@@ -220,7 +224,10 @@ def prepare_model(
     model = build_model(given.model, tokenizer, causal, given.trainer.seed)
     for extension in extensions:
         extension.before_scheme(model)
-    apply_scheme(model, given.scheme)
+    with warnings.catch_warnings():
+        if any(extension.patches_again for extension in extensions):
+            warnings.simplefilter("ignore", UserWarning)  # of this patch, which shows only that the scheme fits
+        apply_scheme(model, given.scheme)
     for extension in extensions:
         extension.after_scheme(model)
     size, vocabulary = given.data.block_size, len(tokenizer)

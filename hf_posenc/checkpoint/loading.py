@@ -1,7 +1,7 @@
 """Loading patched checkpoints through transformers' own `from_pretrained`.
 
-`install` wraps the methods below, once per process. Each wrapper looks for an entry and, where there is none, is
-the stock method:
+The methods below are wrapped, once per process. Each wrapper looks for an entry and, where there is none, is the
+stock method:
 
 - `PreTrainedConfig.get_config_dict` turns the form of `config.json` into the one in memory;
 - `PreTrainedConfig.__post_init__` gives a config built with an entry the class that also saves it;
@@ -12,7 +12,8 @@ the stock method:
 - `PreTrainedModel.save_pretrained` saves a patched model as a whole, or refuses to;
 - `Trainer._load_from_checkpoint` and `_load_best_model` refuse checkpoints of a model with another scheme.
 
-What only patched models need is imported by the functions that use it: `import hf_posenc` stays cheap.
+Each is wrapped when its module is imported, and what only patched models need is imported by the functions
+that use it: `import hf_posenc` loads neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -26,17 +27,18 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
-from transformers import PreTrainedConfig
-from transformers.modeling_utils import PreTrainedModel
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from hf_posenc.checkpoint.atomic_folder import finish_saving
 from hf_posenc.checkpoint.local_files import local_file
 from hf_posenc.entry import ATTRIBUTE, MODEL_TYPE, find_mark, is_entry, is_on_disk_form, read_entry, read_fields
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.when_imported import when_imported
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig
 
 _MARK = "_hf_posenc_wraps"
 #: Bytes of a `config.json` that are read to learn whether it is that of a patched model.
@@ -58,15 +60,33 @@ class EntryIgnoredError(UnsupportedError):
 
 
 def install() -> None:
-    """Wraps the loading methods of transformers. Calling it again changes nothing."""
-    _wrap(PreTrainedConfig, "get_config_dict", _get_config_dict)
-    _wrap(PreTrainedConfig, "__post_init__", _config_post_init)
-    _wrap(PreTrainedModel, "from_pretrained", _from_pretrained)
-    _wrap(PreTrainedModel, "_from_config", _from_config)
-    _wrap(PreTrainedModel, "__init__", _model_init)
-    _wrap(PreTrainedModel, "load_state_dict", _load_state_dict)
-    _wrap(PreTrainedModel, "save_pretrained", _save_pretrained)
+    """Wraps the loading methods of transformers, each as soon as its module is there."""
+    when_imported("transformers.configuration_utils", install_in_configs)
+    when_imported("transformers.modeling_utils", install_in_models)
     when_imported("transformers.trainer", _wrap_trainer)
+
+
+def install_in_configs(module: ModuleType) -> None:
+    """Wraps the methods of `PreTrainedConfig`. Calling it again changes nothing.
+
+    Args:
+        module: `transformers.configuration_utils`.
+    """
+    _wrap(module.PreTrainedConfig, "get_config_dict", _get_config_dict)
+    _wrap(module.PreTrainedConfig, "__post_init__", _config_post_init)
+
+
+def install_in_models(module: ModuleType) -> None:
+    """Wraps the methods of `PreTrainedModel`. Calling it again changes nothing.
+
+    Args:
+        module: `transformers.modeling_utils`.
+    """
+    _wrap(module.PreTrainedModel, "from_pretrained", _from_pretrained)
+    _wrap(module.PreTrainedModel, "_from_config", _from_config)
+    _wrap(module.PreTrainedModel, "__init__", _model_init)
+    _wrap(module.PreTrainedModel, "load_state_dict", _load_state_dict)
+    _wrap(module.PreTrainedModel, "save_pretrained", _save_pretrained)
 
 
 def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
@@ -185,6 +205,8 @@ def _from_config(original: Callable[..., Any], model_class: Any, config: Any, **
 def _from_pretrained(
     original: Callable[..., Any], model_class: Any, source: Any, *model_args: Any, **kwargs: Any
 ) -> Any:
+    from transformers import PreTrainedConfig
+
     _finish_saving(source, kwargs)
     config = kwargs.get("config")
     with_info = kwargs.pop("output_loading_info", False)
@@ -257,6 +279,8 @@ def patching_proxy(
     """
 
     def __new__(cls: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> Any:
+        import torch
+
         from hf_posenc.checkpoint.configuration import follow_lengths
         from hf_posenc.patching import patch_model
         from hf_posenc.patching.config_entry import detach_entry
@@ -317,6 +341,8 @@ class _Built:
 
 @contextlib.contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    import torch
+
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

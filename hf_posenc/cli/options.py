@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from hf_posenc.cli.catalogue import entries
 from hf_posenc.cli.errors import UsageError
-from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.schemes.registry import get_scheme
+from hf_posenc.errors import UnknownNameError
+from hf_posenc.other_names import hint_for
+
+if TYPE_CHECKING:
+    from hf_posenc.schemes.config import SchemeConfig
 
 
 def parse_value(text: str) -> Any:
@@ -56,11 +60,21 @@ def parse_scheme(text: str, pairs: Iterable[str] = ()) -> SchemeConfig:
     """
     name, _, inline = text.partition(":")
     options = parse_options([*_split_inline(inline), *pairs])
+    _check_name(name)
+    from hf_posenc.schemes.registry import get_scheme
+
     config_class = get_scheme(name)
     try:
         return config_class.from_options(options)
     except (ValueError, TypeError) as error:
         raise UsageError(f"Scheme {name!r}: {error}") from error
+
+
+def _check_name(name: str) -> None:
+    """Refuses an unknown name before torch is imported."""
+    known = [entry.name for entry in entries()]
+    if name not in known:
+        raise UnknownNameError("scheme", name, known, hint=hint_for(name))
 
 
 def _split_inline(text: str) -> list[str]:

@@ -12,16 +12,21 @@ from collections.abc import Sequence
 
 from hf_posenc.cli.errors import UsageError
 from hf_posenc.cli.generalization import add_generalization
-from hf_posenc.cli.harness import VERB as HARNESS
-from hf_posenc.cli.harness import add_harness
 from hf_posenc.cli.losses import add_loss
 from hf_posenc.cli.minimal_pairs import add_minimal_pairs
 from hf_posenc.cli.properties import add_properties
 from hf_posenc.cli.quantized import add_quantized
+from hf_posenc.cli.running import PROGRAMS, add_run
 from hf_posenc.cli.sensitivity import add_sensitivity
 from hf_posenc.errors import PositionEncodingError
+from hf_posenc.extensions import import_named_modules, name_modules
+from hf_posenc.tables import fitted_to, terminal_width
 
 _SCHEME_HELP = "a scheme, with options after a colon: rope  rope:theta=500000,layout=interleaved"
+
+#: Verbs whose further words are for another program.
+_PASSED_ON = [[verb] for verb in ("compare", "run", *PROGRAMS)]
+_STARTS_ANOTHER = ("compare", "running.run", "running.run_program")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,20 +39,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0, or 2 for what the library refuses (one line on stderr says why). An exception that is
         not one of the library's keeps its traceback.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    verb_index = _verb_index(words)
-    if words[verb_index : verb_index + 1] in (["compare"], [HARNESS]):
-        # Its options belong to the script, which argparse cannot pass through where they come first.
-        words.insert(verb_index + 1, "--")
+    words = _arranged(list(sys.argv[1:] if arguments is None else arguments))
     options, unknown = _parser().parse_known_args(words)
     if unknown:
         # argparse itself would show the usage of the whole command instead of the verb's.
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
-        _import_modules(options)
+        _import_modules(options.imports, options.run)
         # A verb outside of verbs.py is named with its module.
         module, _, verb = options.run.rpartition(".")
-        status = int(getattr(importlib.import_module(f"hf_posenc.cli.{module or 'verbs'}"), verb)(options))
+        run = getattr(importlib.import_module(f"hf_posenc.cli.{module or 'verbs'}"), verb)
+        with fitted_to(terminal_width()):
+            status = int(run(options))
         sys.stdout.flush()
         return status
     except (PositionEncodingError, UsageError) as error:
@@ -59,33 +62,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _verb_index(words: list[str]) -> int:
-    """Where the verb stands, behind the options of the whole command."""
-    index = 0
-    while index < len(words) and words[index].startswith("--import"):
-        index += 1 if "=" in words[index] else 2
-    return index
+def _arranged(words: list[str]) -> list[str]:
+    """With every `--import` in front, and `--` before what belongs to another program.
 
-
-def _import_modules(options: argparse.Namespace) -> None:
-    """Imports what registers the schemes of others.
-
-    Raises:
-        UsageError: for a module that does not exist, or a verb that would not see its schemes.
+    argparse cannot pass options through where they come first.
     """
-    if options.imports and options.run == "compare":
-        raise UsageError("--import does not reach training/compare.py, which runs in a process of its own.")
-    if options.imports and os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    for name in options.imports:
-        try:
-            importlib.import_module(name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise
-            raise UsageError(
-                f"--import {name}: there is no module {error.name!r} on the import path or in this folder."
-            ) from error
+    imports: list[str] = []
+    own: list[str] = []
+    while words and words[0] != "--" and not _belongs_to_another(own):
+        word = words.pop(0)
+        if word.startswith("--import="):
+            imports.append(word)
+        elif word == "--import" and words:
+            imports += [word, words.pop(0)]
+        else:
+            own.append(word)
+    if own[:1] == ["run"] and own[1:2] not in (["-h"], ["--help"]):
+        own, words = own[:1], [*own[1:], *words]
+    if own[:1] in _PASSED_ON and len(own) == 1 and words[:1] != ["--"]:
+        own.append("--")
+    return [*imports, *own, *words]
+
+
+def _belongs_to_another(own: list[str]) -> bool:
+    """Whether what follows these words is for the program that they start."""
+    return own[:1] in _PASSED_ON and (own[0] != "run" or len(own) > 1)
+
+
+def _import_modules(names: list[str], run: str) -> None:
+    """Names what registers the schemes of others, for this process and those that it starts."""
+    name_modules(names)
+    if names and run not in _STARTS_ANOTHER:
+        import_named_modules()
 
 
 def _reader_is_gone() -> bool:
@@ -115,7 +123,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="MODULE",
-        help="import this module first, for the schemes or architectures it registers; may be given several times",
+        help="import this module first, here and in all processes that are started, for the schemes or architectures "
+        "it registers; may be given several times",
     )
     verbs = parser.add_subparsers(title="verbs", metavar="VERB", required=True)
 
@@ -140,7 +149,20 @@ def _parser() -> argparse.ArgumentParser:
     patch.add_argument("--elsewhere", metavar="SCHEME", help="scheme of the other layers (with --layers)")
     patch.add_argument("--stock", action="store_true", help="save a plain checkpoint that needs no hf_posenc")
     patch.add_argument("--overwrite", action="store_true", help="write into a folder that is not empty")
+    patch.add_argument("--replace", action="store_true", help="give up the scheme that MODEL was already patched with")
     patch.set_defaults(run="patch", parser=patch)
+
+    export = verbs.add_parser("export", help="save a patched checkpoint in a form that needs no hf_posenc")
+    _add_model(export)
+    export.add_argument("--output", required=True, metavar="DIR", help="folder to save in")
+    export.add_argument(
+        "--to",
+        default="stock",
+        choices=["stock"],
+        help="stock: a plain transformers checkpoint, of a scheme that its config can say (default: stock)",
+    )
+    export.add_argument("--overwrite", action="store_true", help="write into a folder that is not empty")
+    export.set_defaults(run="export", parser=export)
 
     evaluate = verbs.add_parser("eval", help="measure what a position encoding does")
     tests = evaluate.add_subparsers(title="tests", metavar="TEST", required=True)
@@ -179,7 +201,7 @@ def _parser() -> argparse.ArgumentParser:
     plot.add_argument("--list", action="store_true", help="only list the kinds that apply to the scheme")
     plot.set_defaults(run="plotting.plot", parser=plot)
 
-    add_harness(verbs)
+    add_run(verbs)
     compare = verbs.add_parser(
         "compare", help="train one model per scheme and compare (training/compare.py; --help shows its options)"
     )

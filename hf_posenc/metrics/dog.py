@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.metrics.distance import cosine_distance, relative_l2
 from hf_posenc.metrics.dog_result import DogResult, DogRow, LayerDistance
-from hf_posenc.metrics.naming import resolve_scheme, scheme_label
+from hf_posenc.metrics.naming import resolve_scheme
 from hf_posenc.metrics.preserve import evaluation_mode, isolated_rng
 from hf_posenc.metrics.probe import AttentionProbe, build_for_probe, probe_distance, probe_heads
 from hf_posenc.metrics.representations import hidden_states, is_causal, rounding, sentence_embeddings
@@ -22,6 +22,7 @@ from hf_posenc.patching import native_scheme, patch_model, unpatch_model
 from hf_posenc.patching.apply import current_encoding, unwrapped
 from hf_posenc.patching.suspend import suspended
 from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.positions import Positions, integer_range
 
 SENTENCE = "The dog chased another dog"

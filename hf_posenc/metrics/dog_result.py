@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hf_posenc.metrics.naming import first_row
-from hf_posenc.metrics.tables import format_number, format_table
+from hf_posenc.tables import format_number, format_table
 
 #: A distance in the probe up to this one is rounding. The probe computes in float64, and without positions the
 #: distance is exactly 0; what is left is the rounding of a scheme's own float32 numbers.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.metrics.naming import scheme_label
 from hf_posenc.patching import native_scheme
 from hf_posenc.patching.apply import current_encoding, unwrapped
+from hf_posenc.schemes.labels import scheme_label
 
 
 def scheme_in_force(model: Any) -> str:

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
-from hf_posenc.metrics.naming import resolve_scheme, scheme_label
+from hf_posenc.metrics.naming import resolve_scheme
 from hf_posenc.metrics.preserve import isolated_rng
 from hf_posenc.patching import native_scheme, patch_model, unpatch_model
 from hf_posenc.patching.apply import current_encoding, unwrapped
 from hf_posenc.patching.suspend import suspended
 from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.labels import scheme_label
 
 NATIVE = "native"
 

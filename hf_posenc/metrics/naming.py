@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
@@ -39,16 +38,6 @@ def resolve_scheme(scheme: str | SchemeConfig) -> SchemeConfig:
             f"The scheme {scheme!r} cannot be built from its name alone ({error}). Pass a config, "
             f"{config_class.__name__}(...), in its place."
         ) from error
-
-
-def scheme_label(config: SchemeConfig) -> str:
-    """A scheme's name with those of its plain options that are not at their default: `"rope:theta=500000.0"`."""
-    options = [
-        f"{field.name}={value}"
-        for field in dataclasses.fields(config)
-        if isinstance(value := getattr(config, field.name), str | int | float) and value != field.default
-    ]
-    return config.name + (":" + ",".join(options) if options else "")
 
 
 def first_row(rows: Sequence[RowType], scheme: str, measured: str) -> RowType:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from torch import nn
@@ -70,8 +71,7 @@ def patch_model(
     previous = current_encoding(target)
     config, stacks, encoding = _built(target, config, layers, elsewhere)
     _warn_if_invisible(config, stacks)
-    if isinstance(scheme, str) and "theta" not in options:
-        _warn_if_theta_changes(config, target)
+    _warn_if_theta_changes(config, target)
     _warn_if_uncacheable(encoding, target)
     if previous is not None:
         # A length that somebody has asked for outlives the scheme, as far as the new one reaches.
@@ -116,18 +116,34 @@ def unpatch_model(model: ModelType) -> ModelType:
 
 
 def _warn_if_theta_changes(config: SchemeConfig, model: PreTrainedModel) -> None:
-    """A rotation by its name alone has its paper's base, which a trained model may never have seen."""
-    theta = getattr(config, "theta", None)
+    """A rotation whose base nobody gave has its paper's, which a trained model may never have seen."""
     own = _thetas(getattr(model.config, "rope_parameters", None))
-    if theta is not None and own and theta not in own:
+    changed = {
+        (found.name, found.theta)  # type: ignore[attr-defined]
+        for found in _all_configs(config)
+        if getattr(found, "theta", None) is not None and not found.gave("theta")
+    }
+    for name, theta in sorted(changed):
+        if not own or theta in own:
+            continue
         known = " and ".join(f"{value:g}" for value in sorted(own))
         warnings.warn(
-            f"Scheme {config.name!r} rotates with theta={theta:g}, its default, and this model with {known}. A trained "
+            f"Scheme {name!r} rotates with theta={theta:g}, its default, and this model with {known}. A trained "
             f"model knows its own: pass theta={max(own):g} to keep it (swap_scheme does), or theta={theta:g} to say "
             "that the change is meant.",
             UserWarning,
             stacklevel=3,
         )
+
+
+def _all_configs(config: SchemeConfig) -> Iterator[SchemeConfig]:
+    """A config and all that are nested in it: in a list, a schedule, an arrangement."""
+    yield config
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        for nested in value if isinstance(value, tuple) else (value,):
+            if isinstance(nested, SchemeConfig):
+                yield from _all_configs(nested)
 
 
 def _thetas(parameters: Any) -> set[float]:

@@ -53,6 +53,17 @@ class SchemeConfig:
     #: Whether it arranges other schemes instead of being one; such names are not listed.
     combinator: ClassVar[bool] = False
 
+    def __new__(cls, *arguments: Any, **options: Any) -> Self:
+        """Remembers which options the caller gave, because a default is not always meant."""
+        config = super().__new__(cls)
+        named = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
+        object.__setattr__(config, "_given", frozenset([*named[: len(arguments)], *options]))
+        return config
+
+    def gave(self, option: str) -> bool:
+        """Whether an option was given to the constructor, be it with its default value."""
+        return option in self._given  # type: ignore[attr-defined]
+
     @property
     def leaves_layout_open(self) -> bool:
         """Whether an option `layout="auto"` stands for the pairs of dimensions that the architecture rotates."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from hf_posenc.errors import UnknownNameError
+from hf_posenc.extensions import import_named_modules
+from hf_posenc.other_names import hint_for
 from hf_posenc.schemes.config import SchemeConfig, nesting
 from hf_posenc.schemes.limits import DEEPEST_NESTING, shown
-from hf_posenc.schemes.other_names import hint_for
 
 _SCHEMES: dict[str, type[SchemeConfig]] = {}
 
@@ -44,6 +45,7 @@ def register_scheme(config_class: ConfigType) -> ConfigType:
 
 def list_schemes() -> list[str]:
     """The names of all registered schemes, sorted; combinators of schemes are left out."""
+    import_named_modules()
     return sorted(name for name, config_class in _SCHEMES.items() if not config_class.combinator)
 
 
@@ -53,6 +55,7 @@ def get_scheme(name: str) -> type[SchemeConfig]:
     Raises:
         UnknownNameError: with the nearest names, if nobody registered it.
     """
+    import_named_modules()
     try:
         return _SCHEMES[name]
     except KeyError:
@@ -61,6 +64,7 @@ def get_scheme(name: str) -> type[SchemeConfig]:
 
 def registered_configs() -> list[type[SchemeConfig]]:
     """The config classes of all registered schemes, combinators included, by name."""
+    import_named_modules()
     return [_SCHEMES[name] for name in sorted(_SCHEMES)]
 
 

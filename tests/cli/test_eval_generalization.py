@@ -48,7 +48,7 @@ def test_one_model_is_a_table_of_lengths_and_several_schemes_one_line_each(capsy
     assert main([*words, "--schemes", "native", "learned:num_positions=20", "--markdown"]) == 0
     out = capsys.readouterr().out
     assert "| native (rope" in out
-    assert "learned:num_positions=20, length 30:" in out
+    assert "learned(num_positions=20), length 30:" in out
 
 
 def test_bad_requests(capsys, trained, bert):

@@ -75,6 +75,34 @@ class TestPatch:
         assert "hf-posenc: error: " in capsys.readouterr().err.splitlines()[-1]
         assert not output.exists()
 
+    def test_a_patched_checkpoint_is_not_patched_again_by_accident(self, capsys, llama, tmp_path):
+        scaling = 'rope:scaling={"type": "yarn", "factor": 4.0, "original_max_positions": 32}'
+        once, twice = str(tmp_path / "once"), tmp_path / "twice"
+        assert main(["patch", llama, scaling, "--output", once]) == 0
+        capsys.readouterr()
+        for words in (["native", "--stock"], ["native"], ["alibi"]):
+            message = refused(capsys, "patch", once, *words, "--output", str(twice))
+            assert "already has the position encoding rope(yarn x4)" in message
+            assert f"hf-posenc export {once}" in message
+            assert not twice.exists()
+        assert main(["patch", once, "alibi", "--replace", "--output", str(twice)]) == 0
+        assert json.loads((twice / "config.json").read_text())["position_encoding"]["scheme"]["scheme"] == "alibi"
+
+    def test_export_keeps_the_scheme_without_the_plugin(self, capsys, llama, tmp_path):
+        scaling = 'rope:scaling={"type": "yarn", "factor": 4.0, "original_max_positions": 32}'
+        once, plain = str(tmp_path / "once"), tmp_path / "plain"
+        assert main(["patch", llama, scaling, "--output", once]) == 0
+        assert main(["export", once, "--output", str(plain)]) == 0
+        config = json.loads((plain / "config.json").read_text())
+        assert (config["model_type"], config["rope_parameters"]["rope_type"]) == ("llama", "yarn")
+        assert torch.equal(logits(plain), logits(once))
+        capsys.readouterr()
+        assert "not patched" in refused(capsys, "export", llama, "--output", str(tmp_path / "x"))
+        assert "not empty" in refused(capsys, "export", once, "--output", str(plain))
+        assert main(["patch", llama, "alibi", "--output", str(tmp_path / "alibi")]) == 0
+        assert main(["export", str(tmp_path / "alibi"), "--output", str(tmp_path / "y")]) == 2
+        assert not (tmp_path / "y").exists()
+
     def test_a_full_folder_is_kept_unless_told_otherwise(self, capsys, llama, tmp_path):
         (tmp_path / "precious.txt").write_text("mine")
         assert "not empty" in refused(capsys, "patch", llama, "none", "--output", str(tmp_path))

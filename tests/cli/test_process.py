@@ -102,3 +102,27 @@ def test_a_script_of_eval_runs_from_a_clone(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "--lengths" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "output"),
+    [
+        (["--help"], 0, "VERB"),
+        (["schemes"], 0, "self_extend"),
+        (["schemes", "kerpel"], 2, "Did you mean 'kerple'"),
+        (["schemes", "yran"], 2, "Unknown scheme"),
+        (["patch", "model", "alibbi", "--output", "x"], 2, "Did you mean 'alibi'"),
+        (["inspect"], 2, "usage: hf-posenc inspect"),
+    ],
+)
+def test_what_needs_no_model_loads_no_framework(words, status, output):
+    code = (
+        f"import sys; from hf_posenc.cli import main\ntry: status = main({words})\n"
+        "except SystemExit as error: status = error.code\n"
+        "print({'torch', 'transformers', 'numpy'} & set(sys.modules), status, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True
+    )
+    assert done.stderr.splitlines()[-1] == f"set() {status}"
+    assert output in done.stdout + done.stderr

@@ -1,12 +1,16 @@
 """`hf-posenc schemes`, and modules that register more of them."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
 import pytest
 
+from hf_posenc import extensions
 from hf_posenc.cli import main
+from hf_posenc.cli.catalogue import registered
+from hf_posenc.cli.catalogue import shipped as shipped_without_import
 from hf_posenc.schemes import (
     registry,
 )
@@ -37,18 +41,32 @@ class TestSchemes:
         kerple, interleaved = capsys.readouterr().out.split("\n\ninterleaved\n")
         assert kerple.splitlines()[0] == "kerple"
         assert "KERPLE, arXiv:2205.09921" in kerple.splitlines()[1]
-        rows = [" ".join(line.split()) for line in kerple.splitlines()]
-        assert {"option type default", "variant str log", "exponent float | None None"} <= set(rows)
-        assert "inner SchemeConfig rope" in [" ".join(line.split()) for line in interleaved.splitlines()]
+        assert '  variant: str, default log\n      "log" (the better one in the paper) or "power".\n' in kerple
+        assert "  exponent: float | None, default None\n      fixes `r2` of the power form" in kerple
+        assert "  inner: SchemeConfig, default rope\n      scheme of most layers.\n" in interleaved
 
     def test_details_of_schemes_without_options_and_without_defaults(self, capsys, third_party):
         assert main(["schemes", "none", "third_party"]) == 0
         printed = capsys.readouterr().out
         assert "It has no options." in printed
-        assert "strength  float  required" in printed
+        assert "  strength: float, required" in printed
 
     def test_an_unknown_scheme(self, capsys):
         assert "Did you mean 'kerple'" in refused(capsys, "schemes", "kerpel")
+
+    def test_the_listing_from_the_sources_is_that_of_the_registry(self):
+        shipped = [entry for entry in registered() if entry.path.startswith("hf_posenc.")]
+        assert len(shipped) > 40
+        assert shipped == shipped_without_import()
+
+    def test_every_option_of_every_scheme_has_a_meaning(self):
+        lacking = [
+            f"{entry.name}.{option.name}"
+            for entry in shipped_without_import()
+            for option in entry.options
+            if not entry.meanings().get(option.name)
+        ]
+        assert lacking == []
 
     def test_json(self, capsys):
         import hf_posenc
@@ -82,6 +100,8 @@ class TestImport:
         monkeypatch.setattr(registry, "_SCHEMES", dict(registry._SCHEMES))
         monkeypatch.setattr(sys, "path", list(sys.path))
         monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(os, "environ", dict(os.environ))
+        monkeypatch.setattr(extensions, "_asked", None)
         (tmp_path / "far_schemes.py").write_text(THIRD_PARTY)
         yield "far_schemes"
         sys.modules.pop("far_schemes", None)
@@ -99,5 +119,6 @@ class TestImport:
         with pytest.raises(ModuleNotFoundError, match="nowhere_to_be_found"):
             main(["--import", module, "schemes"])
 
-    def test_compare_runs_elsewhere(self, capsys):
-        assert "process of its own" in refused(capsys, "--import", "json", "compare", "--schemes", "none")
+    def test_it_may_stand_behind_the_verb(self, capsys, module):
+        assert main(["schemes", "far_for_tests", "--import", module]) == 0
+        assert "Positions of somebody else." in capsys.readouterr().out

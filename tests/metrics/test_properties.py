@@ -76,7 +76,7 @@ def test_the_table_in_all_forms():
         result.row("alibi")
     for text in (result.table(), result.page()):
         assert "defined past training length" in text
-        assert "rope:rotary_dim=128" in text
+        assert "rope(rotary_dim=128)" in text
         assert "longer than the 1024 positions" in text
     lines = result.page().splitlines()
     assert lines[0] == "# Properties of the schemes"
@@ -104,7 +104,7 @@ def test_schemes_that_cannot_be_named_are_refused():
 def test_command_line(capsys):
     assert main(["eval", "properties", "--schemes", "none,", "rope:theta=500000", "--json"]) == 0
     entry = json.loads(capsys.readouterr().out)
-    assert [row["label"] for row in entry["rows"]] == ["none", "rope:theta=500000"]
+    assert [row["label"] for row in entry["rows"]] == ["none", "rope(theta=500000)"]
     assert main(["eval", "properties", "--schemes", "none", "--markdown"]) == 0
     assert "| none " in capsys.readouterr().out
     assert main(["eval", "properties", "--schemes", "none"]) == 0

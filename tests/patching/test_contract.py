@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import hf_posenc
 from hf_posenc import (
+    InterleavedConfig,
     NoneConfig,
     RopeConfig,
     ScheduleConfig,
@@ -223,15 +224,35 @@ def test_a_warning_turned_into_an_error_leaves_the_model_alone() -> None:
     assert not hasattr(model, "position_encoding")
 
 
-def test_a_rotation_by_name_warns_where_the_model_has_another_base() -> None:
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        "rope", RopeConfig, RopeConfig(), {"scheme": "rope"}, ["rope", "alibi"], InterleavedConfig(every=2),
+        ScheduleConfig(("rope", "none")), copy.deepcopy(RopeConfig(layout="half")),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_base_that_nobody_gave_warns_where_the_model_has_another(scheme: Any) -> None:
     model = patched("llama_gqa", None)
     model.config.rope_parameters["rope_theta"] = 5e5
-    with pytest.warns(UserWarning, match=r"this model with 500000.*pass theta=500000"):
-        patch_model(model, "p_rope")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch_model(model, scheme)
+    (message,) = [str(found.message) for found in caught]
+    assert "theta=10000, its default, and this model with 500000" in message
+    assert "pass theta=500000" in message
+
+
+def test_a_base_that_was_given_is_meant() -> None:
+    model = patched("llama_gqa", None)
+    model.config.rope_parameters["rope_theta"] = 5e5
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         patch_model(model, "p_rope", theta=1e4)  # meant
-        patch_model(model, RopeConfig())  # a finished config says all it says
+        for given in (RopeConfig(1e4), RopeConfig(theta=1e4), {"scheme": "rope", "theta": 1e4}, RopeConfig().to_dict()):
+            patch_model(model, given)
+            patch_model(model, [given, "t5"])
+        patch_model(model, copy.deepcopy(RopeConfig(theta=1e4)))
         patch_model(model, "alibi")
         model.config.rope_parameters = {"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": 5e5}}
         patch_model(model, "rope")  # the base of one type of its layers

@@ -21,7 +21,7 @@ from hf_posenc.plots.schemes.decay import roformer_envelope
 from hf_posenc.plots.schemes.drawing import color_scale
 from hf_posenc.plots.schemes.probes import bias_matrix, equal_query_key_logits, turning_frequencies
 from hf_posenc.plots.schemes.rotation import turning_pairs, turning_speeds
-from hf_posenc.plots.schemes.subject import TINY, config_label
+from hf_posenc.plots.schemes.subject import TINY
 from hf_posenc.schemes import (
     AdditiveEncoding,
     AlibiConfig,
@@ -41,6 +41,7 @@ from hf_posenc.schemes import (
     YarnScaling,
     get_scheme,
 )
+from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
 
 torch.set_num_threads(1)
@@ -350,9 +351,9 @@ def test_files_are_small_images_and_text(tmp_path):
 
 
 def test_labels_name_the_options_that_differ_from_the_defaults():
-    assert config_label(RopeConfig()) == "rope"
-    assert config_label(RopeConfig(theta=5e5, scaling=LinearScaling(2.0))) == "rope(theta=500000, scaling=linear x2)"
-    assert config_label(ComposedConfig((RopeConfig(), AlibiConfig()))) == "composed(parts=[rope, alibi])"
+    assert scheme_label(RopeConfig()) == "rope"
+    assert scheme_label(RopeConfig(theta=5e5, scaling=LinearScaling(2.0))) == "rope(theta=500000, linear x2)"
+    assert scheme_label(ComposedConfig((RopeConfig(), AlibiConfig()))) == "composed(parts=[rope, alibi])"
 
 
 def test_kinds_that_do_not_exist_or_do_not_apply_are_refused_before_anything_is_written(tmp_path):

@@ -8,6 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+from hf_posenc import other_names
 from hf_posenc.errors import UnknownNameError, UnsupportedError
 from hf_posenc.schemes import (
     AlibiConfig,
@@ -32,7 +33,6 @@ from hf_posenc.schemes import (
     YarnScaling,
     get_scheme,
     list_schemes,
-    other_names,
     register_scheme,
     scheme_from_dict,
 )

@@ -76,10 +76,22 @@ def test_too_small_corpus_says_how_many_tokens_there_are(tmp_path, tokenizer, ca
     assert not (out / "results.json").exists()
 
 
-def test_a_single_document_cannot_be_split(tmp_path, tokenizer):
-    (tmp_path / "only.txt").write_text("words " * 500)
+@pytest.mark.parametrize(("separator", "kind"), [("\n\n", "paragraph"), ("\n", "line"), (" ", "word")])
+def test_a_single_document_is_divided_and_the_summary_says_where(tmp_path, tokenizer, separator, kind):
+    text = separator.join(f"word{number}" for number in range(300))
+    (tmp_path / "only.txt").write_text(text)
     (tmp_path / "blank.txt").write_text("  \n")
-    with pytest.raises(SettingsError, match="holds 1 document"):
+    corpus = load_corpus(settings(tmp_path), tokenizer, 16, 64)
+    train, validation = (tokenizer.decode(part, skip_special_tokens=True) for part in (corpus.train, corpus.validation))
+    assert train + separator + validation == text
+    assert len(validation) / len(text) == pytest.approx(0.25, abs=0.02)
+    assert f"from the beginning of a {kind} on" in corpus.summary["division"]
+
+
+@pytest.mark.parametrize(("text", "message"), [("  \n", "no document with text"), ("word" * 500, "cannot be divided")])
+def test_a_text_that_cannot_be_divided(tmp_path, tokenizer, text, message):
+    (tmp_path / "only.txt").write_text(text)
+    with pytest.raises(SettingsError, match=message):
         load_corpus(settings(tmp_path), tokenizer, 16, 64)
 
 

@@ -38,6 +38,7 @@ class Healing(Extension):
 
     def __init__(self, arguments: HealingArguments, given: RunInput, causal: bool) -> None:
         self.arguments, self.given, self.causal = arguments, given, causal
+        self.patches_again = arguments.swaps
         self.swap: Swap[Any] | None = None
         self._before: Any = None
         self._teacher: Any = None

@@ -22,6 +22,7 @@ OBJECTIVES = ("causal", "masked", "embedding")
 #: What one table can only tell once: a cell cannot have its own.
 _OF_THE_STUDY = (
     "cells", "objective", "seeds", "seed", "lengths", "eval_windows", "output_dir", "keep_models", "description",
+    "imports",
 )  # fmt: skip
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 ._+,()-]*")
 

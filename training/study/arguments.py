@@ -46,6 +46,9 @@ def _read(path: Path) -> dict[str, Any]:
             raise SettingsError(
                 f"{path} has the unknown setting {name!r}." + (f" Did you mean {near[0]!r}?" if near else "")
             )
+        if name == "imports":
+            values[name] = [value] if isinstance(value, str) else value
+            continue
         values[name] = _as_flag(path, name, value, known[name].default)
     return values
 

@@ -16,8 +16,8 @@ from training.study.training_settings import TrainingSettings, fingerprint
 
 FINISHED, UNSUPPORTED, DIVERGED, FAILED = "finished", "unsupported", "diverged", "failed"
 
-#: How models are read, which one table can only tell once.
-_OF_THE_TASK = ("length_factor", "test_lengths", "test_samples", "eval_windows")
+#: Which models there are and how they are read, which one table can only tell once.
+_OF_THE_TASK = ("length_factor", "test_lengths", "test_samples", "eval_windows", "model_type")
 _SHAPE = ("hidden_size", "num_layers", "num_heads")
 
 
@@ -150,8 +150,8 @@ def _check_own_settings(cell: Cell) -> None:
     own = sorted(set(cell.entry.training) & set(_OF_THE_TASK))
     if own:
         raise SettingsError(
-            f"--scheme_options for {cell.entry.label!r}: training has {own[0]}, but every scheme of a task is read "
-            "alike. Set it for the task in --task_options, or for all."
+            f"--scheme_options for {cell.entry.label!r}: training has {own[0]}, but every scheme of a task has the "
+            "same kind of model, read alike. Set it for the task in --task_options, or for all."
         )
     if cell.task.synthetic is not None:
         meaningless: tuple[str, ...] = ("train_length", "mlm_probability")

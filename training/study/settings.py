@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from hf_posenc.extensions import name_modules
 from training.errors import SettingsError
 from training.study.entries import SchemeEntry, parse_entries
 from training.study.tasks import StudyTask, parse_task
@@ -72,6 +73,15 @@ class StudySettings(TrainingSettings):
         default=0.05, metadata={"help": "Share of the documents that is kept for validation, whole documents only."}
     )
     split_seed: int = field(default=0, metadata={"help": "Seed of which documents are kept for validation."})
+    imports: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "Modules that register schemes or architectures of your own, on the import path or in the working "
+            "folder.",
+            "aliases": ["--import"],
+            "action": "extend",
+        },
+    )
     workers: int = field(
         default=0, metadata={"help": "Trainings at the same time. 0: one per GPU, or one per CPU core without any."}
     )
@@ -84,6 +94,7 @@ class StudySettings(TrainingSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        name_modules(self.imports)
         if not 0 < self.validation_fraction < 1:
             raise SettingsError(f"--validation_fraction is {self.validation_fraction}; it must lie between 0 and 1.")
         for name in ("workers", "split_seed"):

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_posenc.metrics.dog_result import PROBE_TOLERANCE
-from hf_posenc.metrics.tables import format_table
-from hf_posenc.plots.schemes.subject import config_label
+from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.registry import scheme_from_dict
+from hf_posenc.tables import format_table
 from training.study.aggregation import ROUNDING, Aggregate, Estimate, aggregate, of_task
 from training.study.schema import GENERALIZATION
 
@@ -98,7 +98,7 @@ def task_tables(name: str, task: dict[str, Any], aggregates: Sequence[Aggregate]
 
 def scheme_text(aggregate: Aggregate) -> str:
     """What a label stands for: the scheme with the options that differ from its defaults."""
-    return "the unpatched model" if aggregate.config is None else config_label(scheme_from_dict(aggregate.config))
+    return "the unpatched model" if aggregate.config is None else scheme_label(scheme_from_dict(aggregate.config))
 
 
 def number(estimate: Estimate | None, digits: int = 3, factor: float = 1.0) -> str:

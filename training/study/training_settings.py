@@ -35,6 +35,13 @@ class TrainingSettings:
         default="", metadata={"help": "Lengths it is tested on, such as 5,10,12,20. Default: the task's own."}
     )
     test_samples: int = field(default=100, metadata={"help": "Examples per length of a synthetic task."})
+    model_type: str = field(
+        default="",
+        metadata={
+            "help": "Architecture of the models, such as qwen3, gpt2 or modernbert. Default: llama, and bert for the "
+            "masked task."
+        },
+    )
     hidden_size: int = field(default=128, metadata={"help": "Width of the models."})
     num_layers: int = field(default=2, metadata={"help": "Layers of the models."})
     num_heads: int = field(default=4, metadata={"help": "Attention heads of the models."})
@@ -113,7 +120,8 @@ class TrainingSettings:
 def fingerprint(settings: TrainingSettings) -> dict[str, Any]:
     """The settings of one training that must not change while it is under way, JSON-ready."""
     names = [setting.name for setting in dataclasses.fields(TrainingSettings) if setting.name not in _WITHOUT_EFFECT]
-    return {name: getattr(settings, name) for name in names}
+    # Left out where it is the default, so that a study from before there was a choice can go on.
+    return {name: getattr(settings, name) for name in names if name != "model_type" or settings.model_type}
 
 
 def parse_lengths(option: str, text: str) -> list[int]:

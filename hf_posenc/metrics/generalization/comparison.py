@@ -12,8 +12,8 @@ from hf_posenc.metrics.generalization.task import SyntheticTask
 from hf_posenc.metrics.generalization.tasks import get_task
 from hf_posenc.metrics.in_turn import UnderScheme, footnoted, measure_in_turn
 from hf_posenc.metrics.naming import first_row
-from hf_posenc.metrics.tables import format_number, format_table
 from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.tables import format_number, format_table
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from hf_posenc.metrics.language_modeling.text import (
 )
 from hf_posenc.metrics.language_modeling.token_losses import TOKENS_PER_BATCH, predicts_next_token
 from hf_posenc.metrics.naming import first_row
-from hf_posenc.metrics.tables import format_table
 from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.tables import format_table
 
 
 @dataclass(frozen=True)

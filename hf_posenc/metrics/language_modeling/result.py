@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hf_posenc.metrics.tables import format_table
+from hf_posenc.tables import format_table
 
 
 @dataclass(frozen=True)

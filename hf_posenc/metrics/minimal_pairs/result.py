@@ -8,7 +8,7 @@ from typing import Any
 from hf_posenc.metrics.in_turn import UnderScheme, footnoted
 from hf_posenc.metrics.intervals import wilson_interval
 from hf_posenc.metrics.naming import first_row
-from hf_posenc.metrics.tables import format_table
+from hf_posenc.tables import format_table
 
 #: The group that every pair is counted in.
 ALL = "all"

@@ -15,9 +15,9 @@ from hf_posenc.metrics.properties.specimen import (
     positions_at,
     random_contents,
 )
-from hf_posenc.metrics.tables import format_number
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.parts import PairwiseBias
+from hf_posenc.tables import format_number
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 POSITIONS = (0, 1000, 16000, 64000)

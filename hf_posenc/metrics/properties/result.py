@@ -9,7 +9,7 @@ from typing import Any
 from hf_posenc.metrics.naming import first_row
 from hf_posenc.metrics.properties.measurement import Measurement
 from hf_posenc.metrics.properties.specimen import HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, TRAINING_LENGTH
-from hf_posenc.metrics.tables import format_number, format_table
+from hf_posenc.tables import format_number, format_table
 
 #: Heading of each property in the table, and what its number is.
 HEADINGS: dict[str, tuple[str, str]] = {

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from hf_posenc.metrics.errors import MeasurementError
-from hf_posenc.metrics.naming import resolve_scheme, scheme_label
+from hf_posenc.metrics.naming import resolve_scheme
 from hf_posenc.metrics.properties.decay import long_term_decay
 from hf_posenc.metrics.properties.determinism import determinism
 from hf_posenc.metrics.properties.extensibility import extensibility
@@ -20,6 +20,7 @@ from hf_posenc.metrics.properties.result import PropertiesRow, PropertiesTable
 from hf_posenc.metrics.properties.specimen import Specimen, build_specimen, collecting_refusals
 from hf_posenc.metrics.properties.uniqueness import length_consistency, uniqueness
 from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.registry import list_schemes
 

@@ -19,7 +19,6 @@ from hf_posenc.metrics.language_modeling.token_losses import (
     predicts_next_token,
     token_losses,
 )
-from hf_posenc.metrics.naming import scheme_label
 from hf_posenc.metrics.preserve import isolated_rng
 from hf_posenc.metrics.quantization.result import QuantizedLosses, VariantRow
 from hf_posenc.metrics.quantization.scheme import QuantizedConfig, quantized
@@ -27,6 +26,7 @@ from hf_posenc.patching import native_scheme, patch_model, unpatch_model
 from hf_posenc.patching.apply import current_encoding, unwrapped
 from hf_posenc.patching.suspend import suspended
 from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.labels import scheme_label
 
 #: Where in the context the text stands.
 POSITIONS = (0, 1024, 4096)

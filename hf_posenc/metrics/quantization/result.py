@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hf_posenc.metrics.tables import format_number, format_table
+from hf_posenc.tables import format_number, format_table
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from hf_posenc.metrics.sensitivity.permuted_context import PermutedContext
 from hf_posenc.metrics.sensitivity.repeated_words import RepeatedWords
 from hf_posenc.metrics.sensitivity.role_swaps import RoleSwaps
 from hf_posenc.metrics.sensitivity.shifted_positions import ShiftedPositions
-from hf_posenc.metrics.tables import format_number, format_table
+from hf_posenc.tables import format_number, format_table
 
 _CAUSAL_NOTE = (
     "The model is causal: its mask shows every token another prefix, so it sees order without positions too. Read each "

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from hf_posenc.extensions import import_named_modules
 from hf_posenc.schemes.config import SchemeConfig
 
 if TYPE_CHECKING:
@@ -90,4 +91,5 @@ def register_architecture(*model_types: str, architecture: Architecture) -> None
 
 def architecture_of(config: Any) -> Architecture:
     """The declaration for a config; the empty one for everything ordinary."""
+    import_named_modules()
     return _ARCHITECTURES.get(getattr(config, "model_type", ""), _ORDINARY)

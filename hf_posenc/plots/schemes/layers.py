@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from hf_posenc.plots.schemes.drawing import panels
 from hf_posenc.plots.schemes.kind import FigureKind
-from hf_posenc.plots.schemes.subject import Subject, config_label, shortened
+from hf_posenc.plots.schemes.subject import Subject, shortened
 from hf_posenc.plots.style import COLORS
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig, ScheduleConfig
+from hf_posenc.schemes.labels import scheme_label
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,7 +31,7 @@ def _layer_schemes(subject: Subject) -> list[str]:
     config = subject.config
     assert isinstance(config, LayeredConfig)
     count = len(config.layers) if isinstance(config, ScheduleConfig) else _LAYERS
-    return [config_label(config.for_layer(layer, layer_type(layer))) for layer in range(count)]
+    return [scheme_label(config.for_layer(layer, layer_type(layer))) for layer in range(count)]
 
 
 def _draw(subject: Subject) -> Figure:

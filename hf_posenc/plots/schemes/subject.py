@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.positions import Positions, integer_range
 
@@ -48,7 +49,7 @@ class Subject:
     @property
     def title(self) -> str:
         """The name with the options that differ from their defaults, and whether parameters were drawn larger."""
-        label = config_label(self.config)
+        label = scheme_label(self.config)
         if not self.enlarged:
             return shortened(label, 75)
         return shortened(label, 45) + ", learned parameters drawn larger"
@@ -127,31 +128,6 @@ def standard_places(base: BuildContext = _PLACE) -> tuple[BuildContext, ...]:
 def shortened(text: str, width: int) -> str:
     """`text`, cut where it is longer than `width` characters."""
     return text if len(text) <= width else text[: width - 3] + "..."
-
-
-def config_label(config: SchemeConfig) -> str:
-    """`rope` or `rope(theta=500000.0)`: the name, and the options that differ from their defaults."""
-    changed = []
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        default = field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        if value != default:
-            changed.append(f"{field.name}={_value_label(value)}")
-    return config.name + (f"({', '.join(changed)})" if changed else "")
-
-
-def _value_label(value: object) -> str:
-    if isinstance(value, SchemeConfig):
-        return config_label(value)
-    if isinstance(value, tuple):
-        return "[" + ", ".join(_value_label(item) for item in value) + "]"
-    kind = getattr(value, "type", None)
-    if kind and dataclasses.is_dataclass(value):
-        factor = getattr(value, "factor", None)
-        return f"{kind} x{factor:g}" if isinstance(factor, int | float) else str(kind)
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _built(config: SchemeConfig, context: BuildContext) -> Subject:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from hf_posenc.schemes.config import SubConfig, constructor_example
-
 _SCHEMES = {
     "no_pe": ("none",),
     "nope": ("none",),
@@ -50,6 +48,8 @@ def hint_for(name: str) -> str:
     if word == "drope":
         return "It is a way to train and not a scheme: hf_posenc.recipes.drope(total_steps)."
     if word in _SCALINGS:
+        from hf_posenc.schemes.config import SubConfig, constructor_example
+
         example = constructor_example(SubConfig.type_named(_SCALINGS[word]))
         return f"It is a scaling of 'rope': RopeConfig(scaling={example})."
     if word in _SCHEMES:

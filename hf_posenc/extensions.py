@@ -1,0 +1,93 @@
+"""Modules of others that register schemes or architectures, by name: in this process and in those it starts.
+
+They are named in the environment, so that every child process knows them, and imported when somebody looks up a
+scheme or an architecture: a process that does neither pays nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Iterable
+
+from hf_posenc.errors import PositionEncodingError
+
+#: Names of modules, with commas between them.
+MODULES = "HF_POSENC_IMPORT"
+#: A folder in which they are looked for, behind the import path.
+FOLDER = "HF_POSENC_IMPORT_FROM"
+
+_lock = threading.RLock()
+_asked: str | None = None
+
+
+class ExtensionError(PositionEncodingError, ImportError):
+    """A module that was named does not exist."""
+
+
+def name_modules(names: Iterable[str]) -> None:
+    """Names modules in the environment of this process; they may lie in the working folder.
+
+    Raises:
+        ExtensionError: for a module that does not exist.
+    """
+    added = [name for name in names if name not in _named()]
+    if not added:
+        return
+    os.environ[FOLDER] = os.getcwd()
+    _add_folder()
+    for name in added:
+        _find(name)
+    os.environ[MODULES] = ",".join([*_named(), *added])
+
+
+def import_named_modules() -> None:
+    """Imports the modules that the environment names, once.
+
+    Raises:
+        ExtensionError: for a module that does not exist.
+    """
+    global _asked
+    asked = os.environ.get(MODULES)
+    if not asked or asked == _asked:
+        return
+    with _lock:
+        if asked == _asked:
+            return
+        before, _asked = _asked, asked  # the modules themselves look up schemes
+        try:
+            _add_folder()
+            for name in _named():
+                _find(name)
+                importlib.import_module(name)
+        except BaseException:
+            _asked = before
+            raise
+
+
+def _named() -> list[str]:
+    return [name for name in os.environ.get(MODULES, "").split(",") if name]
+
+
+def _add_folder() -> None:
+    folder = os.environ.get(FOLDER)
+    if folder and folder not in sys.path:
+        sys.path.append(folder)
+
+
+def _find(name: str) -> None:
+    try:
+        found = name in sys.modules or importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        found = False
+    except ValueError:
+        found = False
+    if not found:
+        raise ExtensionError(
+            f"--import {name}: there is no module {name!r} on the import path or in {os.environ.get(FOLDER, '')!r}."
+        )

@@ -1,0 +1,134 @@
+"""Studies with a scheme of one's own, another architecture, and one text file."""
+
+import json
+import os
+
+import pytest
+from transformers import BertConfig, LlamaConfig
+
+from hf_posenc import extensions
+from tests.cli.test_schemes import THIRD_PARTY
+from training import compare, run_clm
+from training.corpus import load_tokenizer
+from training.errors import SettingsError
+from training.files import write_json
+from training.study.models import model_class, model_config
+from training.study.tasks import parse_task
+from training.study.training_settings import TrainingSettings, fingerprint
+
+
+@pytest.fixture
+def own_scheme(tmp_path, monkeypatch):
+    import sys
+
+    from hf_posenc.schemes import registry
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(extensions, "_asked", None)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(registry, "_SCHEMES", dict(registry._SCHEMES))
+    own = THIRD_PARTY.replace("SchemeConfig):", "NoneConfig):").replace("far_for_tests", "own_for_tests")
+    (tmp_path / "own_schemes.py").write_text(own)
+    yield "own_for_tests"
+    sys.modules.pop("own_schemes", None)
+
+
+def test_one_file_another_architecture_and_an_imported_scheme(tmp_path, own_scheme, capsys, monkeypatch):
+    def only_results(results, folder):
+        write_json(folder / "results.json", results)
+        (folder / "table.md").write_text("")
+        return []
+
+    # Figures and cards take longer than the study.
+    monkeypatch.setattr(compare, "write_outputs", only_results)
+    (tmp_path / "text.txt").write_text("\n\n".join(f"Paragraph {number} has a few words." for number in range(60)))
+    settings = {
+        "imports": ["own_schemes"], "schemes": ["rope", own_scheme], "tasks": ["causal"], "model_type": "qwen3",
+        "dataset_name": "text.txt", "output_dir": "out", "max_steps": 2, "eval_every": 1, "batch_size": 2,
+        "train_length": 8, "length_factor": 2, "hidden_size": 16, "num_heads": 2, "num_layers": 1, "eval_windows": 2,
+        "warmup_steps": 1, "workers": 2, "validation_fraction": 0.2,
+    }  # fmt: skip
+    (tmp_path / "study.yaml").write_text(json.dumps(settings))  # JSON is YAML
+    assert compare.main(["study.yaml"]) == 0, capsys.readouterr().err
+    assert "are trained on, and the last" in capsys.readouterr().out
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert {run["scheme"]: run["status"] for run in results["runs"]} == {"rope": "finished", own_scheme: "finished"}
+    assert results["tasks"]["causal"]["model"] == "Qwen3ForCausalLM"
+    assert results["settings"]["imports"] == ["own_schemes"]
+    # It goes on where it was, and in words of the command line too.
+    assert compare.main(["study.yaml", "--import", "own_schemes"]) == 0
+    assert json.loads((tmp_path / "out" / "results.json").read_text())["runs"] == results["runs"]
+
+
+def test_a_module_that_does_not_exist_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    assert compare.main(["--import", "nowhere_to_be_found"]) == 2
+    assert run_clm.main(["--import", "nowhere_to_be_found", "--model_type", "llama", "--output_dir", "out"]) == 2
+    assert capsys.readouterr().err.count("no module 'nowhere_to_be_found'") == 2
+
+
+def test_a_run_takes_an_imported_scheme(tmp_path, own_scheme, capsys):
+    (tmp_path / "text").mkdir()
+    for number in range(4):
+        (tmp_path / "text" / f"{number}.txt").write_text(f"Document {number} has a few words. " * 10)
+    words = [
+        "--import", "own_schemes", "--scheme", own_scheme, "--model_type", "llama", "--tokenizer_name", "bytes",
+        "--config_overrides", "hidden_size=16,intermediate_size=16,num_hidden_layers=1,num_attention_heads=2",
+        "--dataset_name", "text", "--block_size", "16", "--max_steps", "1", "--output_dir", "out", "--do_train",
+        "--report_to", "none", "--validation_split_percentage", "30",
+    ]  # fmt: skip
+    assert run_clm.main(words) == 0, capsys.readouterr().err
+    assert (
+        json.loads((tmp_path / "out" / "config.json").read_text())["position_encoding"]["scheme"]["scheme"]
+        == own_scheme
+    )
+
+
+def task(name="causal", **settings):
+    return parse_task(name, TrainingSettings(**{"hidden_size": 32, "num_layers": 1, "num_heads": 2} | settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type"),
+    [("causal", name) for name in ("gpt2", "gemma2", "opt", "gpt_neox", "mistral", "bloom")]
+    + [("masked", name) for name in ("roberta", "modernbert", "distilbert", "deberta-v2")],
+)
+def test_architectures_of_a_study_read_its_longest_sequence(name, model_type):
+    import torch
+
+    chosen, tokenizer = task(name, model_type=model_type), load_tokenizer(None)
+    model = model_class(chosen)(model_config(chosen, chosen.settings, tokenizer, positions=24)).eval()
+    assert model.config.hidden_size == 32
+    assert sum(parameter.numel() for parameter in model.parameters()) < 300_000
+    assert model(input_ids=torch.arange(3, 27)[None]).logits.shape[:2] == (1, 24)
+
+
+def test_the_default_architectures_are_as_they_were():
+    tokenizer = load_tokenizer(None)
+    common = {
+        "vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "intermediate_size": 64, "max_position_embeddings": 24, "initializer_range": 0.05, "pad_token_id": 0,
+        "bos_token_id": None, "eos_token_id": 1,
+    }  # fmt: skip
+    llama = LlamaConfig(**common, tie_word_embeddings=True, use_cache=False)
+    bert = BertConfig(**common, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    for name, config in (("causal", llama), ("masked", bert)):
+        assert model_config(task(name), task(name).settings, tokenizer, 24).to_dict() == config.to_dict()
+    assert "model_type" not in fingerprint(task().settings)
+    assert fingerprint(task(model_type="gpt2").settings)["model_type"] == "gpt2"
+
+
+@pytest.mark.parametrize(
+    ("name", "model_type", "message"),
+    [
+        ("causal", "lama", "Did you mean 'llama'"),
+        ("masked", "llama", "of masked language models"),
+        ("causal", "mamba", "no num_attention_heads"),
+    ],
+)
+def test_architectures_that_cannot_be_studied(name, model_type, message):
+    chosen = task(name, model_type=model_type)
+    with pytest.raises(SettingsError, match=message):
+        model_class(chosen)(model_config(chosen, chosen.settings, load_tokenizer(None), 24))
