@@ -19,6 +19,7 @@ from hf_posenc.patching.rotary_calls import inverse_frequencies_of, pairing, rot
 from hf_posenc.patching.sites import FoundAttention, FoundModule, Stack
 from hf_posenc.patching.suspend import suspended
 from hf_posenc.patching.table_site import table_origin, table_weight
+from hf_posenc.patching.verify import verify_native
 from hf_posenc.schemes import (
     ComposedConfig,
     DynamicScaling,
@@ -37,11 +38,13 @@ from hf_posenc.schemes.positions import Positions
 def native_scheme(model: PreTrainedModel) -> SchemeConfig:
     """The scheme of a stock model, with its parameters.
 
-    `patch_model(model, native_scheme(model))` reproduces the stock outputs. A rotary model is run once on three tokens.
+    `patch_model(model, native_scheme(model))` reproduces the stock outputs. A rotary model is run once on three tokens,
+    and one whose mechanism is declared twice on eight: as it is, and with the scheme in its place.
     The answer for a patched model is that of the stock model underneath.
 
     Raises:
-        UnsupportedError: for an architecture that cannot be patched, or whose own mechanism no scheme describes.
+        UnsupportedError: for an architecture that cannot be patched, whose own mechanism no scheme describes, or
+            computes something else than its architecture declares.
     """
     with suspended(model) as target:
         stacks = find_stacks(target)
@@ -49,12 +52,15 @@ def native_scheme(model: PreTrainedModel) -> SchemeConfig:
         rotating = any(attention.rotary_functions for stack in stacks for attention in stack.attentions)
         rotations = observe_rotations(target, stacks) if rotating else {}
         schemes = [_stack_scheme(stack, architecture, rotations) for stack in stacks]
-    if any(scheme != schemes[0] for scheme in schemes):
-        raise UnsupportedError(
-            f"The stacks of {type(target).__name__} know about position in different ways "
-            f"({'; '.join(f'{s.name}: {c}' for s, c in zip(stacks, schemes, strict=True))}), which one config "
-            "cannot say."
-        )
+        if any(scheme != schemes[0] for scheme in schemes):
+            raise UnsupportedError(
+                f"The stacks of {type(target).__name__} know about position in different ways "
+                f"({'; '.join(f'{s.name}: {c}' for s, c in zip(stacks, schemes, strict=True))}), which one config "
+                "cannot say."
+            )
+        if architecture.native is not None:
+            # Phases and tables have been compared by their numbers; a declaration knows the architecture by name.
+            verify_native(target, schemes[0], stacks)
     return schemes[0]
 
 

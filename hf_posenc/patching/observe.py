@@ -56,21 +56,28 @@ def observe_rotations(model: PreTrainedModel, stacks: list[Stack]) -> dict[str, 
             if attention.rotary_functions:
                 path = f"{stack.name}:{attention.path}"
                 journal.set_forward(attention.module, _recorder(attention, path, seen))
-    training = [(module, module.training) for module in model.modules()]
     try:
-        model.eval()
-        with torch.no_grad():
-            model(**_tokens(model))
+        run_briefly(model, _TOKENS)
     finally:
-        for module, mode in training:
-            module.training = mode
         journal.undo()
     return seen
 
 
-def _tokens(model: PreTrainedModel) -> dict[str, Any]:
+def run_briefly(model: PreTrainedModel, length: int) -> Any:
+    """The outputs for a few tokens, without dropout; the model stays in the mode it was in."""
+    training = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        with torch.no_grad():
+            return model(**_tokens(model, length))
+    finally:
+        for module, mode in training:
+            module.training = mode
+
+
+def _tokens(model: PreTrainedModel, length: int) -> dict[str, Any]:
     device = execution_device(model)
-    tokens = torch.tensor([[5, 6, 7]], device=device)[:, :_TOKENS]
+    tokens = torch.arange(5, 5 + length, device=device).unsqueeze(0)
     given: dict[str, Any] = {"input_ids": tokens}
     parameters = inspect.signature(type(model).forward).parameters
     if "use_cache" in parameters:

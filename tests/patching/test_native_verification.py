@@ -1,0 +1,65 @@
+"""`native_scheme` compares a declared mechanism with what the model computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    CTRLConfig,
+    CTRLLMHeadModel,
+    RoFormerConfig,
+    RoFormerForMaskedLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from hf_posenc import UnsupportedError, native_scheme
+
+_SMALL: dict[str, Any] = {"num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 96}
+
+
+def enlarged(model: Any) -> Any:
+    """Weights large enough that attention, and so position, decides the output."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() >= 2 and "embed_positions" not in name:
+                parameter.normal_(std=0.25, generator=generator)
+    return model.eval()
+
+
+def roformer() -> Any:
+    return enlarged(RoFormerForMaskedLM(RoFormerConfig(hidden_size=32, intermediate_size=48, **_SMALL)))
+
+
+def test_a_table_with_other_numbers_is_refused_and_left_alone() -> None:
+    model = roformer()
+    assert native_scheme(model).name == "rope"
+    table = model.roformer.encoder.embed_positions.weight
+    with torch.no_grad():
+        table.mul_(3)
+    before, trained = table.clone(), table.requires_grad
+    state = torch.get_rng_state()
+    with pytest.raises(UnsupportedError, match="RoFormerForMaskedLM is not what its architecture declares"):
+        native_scheme(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(model.roformer.encoder.embed_positions.weight, before)
+    assert table.requires_grad == trained
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_sinusoidal_buffer_with_other_numbers_is_refused() -> None:
+    model = enlarged(CTRLLMHeadModel(CTRLConfig(n_embd=32, dff=48, n_layer=2, n_head=4, vocab_size=96)))
+    assert native_scheme(model).name == "sinusoidal"
+    model.transformer.pos_encoding = model.transformer.pos_encoding * 3
+    with pytest.raises(UnsupportedError, match="is not what its architecture declares"):
+        native_scheme(model)
+
+
+def test_a_learned_bias_may_have_any_numbers_and_a_model_in_training_keeps_its_mode() -> None:
+    config = T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=96, decoder_start_token_id=0)
+    model = enlarged(T5ForConditionalGeneration(config)).train()
+    assert native_scheme(model).name == "t5"
+    assert all(module.training for module in model.modules())
