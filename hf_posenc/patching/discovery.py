@@ -231,7 +231,8 @@ def _name_stacks(stacks: list[Stack]) -> None:
     if len(stacks) == 1:
         return
     for stack in stacks:
-        stack.name = "decoder" if "decoder" in stack.path else "encoder" if "encoder" in stack.path else stack.path
+        own = stack.path.replace(".", "_") or "model"
+        stack.name = "decoder" if "decoder" in stack.path else "encoder" if "encoder" in stack.path else own
     names = [stack.name for stack in stacks]
     if len(set(names)) < len(names):
         for stack in stacks:
