@@ -130,6 +130,10 @@ def _from_config(original: Callable[..., Any], model_class: Any, config: Any, **
 def _from_pretrained(
     original: Callable[..., Any], model_class: Any, source: Any, *model_args: Any, **kwargs: Any
 ) -> Any:
+    if is_scheme_name(source):
+        from hf_posenc.checkpoint.rebuilding import rebuilt
+
+        return rebuilt(functools.partial(_from_pretrained, original, model_class), source, model_args, kwargs)
     config = kwargs.get("config")
     if isinstance(config, PreTrainedConfig) and read_entry(config) is None:
         _refuse_stock_config(source, config, kwargs)
@@ -147,6 +151,10 @@ def _from_pretrained(
     model, info = original(proxy, source, *model_args, output_loading_info=True, **kwargs)
     _check_loaded(model, info, str(source))
     built.pop().follow(model)
+    if _is_patched(str(model.config._name_or_path), kwargs):
+        from hf_posenc.patching.scheme_name import unmark_names
+
+        unmark_names(model, model.position_encoding)
     return (model, info) if with_info else model
 
 
@@ -255,12 +263,21 @@ def _refuse_stock_config(source: Any, config: PreTrainedConfig, kwargs: dict[str
         )
 
 
+def is_scheme_name(source: Any) -> bool:
+    """Whether `source` is the name of a model that was patched in memory; plain strings are told without imports."""
+    if type(source) is str or "hf_posenc.patching.scheme_name" not in sys.modules:
+        return False
+    from hf_posenc.patching.scheme_name import SchemeName
+
+    return isinstance(source, SchemeName)
+
+
 def _is_patched(source: Any, kwargs: dict[str, Any]) -> bool:
     """Whether the `config.json` that `source` names on this machine, if any, is that of a patched model.
 
     Looks at local folders and at the hub's cache only: no request is ever sent.
     """
-    path = _local_config(source, kwargs)
+    path = local_config(source, kwargs)
     if path is None:
         return False
     text = path.read_text(encoding="utf-8", errors="replace")
@@ -273,7 +290,8 @@ def _is_patched(source: Any, kwargs: dict[str, Any]) -> bool:
     return is_on_disk_form(config)
 
 
-def _local_config(source: Any, kwargs: dict[str, Any]) -> Path | None:
+def local_config(source: Any, kwargs: dict[str, Any]) -> Path | None:
+    """The `config.json` that `source` names, if it is on this machine. No request is ever sent."""
     if not isinstance(source, str | os.PathLike):
         return None
     subfolder = kwargs.get("subfolder") or ""

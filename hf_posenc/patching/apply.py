@@ -16,6 +16,7 @@ from hf_posenc.patching.encoding import PositionEncoding, StackEncoding, paramet
 from hf_posenc.patching.install import install_stack
 from hf_posenc.patching.recomputation import forget_recomputation
 from hf_posenc.patching.report import PatchReport
+from hf_posenc.patching.scheme_name import mark_names
 from hf_posenc.patching.sites import Stack
 from hf_posenc.schemes.config import SchemeConfig
 
@@ -120,6 +121,7 @@ def install(encoding: PositionEncoding, model: PreTrainedModel) -> None:
         encoding.journal.set(model, ATTRIBUTE, encoding)
     attach_entry(model.config, encoding.config.to_dict())
     encoding.__dict__["model_config"] = model.config
+    mark_names(model, encoding)
     _disable_unsafe_cache(encoding, model)
     encoding.train(model.training)
 
