@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import json
 import os
 import sys
@@ -29,10 +30,10 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
+from hf_posenc.checkpoint import peft_hooks
+from hf_posenc.checkpoint.wrapping import wrap
 from hf_posenc.entry import ATTRIBUTE, MODEL_TYPE, is_on_disk_form, read_entry
 from hf_posenc.errors import UnsupportedError
-
-_MARK = "_hf_posenc_wraps"
 
 
 class EntryIgnoredError(UnsupportedError):
@@ -51,27 +52,13 @@ class EntryIgnoredError(UnsupportedError):
 
 def install() -> None:
     """Wraps the loading methods of transformers. Calling it again changes nothing."""
-    _wrap(PreTrainedConfig, "get_config_dict", _get_config_dict)
-    _wrap(PreTrainedConfig, "__post_init__", _config_post_init)
-    _wrap(PreTrainedModel, "from_pretrained", _from_pretrained)
-    _wrap(PreTrainedModel, "_from_config", _from_config)
-    _wrap(PreTrainedModel, "__init__", _model_init)
-    _wrap(PreTrainedModel, "save_pretrained", _save_pretrained)
-
-
-def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
-    raw = owner.__dict__[name]
-    is_classmethod = isinstance(raw, classmethod)
-    original = raw.__func__ if is_classmethod else raw
-    if hasattr(original, _MARK):
-        return
-
-    @functools.wraps(original)
-    def wrapped(self_or_class: Any, *args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, self_or_class, *args, **kwargs)
-
-    setattr(wrapped, _MARK, original)
-    setattr(owner, name, classmethod(wrapped) if is_classmethod else wrapped)
+    wrap(PreTrainedConfig, "get_config_dict", _get_config_dict)
+    wrap(PreTrainedConfig, "__post_init__", _config_post_init)
+    wrap(PreTrainedModel, "from_pretrained", _from_pretrained)
+    wrap(PreTrainedModel, "_from_config", _from_config)
+    wrap(PreTrainedModel, "__init__", _model_init)
+    wrap(PreTrainedModel, "save_pretrained", _save_pretrained)
+    peft_hooks.install()
 
 
 def _get_config_dict(original: Callable[..., Any], config_class: Any, source: Any, **kwargs: Any) -> Any:
@@ -118,7 +105,13 @@ def _save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwa
                 "layers with a model that was patched, or a part of it was. Saved as it is, it would come back with "
                 "the stock positions. Save the model that was patched, or unpatch that one and patch this one."
             )
-    return original(model, *args, **kwargs)
+    if not getattr(model, "_hf_peft_config_loaded", False):
+        return original(model, *args, **kwargs)
+    # Adapters inside a transformers model: the adapter alone is saved.
+    given = inspect.signature(original).bind(model, *args, **kwargs).arguments
+    folder, state = Path(given["save_directory"]), given.get("state_dict")
+    with peft_hooks.scheme_beside_adapters(model, [folder], given.get("is_main_process", True), state):
+        return original(model, *args, **kwargs)
 
 
 def _from_config(original: Callable[..., Any], model_class: Any, config: Any, **kwargs: Any) -> Any:
