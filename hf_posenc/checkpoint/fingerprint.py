@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,8 @@ from hf_posenc.entry import ATTRIBUTE
 _MATRICES, _VECTORS, _VALUES = 64, 32, 8
 #: Ways to start LoRA that leave the base as it is. Others (PiSSA, OLoRA, CorDA, LoftQ) change the weights below.
 _HARMLESS_STARTS = ("gaussian", "orthogonal", "eva")
+
+_HALVES = (torch.bfloat16, torch.float16)
 
 Fingerprint = dict[str, dict[str, Any]]
 
@@ -39,7 +42,7 @@ def fingerprint(
         state: a full state dict of the model, for one whose own parameters are sharded.
 
     Returns:
-        By name: `shape`, and `values` as base64 of little-endian float32.
+        By name: `shape`, `values` as base64 of little-endian float32, and the `dtype` they had, if that is a half.
     """
     configs = list((adapters or {}).values())
     biases = any(getattr(config, "bias", "none") != "none" for config in configs)
@@ -53,10 +56,8 @@ def fingerprint(
     matrices = [name for name, tensor in found.items() if tensor.dim() > 1]
     vectors = [name for name, tensor in found.items() if tensor.dim() == 1]
     chosen = [*_spread(matrices, _MATRICES), *_spread(vectors, _VECTORS)]
-    return {
-        name: {"shape": list(found[name].shape), "values": _encode(_sample(found[name], tuple(found[name].shape)))}
-        for name in chosen
-    }
+    samples = {name: _sample(found[name], tuple(found[name].shape)) for name in chosen}
+    return {name: {"shape": list(found[name].shape), **_encode(sample)} for name, sample in samples.items()}
 
 
 def difference(saved: Fingerprint, model: PreTrainedModel) -> str | None:
@@ -75,35 +76,77 @@ def difference(saved: Fingerprint, model: PreTrainedModel) -> str | None:
     incomplete = any(tensor is None for tensor in tensors.values()) or getattr(model, "is_quantized", False)
     embedding = model.get_input_embeddings()
     table = None if embedding is None else getattr(embedding, "weight", None)
-    telling, differing = 0, []
+    shapes, samples = [], {}
     for name, entry in saved.items():
         tensor = tensors.get(name)
         if tensor is None:
             if name not in places and not incomplete:
-                differing.append(f"it has no {name}")
+                shapes.append(f"it has no {name}")
             continue
-        expected, shape = _decode(entry["values"]), tuple(entry["shape"])
+        expected, shape = _decode(entry), tuple(entry["shape"])
         # Tokens may have been added to the embeddings since, or taken away; their rows come last.
         resized = places[name].parameter is table and tensor.shape[0] >= shape[0] // 2
         if tuple(tensor.shape) != shape and not (resized and tuple(tensor.shape[1:]) == shape[1:]):
-            differing.append(f"{name} has the shape {list(tensor.shape)} and not {list(shape)}")
+            shapes.append(f"{name} has the shape {list(tensor.shape)} and not {list(shape)}")
             continue
-        values = _sample(tensor, shape)
-        if values.shape != expected.shape:
-            differing.append(f"{name} was recorded with {len(expected)} values and not {len(values)}")
-        elif not _same(expected, values):
-            worst = int((expected - values).abs().argmax())
-            differing.append(f"{name} has {values[worst]:.6g} where {expected[worst]:.6g} was")
-        elif bool((expected != expected[0]).any()):
-            telling += 1
+        found = _sample(tensor, shape)
+        if found.shape != expected.shape:
+            shapes.append(f"{name} was recorded with {len(expected)} values and not {len(found)}")
+        else:
+            samples[name] = (expected, found)
+    differing = shapes + _other_numbers(samples)
     if differing:
         return f"{differing[0]} ({len(differing)} of {len(saved)} tensors differ)"
-    if not telling:
+    if not any((expected.values != expected.values[0]).any() for expected, _ in samples.values()):
         return (
             f"none of the {len(saved)} tensors that were recorded can be compared: they are quantised, sharded or "
             "offloaded here, or the same in every model"
         )
     return None
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """Values of a tensor in float32, and the dtype they had."""
+
+    values: Tensor
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.values.shape
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def rounded(self, dtype: torch.dtype) -> Tensor:
+        return self.values.to(dtype).float()
+
+
+def _other_numbers(samples: Mapping[str, tuple[_Sample, _Sample]]) -> list[str]:
+    """Which samples are not the same numbers, apart from a rounding to half precision on one side.
+
+    A tensor counts as rounded if it has that dtype, or if every number of its model is one that this dtype has (a model
+    that was loaded in half precision and converted): a 1.0 that happens to be one proves nothing.
+    """
+    whole = {
+        (side, dtype): all(torch.equal(pair[side].rounded(dtype), pair[side].values) for pair in samples.values())
+        for side in (0, 1)
+        for dtype in _HALVES
+    }
+    differing = []
+    for name, pair in samples.items():
+        halves = [{dtype for dtype in _HALVES if pair[side].dtype == dtype or whole[side, dtype]} for side in (0, 1)]
+        expected, found = (one.values for one in pair)
+        same = torch.equal(expected, found) or any(
+            torch.equal(pair[0].rounded(dtype), pair[1].rounded(dtype)) for dtype in halves[0] | halves[1]
+        )
+        # bfloat16 rounds by at most 2**-9 of a value's power of two, float16 by 2**-12, or 2**-25 near zero.
+        crossed = bool(halves[0] and halves[1]) and halves[0] != halves[1]
+        if not same and not (crossed and torch.allclose(expected, found, rtol=2**-8 + 2**-11, atol=2**-24)):
+            worst = int((expected - found).abs().argmax())
+            differing.append(f"{name} has {found[worst]:.6g} where {expected[worst]:.6g} was")
+    return differing
 
 
 class _Place:
@@ -167,35 +210,32 @@ def _spread(names: list[str], most: int) -> list[str]:
     return [names[index * len(names) // count] for index in range(count)]
 
 
-def _sample(tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _sample(tensor: Tensor, shape: tuple[int, ...]) -> _Sample:
     """Values at places that depend on `shape` only, in the first half of the rows (added tokens come last)."""
     rows = max(1, shape[0] // 2) if len(shape) > 1 else shape[0]
     size = rows * int(np.prod(shape[1:], dtype=np.int64))
     # Multiples of the golden ratio spread over rows and columns alike.
     places = sorted({((index + 1) * 2654435769 % 2**32) * size >> 32 for index in range(min(_VALUES, size))})
     positions = [torch.tensor(part) for part in np.unravel_index(places, shape)]
-    return tensor[tuple(position.to(tensor.device) for position in positions)].to("cpu", torch.float32)
+    values = tensor[tuple(position.to(tensor.device) for position in positions)]
+    return _Sample(values.to("cpu", torch.float32), tensor.dtype)
 
 
-def _same(expected: Tensor, found: Tensor) -> bool:
-    """Whether two samples are the same numbers, one of them possibly rounded to a half precision."""
-    if torch.equal(expected, found):
-        return True
-    rounded = {}
-    for dtype in (torch.bfloat16, torch.float16):
-        ends = [values.to(dtype).float() for values in (expected, found)]
-        rounded[dtype] = [torch.equal(end, values) for end, values in zip(ends, (expected, found), strict=True)]
-        if any(rounded[dtype]) and torch.equal(*ends):
-            return True
-    crossed = rounded[torch.bfloat16][0] and rounded[torch.float16][1]
-    crossed |= rounded[torch.float16][0] and rounded[torch.bfloat16][1]
-    # Rounded to bfloat16 (by at most 2**-9 of the value's power of two) there, and to float16 (2**-12) here.
-    return crossed and torch.allclose(expected, found, rtol=2**-8 + 2**-11, atol=2**-24)
+def _encode(sample: _Sample) -> dict[str, str]:
+    values = base64.b64encode(sample.values.numpy().astype("<f4").tobytes()).decode("ascii")
+    return {"values": values} | ({"dtype": str(sample.dtype).removeprefix("torch.")} if sample.dtype in _HALVES else {})
 
 
-def _encode(values: Tensor) -> str:
-    return base64.b64encode(values.numpy().astype("<f4").tobytes()).decode("ascii")
+def _decode(entry: Mapping[str, Any]) -> _Sample:
+    values = np.frombuffer(base64.b64decode(entry["values"], validate=True), dtype="<f4").astype(np.float32)
+    return _Sample(torch.from_numpy(values), getattr(torch, entry.get("dtype", "float32")))
 
 
-def _decode(text: str) -> Tensor:
-    return torch.from_numpy(np.frombuffer(base64.b64decode(text, validate=True), dtype="<f4").astype(np.float32))
+def check_entry(entry: Any) -> None:
+    """Raises a ValueError for something that is not an entry of a fingerprint."""
+    shape = entry.get("shape") if isinstance(entry, dict) else None
+    sizes = isinstance(shape, list) and bool(shape) and all(type(size) is int and size > 0 for size in shape)
+    dtypes = ("float32", *(str(dtype).removeprefix("torch.") for dtype in _HALVES))
+    if not sizes or not isinstance(entry.get("values"), str) or entry.get("dtype", "float32") not in dtypes:
+        raise ValueError(f"{entry!r} has no shape, values and dtype")
+    _decode(entry)

@@ -147,7 +147,7 @@ def _from_pretrained(
     if _is_patched(str(model.config._name_or_path), kwargs):
         from hf_posenc.patching.scheme_name import unmark_names
 
-        unmark_names(model, model.position_encoding)
+        unmark_names(model.position_encoding)
     return (model, info) if with_info else model
 
 

@@ -21,7 +21,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from hf_posenc.checkpoint.configuration import CheckpointError
-from hf_posenc.checkpoint.fingerprint import Fingerprint
+from hf_posenc.checkpoint.fingerprint import Fingerprint, check_entry
 from hf_posenc.schemes import SchemeConfig, scheme_from_dict
 from hf_posenc.version import __version__
 
@@ -161,12 +161,12 @@ def _field(entry: dict[str, Any], name: str, kind: type, source: Any) -> Any:
 
 def _checked_fingerprint(found: dict[str, Any], source: Any) -> Fingerprint:
     for name, entry in found.items():
-        shape = entry.get("shape") if isinstance(entry, dict) else None
-        sizes = isinstance(shape, list) and bool(shape) and all(type(size) is int and size > 0 for size in shape)
-        if not sizes or not isinstance(entry.get("values"), str):
+        try:
+            check_entry(entry)
+        except ValueError as error:
             raise CheckpointError(
-                f"{JSON_FILE} in {source} has a fingerprint of {name!r} that says {entry!r}. {_AGAIN}"
-            )
+                f"The fingerprint of {name!r} in {JSON_FILE} of {source} is damaged: {error}. {_AGAIN}"
+            ) from error
     return found
 
 

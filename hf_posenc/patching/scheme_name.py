@@ -76,14 +76,24 @@ def mark_names(model: PreTrainedModel, encoding: PositionEncoding) -> None:
         encoding.journal.set(target, attribute, SchemeName(str(name), entry, model.base_model))
 
 
-def unmark_names(model: PreTrainedModel, encoding: PositionEncoding) -> None:
+def refresh_names(encoding: PositionEncoding) -> None:
+    """Lets the names of a model tell the scheme it has now, after its config was exchanged in place."""
+    for change in _marks(encoding):
+        plain = str(change.target.__dict__[change.attribute])
+        name = SchemeName(plain, encoding.config.to_dict(), encoding.__dict__["holder"])
+        change.target.__dict__[change.attribute] = name
+
+
+def unmark_names(encoding: PositionEncoding) -> None:
     """Gives a model its plain names, for one whose files hold the scheme. Undoing the patch marks them as stock."""
-    places = {(id(target), attribute) for target, attribute in _places(model)}
-    for change in encoding.journal.changes:
-        if (id(change.target), change.attribute) in places:
-            plain = str(change.target.__dict__[change.attribute])
-            change.target.__dict__[change.attribute] = plain
-            change.value = SchemeName(plain, None)
+    for change in _marks(encoding):
+        plain = str(change.target.__dict__[change.attribute])
+        change.target.__dict__[change.attribute] = plain
+        change.value = SchemeName(plain, None)
+
+
+def _marks(encoding: PositionEncoding) -> list[Any]:
+    return [change for change in encoding.journal.changes if change.attribute in ("_name_or_path", "name_or_path")]
 
 
 def _places(model: PreTrainedModel) -> list[tuple[Any, str]]:

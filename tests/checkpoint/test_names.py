@@ -26,6 +26,7 @@ from transformers import (
 
 from hf_posenc import UnsupportedError, patch_model, unpatch_model
 from hf_posenc.patching.scheme_name import SchemeName
+from hf_posenc.recipes import begin_blend, set_blend_strength
 from tests.checkpoint.checkpoint_cases import llama, randomize
 from tests.checkpoint.stock_folder import write_stock_llama
 
@@ -162,6 +163,13 @@ def test_trained_parameters_are_those_of_now(stock_folder: Path) -> None:
     pairs = zip(rebuilt.position_encoding.parameters(), model.position_encoding.parameters(), strict=True)
     for found, expected in pairs:
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_blend_is_rebuilt_at_the_strength_it_has(stock_folder: Path) -> None:
+    model = patched(stock_folder, "t5")
+    begin_blend(model, "alibi")
+    set_blend_strength(model, 0.25)
+    assert_same(AutoModelForCausalLM.from_pretrained(model.config._name_or_path), model)
 
 
 class TestCopies:
