@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from hf_posenc import schemes as schemes
     from hf_posenc.checkpoint.configuration import CheckpointError
     from hf_posenc.checkpoint.export import save_stock_checkpoint
+    from hf_posenc.checkpoint.position_adapters import load_position_adapter, save_position_adapter
     from hf_posenc.errors import PositionEncodingError, SequenceLengthError, UnknownNameError, UnsupportedError
     from hf_posenc.patching import (
         Architecture,
@@ -178,10 +179,12 @@ __all__ = [
     "get_scheme",
     "inspect_model",
     "list_schemes",
+    "load_position_adapter",
     "native_scheme",
     "patch_model",
     "register_architecture",
     "register_scheme",
+    "save_position_adapter",
     "save_stock_checkpoint",
     "unpatch_model",
 ]
@@ -189,6 +192,7 @@ __all__ = [
 _HOMES = {
     "hf_posenc.checkpoint.configuration": ("CheckpointError",),
     "hf_posenc.checkpoint.export": ("save_stock_checkpoint",),
+    "hf_posenc.checkpoint.position_adapters": ("load_position_adapter", "save_position_adapter"),
     "hf_posenc.errors": ("PositionEncodingError", "SequenceLengthError", "UnknownNameError", "UnsupportedError"),
     "hf_posenc.patching": (
         "Architecture",

@@ -65,6 +65,15 @@ def test_the_readme_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (decayed["weight_decay"], undecayed["weight_decay"]) == (0.1, 0.0)
 
 
+def test_the_code_of_the_adapters_page_runs() -> None:
+    small_llama().save_pretrained("base")
+    scope = run("docs/adapters.md", {})
+    for name in ("again", "base", "reference"):
+        assert scope[name].position_encoding.config == scope["model"].position_encoding.config
+    assert not hasattr(scope["stock"], "position_encoding")
+    assert sum(path.stat().st_size for path in Path("scheme").iterdir()) < 16_000
+
+
 def test_the_code_of_the_architecture_page_runs_and_acts() -> None:
     model = small_llama().eval()
     scope = run("docs/architecture.md", {"model": model})

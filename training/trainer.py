@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -32,9 +31,6 @@ logger = logging.getLogger(__name__)
 #: Called while training with the inputs of a batch (labels included), what the model returned, the loss so far, and
 #: the number of targets in the whole update (over all processes and accumulated batches). Returns the loss to train on.
 LossHook = Callable[[Mapping[str, Any], Any, Tensor, Tensor], Tensor]
-
-#: Beside an adapter: the trained parameters of the scheme, by their names in `model.position_encoding`.
-SCHEME_PARAMETERS = "scheme_parameters.safetensors"
 
 _PROGRESS = "loss_in_progress.json"
 
@@ -276,39 +272,6 @@ class SchemeTrainer(Trainer):
             super().create_model_card(*args, **kwargs)
         elif self.is_world_process_zero():
             write_card(self, self.hub_model_id or Path(str(self.args.output_dir)).name)
-
-    # Adapters
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        super()._save(output_dir, state_dict)
-        beside = self._parameters_beside_adapter()
-        if beside and self.args.should_save:
-            folder = self.args.output_dir if output_dir is None else output_dir
-            tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in beside.items()}
-            save_file(tensors, Path(str(folder), SCHEME_PARAMETERS))
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self._load_beside_adapter(Path(resume_from_checkpoint))
-
-    def _load_best_model(self) -> None:
-        super()._load_best_model()
-        self._load_beside_adapter(Path(str(self.state.best_model_checkpoint)))
-
-    def _parameters_beside_adapter(self) -> dict[str, nn.Parameter]:
-        """Of a PEFT model: the parameters of its scheme that are trained, which peft does not save. Else none."""
-        model = self.accelerator.unwrap_model(self.model)
-        encoding = getattr(model, "position_encoding", None) if hasattr(model, "peft_config") else None
-        found = {} if encoding is None else dict(encoding.named_parameters())
-        return {name: parameter for name, parameter in found.items() if parameter.requires_grad}
-
-    @torch.no_grad()
-    def _load_beside_adapter(self, checkpoint: Path) -> None:
-        beside = self._parameters_beside_adapter()
-        if beside:
-            saved = load_file(checkpoint / SCHEME_PARAMETERS)
-            for name, parameter in beside.items():
-                parameter.copy_(saved[name])
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

@@ -72,8 +72,7 @@ def model_card(
     base = base_model or _hub_name(inner)
     if adapter and base is None:
         raise PositionEncodingError(
-            "The card of an adapter has to name the patched model below it: give base_model, the hub id or folder that "
-            "it was saved to."
+            "The card of an adapter has to name the model below it: give base_model, its hub id or folder."
         )
     class_name = type(inner).__name__
     data = card_data(
@@ -162,9 +161,10 @@ def adapter_loading(path: str, class_name: str, base_model: str) -> str:
     """How an adapter on a patched model is loaded, in Markdown."""
     return (
         f"```python\nimport hf_posenc  # before from_pretrained\nfrom peft import PeftModel\nfrom transformers import "
-        f'{class_name}\n\nbase = {class_name}.from_pretrained("{base_model}")  # the patched model\n'
+        f'{class_name}\n\nbase = {class_name}.from_pretrained("{base_model}")\n'
         f'model = PeftModel.from_pretrained(base, "{path}")\n```\n\n'
-        "The adapter holds no scheme: the model below it does, and has to be the patched one."
+        "The scheme is saved beside the adapter: a stock base is patched while the adapter is loaded, and another base "
+        "is refused. Without the import, loading stops with an error; it never gives a model with other positions."
     )
 
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import inspect
 import json
 import os
 import sys
@@ -30,8 +29,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from hf_posenc.checkpoint import peft_hooks
 from hf_posenc.checkpoint.atomic_folder import finish_saving
 from hf_posenc.checkpoint.local_files import local_file
+from hf_posenc.checkpoint.wrapping import wrap
 from hf_posenc.entry import ATTRIBUTE, MODEL_TYPE, find_mark, is_entry, is_on_disk_form, read_entry, read_fields
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.when_imported import when_imported
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig
 
-_MARK = "_hf_posenc_wraps"
 #: Bytes of a `config.json` that are read to learn whether it is that of a patched model.
 _LARGEST_CONFIG = 2**24
 
@@ -60,10 +60,11 @@ class EntryIgnoredError(UnsupportedError):
 
 
 def install() -> None:
-    """Wraps the loading methods of transformers, each as soon as its module is there."""
+    """Wraps the loading methods of transformers and PEFT, each as soon as its module is there."""
     when_imported("transformers.configuration_utils", install_in_configs)
     when_imported("transformers.modeling_utils", install_in_models)
     when_imported("transformers.trainer", _wrap_trainer)
+    peft_hooks.install()
 
 
 def install_in_configs(module: ModuleType) -> None:
@@ -72,8 +73,8 @@ def install_in_configs(module: ModuleType) -> None:
     Args:
         module: `transformers.configuration_utils`.
     """
-    _wrap(module.PreTrainedConfig, "get_config_dict", _get_config_dict)
-    _wrap(module.PreTrainedConfig, "__post_init__", _config_post_init)
+    wrap(module.PreTrainedConfig, "get_config_dict", _get_config_dict)
+    wrap(module.PreTrainedConfig, "__post_init__", _config_post_init)
 
 
 def install_in_models(module: ModuleType) -> None:
@@ -82,26 +83,11 @@ def install_in_models(module: ModuleType) -> None:
     Args:
         module: `transformers.modeling_utils`.
     """
-    _wrap(module.PreTrainedModel, "from_pretrained", _from_pretrained)
-    _wrap(module.PreTrainedModel, "_from_config", _from_config)
-    _wrap(module.PreTrainedModel, "__init__", _model_init)
-    _wrap(module.PreTrainedModel, "load_state_dict", _load_state_dict)
-    _wrap(module.PreTrainedModel, "save_pretrained", _save_pretrained)
-
-
-def _wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
-    raw = inspect.getattr_static(owner, name)
-    is_classmethod = isinstance(raw, classmethod)
-    original = raw.__func__ if is_classmethod else raw
-    if hasattr(original, _MARK):
-        return
-
-    @functools.wraps(original)
-    def wrapped(self_or_class: Any, *args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, self_or_class, *args, **kwargs)
-
-    setattr(wrapped, _MARK, original)
-    setattr(owner, name, classmethod(wrapped) if is_classmethod else wrapped)
+    wrap(module.PreTrainedModel, "from_pretrained", _from_pretrained)
+    wrap(module.PreTrainedModel, "_from_config", _from_config)
+    wrap(module.PreTrainedModel, "__init__", _model_init)
+    wrap(module.PreTrainedModel, "load_state_dict", _load_state_dict)
+    wrap(module.PreTrainedModel, "save_pretrained", _save_pretrained)
 
 
 def _get_config_dict(original: Callable[..., Any], config_class: Any, source: Any, **kwargs: Any) -> Any:
@@ -164,8 +150,8 @@ def _load_state_dict(
 
 
 def _wrap_trainer(module: Any) -> None:
-    _wrap(module.Trainer, "_load_from_checkpoint", _load_from_checkpoint)
-    _wrap(module.Trainer, "_load_best_model", _load_best_model)
+    wrap(module.Trainer, "_load_from_checkpoint", _load_from_checkpoint)
+    wrap(module.Trainer, "_load_best_model", _load_best_model)
 
 
 def _load_from_checkpoint(original: Callable[..., Any], trainer: Any, folder: Any, model: Any = None) -> None:
@@ -208,6 +194,10 @@ def _from_pretrained(
     from transformers import PreTrainedConfig
 
     _finish_saving(source, kwargs)
+    if is_scheme_name(source):
+        from hf_posenc.checkpoint.rebuilding import rebuilt
+
+        return rebuilt(functools.partial(_from_pretrained, original, model_class), source, model_args, kwargs)
     config = kwargs.get("config")
     with_info = kwargs.pop("output_loading_info", False)
     stock = functools.partial(_stock_from_pretrained, original, model_class, source, *model_args)
@@ -249,6 +239,10 @@ def _from_pretrained(
     # Transformers splits a model over processes after it was built, and so after it was patched.
     refuse_split_heads(model.position_encoding, model)
     built.pop().follow(model)
+    if _is_patched(str(model.config._name_or_path), kwargs):
+        from hf_posenc.patching.scheme_name import unmark_names
+
+        unmark_names(model.position_encoding)
     return (model, info) if with_info else model
 
 
@@ -390,6 +384,15 @@ def _refuse_stock_config(source: Any, config: PreTrainedConfig, kwargs: dict[str
         )
 
 
+def is_scheme_name(source: Any) -> bool:
+    """Whether `source` is the name of a model that was patched in memory; plain strings are told without imports."""
+    if type(source) is str or "hf_posenc.patching.scheme_name" not in sys.modules:
+        return False
+    from hf_posenc.patching.scheme_name import SchemeName
+
+    return isinstance(source, SchemeName)
+
+
 def _is_patched(source: Any, kwargs: dict[str, Any]) -> bool:
     """Whether the `config.json` that `source` names on this machine, if any, is that of a patched model.
 
@@ -407,13 +410,14 @@ def _is_patched(source: Any, kwargs: dict[str, Any]) -> bool:
 
 def _read_config(source: Any, kwargs: dict[str, Any]) -> str | None:
     """The text of the `config.json` on this machine; `None` without one, and for one that no model ever has."""
-    path = _local_config(source, kwargs)
+    path = local_config(source, kwargs)
     if path is None or path.stat().st_size > _LARGEST_CONFIG:
         return None
     return path.read_text(encoding="utf-8", errors="replace")
 
 
-def _local_config(source: Any, kwargs: dict[str, Any]) -> Path | None:
+def local_config(source: Any, kwargs: dict[str, Any]) -> Path | None:
+    """The `config.json` that `source` names, if it is on this machine. No request is ever sent."""
     if isinstance(source, str | os.PathLike) and os.path.isfile(source):
         return Path(source) if str(source).endswith(".json") else None
     return local_file(source, "config.json", kwargs)

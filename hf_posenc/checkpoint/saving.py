@@ -11,6 +11,7 @@ from typing import Any
 from huggingface_hub.errors import HfHubHTTPError
 
 from hf_posenc.checkpoint.atomic_folder import replaced_as_a_whole
+from hf_posenc.checkpoint.peft_hooks import scheme_beside_adapters
 from hf_posenc.entry import MARK, find_mark, read_entry
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.apply import encodings, runs_a_scheme
@@ -38,10 +39,15 @@ def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwar
             "layers with a model that was patched, or a part of it was. Saved as it is, it would come back with "
             "the stock positions. Save the model that was patched, or unpatch that one and patch this one."
         )
-    if entry is None:
-        return original(model, *args, **kwargs)
     call = inspect.signature(original).bind(model, *args, **kwargs)
     given = call.arguments
+    if getattr(model, "_hf_peft_config_loaded", False):
+        # Adapters inside a transformers model: the adapter alone is saved.
+        main = given.get("is_main_process", True)
+        with scheme_beside_adapters(model, [Path(given["save_directory"])], main, given.get("state_dict")):
+            return original(*call.args, **call.kwargs)
+    if entry is None:
+        return original(model, *args, **kwargs)
     if given.get("state_dict") is not None:
         given["state_dict"] = _marked(model, given["state_dict"])
     folder = given["save_directory"]

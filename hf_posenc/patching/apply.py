@@ -27,6 +27,7 @@ from hf_posenc.patching.install import install_stack
 from hf_posenc.patching.lengths import settle_lengths
 from hf_posenc.patching.recomputation import forget_recomputation
 from hf_posenc.patching.report import PatchReport
+from hf_posenc.patching.scheme_name import mark_names
 from hf_posenc.patching.sites import Stack
 from hf_posenc.patching.split_heads import refuse_split_heads
 from hf_posenc.patching.table_site import table_origin
@@ -174,6 +175,7 @@ def install(encoding: PositionEncoding, model: PreTrainedModel) -> None:
     encoding.__dict__["model_config"] = model.config
     refuse_split_heads(encoding, model)
     settle_lengths(encoding, model, stacks)
+    mark_names(model, encoding)
     _disable_unsafe_cache(encoding, model)
     check_generation(encoding, model)
     check_continuous_batching(encoding, model)

@@ -241,7 +241,7 @@ class PositionEncoding(nn.Module):
             raise UnsupportedError(
                 "A copy of position_encoding without its model would be trained and saved, but no layer would use it. "
                 "To train a scheme beside LoRA, leave it out of `modules_to_save`, set requires_grad on the parameters "
-                "of model.position_encoding after get_peft_model, and save merge_and_unload()."
+                "of model.position_encoding after get_peft_model: save_pretrained writes them beside the adapter."
             )
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone

@@ -15,6 +15,7 @@ from hf_posenc.patching.config_entry import attach_entry
 from hf_posenc.patching.discovery import find_stacks
 from hf_posenc.patching.encoding import PositionEncoding, StackEncoding
 from hf_posenc.patching.plan import SchemeLike, schedule, scheme_config
+from hf_posenc.patching.scheme_name import refresh_names
 from hf_posenc.schemes import LayeredConfig, ScheduleConfig
 from hf_posenc.schemes.arrangement.blended import BlendedConfig, BlendedPart
 from hf_posenc.schemes.config import SchemeConfig
@@ -80,6 +81,7 @@ def set_blend_strength(model: nn.Module, strength: float) -> None:
         part.strength = float(strength)
     encoding.config = config
     attach_entry(encoding.__dict__["model_config"], config.to_dict())
+    refresh_names(encoding)
 
 
 def finish_blend(model: nn.Module) -> None:

@@ -16,8 +16,8 @@ def add_lora(model: nn.Module, config: Any) -> Any:
     """Puts LoRA adapters around a patched model and trains the scheme's own parameters beside them.
 
     PEFT freezes whatever it does not know. A scheme's parameters are few and new, so they are trained as they are; of a
-    blend only those of the new scheme. What an adapter file holds are the adapters alone: save
-    `peft_model.merge_and_unload()`, which has both.
+    blend only those of the new scheme. `save_pretrained` writes the adapters, and the scheme with its parameters beside
+    them; `merge_and_unload()` gives an ordinary patched model, which has both.
 
     Args:
         model: patched.

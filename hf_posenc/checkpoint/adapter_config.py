@@ -1,0 +1,76 @@
+"""`adapter_config.json` of a PEFT adapter that was trained on a patched model.
+
+A process without this package must not put such an adapter on a model with its stock positions, and PEFT ignores files
+and keys that it does not know. So the type of the adapter is a sentence, which PEFT cannot look up and therefore
+quotes, and the fields that other programs read without looking at the type (rank, target modules) are moved aside.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hf_posenc.checkpoint.configuration import CheckpointError
+from hf_posenc.checkpoint.position_files import JSON_FILE, find_file, replace_file
+from hf_posenc.entry import ATTRIBUTE
+
+CONFIG_FILE = "adapter_config.json"
+FORMAT = 1
+SENTENCE = (
+    "hf_posenc: this adapter was trained on a model with a position encoding of the package hf_posenc, which this "
+    "process did not import. Run `pip install hf-posenc`, and `import hf_posenc` before loading it"
+)
+#: What programs look up to find the base model.
+_LEFT_IN_PLACE = ("base_model_name_or_path", "revision")
+
+
+def is_marked(config: Any) -> bool:
+    """Whether what was read from `adapter_config.json` is that of an adapter on a patched model."""
+    return isinstance(config, dict) and str(config.get("peft_type", "")).startswith("hf_posenc:")
+
+
+def marked(config: dict[str, Any]) -> dict[str, Any]:
+    """The form on disk of an adapter's config."""
+    visible = {name: config[name] for name in _LEFT_IN_PLACE if name in config}
+    return {"peft_type": SENTENCE, **visible, ATTRIBUTE: {"format": FORMAT, "file": JSON_FILE, "adapter": config}}
+
+
+def unmarked(disk: dict[str, Any], source: str) -> dict[str, Any]:
+    """The config that PEFT wrote. The visible fields win: who edits the name of the base edits that one.
+
+    Raises:
+        CheckpointError: for a file that was damaged, or is in a newer format.
+    """
+    entry = disk.get(ATTRIBUTE)
+    config = entry.get("adapter") if isinstance(entry, dict) else None
+    if not isinstance(entry, dict) or not isinstance(config, dict) or not isinstance(config.get("peft_type"), str):
+        raise CheckpointError(
+            f"{source} says that the adapter was trained on a patched model, but its {ATTRIBUTE!r} entry does not hold "
+            "the config of the adapter. The file was edited or damaged; save the adapter again."
+        )
+    if entry.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{source} is in format {entry.get('format')!r}, and this version of hf_posenc reads format {FORMAT}. Run "
+            "`pip install --upgrade hf-posenc`."
+        )
+    return config | {name: disk[name] for name in _LEFT_IN_PLACE if name in disk}
+
+
+def write_marked(path: Path) -> None:
+    """Marks a file that PEFT has written, in one step."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    replace_file(path, json.dumps(marked(config), indent=2, sort_keys=True).encode())
+
+
+def names_a_scheme(source: str | os.PathLike[str], hub: Mapping[str, Any]) -> bool:
+    """Whether a folder or hub id is that of an adapter on a patched model."""
+    path = find_file(source, CONFIG_FILE, hub)
+    if path is None:
+        return False
+    try:
+        return is_marked(json.loads(path.read_text(encoding="utf-8")))
+    except ValueError:
+        return False  # PEFT reports the broken file

@@ -1,0 +1,188 @@
+"""`position_encoding.json` and `position_encoding.safetensors`: a scheme without the model below it.
+
+They lie beside a PEFT adapter, or in a folder of their own. The JSON file holds the scheme, a fingerprint of the
+weights it was trained on, and the hash of the other file, which holds the scheme's parameters, if it has any. Each file
+is put in place whole, the JSON file last, so that what a killed save leaves is the old pair, the new one, or a pair
+whose hash does not fit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load, save
+from torch import Tensor
+
+from hf_posenc.checkpoint.configuration import CheckpointError
+from hf_posenc.checkpoint.fingerprint import Fingerprint, check_entry
+from hf_posenc.schemes import SchemeConfig, scheme_from_dict
+from hf_posenc.version import __version__
+
+JSON_FILE = "position_encoding.json"
+TENSORS_FILE = "position_encoding.safetensors"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class PositionFiles:
+    """What the two files say.
+
+    Attributes:
+        scheme: as `SchemeConfig.to_dict` returned it.
+        base_model_type: `config.model_type` of the model below.
+        fingerprint: of its weights.
+        parameters: of the scheme, by their names in `model.position_encoding`.
+        adapter: hub id or folder of the PEFT adapter that lies on top, where that is elsewhere.
+    """
+
+    scheme: dict[str, Any]
+    base_model_type: str
+    fingerprint: Fingerprint
+    parameters: Mapping[str, Tensor]
+    adapter: str | None = None
+
+    @property
+    def config(self) -> SchemeConfig:
+        """The scheme."""
+        return scheme_from_dict(self.scheme)
+
+    def write(self, folder: str | os.PathLike[str]) -> None:
+        """Writes both files into `folder`, which is made if need be."""
+        directory = Path(folder)
+        directory.mkdir(parents=True, exist_ok=True)
+        data = save({name: tensor.contiguous() for name, tensor in self.parameters.items()}, {"format": "pt"})
+        tensors = {"file": TENSORS_FILE, "sha256": hashlib.sha256(data).hexdigest()}
+        entry = {
+            "format": FORMAT,
+            "hf_posenc_version": __version__,
+            "base_model_type": self.base_model_type,
+            "scheme": self.scheme,
+            "parameters": tensors if self.parameters else None,
+            "adapter": self.adapter,
+            "fingerprint": self.fingerprint,
+        }
+        if self.parameters:
+            replace_file(directory / TENSORS_FILE, data)
+        replace_file(directory / JSON_FILE, (json.dumps(entry, indent=1) + "\n").encode())
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Writes a file that is there whole or not at all."""
+    draft = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
+    try:
+        with open(draft, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def find_file(source: str | os.PathLike[str], name: str, hub: Mapping[str, Any]) -> Path | None:
+    """A file of a folder or of a repository on the hub; `None` where there is none, or none can be had.
+
+    Args:
+        source: folder or hub id.
+        name: of the file.
+        hub: arguments of `hf_hub_download`; others are ignored.
+    """
+    subfolder = hub.get("subfolder") or ""
+    if os.path.isdir(source):
+        path = Path(source, subfolder, name)
+        return path if path.is_file() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    names = ("cache_dir", "revision", "token", "local_files_only", "force_download", "repo_type", "proxies")
+    given = {key: hub[key] for key in names if hub.get(key) is not None}
+    try:
+        return Path(hf_hub_download(str(source), name, subfolder=subfolder or None, **given))
+    except (HfHubHTTPError, OSError, HFValidationError):
+        return None
+
+
+def read_position_files(source: str | os.PathLike[str], hub: Mapping[str, Any]) -> PositionFiles | None:
+    """Reads both files of a folder or of a repository on the hub; `None` where there are none.
+
+    Raises:
+        CheckpointError: for files that are damaged, do not belong together, or are in a newer format.
+    """
+    path = find_file(source, JSON_FILE, hub)
+    if path is None:
+        return None
+    try:
+        entry = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{JSON_FILE} in {source} is not readable JSON: {error} {_AGAIN}") from error
+    written = entry.get("format") if isinstance(entry, dict) else None
+    if type(written) is not int or written < 1:
+        raise CheckpointError(f"{JSON_FILE} in {source} has the format {written!r}; expected 1. {_AGAIN}")
+    if written > FORMAT:
+        raise CheckpointError(
+            f"{JSON_FILE} in {source} is in format {written}, from hf_posenc {entry.get('hf_posenc_version', '?')}; "
+            f"this version reads up to format {FORMAT}. Run `pip install --upgrade hf-posenc`."
+        )
+    files = PositionFiles(
+        scheme=_field(entry, "scheme", dict, source),
+        base_model_type=_field(entry, "base_model_type", str, source),
+        fingerprint=_checked_fingerprint(_field(entry, "fingerprint", dict, source), source),
+        parameters=_read_parameters(entry.get("parameters"), source, hub),
+        adapter=None if entry.get("adapter") is None else _field(entry, "adapter", str, source),
+    )
+    try:
+        _ = files.config
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CheckpointError(
+            f"The scheme in {JSON_FILE} of {source} cannot be built: {error} If a package of yours registers it, "
+            "import that before loading; if a newer hf_posenc wrote it, run `pip install --upgrade hf-posenc`."
+        ) from error
+    return files
+
+
+_AGAIN = "The file was edited or damaged; save it again from the model."
+
+
+def _field(entry: dict[str, Any], name: str, kind: type, source: Any) -> Any:
+    value = entry.get(name)
+    if not isinstance(value, kind):
+        raise CheckpointError(
+            f"{JSON_FILE} in {source} has {value!r} under {name!r}, where a {kind.__name__} is expected. {_AGAIN}"
+        )
+    return value
+
+
+def _checked_fingerprint(found: dict[str, Any], source: Any) -> Fingerprint:
+    for name, entry in found.items():
+        try:
+            check_entry(entry)
+        except ValueError as error:
+            raise CheckpointError(
+                f"The fingerprint of {name!r} in {JSON_FILE} of {source} is damaged: {error}. {_AGAIN}"
+            ) from error
+    return found
+
+
+def _read_parameters(entry: Any, source: Any, hub: Mapping[str, Any]) -> dict[str, Tensor]:
+    if entry is None:
+        return {}
+    expected = entry.get("sha256") if isinstance(entry, dict) else None
+    path = find_file(source, TENSORS_FILE, hub)
+    if path is None:
+        raise CheckpointError(
+            f"{source} has {JSON_FILE}, but not {TENSORS_FILE}, which holds the parameters of the scheme. Copy both."
+        )
+    data = path.read_bytes()
+    if hashlib.sha256(data).hexdigest() != expected:
+        raise CheckpointError(
+            f"{TENSORS_FILE} in {source} is not the file that {JSON_FILE} there was written with: one of them was "
+            "copied from elsewhere, or saving was interrupted. Save both again from the model."
+        )
+    return load(data)

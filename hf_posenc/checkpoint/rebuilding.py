@@ -1,0 +1,120 @@
+"""Loading under the name of a model that was patched in memory: the named weights, with the scheme of that model."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from hf_posenc.entry import ATTRIBUTE, is_on_disk_form, read_entry
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.apply import current_encoding
+from hf_posenc.patching.config_entry import detach_entry
+from hf_posenc.patching.encoding import PositionEncoding
+from hf_posenc.patching.patch import patch_model, unpatch_model
+from hf_posenc.patching.scheme_name import SchemeName
+from hf_posenc.schemes import scheme_from_dict
+
+logger = logging.getLogger(__name__)
+
+
+def rebuilt(load: Callable[..., Any], name: SchemeName, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What `from_pretrained(name)` returns: the files of that name, with the scheme the named model has in memory.
+
+    The scheme's parameters are those the named model has now. Its other weights come from the files, as they do for
+    any model that is loaded by its name.
+
+    Args:
+        load: `from_pretrained` for a plain name.
+        name: what `config._name_or_path` or `name_or_path` of a patched model holds.
+        args: further arguments of `from_pretrained`.
+        kwargs: its keyword arguments.
+
+    Raises:
+        UnsupportedError: if the scheme has parameters, and the model that holds them is gone or is of another build;
+            or if `config` has a third scheme.
+    """
+    live = name.encoding()
+    on_disk = _entry_of_files(str(name), kwargs)
+    config = kwargs.get("config")
+    if isinstance(config, PreTrainedConfig) and (given := read_entry(config)) is not None:
+        if given not in (name.entry, on_disk):
+            raise UnsupportedError(
+                f"The `config` for {str(name)!r} has the scheme {given['scheme']!r}, and the name is that of a model "
+                f"with {_scheme(name)!r}. Pass str(name) to load the files of that name with the config as it is."
+            )
+        if on_disk is None:
+            kwargs = kwargs | {"config": copy.deepcopy(config)}
+            detach_entry(kwargs["config"])
+    result = load(str(name), *args, **kwargs)
+    model = result[0] if isinstance(result, tuple) else result
+    if name.entry is None:
+        unpatch_model(model)
+        return result
+    encoding = current_encoding(model)
+    from_files = encoding is not None and encoding.config.to_dict() == name.entry
+    if not from_files:
+        patch_model(model, scheme_from_dict(name.entry))
+        encoding = current_encoding(model)
+        logger.warning(
+            "%s was loaded with the position encoding %r, because the name is that of a model which was patched with "
+            "it in memory. For the files as they are, pass str(name).",
+            name, _scheme(name),
+        )  # fmt: skip
+    assert encoding is not None
+    if live is not None:
+        _copy_parameters(live, encoding, name)
+    elif not from_files and next(encoding.parameters(), None) is not None:
+        raise UnsupportedError(
+            f"{str(name)!r} is the name of a model that was patched in memory with {_scheme(name)!r}. Its files do not "
+            f"hold the parameters of this scheme, and the model itself is gone, or belongs to another process. {_SAVE}"
+        )
+    return result
+
+
+_SAVE = (
+    "Save the patched model with save_pretrained and load that folder instead (or give the model, not its name, to the "
+    "program that loads it). str(name) loads the stock model."
+)
+
+
+def _scheme(name: SchemeName) -> str:
+    return "native" if name.entry is None else str(name.entry["scheme"])
+
+
+def _entry_of_files(source: str, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """The scheme in the `config.json` of a name, if the file is on this machine and has one."""
+    from hf_posenc.checkpoint.loading import local_config
+
+    path = local_config(source, kwargs)
+    try:
+        disk = None if path is None else json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:  # the stock code reports the broken file
+        return None
+    if not isinstance(disk, dict) or not is_on_disk_form(disk):
+        return None
+    entry = disk.get(ATTRIBUTE)
+    return entry.get("scheme") if isinstance(entry, dict) else None
+
+
+@torch.no_grad()
+def _copy_parameters(source: PositionEncoding, target: PositionEncoding, name: SchemeName) -> None:
+    given, wanted = dict(source.named_parameters()), dict(target.named_parameters())
+    shapes = {key: tuple(parameter.shape) for key, parameter in given.items()}
+    if shapes != {key: tuple(parameter.shape) for key, parameter in wanted.items()}:
+        raise UnsupportedError(
+            f"{str(name)!r} is the name of a model that was patched in memory with {_scheme(name)!r}, and this class "
+            f"needs other parameters for it: {sorted(wanted)} and not {sorted(given)}. {_SAVE}"
+        )
+    if any(parameter.device.type == "meta" for parameter in given.values()):
+        raise UnsupportedError(
+            f"The parameters of the scheme {_scheme(name)!r} in the model named {str(name)!r} are kept outside of "
+            f"memory (offloaded), so they cannot be copied. {_SAVE}"
+        )
+    for key, parameter in wanted.items():
+        parameter.copy_(given[key])

@@ -1,0 +1,32 @@
+"""Wrapping methods of other packages, once per process."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+_MARK = "_hf_posenc_wraps"
+
+
+def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Puts `wrapper(original, self_or_class, *args, **kwargs)` in the place of a method or function.
+
+    Args:
+        owner: the class that has the method, itself or from a base, or the module that defines the function.
+        name: of the method; where it is wrapped already, nothing changes.
+        wrapper: called with the stock method first. A wrapper of a module's function gets no `self_or_class`.
+    """
+    raw = inspect.getattr_static(owner, name)
+    is_classmethod = isinstance(raw, classmethod)
+    original = raw.__func__ if is_classmethod else raw
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    setattr(wrapped, _MARK, original)
+    setattr(owner, name, classmethod(wrapped) if is_classmethod else wrapped)

@@ -1,0 +1,63 @@
+"""TRL's trainers around a model that was patched in memory."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_posenc import patch_model
+from tests.checkpoint.checkpoint_cases import randomize
+from tests.checkpoint.stock_folder import write_stock_llama
+
+trl = pytest.importorskip("trl", reason="trl is in the optional group [tools]")
+
+from datasets import Dataset  # noqa: E402
+from peft import LoraConfig  # noqa: E402
+
+ROWS = [
+    {"prompt": "word5 word9 word12", "chosen": "word7 word8 word9 word3", "rejected": "word33 word40 word41"},
+    {"prompt": "word6 word11", "chosen": "word20 word21", "rejected": "word50 word4 word51 word52 word53"},
+]
+
+
+@pytest.fixture(scope="module")
+def stock_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_stock_llama(tmp_path_factory.mktemp("stock"))
+
+
+def first_loss(model: Any, stock_folder: Path, output: Path, **options: Any) -> float:
+    arguments = trl.DPOConfig(
+        str(output), max_steps=1, per_device_train_batch_size=2, logging_steps=1, use_cpu=True, report_to="none",
+        save_strategy="no", bf16=False, disable_tqdm=True,
+    )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(stock_folder)
+    trainer = trl.DPOTrainer(
+        model, args=arguments, train_dataset=Dataset.from_list(ROWS), processing_class=tokenizer, **options
+    )
+    trainer.train()
+    return next(entry["loss"] for entry in trainer.state.log_history if "loss" in entry)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "scheme_options"), [("alibi", {}), ("t5", {}), ("rope", {"theta": 5.0})], ids=["alibi", "t5", "rope"]
+)
+@pytest.mark.parametrize("tuning", ["full", "lora"])
+def test_dpo_starts_where_policy_and_reference_agree(
+    stock_folder: Path, tmp_path: Path, scheme: str, scheme_options: dict[str, Any], tuning: str
+) -> None:
+    """The loss is -log sigmoid(0) exactly where both give every completion the same probability."""
+    model = patch_model(AutoModelForCausalLM.from_pretrained(stock_folder), scheme, **scheme_options)
+    randomize(model.position_encoding)
+    options = {"peft_config": LoraConfig(task_type="CAUSAL_LM", r=2)} if tuning == "lora" else {}
+    # Log-probabilities of four tokens are near -17, so that their sums in float32 are good to about 1e-5.
+    assert first_loss(model, stock_folder, tmp_path, **options) == pytest.approx(math.log(2), abs=1e-5)
+
+
+def test_a_stock_reference_would_show(stock_folder: Path, tmp_path: Path) -> None:
+    model = patch_model(AutoModelForCausalLM.from_pretrained(stock_folder), "alibi")
+    stock = AutoModelForCausalLM.from_pretrained(str(model.config._name_or_path))
+    assert abs(first_loss(model, stock_folder, tmp_path, ref_model=stock) - math.log(2)) > 1e-2
