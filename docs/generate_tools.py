@@ -1,0 +1,149 @@
+"""Writes docs/tools.md by running every check of tests/tools with every scheme.
+
+python docs/generate_tools.py                 # everything, about 15 minutes on two cores
+python docs/generate_tools.py --only "PEFT"   # rows whose group or name contains the text; the others are kept
+python docs/generate_tools.py --no-run        # the page anew from the record
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))
+
+PAGE = ROOT / "docs" / "tools.md"
+DATA = ROOT / "docs" / "results" / "tools.json"
+PACKAGES = (
+    "torch", "transformers", "accelerate", "peft", "trl", "sentence-transformers", "optimum-quanto", "hqq", "lm_eval",
+)  # fmt: skip
+
+
+def main() -> int:
+    """Runs the checks; returns 1 if one of them found a difference."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="text in the group or name of the rows to run")
+    parser.add_argument("--no-run", action="store_true", help="write the page from docs/results/tools.json")
+    arguments = parser.parse_args()
+    record = json.loads(DATA.read_text()) if DATA.is_file() else {"cells": {}}
+    failures = [] if arguments.no_run else _run(record, arguments.only)
+    for failure in failures:
+        print(failure, file=sys.stderr)
+    if failures:
+        return 1
+    DATA.write_text(json.dumps(record, indent=1) + "\n")
+    PAGE.write_text(page(record))
+    return 0
+
+
+def _run(record: dict[str, Any], only: str) -> list[str]:
+    """Fills the record in place; returns what was neither equal nor refused."""
+    import torch
+    import transformers
+
+    from tests.tools.table import TOOLS
+    from tests.tools.tool import SCHEMES, outcome
+
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    failures, cells = [], {}
+    for tool in TOOLS:
+        key = f"{tool.group} / {tool.name}"
+        if only not in key:
+            cells[key] = record["cells"].get(key, {})
+            continue
+        if tool.missing():
+            failures.append(f"{key}: needs {', '.join(tool.missing())}: pip install '.[tools]'")
+            continue
+        started = time.monotonic()
+        cells[key] = {}
+        for name, scheme in SCHEMES.items():
+            try:
+                cells[key][name] = outcome(tool, scheme)
+            except Exception as error:
+                # Another library may raise anything; a page is only written where every cell has an answer.
+                failures.append(f"{key}, {name}: {type(error).__name__}: {error}")
+        print(f"{key}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+    record["cells"] = cells
+    record["versions"] = {name: _version(name) for name in PACKAGES}
+    return failures
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name).split("+")[0]
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def page(record: dict[str, Any]) -> str:
+    """The page that a record says."""
+    from tests.tools.adapting import WITHOUT_ROW
+    from tests.tools.table import TOOLS
+    from tests.tools.tool import EQUAL, SCHEMES
+
+    reasons: list[str] = []
+    sections = []
+    for group in dict.fromkeys(tool.group for tool in TOOLS):
+        rows = [f"| {' | '.join(['', *SCHEMES, 'equal to'])} |", f"|{'---|' * (len(SCHEMES) + 2)}"]
+        for tool in TOOLS:
+            if tool.group == group:
+                cells = record["cells"][f"{tool.group} / {tool.name}"]
+                shown = [_cell(cells[name], reasons) for name in SCHEMES]
+                rows.append(f"| {tool.name} | {' | '.join(shown)} | {tool.oracle} |")
+        sections.append(f"## {group}\n\n" + "\n".join(rows))
+    every = [cell for cells in record["cells"].values() for cell in cells.values()]
+    equal = sum(cell == EQUAL for cell in every)
+    notes = "\n".join(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))
+    absent = "\n".join(f"- `{name}`: {why}." for name, why in WITHOUT_ROW.items())
+    versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
+    return f"""# Tools
+
+<!-- Written by docs/generate_tools.py. Edits are lost. -->
+
+What other libraries do with a patched model. Every row runs a tool on a tiny random Llama (where the row says so, a
+BERT) with each of {len(SCHEMES)} schemes and compares the numbers with those in the last column. A cell has one of two
+values:
+
+- **equal**: the numbers are the same. float32 outputs agree to 1e-4 of the largest one, generated tokens exactly,
+  unless the row says otherwise.
+- **refused**: the call raises an error that gives the reason. The number points to the reason below.
+
+There is no third value: a different number fails the test. Of {len(every)} cells, {equal} are equal and
+{len(every) - equal} are refused.
+
+Written by `python docs/generate_tools.py`; `tests/tools` checks every cell. Both need `pip install '.[tools]'`.
+Versions: {versions}. On a CPU.
+
+`rope + yarn` is RoPE with YaRN scaling by 4 from 16 tokens. `self_extend` has a window of 4 and groups of 2.
+
+{chr(10).join(f"{section}{chr(10)}" for section in sections)}
+PEFT methods without a row:
+
+{absent}
+
+## Reasons
+
+{notes}
+"""
+
+
+def _cell(value: str, reasons: list[str]) -> str:
+    from tests.tools.tool import EQUAL
+
+    if value == EQUAL:
+        return "equal"
+    if value not in reasons:
+        reasons.append(value)
+    return f"refused ({reasons.index(value) + 1})"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,75 @@
+"""Programs that load a model by the name of its folder and answer requests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tests.tools.subject import NEW_TOKENS, argmax_decoding, llama, saved, text, tokenizer, tokens
+from tests.tools.tool import Tool
+
+
+@contextlib.contextmanager
+def _server() -> Iterator[str]:
+    """The address of a `transformers serve` in this process, which has imported the plugin."""
+    from transformers.cli.serve import Serve
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = Serve(host="127.0.0.1", port=port, device="cpu", dtype="float32", non_blocking=True, log_level="error")
+    address = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(100):
+            try:
+                with urllib.request.urlopen(f"{address}/health", timeout=5):
+                    break
+            except OSError:
+                time.sleep(0.1)
+        yield address
+    finally:
+        server.kill_server()
+
+
+def _serve(scheme: Any) -> None:
+    model, prompt = llama(scheme), tokens(1, 9)
+    expected = argmax_decoding(model, prompt)[:, 9:]
+    with saved(model) as path, _server() as address:
+        body = {"model": path, "prompt": text(prompt[0]), "max_tokens": NEW_TOKENS, "temperature": 0.0}
+        request = urllib.request.Request(
+            f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            answer = json.load(response)["choices"][0]["text"]
+    assert answer.split() == tokenizer().decode(expected[0], skip_special_tokens=True).split()
+
+
+def _lm_eval(scheme: Any) -> None:
+    """Log-likelihoods of continuations of different lengths in one batch."""
+    from lm_eval.models.huggingface import HFLM
+
+    model = llama(scheme)
+    evaluated = HFLM(pretrained=model, tokenizer=tokenizer(), batch_size=2, device="cpu", max_length=48)
+    pairs = [(tokens(1, 9)[0], tokens(1, 4, seed=2)[0]), (tokens(1, 5, seed=3)[0], tokens(1, 2, seed=4)[0])]
+    requests = [(("", ""), context.tolist(), continuation.tolist()) for context, continuation in pairs]
+    found = evaluated._loglikelihood_tokens(requests, disable_tqdm=True)
+    for (context, continuation), (likelihood, _) in zip(pairs, found, strict=True):
+        ids = torch.cat((context, continuation))
+        with torch.no_grad():
+            logits = model(ids.unsqueeze(0), use_cache=False).logits[0].log_softmax(-1)
+        own = logits[len(context) - 1 : -1].gather(-1, continuation.unsqueeze(-1)).sum()
+        assert abs(likelihood - float(own)) <= 1e-3, f"log-likelihood {likelihood}, expected {float(own)}"
+
+
+TOOLS = [
+    Tool("Serving and evaluating", "transformers serve, completions", _serve, "most likely tokens, no cache",
+         ("fastapi", "uvicorn", "openai")),
+    Tool("Serving and evaluating", "lm-eval, log-likelihoods in a batch", _lm_eval, "each row alone", ("lm_eval",)),
+]  # fmt: skip

@@ -1,0 +1,71 @@
+"""Every cell of docs/tools.md is what happens: equal numbers, or a refusal with its reason."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tools.adapting import METHODS, PROMPTS, WITHOUT_ROW
+from tests.tools.table import SLOW, TOOLS
+from tests.tools.tool import EQUAL, SCHEMES, Tool, outcome
+
+_SPEC = importlib.util.spec_from_file_location(
+    "generate_tools", Path(__file__).resolve().parents[2] / "docs" / "generate_tools.py"
+)
+assert _SPEC is not None
+assert _SPEC.loader is not None
+_GENERATOR = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(_GENERATOR)
+
+RECORD = json.loads(_GENERATOR.DATA.read_text())
+
+
+def _cases() -> list:
+    return [
+        pytest.param(tool, name, id=f"{tool.name}-{name}", marks=[pytest.mark.slow] if tool.name in SLOW else [])
+        for tool in TOOLS
+        for name in SCHEMES
+    ]
+
+
+@pytest.mark.parametrize(("tool", "name"), _cases())
+def test_a_cell_says_what_happens(tool: Tool, name: str) -> None:
+    missing = tool.missing()
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}: pip install '.[tools]'")
+    torch.set_num_threads(1)
+    recorded = RECORD["cells"][f"{tool.group} / {tool.name}"][name]
+    assert outcome(tool, SCHEMES[name]) == recorded
+
+
+def test_the_page_is_made_of_the_record() -> None:
+    assert _GENERATOR.PAGE.read_text() == _GENERATOR.page(RECORD)
+
+
+def test_the_record_has_a_cell_for_every_tool_and_scheme() -> None:
+    expected = {f"{tool.group} / {tool.name}" for tool in TOOLS}
+    assert set(RECORD["cells"]) == expected
+    assert all(set(cells) == set(SCHEMES) for cells in RECORD["cells"].values())
+
+
+def test_every_method_of_peft_has_a_row_or_a_reason() -> None:
+    peft = pytest.importorskip("peft", reason="needs peft: pip install '.[tools]'")
+    known = {name.split(" ")[0] for name in (*METHODS, *PROMPTS)} | set(WITHOUT_ROW)
+    assert {kind.value for kind in peft.PeftType} - known == set()
+
+
+def test_a_wrong_number_is_no_refusal() -> None:
+    def differs(scheme: object) -> None:
+        raise AssertionError("the outputs differ by 1")
+
+    with pytest.raises(AssertionError, match="differ by 1"):
+        outcome(Tool("group", "name", differs, "oracle"), "none")
+
+
+def test_native_is_equal_wherever_a_decoder_runs() -> None:
+    refused = {name for name, cells in RECORD["cells"].items() if cells["native"] != EQUAL}
+    assert refused <= {"PEFT / SHADOW", "PEFT / ADAPTION_PROMPT"}
