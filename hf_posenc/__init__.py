@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from hf_posenc.checkpoint.loading import install as _install
+from hf_posenc.checkpoint.install import install as _install
 from hf_posenc.errors import missing_attribute
 from hf_posenc.version import __version__
 

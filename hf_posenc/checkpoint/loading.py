@@ -1,48 +1,20 @@
-"""Loading patched checkpoints through transformers' own `from_pretrained`.
-
-The methods below are wrapped, once per process. Each wrapper looks for an entry and, where there is none, is the
-stock method:
-
-- `PreTrainedConfig.get_config_dict` turns the form of `config.json` into the one in memory;
-- `PreTrainedConfig.__post_init__` gives a config built with an entry the class that also saves it;
-- `PreTrainedModel.from_pretrained` and `_from_config` build the model with its scheme already in place, so
-  that weights, dtypes, shards, device maps and low-memory loading are handled by the stock code;
-- `PreTrainedModel.__init__` refuses an entry that reaches it, because the stock class would ignore it;
-- `PreTrainedModel.load_state_dict` refuses weights that were trained with another scheme, where it is strict;
-- `PreTrainedModel.save_pretrained` saves a patched model as a whole, or refuses to;
-- `Trainer._load_from_checkpoint` and `_load_best_model` refuse checkpoints of a model with another scheme.
-
-Each is wrapped when its module is imported, and what only patched models need is imported by the functions
-that use it: `import hf_posenc` loads neither torch nor transformers.
-"""
+"""`from_pretrained` and `_from_config` of patched models: the scheme is in place before any weight is read."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import functools
-import json
-import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from hf_posenc.checkpoint import peft_hooks
-from hf_posenc.checkpoint.atomic_folder import finish_saving
-from hf_posenc.checkpoint.local_files import local_file
-from hf_posenc.checkpoint.wrapping import wrap
-from hf_posenc.entry import ATTRIBUTE, MODEL_TYPE, find_mark, is_entry, is_on_disk_form, read_entry, read_fields
+from hf_posenc.checkpoint.recognition import finish_saving_of, is_patched, is_scheme_name, refuse_stock_config
+from hf_posenc.entry import ATTRIBUTE, find_mark, read_entry, read_fields
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.when_imported import when_imported
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig
-
-#: Bytes of a `config.json` that are read to learn whether it is that of a patched model.
-_LARGEST_CONFIG = 2**24
 
 
 class EntryIgnoredError(UnsupportedError):
@@ -59,152 +31,36 @@ class EntryIgnoredError(UnsupportedError):
         )
 
 
-def install() -> None:
-    """Wraps the loading methods of transformers and PEFT, each as soon as its module is there."""
-    when_imported("transformers.configuration_utils", install_in_configs)
-    when_imported("transformers.modeling_utils", install_in_models)
-    when_imported("transformers.trainer", _wrap_trainer)
-    peft_hooks.install()
-
-
-def install_in_configs(module: ModuleType) -> None:
-    """Wraps the methods of `PreTrainedConfig`. Calling it again changes nothing.
-
-    Args:
-        module: `transformers.configuration_utils`.
-    """
-    wrap(module.PreTrainedConfig, "get_config_dict", _get_config_dict)
-    wrap(module.PreTrainedConfig, "__post_init__", _config_post_init)
-
-
-def install_in_models(module: ModuleType) -> None:
-    """Wraps the methods of `PreTrainedModel`. Calling it again changes nothing.
-
-    Args:
-        module: `transformers.modeling_utils`.
-    """
-    wrap(module.PreTrainedModel, "from_pretrained", _from_pretrained)
-    wrap(module.PreTrainedModel, "_from_config", _from_config)
-    wrap(module.PreTrainedModel, "__init__", _model_init)
-    wrap(module.PreTrainedModel, "load_state_dict", _load_state_dict)
-    wrap(module.PreTrainedModel, "save_pretrained", _save_pretrained)
-
-
-def _get_config_dict(original: Callable[..., Any], config_class: Any, source: Any, **kwargs: Any) -> Any:
-    _finish_saving(source, kwargs)
-    if isinstance(source, str | os.PathLike):
-        path = Path(source, kwargs.get("subfolder") or "", "config.json")
-        if path.is_dir():  # A model class would take its defaults for the config.
-            raise IsADirectoryError(f"{path} is a folder, where the config of a model is expected.")
-    try:
-        config, unused = original(config_class, source, **kwargs)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        text = _read_config(source, kwargs)
-        if text is None or MODEL_TYPE not in text:
-            raise
-        from hf_posenc.checkpoint.configuration import CheckpointError
-
-        raise CheckpointError(
-            f"The config.json of {source} cannot be read ({type(error).__name__}: {error}). The file was edited or "
-            "damaged; restore it, or save the model again."
-        ) from error
-    if is_on_disk_form(config):
-        from hf_posenc.checkpoint.configuration import check_model_type, check_not_sliced, from_disk
-
-        config = from_disk(config, str(source))
-        check_not_sliced(config_class, config, str(source))
-        check_model_type(config_class, config, str(source))
-    elif isinstance(config, dict) and is_entry(config.get(ATTRIBUTE)):
-        # The dictionary of a config, written to the file by hand: it has to hold as much.
-        from hf_posenc.checkpoint.configuration import check_format, check_scheme
-
-        check_format(config[ATTRIBUTE], str(source))
-        check_scheme(config[ATTRIBUTE]["scheme"], str(source))
-    return config, unused
-
-
-def _config_post_init(original: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> None:
-    original(config, *args, **kwargs)
-    if read_entry(config) is not None:
-        from hf_posenc.patching.config_entry import carry_entry
-
-        carry_entry(config)
-
-
-def _model_init(original: Callable[..., Any], model: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-    entry = read_entry(config)
-    if entry is not None:
-        raise EntryIgnoredError(type(model), entry["scheme"])
-    original(model, config, *args, **kwargs)
-
-
-def _load_state_dict(
-    original: Callable[..., Any], model: Any, state_dict: Any, strict: bool = True, *args: Any, **kwargs: Any
-) -> Any:
-    patching = "hf_posenc.patching" in sys.modules
-    if strict and isinstance(state_dict, Mapping) and (patching or find_mark(state_dict) is not None):
-        from hf_posenc.checkpoint.agreement import check_state_dict
-
-        check_state_dict(model, state_dict)
-    return original(model, state_dict, strict, *args, **kwargs)
-
-
-def _wrap_trainer(module: Any) -> None:
-    wrap(module.Trainer, "_load_from_checkpoint", _load_from_checkpoint)
-    wrap(module.Trainer, "_load_best_model", _load_best_model)
-
-
-def _load_from_checkpoint(original: Callable[..., Any], trainer: Any, folder: Any, model: Any = None) -> None:
-    from hf_posenc.checkpoint.resuming import check_checkpoint
-
-    check_checkpoint(trainer, folder, model)
-    original(trainer, folder, model)
-
-
-def _load_best_model(original: Callable[..., Any], trainer: Any) -> None:
-    from hf_posenc.checkpoint.resuming import check_checkpoint
-
-    check_checkpoint(trainer, trainer.state.best_model_checkpoint)
-    original(trainer)
-
-
-def _save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    if "hf_posenc.patching" not in sys.modules:
-        return original(model, *args, **kwargs)
-    from hf_posenc.checkpoint.saving import save_pretrained
-
-    return save_pretrained(original, model, *args, **kwargs)
-
-
-def _finish_saving(source: Any, kwargs: dict[str, Any]) -> None:
-    """Ends what a process that was killed had begun, before anything is read."""
-    if isinstance(source, str | os.PathLike) and os.path.isdir(source):
-        finish_saving(os.path.join(source, kwargs.get("subfolder") or ""))
-
-
-def _from_config(original: Callable[..., Any], model_class: Any, config: Any, **kwargs: Any) -> Any:
+def from_config(original: Callable[..., Any], model_class: Any, config: Any, **kwargs: Any) -> Any:
+    """Wraps `PreTrainedModel._from_config`."""
     if read_entry(config) is None:
         return original(model_class, config, **kwargs)
     return original(patching_proxy(model_class), config, **kwargs)
 
 
-def _from_pretrained(
+def from_pretrained(
     original: Callable[..., Any], model_class: Any, source: Any, *model_args: Any, **kwargs: Any
 ) -> Any:
+    """Wraps `PreTrainedModel.from_pretrained`.
+
+    Raises:
+        CheckpointError: for files that are damaged, or do not belong together.
+        UnsupportedError: for a config without the scheme of the weights.
+    """
     from transformers import PreTrainedConfig
 
-    _finish_saving(source, kwargs)
+    finish_saving_of(source, kwargs)
     if is_scheme_name(source):
         from hf_posenc.checkpoint.rebuilding import rebuilt
 
-        return rebuilt(functools.partial(_from_pretrained, original, model_class), source, model_args, kwargs)
+        return rebuilt(functools.partial(from_pretrained, original, model_class), source, model_args, kwargs)
     config = kwargs.get("config")
     with_info = kwargs.pop("output_loading_info", False)
     stock = functools.partial(_stock_from_pretrained, original, model_class, source, *model_args)
     if isinstance(config, PreTrainedConfig) and read_entry(config) is None:
-        _refuse_stock_config(source, config, kwargs)
+        refuse_stock_config(source, config, kwargs)
         return stock(with_info=with_info, **kwargs)
-    if not isinstance(config, PreTrainedConfig) and not _is_patched(source if config is None else config, kwargs):
+    if not isinstance(config, PreTrainedConfig) and not is_patched(source if config is None else config, kwargs):
         try:
             return stock(with_info=with_info, **kwargs)
         except EntryIgnoredError as error:
@@ -239,7 +95,7 @@ def _from_pretrained(
     # Transformers splits a model over processes after it was built, and so after it was patched.
     refuse_split_heads(model.position_encoding, model)
     built.pop().follow(model)
-    if _is_patched(str(model.config._name_or_path), kwargs):
+    if is_patched(str(model.config._name_or_path), kwargs):
         from hf_posenc.patching.scheme_name import unmark_names
 
         unmark_names(model.position_encoding)
@@ -371,53 +227,3 @@ def _check_loaded(model: Any, info: dict[str, Any], source: str) -> None:
 
 def _is_position_weight(name: str) -> bool:
     return ATTRIBUTE in name.split(".")
-
-
-def _refuse_stock_config(source: Any, config: PreTrainedConfig, kwargs: dict[str, Any]) -> None:
-    if source is not None and not kwargs.get("gguf_file") and _is_patched(source, kwargs):
-        raise UnsupportedError(
-            f"The model in {source} has a position encoding of hf_posenc, but the {type(config).__name__} passed as "
-            "`config` does not carry it, so the weights would run with other positions than they were trained "
-            "with. Pass no config, or change the one from AutoConfig.from_pretrained; for the stock positions, "
-            "load the model as it is and call unpatch_model. (A text-only class cannot read a part of a composite "
-            "checkpoint: load the whole.)"
-        )
-
-
-def is_scheme_name(source: Any) -> bool:
-    """Whether `source` is the name of a model that was patched in memory; plain strings are told without imports."""
-    if type(source) is str or "hf_posenc.patching.scheme_name" not in sys.modules:
-        return False
-    from hf_posenc.patching.scheme_name import SchemeName
-
-    return isinstance(source, SchemeName)
-
-
-def _is_patched(source: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether the `config.json` that `source` names on this machine, if any, is that of a patched model.
-
-    Looks at local folders and at the hub's cache only: no request is ever sent.
-    """
-    text = _read_config(source, kwargs)
-    if text is None or f'"{MODEL_TYPE}"' not in text:
-        return False
-    try:
-        config = json.loads(text)
-    except (ValueError, RecursionError):
-        return False  # the stock code reports the broken file
-    return is_on_disk_form(config)
-
-
-def _read_config(source: Any, kwargs: dict[str, Any]) -> str | None:
-    """The text of the `config.json` on this machine; `None` without one, and for one that no model ever has."""
-    path = local_config(source, kwargs)
-    if path is None or path.stat().st_size > _LARGEST_CONFIG:
-        return None
-    return path.read_text(encoding="utf-8", errors="replace")
-
-
-def local_config(source: Any, kwargs: dict[str, Any]) -> Path | None:
-    """The `config.json` that `source` names, if it is on this machine. No request is ever sent."""
-    if isinstance(source, str | os.PathLike) and os.path.isfile(source):
-        return Path(source) if str(source).endswith(".json") else None
-    return local_file(source, "config.json", kwargs)

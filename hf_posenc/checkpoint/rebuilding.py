@@ -89,7 +89,7 @@ def _scheme(name: SchemeName) -> str:
 
 def _entry_of_files(source: str, kwargs: dict[str, Any]) -> dict[str, Any] | None:
     """The scheme in the `config.json` of a name, if the file is on this machine and has one."""
-    from hf_posenc.checkpoint.loading import local_config
+    from hf_posenc.checkpoint.recognition import local_config
 
     path = local_config(source, kwargs)
     try:

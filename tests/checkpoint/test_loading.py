@@ -26,6 +26,7 @@ from transformers import (
 
 import hf_posenc
 from hf_posenc.checkpoint import loading
+from hf_posenc.checkpoint.install import install
 from hf_posenc.entry import read_entry
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
 from tests.checkpoint.checkpoint_cases import LENGTH, bert, gpt2, llama, outputs, randomize, token_ids
@@ -248,7 +249,7 @@ def test_hub_ids_load_with_revision_and_subfolder(
 def test_what_the_cache_does_not_tell_is_found_while_loading(
     model: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "_is_patched", lambda source, kwargs: False)
+    monkeypatch.setattr(loading, "is_patched", lambda source, kwargs: False)
     loaded = LlamaForCausalLM.from_pretrained(folder)
     assert torch.equal(outputs(loaded), outputs(model))
 
@@ -283,7 +284,7 @@ def test_broken_stock_checkpoints_get_the_stock_errors(tmp_path: Path) -> None:
 
 def test_installing_twice_changes_nothing() -> None:
     before = {name: PreTrainedModel.__dict__[name] for name in ("from_pretrained", "_from_config", "__init__")}
-    loading.install()
+    install()
     assert {name: PreTrainedModel.__dict__[name] for name in before} == before
 
 
