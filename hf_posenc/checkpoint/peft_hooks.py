@@ -4,6 +4,7 @@
 
 - `PeftConfig.save_pretrained` and `from_json_file`, which write and read the marked form of `adapter_config.json`;
 - `PeftModel.save_pretrained`, which writes the scheme's files beside the adapter;
+- the making of adaption prompts, which cannot work in a patched model;
 - `PeftModel.from_pretrained`, `PeftModel.load_adapter`, `hotswap_adapter` and transformers' own `load_adapter`, which
   patch a stock base before PEFT sees it, go on with a patched one, and refuse the wrong one.
 
@@ -38,6 +39,7 @@ def install() -> None:
     when_imported("peft.peft_model", _wrap_model)
     when_imported("peft.mixed_model", _wrap_mixed_model)
     when_imported("peft.utils.hotswap", _wrap_hotswap)
+    when_imported("peft.tuners.adaption_prompt.model", _wrap_adaption_prompts)
 
 
 def _wrap_transformers(module: ModuleType) -> None:
@@ -62,6 +64,19 @@ def _wrap_mixed_model(module: ModuleType) -> None:
 
 def _wrap_hotswap(module: ModuleType) -> None:
     wrap(module, "hotswap_adapter", _hotswap)
+
+
+def _wrap_adaption_prompts(module: ModuleType) -> None:
+    wrap(module.AdaptionPromptModel, "__init__", _make_adaption_prompts)
+
+
+def _make_adaption_prompts(original: Callable[..., Any], tuner: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    target = _transformers_model(model)
+    if target is not None and _encoding(target) is not None:
+        from hf_posenc.patching.recomputed_queries import recomputed_queries_error
+
+        raise recomputed_queries_error(target)
+    original(tuner, model, *args, **kwargs)
 
 
 # Saving

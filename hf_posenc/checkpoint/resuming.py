@@ -1,7 +1,7 @@
 """Training that goes on from a checkpoint: the model at hand has to be the one that was trained.
 
 `Trainer` loads weights with `strict=False`, so a model that was not patched, or patched differently, would take them
-without a word. `loading.install` wraps two methods of `Trainer` when that is imported.
+without a word. `install` wraps two methods of `Trainer` when that is imported.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from hf_posenc.checkpoint.agreement import SchemeMismatchError
 from hf_posenc.checkpoint.atomic_folder import finish_saving
 from hf_posenc.checkpoint.configuration import from_disk
+from hf_posenc.checkpoint.position_files import read_position_files
 from hf_posenc.entry import ATTRIBUTE, find_mark, is_on_disk_form
 from hf_posenc.patching.apply import encodings
 from hf_posenc.patching.mark import disagreement, marked_scheme
@@ -62,6 +63,9 @@ def _scheme_of(folder: Path) -> tuple[bool, dict[str, Any] | None]:
     if mark is not None:
         return True, marked_scheme(mark)
     whole = any((folder / name).is_file() for name in (*_INDICES, *_WEIGHTS))
+    beside_adapter = None if whole else read_position_files(folder, {})
+    if beside_adapter is not None:
+        return True, beside_adapter.scheme
     path = folder / "config.json"
     if not path.is_file():
         return whole or (folder / _OF_FSDP).is_file(), None

@@ -26,6 +26,7 @@ from hf_posenc.patching.generation import check_generation
 from hf_posenc.patching.install import install_stack
 from hf_posenc.patching.lengths import settle_lengths
 from hf_posenc.patching.recomputation import forget_recomputation
+from hf_posenc.patching.recomputed_queries import refuse_recomputed_queries
 from hf_posenc.patching.report import PatchReport
 from hf_posenc.patching.scheme_name import mark_names
 from hf_posenc.patching.sites import Stack
@@ -62,12 +63,14 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
 
     Raises:
         TypeError: for anything else.
+        UnsupportedError: for a model that no scheme can be placed in.
     """
     base: Any = getattr(model, "get_base_model", None)
     inner = model if base is None else base()
     if isinstance(inner, PreTrainedModel):
         _refuse_other_modalities(inner)
         _refuse_part(inner)
+        refuse_recomputed_queries(inner)
     else:
         raise TypeError(
             f"Expected a transformers PreTrainedModel, got {type(inner).__name__}. Patch the model before it is "

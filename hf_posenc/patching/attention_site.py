@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from transformers import cache_utils
 
 from hf_posenc.attention.key_channels import append_features, split_features
 from hf_posenc.errors import UnsupportedError
@@ -21,6 +22,9 @@ from hf_posenc.patching.watched_cache import cache_of_call
 from hf_posenc.schemes.parts import QueryKeyMap
 
 Phases = tuple[Tensor, ...]
+
+#: The layers of a quantised cache.
+_QUANTISED = getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer)
 
 
 class AttentionSite(LogitSite):
@@ -248,6 +252,8 @@ class AttentionSite(LogitSite):
         features = self.encoding.num_features
         if features:
             key = append_features(key, self.new_features(call))
+        if features:
+            self._refuse_rounded_features(update, *args, **kwargs)
         if features or self._widens_keys:
             self._check_cached_width(update, key, *args, **kwargs)
         if not features:
@@ -259,6 +265,20 @@ class AttentionSite(LogitSite):
     @property
     def _widens_keys(self) -> bool:
         return self.encoding.query_key_map is not None and self.encoding.query_key_map.width_factor != 1
+
+    def _refuse_rounded_features(self, update: Callable[..., Any], layer: int = 0, *_: Any, **__: Any) -> None:
+        """Refuses a cache that rounds what travels with the keys.
+
+        Raises:
+            UnsupportedError: for a quantised cache.
+        """
+        layers = getattr(getattr(update, "__self__", None), "layers", ())
+        if isinstance(layer, int) and layer < len(layers) and isinstance(layers[layer], _QUANTISED):
+            raise UnsupportedError(
+                f"{type(self.encoding.logit_bias).__name__} keeps numbers of every token beside its cached key and sums "
+                "them over all tokens in between. A quantised cache would round them to a few bits. Use another cache "
+                "(cache_implementation='dynamic' or 'static')."
+            )
 
     def _check_cached_width(self, update: Callable[..., Any], key: Tensor, layer: int = 0, *_: Any, **__: Any) -> None:
         """Refuses to append to keys that did not come from here: prefix tuning, or the cache of another model.

@@ -23,7 +23,7 @@ _HALF_TOLERANCE = 5e-2
 def verify_native(model: PreTrainedModel, config: SchemeConfig, stacks: list[Stack]) -> None:
     """Runs a stock model on a few tokens, with its own mechanism and with the scheme in its place.
 
-    Nothing is compared on the meta device, and nothing for a scheme that cannot be placed, which says so when it is.
+    Nothing is compared on the meta device.
 
     Args:
         model: the stock model.
@@ -31,7 +31,7 @@ def verify_native(model: PreTrainedModel, config: SchemeConfig, stacks: list[Sta
         stacks: its stacks.
 
     Raises:
-        UnsupportedError: if the outputs differ.
+        UnsupportedError: if the outputs differ, or the scheme cannot be placed.
     """
     hooked = any("_hf_hook" in module.__dict__ for module in model.modules())
     if not hooked and any(parameter.device.type == "meta" for parameter in model.parameters()):

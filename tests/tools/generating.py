@@ -112,7 +112,7 @@ def _quantised_cache(scheme: Any) -> None:
     from transformers import QuantizedCache
 
     model, prompt = llama(scheme, hidden_size=128, head_dim=32), tokens(1, 12)
-    cache = QuantizedCache("hqq", model.config, nbits=8, axis_key=1, axis_value=1, q_group_size=32, residual_length=4)
+    cache = QuantizedCache("hqq", model.config, nbits=8, axis_key=1, axis_value=1, q_group_size=16, residual_length=4)
     with torch.no_grad():
         expected = model(prompt, use_cache=False).logits[:, 8:]
         model(prompt[:, :8], past_key_values=cache)
