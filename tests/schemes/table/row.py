@@ -34,6 +34,8 @@ class Row:
         marks: the properties it has, one character each in the order of `hf_posenc.metrics.properties_table`:
             + has it, - fails it, . does not apply. Unique, same at any length, relative, linear, defined past the
             training length, deterministic, several axes, keeps norms, decays, float16, bfloat16.
+        causal_marks: those of the causal form, for a scheme that is another function there; `marks` are then those of
+            the bidirectional form.
     """
 
     kind: str
@@ -42,6 +44,7 @@ class Row:
     causal_only: bool = False
     everywhere: bool = False
     marks: str = ""
+    causal_marks: str = ""
 
 
 @dataclass(frozen=True)
