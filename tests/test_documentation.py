@@ -1,4 +1,4 @@
-"""The code in README.md, docs/architecture.md and docs/context_length.md runs, block after block, on a small model."""
+"""The code in README.md and in pages of docs/ runs on a small model, and pages quote files as they are."""
 
 from __future__ import annotations
 
@@ -103,6 +103,42 @@ def test_the_code_of_the_page_on_context_length_runs() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", model_max_length=64)
     run("docs/context_length.md", {"model": model, "tokenizer": tokenizer})
     assert model.config.max_position_embeddings == 256
+
+
+def test_what_the_page_of_wrong_claims_prints_is_what_its_comments_say(capsys: pytest.CaptureFixture[str]) -> None:
+    page, scope = "docs/wrong_claims.md", {}
+    promised = [line[2:] for block in blocks(page) for line in block.splitlines() if line.startswith("# ")]
+    run(page, scope)
+    assert capsys.readouterr().out.splitlines() == promised
+    assert promised
+
+
+@pytest.mark.parametrize(
+    ("source", "row", "figures"),
+    [
+        ("results/price/table.md", "| `t5` | distance bias ", ["1.073"]),
+        ("results/price/table.md", "| `rope` | rotation ", ["1.006"]),
+        ("results/price/table.md", "| T5, bias computed in each call ", ["7.91", "1.76"]),
+        ("results/price/table.md", "| T5, bias computed in each call ", ["8.35", "3.24"]),
+        ("results/price/table.md", "| T5 without position ", ["4.49"]),
+        ("results/price/table.md", "| T5 without position ", ["2.69"]),
+        ("results/findings/table.md", "| learned ", ["1.614 ± 0.019", "3.051 ± 0.064"]),
+        ("results/findings/table.md", "| sinusoidal ", ["1.689 ± 0.100", "2.517", "3.126 ± 0.142"]),
+        ("results/findings/table.md", "| sinusoidal ", ["-0.341 ± 0.156"]),
+        ("results/findings/table.md", "| native ", ["1.480", "1.621", "2.491"]),
+        ("results/findings/table.md", "| none ", ["2.168 ± 0.027"]),
+        ("results/findings/table.md", "| alibi ", ["1.603", "1.584", "1.557", "1.561"]),
+        ("results/findings/table.md", "Trained on 64 tokens", ["3.059"]),
+        ("findings.md", "| learned | ", ["400"]),
+        ("findings.md", "| sinusoidal | ", ["550"]),
+        ("results/properties.md", "| rope ", ["5.2e-04"]),
+    ],
+)
+def test_the_page_of_wrong_claims_quotes_its_sources(source: str, row: str, figures: list[str]) -> None:
+    page = (ROOT / "docs" / "wrong_claims.md").read_text()
+    lines = [line for line in (ROOT / "docs" / source).read_text().splitlines() if line.startswith(row)]
+    assert any(all(figure in line for figure in figures) for line in lines), (source, row, figures)
+    assert all(figure in page for figure in figures)
 
 
 def test_the_readme_counts_architectures_as_their_page_does() -> None:

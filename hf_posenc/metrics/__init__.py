@@ -29,6 +29,7 @@ from hf_posenc.metrics.properties import (
     relativity,
     rotary_envelope,
     sinusoidal_shift,
+    specimen_forms,
     uniqueness,
 )
 from hf_posenc.metrics.quantization import quantization_test, quantized_positions
@@ -83,6 +84,7 @@ __all__ = [
     "sentence_embeddings",
     "sinusoidal_shift",
     "sliding_window_loss",
+    "specimen_forms",
     "text_losses",
     "token_losses",
     "tokenize_pair",

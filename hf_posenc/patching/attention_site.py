@@ -276,8 +276,8 @@ class AttentionSite(LogitSite):
         if isinstance(layer, int) and layer < len(layers) and isinstance(layers[layer], _QUANTISED):
             raise UnsupportedError(
                 f"{type(self.encoding.logit_bias).__name__} keeps numbers of every token beside its cached key, and "
-                "sums them over all tokens in between. A quantised cache would round them to a few bits. Use another cache "
-                "(cache_implementation='dynamic' or 'static')."
+                "sums them over all tokens in between. A quantised cache would round them to a few bits. Use "
+                "another cache (cache_implementation='dynamic' or 'static')."
             )
 
     def _check_cached_width(self, update: Callable[..., Any], key: Tensor, layer: int = 0, *_: Any, **__: Any) -> None:

@@ -13,10 +13,13 @@ from hf_posenc.metrics import (
     determinism,
     long_term_decay,
     properties_table,
+    specimen_forms,
     uniqueness,
 )
 from hf_posenc.metrics.properties.result import HEADINGS
 from hf_posenc.schemes import (
+    AlibiConfig,
+    FireConfig,
     LearnedConfig,
     RopeConfig,
     list_schemes,
@@ -30,15 +33,20 @@ MARKS = {True: "+", False: "-", None: "."}
 
 @pytest.mark.parametrize("name", list_schemes())
 def test_marks_are_the_expected_ones(name):
-    row = properties_table([name]).rows[0]
-    assert row.error is None
-    assert list(row.properties) == list(HEADINGS)
-    found = "".join(MARKS[mark] for mark in row.marks.values())
-    assert found == TABLE[name].marks, {key: value.value for key, value in row.properties.items()}
-    for measurement in row.properties.values():
-        # Every verdict has a number and a threshold, or says why there is none.
-        assert (measurement.passed is None) == (measurement.reason is not None)
-        assert measurement.passed is None or measurement.value is not None or measurement.refused
+    rows, causal_marks = properties_table([name]).rows, TABLE[name].causal_marks
+    expected = {f"{name} (causal)": causal_marks, f"{name} (bidirectional)": TABLE[name].marks}
+    if not causal_marks:
+        expected = {name: TABLE[name].marks}
+    assert [row.label for row in rows] == list(expected)
+    for row in rows:
+        assert row.error is None
+        assert list(row.properties) == list(HEADINGS)
+        found = "".join(MARKS[mark] for mark in row.marks.values())
+        assert found == expected[row.label], {key: value.value for key, value in row.properties.items()}
+        for measurement in row.properties.values():
+            # Every verdict has a number and a threshold, or says why there is none.
+            assert (measurement.passed is None) == (measurement.reason is not None)
+            assert measurement.passed is None or measurement.value is not None or measurement.refused
 
 
 def test_specimens_draw_small_weights_anew_and_leave_the_random_state_alone():
@@ -61,6 +69,21 @@ def test_a_causal_scheme_is_compared_on_what_it_sees():
     assert specimen.causal
     assert specimen.visible(3).tolist() == [[True, False, False], [True, True, False], [True, True, True]]
     assert build_specimen("rope").visible(2).all()
+
+
+def test_a_causal_model_is_measured_by_itself_where_it_has_another_function():
+    causal, bidirectional = specimen_forms("fire")
+    assert (causal.causal, bidirectional.causal) == (True, False)
+    # Another function with the same weights: nothing but the form differs between the two rows.
+    for name, parameter in causal.parts.logit_bias.named_parameters():
+        assert torch.equal(parameter, bidirectional.parts.logit_bias.get_parameter(name))
+    assert [form.causal for form in specimen_forms("xpos")] == [True]
+    for one_form in ("alibi", AlibiConfig("asymmetric"), FireConfig(initial_threshold=1e6)):
+        assert [form.causal for form in specimen_forms(one_form)] == [False]
+    # All weights that a learned curve is drawn with are those of the form that was asked for.
+    assert long_term_decay(build_specimen("t5", causal=True)).value != long_term_decay("t5").value
+    with pytest.raises(MeasurementError, match="bidirectional"):
+        build_specimen("forget_gate", causal=False)
 
 
 def test_the_table_in_all_forms():

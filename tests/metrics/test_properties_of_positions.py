@@ -108,6 +108,7 @@ def test_relativity_names_what_a_table_refuses():
 
 @pytest.mark.parametrize("name", ["fire", "log_n_scale", "llama4_scale", "ssmax"])
 def test_a_shift_is_not_a_longer_sequence(name):
+    """In an encoder; a causal model counts the keys before a query, which a shift changes."""
     found = relativity(name)
     assert found.passed
     assert found.value == 0

@@ -17,6 +17,7 @@ from hf_posenc.schemes import AlibiConfig, AttentionPairs, BuildContext, Positio
 from hf_posenc.schemes.bias.alibi import alibi_slopes
 from hf_posenc.schemes.bias.fire import FireBias, FireConfig
 from hf_posenc.schemes.bias.kerple import KerpleBias, KerpleConfig
+from hf_posenc.schemes.bias.t5 import T5Config
 
 
 def context(heads: int, causal: bool = True) -> BuildContext:
@@ -321,3 +322,14 @@ def test_fire_options():
     for config_class, options, message in cases:
         with pytest.raises(ValueError, match=message):
             config_class(**options)
+
+
+def test_t5_draws_its_table_like_the_model_or_like_t5():
+    context = BuildContext(hidden_size=400, num_heads=16, head_dim=25, initializer_range=0.02)
+    for initialization, deviation in (("model", 0.02), ("t5", 0.05)):
+        torch.manual_seed(0)
+        bias = T5Config(num_buckets=64, initialization=initialization).build(context).logit_bias
+        # The deviation of 1,024 normal numbers is within 10 % in all but one of many thousand draws.
+        assert bias.weight.std().item() == pytest.approx(deviation, rel=0.1)
+    with pytest.raises(ValueError, match=r"T5Config\.initialization"):
+        T5Config(initialization="bert")

@@ -106,6 +106,7 @@ def test_resonance_is_a_scaling_that_wraps_another():
         (lambda: map_of(FopeConfig(), BuildContext(64, 4, 16)), ValueError, "FopeConfig.training_length is None"),
         (lambda: map_of(HopeConfig(), BuildContext(64, 4, 16, max_positions=5)), ValueError, "no pair completes"),
         (lambda: FopeConfig(gain=-1), ValueError, "at least 0"),
+        (lambda: FopeConfig(variant="paper"), ValueError, "FopeConfig.variant"),
         (lambda: ResonanceConfig(scaling=2.0), ValueError, "ResonanceConfig.scaling is 2.0"),
         (lambda: ResonanceConfig(scaling="resonanc"), UnknownNameError, "Did you mean 'resonance'"),
         (lambda: RopeConfig(scaling="yarn"), ValueError, "options that have no default"),

@@ -75,6 +75,25 @@ FOPE_LOGITS = [
     ],
 ]
 
+# The same code with its published settings alone (`fourier_norm` off) and queries and keys with all dimensions, for a
+# training length of 2,000, where 6 pairs turn and the code mixes 4.
+FOPE_RELEASED_LOGITS = [
+    [
+        [6.62584, 8.90349, -2.34279, -8.60842, 0.55242],
+        [-9.11079, 5.3556, 11.37696, 0.97116, -7.56721],
+        [-10.27283, -5.86836, 7.10386, 9.02996, -2.68661],
+        [3.09258, -6.04903, -7.20779, 4.14891, 9.36688],
+        [11.06669, 4.4328, -9.21924, -6.9434, 7.62784],
+    ],
+    [
+        [4.66148, 8.40444, -1.06863, -7.48864, -1.34385],
+        [-9.0059, 6.66748, 12.38341, -0.17501, -11.248],
+        [-8.77442, -5.41409, 6.24319, 8.44448, -2.64575],
+        [5.45142, -7.97308, -9.6207, 5.13715, 11.93121],
+        [10.61509, 1.64642, -10.43753, -5.96705, 7.7028],
+    ],
+]
+
 # resonance_rope 4a7f5a7: `r_wavelengths` of `LlamaResonanceRotaryEmbedding(16)`, and of
 # `LlamaYaRNScaledResonanceRotaryEmbedding(32, scale=4, original_max_position_embeddings=2048)` with its `mscale`.
 RESONANT_WAVELENGTHS: dict[RopeScaling | None, tuple[list[int], float]] = {
@@ -122,6 +141,27 @@ def test_fope_equals_the_authors_code():
     turning[[0, 1, 2, 8, 9, 10]] = 1.0
     query, key = ramp(1, 2, 5, 16, offset=0.0) * turning, ramp(1, 2, 5, 16, offset=1.0) * turning
     torch.testing.assert_close(raw_logits(part, query, key), torch.tensor(FOPE_LOGITS), rtol=0, atol=5e-6)
+
+
+def test_the_released_fope_equals_the_authors_code():
+    rotation: Any = HopeConfig().build(BuildContext(32, 2, 16, max_positions=2000)).query_key_map
+    frequencies = rotation.inverse_frequencies(torch.tensor([[1]]))
+    assert int((frequencies > 0).sum()) == 6
+    coefficients = 0.2 * torch.stack((ramp(2, 6, 4, offset=0.5), ramp(2, 6, 4, offset=0.9)))
+    part = FourierMap(frequencies, "half", coefficients, learnable=False, released=True)
+    query, key = ramp(1, 2, 5, 16, offset=0.0), ramp(1, 2, 5, 16, offset=1.0)
+    # Printed to five digits.
+    torch.testing.assert_close(raw_logits(part, query, key), torch.tensor(FOPE_RELEASED_LOGITS), rtol=0, atol=1e-5)
+
+
+def test_the_variants_of_fope_differ():
+    context = BuildContext(32, 2, 16, max_positions=64)
+    query, key = ramp(1, 2, 5, 16, offset=0.0), ramp(1, 2, 5, 16, offset=1.0)
+    listing, released = (
+        raw_logits(FopeConfig(variant=variant).build(context).query_key_map, query, key)
+        for variant in ("listing", "released")
+    )
+    assert (listing - released).square().mean().sqrt() > 0.5
 
 
 @pytest.mark.parametrize(("heads", "deviation"), [(8, 0.021672), (16, 0.018755)])

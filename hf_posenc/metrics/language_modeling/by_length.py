@@ -35,11 +35,13 @@ def loss_by_length(
     frame: Frame | None = None,
     tokens_per_batch: int = TOKENS_PER_BATCH,
 ) -> LengthLosses:
-    """What a model does at several lengths, on the same held-out tokens at each.
+    """What a model does at several lengths, on the same held-out text at each.
 
     Every length reads the same windows, cut into pieces of that length whose positions start at 0. Where a length does
-    not divide the window, the remainder at its start is read as a shorter piece. The tail, the last targets of each
-    window, is the same set of targets at every length: only the context before it grows.
+    not divide the window, the remainder at its start is read as a shorter piece. A causal model has no target at the
+    start of a piece, so that shorter pieces have a few targets less (of a window of 1024 tokens: 1016 in pieces of 128,
+    1023 in one piece). The tail, the last targets of each window, is the same set of targets at every length: only the
+    context before it grows.
 
     Beside it the sliding window reads the longest sequences without ever giving the model more than `sliding_window`
     tokens: a model that gains from its longer context is below it.

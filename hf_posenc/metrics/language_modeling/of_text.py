@@ -118,7 +118,7 @@ def text_losses(
 ) -> TextLosses:
     """Loss and perplexity of a model on held-out text, by length and by position, under one scheme or several.
 
-    Every scheme and every length reads the same tokens; see `loss_by_length`. Masks of a masked model are drawn once.
+    Every scheme and every length reads the same text; see `loss_by_length`. Masks of a masked model are drawn once.
 
     Args:
         model: a causal or masked language model, patched or not; left as it was found.

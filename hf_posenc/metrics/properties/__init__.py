@@ -10,7 +10,7 @@ from hf_posenc.metrics.properties.norms import norm_preservation
 from hf_posenc.metrics.properties.precision import logit_defect, low_precision
 from hf_posenc.metrics.properties.relativity import relativity
 from hf_posenc.metrics.properties.result import PropertiesRow, PropertiesTable
-from hf_posenc.metrics.properties.specimen import Specimen, build_specimen
+from hf_posenc.metrics.properties.specimen import Specimen, build_specimen, specimen_forms
 from hf_posenc.metrics.properties.table import properties_table
 from hf_posenc.metrics.properties.uniqueness import length_consistency, uniqueness
 
@@ -34,5 +34,6 @@ __all__ = [
     "relativity",
     "rotary_envelope",
     "sinusoidal_shift",
+    "specimen_forms",
     "uniqueness",
 ]

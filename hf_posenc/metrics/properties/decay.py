@@ -41,7 +41,7 @@ def long_term_decay(scheme: str | SchemeConfig | Specimen, *, length: int = 256)
     specimen = build_specimen(scheme)
     specimens = [specimen]
     if any(True for part in specimen.parts for _ in part.parameters()):
-        specimens += [build_specimen(specimen.config, seed=seed) for seed in (1, 2)]
+        specimens += [build_specimen(specimen.config, causal=specimen.causal, seed=seed) for seed in (1, 2)]
     refused: list[str] = []
     curves = []
     with collecting_refusals(refused, f"positions up to {_total(length) - 1}"):

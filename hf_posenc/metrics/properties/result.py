@@ -39,8 +39,10 @@ HEADINGS: dict[str, tuple[str, str]] = {
 #: Where schemes are measured, for the page.
 PLACE = (
     f"The place is the same for all: {NUM_HEADS} heads of {HEAD_DIM} dimensions over a hidden size of {HIDDEN_SIZE}, a "
-    f"training length of {TRAINING_LENGTH}, bidirectional where the scheme allows it, and random contents and "
-    "projections that give logits a variance of 1. Everything is computed in float32, as the parts are in a model, and "
+    f"training length of {TRAINING_LENGTH}, and random contents and projections that give logits a variance of 1. The "
+    "place is bidirectional where the scheme allows it. A scheme that gives a query and an earlier key another logit "
+    "in a causal model has a row for each form; the published form of FIRE, SSMax and the other scales is the causal "
+    "one. Everything is computed in float32, as the parts are in a model, and "
     "the thresholds are those of float32. Learned weights that start near zero are drawn larger, so that the table "
     "shows the mechanism and not its first step of training. `--json` prints every number with its threshold; the "
     "definitions are the docstrings of `hf_posenc.metrics.properties`."
@@ -49,14 +51,14 @@ PLACE = (
 
 @dataclass(frozen=True)
 class PropertiesRow:
-    """The properties of one scheme.
+    """The properties of one form of one scheme.
 
     Args:
         scheme: its name.
-        label: the name with the options that are not at their default.
+        label: the name with the options that are not at their default, and the form where there are two.
         config: its options (`SchemeConfig.to_dict`).
         acts_on: the kinds of its parts: "additive", "query-key map", "bias", "scale".
-        causal_pairs: whether only keys at or before the query were compared, because the scheme refuses others.
+        causal_pairs: whether the place was a causal model, where only keys at or before the query are compared.
         redrawn: learned tensors that start near zero and were drawn larger.
         properties: by name, in the order of the table.
         error: why the scheme could not be built, or `None`; then there are no properties.
@@ -95,13 +97,13 @@ class PropertiesTable:
     """The properties of many schemes.
 
     Args:
-        rows: one per scheme.
+        rows: one per scheme, or one for each of its two forms, the causal one first.
     """
 
     rows: tuple[PropertiesRow, ...]
 
     def row(self, scheme: str) -> PropertiesRow:
-        """The first row of a scheme.
+        """The first row of a scheme: the causal form, where there are two.
 
         Raises:
             KeyError: if the table does not include it.

@@ -55,7 +55,7 @@ class Specimen:
 
     @property
     def causal(self) -> bool:
-        """Whether only keys at or before the query are compared: true where the scheme refuses anything else."""
+        """Whether the parts are those of a causal model, and only keys at or before the query are compared."""
         return self.context.causal
 
     def visible(self, length: int) -> Tensor:
@@ -87,15 +87,17 @@ class Specimen:
         return positional_logits(self.parts, query, key, positions, hidden_states.float())
 
 
-def build_specimen(scheme: str | SchemeConfig | Specimen, *, seed: int = SEED) -> Specimen:
+def build_specimen(scheme: str | SchemeConfig | Specimen, *, causal: bool | None = None, seed: int = SEED) -> Specimen:
     """Builds a scheme at the standard place.
 
-    It has 4 heads of 64 dimensions over a hidden size of 64, a training length of 1024, and is bidirectional unless the
-    scheme refuses that. Weights are the scheme's own initialisation, except that learned tensors with a root mean
-    square below 0.1 are drawn from N(0, 0.25^2): what is measured is the mechanism, not its first step of training.
+    It has 4 heads of 64 dimensions over a hidden size of 64 and a training length of 1024. Weights are the scheme's own
+    initialisation, except that learned tensors with a root mean square below 0.1 are drawn from N(0, 0.25^2): what is
+    measured is the mechanism, not its first step of training.
 
     Args:
         scheme: a name, a config, or a specimen, which is returned as it is.
+        causal: whether the place is a causal model; `None` for a bidirectional one, or a causal one if the scheme
+            refuses that. Some schemes are another function there (`specimen_forms`).
         seed: of all weights; the random state of the process is left as it was.
 
     Raises:
@@ -105,21 +107,57 @@ def build_specimen(scheme: str | SchemeConfig | Specimen, *, seed: int = SEED) -
     if isinstance(scheme, Specimen):
         return scheme
     config = resolve_scheme(scheme)
-    context = BuildContext(HIDDEN_SIZE, NUM_HEADS, HEAD_DIM, causal=False, max_positions=TRAINING_LENGTH)
+    context = BuildContext(HIDDEN_SIZE, NUM_HEADS, HEAD_DIM, causal=bool(causal), max_positions=TRAINING_LENGTH)
     try:
         parts = build_parts(config, context, seed)
     except ValueError as error:
-        if "bidirectional" not in str(error):
+        if causal is not None or "bidirectional" not in str(error):
             raise MeasurementError(
                 f"The scheme {config.name!r} cannot be built at the standard place: {error}"
             ) from error
-        context = BuildContext(HIDDEN_SIZE, NUM_HEADS, HEAD_DIM, causal=True, max_positions=TRAINING_LENGTH)
-        parts = build_parts(config, context, seed)
+        return build_specimen(config, causal=True, seed=seed)
     redrawn = _redraw_small_weights(parts, seed)
     generator = torch.Generator().manual_seed(seed + 1)
     shape = (2, HIDDEN_SIZE, NUM_HEADS * HEAD_DIM)
     query_weight, key_weight = torch.randn(shape, generator=generator) * HIDDEN_SIZE**-0.5
     return Specimen(config, context, parts, redrawn, query_weight, key_weight)
+
+
+@torch.no_grad()
+def specimen_forms(scheme: str | SchemeConfig) -> tuple[Specimen, ...]:
+    """A scheme in each of its forms, with the same weights.
+
+    Two, causal and then bidirectional, where a query and an earlier key get another logit in a causal model than in a
+    bidirectional one: because the scheme reads the number of visible keys, or divides its table among both sides. This
+    is measured, with random contents and two sets of positions: the first 96, and 96 of all up to 32 times the
+    training length, because some schemes follow the length only past a threshold. One where the forms agree or the
+    scheme has only one.
+
+    Args:
+        scheme: a name or a config.
+
+    Raises:
+        UnknownNameError: for an unknown scheme.
+        MeasurementError: if the scheme cannot be built from its name alone, or not at this place.
+    """
+    specimen = build_specimen(scheme)
+    if specimen.causal:
+        return (specimen,)
+    try:
+        causal = build_specimen(specimen.config, causal=True)
+    except MeasurementError:
+        # A variant for bidirectional models only; its reason is not about this measurement.
+        return (specimen,)
+    generator = torch.Generator().manual_seed(0)
+    far = torch.randperm(32 * TRAINING_LENGTH, generator=generator)[:96].sort().values
+    for ids in (torch.arange(96), far):
+        with collecting_refusals([], "these positions"):
+            contents, visible = random_contents(1, ids.shape[0]), causal.visible(ids.shape[0])
+            first, second = (form.logits(positions_at(ids), contents)[..., visible] for form in (causal, specimen))
+            # Not a number is one in both: a form that overflows does so at the same places.
+            if not torch.allclose(first, second, rtol=1e-5, atol=1e-5, equal_nan=True):
+                return causal, specimen
+    return (specimen,)
 
 
 def build_parts(config: SchemeConfig, context: BuildContext, seed: int) -> SchemeParts:

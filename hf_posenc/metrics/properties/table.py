@@ -17,7 +17,7 @@ from hf_posenc.metrics.properties.norms import norm_preservation
 from hf_posenc.metrics.properties.precision import DTYPES, low_precision
 from hf_posenc.metrics.properties.relativity import relativity
 from hf_posenc.metrics.properties.result import PropertiesRow, PropertiesTable
-from hf_posenc.metrics.properties.specimen import Specimen, build_specimen, collecting_refusals
+from hf_posenc.metrics.properties.specimen import Specimen, collecting_refusals, specimen_forms
 from hf_posenc.metrics.properties.uniqueness import length_consistency, uniqueness
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.labels import scheme_label
@@ -45,41 +45,45 @@ def properties_table(schemes: Sequence[str | SchemeConfig] | None = None) -> Pro
         schemes: names or configs; `None` for all registered schemes.
 
     Returns:
-        One row per scheme. A scheme that cannot be built there has the reason in `error`.
+        One row per scheme, or two for one that is another function in a causal model than in a bidirectional one
+        (`specimen_forms`). A scheme that cannot be built there has the reason in `error`.
 
     Raises:
         UnknownNameError: for an unknown scheme, before anything is measured.
         MeasurementError: if a scheme given by name needs options.
     """
     if schemes is None:
-        return PropertiesTable(tuple(_measure_by_name(name) for name in list_schemes()))
+        return PropertiesTable(tuple(row for name in list_schemes() for row in _measure_by_name(name)))
     configs = [resolve_scheme(scheme) for scheme in schemes]
-    return PropertiesTable(tuple(measure_properties(config) for config in configs))
+    return PropertiesTable(tuple(row for config in configs for row in measure_properties(config)))
 
 
-def _measure_by_name(name: str) -> PropertiesRow:
+def _measure_by_name(name: str) -> list[PropertiesRow]:
     try:
         return measure_properties(resolve_scheme(name))
     except MeasurementError as error:
-        return PropertiesRow(name, name, {"scheme": name}, error=str(error))
+        return [PropertiesRow(name, name, {"scheme": name}, error=str(error))]
 
 
-def measure_properties(config: SchemeConfig) -> PropertiesRow:
-    """All properties of one scheme."""
+def measure_properties(config: SchemeConfig) -> list[PropertiesRow]:
+    """All properties of one scheme, a row for each of its forms."""
     label = scheme_label(config)
     try:
-        specimen = build_specimen(config)
+        forms = specimen_forms(config)
     except MeasurementError as error:
-        return PropertiesRow(config.name, label, config.to_dict(), error=str(error))
-    return PropertiesRow(
-        scheme=config.name,
-        label=label,
-        config=config.to_dict(),
-        acts_on=_kinds(specimen.parts),
-        causal_pairs=specimen.causal,
-        redrawn=specimen.redrawn,
-        properties={name: _measure(measure, specimen) for name, measure in MEASURES.items()},
-    )
+        return [PropertiesRow(config.name, label, config.to_dict(), error=str(error))]
+    return [
+        PropertiesRow(
+            scheme=config.name,
+            label=label if len(forms) == 1 else f"{label} ({'causal' if specimen.causal else 'bidirectional'})",
+            config=config.to_dict(),
+            acts_on=_kinds(specimen.parts),
+            causal_pairs=specimen.causal,
+            redrawn=specimen.redrawn,
+            properties={name: _measure(measure, specimen) for name, measure in MEASURES.items()},
+        )
+        for specimen in forms
+    ]
 
 
 def _measure(measure: Callable[[Specimen], Measurement], specimen: Specimen) -> Measurement:

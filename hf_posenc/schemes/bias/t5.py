@@ -14,7 +14,7 @@ from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.limits import MOST_DISTANCES
 from hf_posenc.schemes.parts import DistanceBias, SchemeParts
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import check_boolean, check_integer, whole_positions
+from hf_posenc.schemes.validation import check_boolean, check_choice, check_integer, whole_positions
 
 
 def relative_position_bucket(distance: Tensor, num_buckets: int, max_distance: int, bidirectional: bool) -> Tensor:
@@ -106,7 +106,8 @@ class T5Config(SchemeConfig):
                    = n / 2 + floor(log(2x / n) / log(2 * max_distance / n) * n / 2)  up to n - 1, beyond
 
     A causal model has all buckets for the past; a bidirectional one has half of them for later keys. T5 itself does
-    not divide its logits by `sqrt(head_dim)`; patched models keep the factor of their architecture.
+    not divide its logits by `sqrt(head_dim)`; patched models keep the factor of their architecture. New entries are
+    drawn as small as the model's own weights; T5 itself draws them larger, see `initialization`.
 
     Args:
         num_buckets: number of buckets, at most 2**16; even where directions are told apart.
@@ -114,6 +115,8 @@ class T5Config(SchemeConfig):
         bidirectional: whether keys before and after the query have different buckets; `None` takes it where the model
             itself is bidirectional, which `False` does not fit.
         shared: one table for all layers, as in T5; `False` gives every layer its own, as in UMT5.
+        initialization: standard deviation of a new table: "model" takes the `initializer_range` of the model's config,
+            "t5" takes `hidden_size ** -0.5` as T5 does (0.04 to 0.09 for hidden sizes of 512 and 128).
     """
 
     name: ClassVar[str] = "t5"
@@ -122,8 +125,10 @@ class T5Config(SchemeConfig):
     max_distance: int = 128
     bidirectional: bool | None = None
     shared: bool = True
+    initialization: str = "model"
 
     def __post_init__(self) -> None:
+        check_choice(self, "initialization", ("model", "t5"))
         check_integer(self, "num_buckets", minimum=2, maximum=MOST_DISTANCES)
         check_integer(self, "max_distance", minimum=2)
         check_boolean(self, "bidirectional", optional=True)
@@ -150,10 +155,9 @@ class T5Config(SchemeConfig):
             )
         bidirectional = self.bidirectional if self.bidirectional is not None else not context.causal
         self._check_buckets(bidirectional)
+        deviation = context.hidden_size**-0.5 if self.initialization == "t5" else context.initializer_range
         return SchemeParts(
-            logit_bias=T5Bias(
-                context.num_heads, self.num_buckets, self.max_distance, bidirectional, context.initializer_range
-            )
+            logit_bias=T5Bias(context.num_heads, self.num_buckets, self.max_distance, bidirectional, deviation)
         )
 
     def _check_buckets(self, bidirectional: bool) -> None:

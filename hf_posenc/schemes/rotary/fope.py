@@ -17,26 +17,29 @@ from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.hope import check_floor_options, floored_inverse_frequencies
 from hf_posenc.schemes.rotary.rope import RotaryMap, check_rotary_options, key_heads, resolve_rotary_dim
-from hf_posenc.schemes.validation import check_boolean, check_integer, check_number
+from hf_posenc.schemes.validation import check_boolean, check_choice, check_integer, check_number
 
 #: Shares that add up to less are refused: dividing by the sum would make a pair many times longer.
 SMALLEST_SUM = 0.1
 
 
-def fourier_coefficients(num_key_heads: int, num_pairs: int, gain: float, seed: int) -> Tensor:
-    """`(2, key_value_heads, num_pairs, num_pairs)` float32: for cosine and sine, what each pair has of each frequency.
+def fourier_coefficients(
+    num_key_heads: int, num_turning: int, gain: float, seed: int, num_mixed: int | None = None
+) -> Tensor:
+    """`(2, key_value_heads, num_turning, num_mixed)` float32: for cosine and sine, each pair's share of each frequency.
 
-    Drawn with Python's generator, whose `random()` gives the same numbers on every machine and in every version: they
-    are not saved, only the seed is.
+    All turning pairs are mixed by default. Drawn with Python's generator, whose `random()` gives the same numbers on
+    every machine and in every version: they are not saved, only the seed is.
     """
     generator = random.Random(seed)
-    deviation = gain * math.sqrt(2 / (num_pairs * (num_pairs + num_key_heads)))
+    num_mixed = num_turning if num_mixed is None else num_mixed
+    deviation = gain * math.sqrt(2 / (num_mixed * (num_turning + num_key_heads)))
 
     def normal() -> float:
         radius = math.sqrt(-2 * math.log(1 - generator.random()))
         return deviation * radius * math.cos(2 * math.pi * generator.random())
 
-    shape = (2, num_key_heads, num_pairs, num_pairs)
+    shape = (2, num_key_heads, num_turning, num_mixed)
     drawn = [normal() for _ in range(math.prod(shape))]
     return torch.tensor(drawn, dtype=torch.float32, device="cpu").view(shape)
 
@@ -52,22 +55,45 @@ def normalized_shares(coefficients: Tensor) -> Tensor:
     return (own + coefficients) / share_sums(coefficients)
 
 
+def released_shares(coefficients: Tensor) -> Tensor:
+    """`(2, heads, n, m)` of the same shape: the shares of each mixed pair, with 1 for its own frequency.
+
+    Of `n` frequencies, `m` pairs have every `ceil(n / m)`-th one as their own. The released code leaves a pair without
+    one where that runs out of frequencies.
+    """
+    num_turning, num_mixed = coefficients.shape[-2:]
+    own = torch.zeros(num_turning, num_mixed, device=coefficients.device)
+    step = math.ceil(num_turning / num_mixed)
+    pairs = torch.arange(math.ceil(num_turning / step), device=coefficients.device)
+    own[pairs * step, pairs] = 1.0
+    return own + coefficients
+
+
 class FourierMap(RotaryMap):
-    """A `RotaryMap` in which the cosine and sine of every turning pair are mixed with those of the others.
+    """A `RotaryMap` in which the cosine and sine of turning pairs are mixed with those of the others.
 
     Args:
         inverse_frequencies: `(rotary_dim / 2,)` float32, the turning pairs first.
         layout: as in `RotaryMap`.
-        coefficients: `(2, key_value_heads, turning, turning)` float32; the pairs' own cosine and sine come on top, and
-            the shares of a pair are divided by their sum.
+        coefficients: `(2, key_value_heads, turning, mixed)` float32; the pairs' own cosine and sine come on top.
         learnable: whether the coefficients are trained.
+        released: whether the shares of a pair stay as they are, and the pairs that are not mixed have a cosine and a
+            sine of 1, as in the released code; else the shares are divided by their sum, and these pairs stand still.
     """
 
     whole_heads = True
 
-    def __init__(self, inverse_frequencies: Tensor, layout: str, coefficients: Tensor, learnable: bool) -> None:
+    def __init__(
+        self,
+        inverse_frequencies: Tensor,
+        layout: str,
+        coefficients: Tensor,
+        learnable: bool,
+        released: bool = False,
+    ) -> None:
         super().__init__(inverse_frequencies, layout)
-        self.num_turning = coefficients.shape[-1]
+        self.num_turning = coefficients.shape[-2]
+        self.released = released
         self._initial_coefficients = DeviceConstant(coefficients)
         self.coefficients: nn.Parameter | None = None
         if learnable:
@@ -87,11 +113,13 @@ class FourierMap(RotaryMap):
         else:
             coefficients = self._initial_coefficients.on(positions.ids.device)
         angles = self.angles(positions)
-        turning, stopped = angles.split((self.num_turning, angles.shape[-1] - self.num_turning), dim=-1)
+        turning = angles[..., : self.num_turning]
+        shares = released_shares(coefficients) if self.released else normalized_shares(coefficients)
+        of_others = (1.0, 1.0) if self.released else (1.0, 0.0)
         mixed = []
-        for function, mix in zip((torch.cos, torch.sin), normalized_shares(coefficients), strict=True):
+        for function, mix, other in zip((torch.cos, torch.sin), shares, of_others, strict=True):
             values = _full_precision_product(function(turning), mix)
-            rest = function(stopped).unsqueeze(-2).expand(*values.shape[:-1], -1)
+            rest = values.new_full((*values.shape[:-1], angles.shape[-1] - values.shape[-1]), other)
             mixed.append(self.for_both_of_pair(torch.cat((values, rest), dim=-1)))
         return tuple(mixed)
 
@@ -119,16 +147,21 @@ class FopeConfig(SchemeConfig):
     is no rotation: it changes norms, and logits depend a little on position beside distance. At position 0 nothing is
     changed.
 
-    Followed is the listing of the paper's appendix B. Its division by the sum of all shares is missing in the paper's
-    equations 11 to 13; the released code has it as an option (`fourier_norm`), which its published settings leave off.
-    From the listing is the draw, too: normal, with the deviation `gain * sqrt(2 / (K * (K + heads)))` for `K` turning
-    pairs, a Xavier initialisation of a tensor with an axis of heads; the code has gains of 0.3, 0.4 and 0.6 for models
-    of 60M, 180M and 1.2B parameters. Unlike in the listing, stopped pairs stay as they are (there they have a sine of 1
-    beside the cosine of 1, a constant turn by 45 degrees and a gain of 2 in the logit), all turning pairs are mixed
-    (there at most half of the head's pairs), they turn as in RoPE (there the other way, which no logit shows), and the
-    heads are the key heads, whose mix the query heads that read them share, so that a query and a key at one position
-    agree. The paper also tries more frequencies than those of the pairs (`D`, its best for passkeys is 64); here they
-    are the frequencies of the turning pairs, as in the listing.
+    The paper says this in two ways, and `variant` chooses between them:
+
+    - "listing" follows the listing of appendix B, the formula above. Its division by the sum of all shares is missing
+      in the paper's equations 11 to 13. Two things differ from the listing: all turning pairs are mixed, where the
+      listing mixes at most half of the head's pairs, and stopped pairs stay as they are.
+    - "released" is what the authors' published settings run (`fourier_norm` off): nothing is divided, at most half of
+      the pairs are mixed, and every other pair has a cosine and a sine of 1 at all positions, which is a constant
+      turn by 45 degrees and a factor of 2 in its logit. At position 0 tokens are changed as well.
+
+    Coefficients are normal with the deviation `gain * sqrt(2 / (mixed * (turning + heads)))`, a Xavier initialisation
+    of a tensor with an axis of heads; the published settings have gains of 0.3, 0.4 and 0.6 for models of 60M, 180M and
+    1.2B parameters. In both variants pairs turn as in RoPE (the authors' turn the other way, which no logit shows),
+    and the heads are the key heads: the query heads that read one share its mix, so that a query and a key at one
+    position agree. The paper also tries more frequencies than those of the pairs (`D`, its best for passkeys is 64);
+    here they are the frequencies of the turning pairs.
 
     Numbers are drawn from `seed` alone and not saved. All layers have the same ones; for different ones schedule one
     `fope` per layer with its own seed.
@@ -139,6 +172,7 @@ class FopeConfig(SchemeConfig):
         gain: how strongly frequencies are mixed; 0 is `hope`. Refused where it leaves a pair shares that nearly cancel.
         seed: of the random coefficients.
         learnable: trains the coefficients, in every layer its own, from the same start; the paper keeps them fixed.
+        variant: "listing" or "released", see above.
         rotary_dim: the width over which the frequencies spread; `None` as in `RopeConfig`.
         layout: the pairing, as in `RopeConfig`.
     """
@@ -152,10 +186,12 @@ class FopeConfig(SchemeConfig):
     learnable: bool = False
     rotary_dim: int | None = None
     layout: str = "auto"
+    variant: str = "listing"
 
     def __post_init__(self) -> None:
         check_rotary_options(self)
         check_floor_options(self)
+        check_choice(self, "variant", ("listing", "released"))
         check_number(self, "gain", minimum=0, maximum=100)
         check_integer(self, "seed", minimum=0, maximum=2**63 - 1)
         check_boolean(self, "learnable")
@@ -175,12 +211,19 @@ class FopeConfig(SchemeConfig):
         rotary_dim = resolve_rotary_dim(self, self.rotary_dim, context)
         frequencies = floored_inverse_frequencies(self, rotary_dim, context)
         turning = sum(frequency > 0 for frequency in frequencies.tolist())
-        coefficients = fourier_coefficients(key_heads(context), turning, self.gain, self.seed)
+        released = self.variant == "released"
+        mixed = min(turning, rotary_dim // 4) if released else turning
+        if mixed == 0:
+            raise ValueError(
+                f"FopeConfig.variant 'released' mixes a pair for every 4 rotated dimensions, and only {rotary_dim} are "
+                "rotated. Rotate at least 4 dimensions, or use the variant 'listing'."
+            )
+        coefficients = fourier_coefficients(key_heads(context), turning, self.gain, self.seed, mixed)
         smallest = float(share_sums(coefficients).min())
-        if smallest < SMALLEST_SUM:
+        if smallest < SMALLEST_SUM and not released:
             raise ValueError(
                 f"FopeConfig.gain is {self.gain}, with which seed {self.seed} draws shares of a pair that add up to "
                 f"{smallest:.3g}. They are divided by that sum, which has to be at least {SMALLEST_SUM}. Give a "
                 "smaller gain or another seed."
             )
-        return SchemeParts(query_key_map=FourierMap(frequencies, self.layout, coefficients, self.learnable))
+        return SchemeParts(query_key_map=FourierMap(frequencies, self.layout, coefficients, self.learnable, released))

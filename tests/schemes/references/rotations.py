@@ -131,32 +131,35 @@ def learned_rope(config: Any, parts: Any, case: Any) -> list[Matrix]:
     return logits_of(case, turned, turned)
 
 
-def fope_coefficients(heads: int, kept: int, gain: float, seed: int) -> list[list[Matrix]]:
+def fope_coefficients(heads: int, kept: int, mixed: int, gain: float, seed: int) -> list[list[Matrix]]:
     """`[cosine or sine][head][from][to]`: Box and Muller's normal numbers, in this order."""
     uniform = random.Random(seed).random
-    deviation = gain * math.sqrt(2 / (kept * kept + kept * heads))
+    deviation = gain * math.sqrt(2 / (kept * mixed + mixed * heads))
 
     def normal() -> float:
         first, second = uniform(), uniform()
         return deviation * math.sqrt(-2 * math.log(1 - first)) * math.cos(2 * math.pi * second)
 
-    return [[[[normal() for _ in range(kept)] for _ in range(kept)] for _ in range(heads)] for _ in range(2)]
+    return [[[[normal() for _ in range(mixed)] for _ in range(kept)] for _ in range(heads)] for _ in range(2)]
 
 
 def fope(config: Any, parts: Any, case: Any) -> list[Matrix]:
-    """arXiv:2412.17739, the listing of appendix B: identity plus normal numbers, every column with the sum 1."""
+    """arXiv:2412.17739: identity plus normal numbers, every column with the sum 1 in the listing of appendix B."""
     width = config.rotary_dim or len(case.query[0][0])
     spectrum = floored(config, width)
     kept = sum(frequency > 0 for frequency in spectrum)
     key_heads = 3
-    mixes = fope_coefficients(key_heads, kept, config.gain, config.seed)
+    released = config.variant == "released"
+    mixed = min(kept, width // 4) if released else kept
+    mixes = fope_coefficients(key_heads, kept, mixed, config.gain, config.seed)
+    step = -(-kept // mixed)
 
     def series(function: Any, mix: Matrix, pair: int, position: int) -> float:
-        if pair >= kept:
-            return function(spectrum[pair] * position)
-        column = [float(other == pair) + mix[other][pair] for other in range(kept)]
+        if pair >= mixed:
+            return 1.0 if released else function(spectrum[pair] * position)
+        column = [float(other == pair * step) + mix[other][pair] for other in range(kept)]
         waves = [function(frequency * position) for frequency in spectrum[:kept]]
-        return dot(waves, column) / sum(column)
+        return dot(waves, column) / (1.0 if released else sum(column))
 
     def turned(vector: list[float], head: int, position: int) -> list[float]:
         own = head * key_heads // len(case.query)

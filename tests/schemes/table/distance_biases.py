@@ -32,6 +32,8 @@ ROWS: dict[str, Row] = {
         ),
         everywhere=True,
         marks="+-+.++..++-",
+        # Divided by the query's own position: a prefix keeps its encodings, and a shift changes them.
+        causal_marks="++-.++..++-",
     ),
     "sandwich": Row(
         "bias",

@@ -71,6 +71,7 @@ ROWS: dict[str, Row] = {
             FopeConfig(),
             FopeConfig(theta=500.0, training_length=20, gain=0.6, seed=7, rotary_dim=12, layout="interleaved"),
             FopeConfig(learnable=True),
+            FopeConfig(variant="released", training_length=20),
         ),
         marks="++--++.-+++",
     ),

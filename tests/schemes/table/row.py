@@ -35,6 +35,8 @@ class Row:
             + has it, - fails it, . does not apply. Unique, same at any length, relative, linear, defined past the
             training length, deterministic, several axes, keeps norms, decays, float16, bfloat16.
         reach: how many tokens each variant can encode at most, `None` for any number; empty where none has a limit.
+        causal_marks: those of the causal form, for a scheme that is another function there; `marks` are then those of
+            the bidirectional form.
     """
 
     kind: str
@@ -44,6 +46,7 @@ class Row:
     everywhere: bool = False
     marks: str = ""
     reach: tuple[int | None, ...] = ()
+    causal_marks: str = ""
 
 
 @dataclass(frozen=True)

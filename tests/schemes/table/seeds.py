@@ -99,6 +99,7 @@ ROWS: dict[str, Row] = {
         seeds.t5,
         (T5Config(), T5Config(16, 20, bidirectional=True, shared=False)),
         marks="-++.++..-++",
+        causal_marks="-++.++..-++",
     ),
     "alibi": Row(
         "bias",
