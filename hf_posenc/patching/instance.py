@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 
+#: Types whose values are compared, not their identity.
+_PLAIN = (int, float, str)
+
 
 @dataclass
 class _Change:
@@ -20,6 +23,18 @@ class _Change:
     value: Any
     kind: Literal["attribute", "forward", "buffer", "frozen"] = "attribute"
     ours: Any = None
+
+    def put(self, value: Any) -> None:
+        """Exchanges the value that stands in the attribute while the patch is in place."""
+        self.target.__dict__[self.attribute] = self.ours = value
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the attribute still has the patch's value; numbers and strings are compared by value, for pickles."""
+        found = self.target.__dict__.get(self.attribute)
+        return found is self.ours or (
+            type(found) is type(self.ours) and isinstance(found, _PLAIN) and found == self.ours
+        )
 
 
 @dataclass
@@ -89,7 +104,7 @@ class InstancePatches:
                 change.target._parameters[change.attribute].requires_grad_(change.value)
             elif change.kind == "buffer":
                 change.target._buffers[change.attribute] = change.value
-            elif change.target.__dict__.get(change.attribute) is not change.ours:
+            elif not change.is_in_place:
                 continue
             elif change.had_value:
                 change.target.__dict__[change.attribute] = change.value

@@ -80,15 +80,14 @@ def refresh_names(encoding: PositionEncoding) -> None:
     """Lets the names of a model tell the scheme it has now, after its config was exchanged in place."""
     for change in _marks(encoding):
         plain = str(change.target.__dict__[change.attribute])
-        name = SchemeName(plain, encoding.config.to_dict(), encoding.__dict__["holder"])
-        change.target.__dict__[change.attribute] = name
+        change.put(SchemeName(plain, encoding.config.to_dict(), encoding.__dict__["holder"]))
 
 
 def unmark_names(encoding: PositionEncoding) -> None:
     """Gives a model its plain names, for one whose files hold the scheme. Undoing the patch marks them as stock."""
     for change in _marks(encoding):
         plain = str(change.target.__dict__[change.attribute])
-        change.target.__dict__[change.attribute] = plain
+        change.put(plain)
         change.value = SchemeName(plain, None)
 
 
