@@ -83,12 +83,18 @@ def test_left_padding_is_not_counted_behind_a_cache():
 
 
 @torch.no_grad()
-def test_positions_that_do_not_continue_the_cache_are_refused():
-    model, ids = patched("llama_gqa", "fire"), tokens(1, 8)
+def test_positions_that_do_not_continue_the_cache_are_those_of_a_whole_forward():
+    model, ids = patched("llama_gqa", "fire"), tokens(1, 9)
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 30]])
+    ones = torch.ones_like(ids)
+    expected = outputs(model, LLAMA, ids, position_ids=positions, attention_mask=ones, use_cache=False)[:, -1:]
+    near = outputs(model, LLAMA, ids, attention_mask=ones, use_cache=False)[:, -1:]
     cache = DynamicCache(config=model.config)
-    outputs(model, LLAMA, ids, past_key_values=cache, use_cache=True)
-    with pytest.raises(UnsupportedError, match="cached keys stand"):
-        model(ids[:, :1], position_ids=torch.tensor([[3]]), past_key_values=cache, use_cache=True)
+    outputs(model, LLAMA, ids[:, :8], past_key_values=cache, use_cache=True)
+    jump = {"position_ids": positions[:, 8:], "attention_mask": ones}
+    found = outputs(model, LLAMA, ids[:, 8:], past_key_values=cache, use_cache=True, **jump)
+    assert distance(found, expected) <= 1e-5
+    assert distance(found, near) > 1e-3
 
 
 @torch.no_grad()

@@ -30,7 +30,7 @@ SAMPLES: dict[Any, Any] = {
     float: 0.5,
     bool: True,
     tuple[int, ...]: (2, 3, 3),
-    tuple[float, ...]: tuple(10.0**-step for step in range(8)),
+    tuple[float, ...]: tuple(5.0**-step for step in range(8)),
     tuple[float, float]: (2.0, 8.0),
 }
 
