@@ -85,7 +85,7 @@ def _find(name: str) -> None:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         found = False
-    except ValueError:
+    except (ImportError, ValueError):  # no name of a module: a path, say
         found = False
     if not found:
         raise ExtensionError(

@@ -47,6 +47,11 @@ class DistanceForm:
         """`(1, heads, rows, keys)` float32 of the queries `[start, stop)` and the first `key_count` keys."""
         if self.query_length == 1:
             return self.vector[None, :, None, :key_count]
+        if torch.compiler.is_exporting():
+            # A view would hold the length that the model was exported with.
+            keys = torch.arange(self.key_length, device=self.vector.device)[:key_count]
+            queries = torch.arange(start, stop, device=self.vector.device).unsqueeze(-1)
+            return self.vector[:, keys - queries + self.query_length - 1].unsqueeze(0)
         own = self.vector[:, self.query_length - stop : self.query_length - start + self.key_length - 1]
         return own.unfold(-1, self.key_length, 1)[..., :key_count].flip(-2).unsqueeze(0)
 

@@ -32,7 +32,8 @@ class CachedPositions:
 
 def recorded(cache: Any) -> CachedPositions | None:
     """What is known of the tokens in a cache, or `None`."""
-    found: CachedPositions | None = getattr(_keeper(cache), "__dict__", {}).get(_NAME)
+    # Not through `__dict__`, where a compiler does not look.
+    found: CachedPositions | None = getattr(_keeper(cache), _NAME, None)
     return found
 
 

@@ -79,8 +79,8 @@ def _warn_if_extrapolating(encoding: PositionEncoding, length: int) -> None:
     known = max((part.length_reach.made_for or native or length for part in plain), default=length)
     if known < length:
         warnings.warn(
-            f"The rotation of {encoding.config.name!r} is stretched to {known} tokens, and {length} are past that: "
-            "the model meets angles it was not trained on. Scalings for longer sequences are YarnScaling, NtkScaling, "
+            f"The rotation of {encoding.config.name!r} was made for {known} tokens, and {length} are past that: the "
+            "model meets angles it was not trained on. Scalings for longer sequences are YarnScaling, NtkScaling, "
             "LinearScaling, DynamicScaling and LongRopeScaling, for example RopeConfig(theta=..., "
             f"scaling=YarnScaling(factor={length / (native or known):g}, original_max_positions={native or known})).",
             UserWarning,

@@ -132,9 +132,11 @@ def _find_out(state: ForwardState, device: torch.device) -> Standing:
     holes = None if mask is None else ~_is_even(counted_tokens(mask.to(device)), 0)
     if device.type == "meta":
         return Standing(irregular=False, even=True)
+    known = None if isinstance(offset, int) and offset == 0 else recorded(state.cache_object)
     if torch.compiler.is_compiling():
+        if known is not None and known.ids is not None:
+            raise UnsupportedError(_KNOWN_ELSEWHERE)
         return _compiled(state, own, differs, holes)
-    known = None if offset == 0 and isinstance(offset, int) else recorded(state.cache_object)
     flags = [flag for flag in (differs, holes) if flag is not None]
     found = iter(torch.stack(flags).tolist() if flags else ())
     irregular = differs is not None and next(found)
@@ -175,6 +177,10 @@ def _known_length(state: ForwardState, known: CachedPositions | None) -> int:
     return cached
 
 
+_KNOWN_ELSEWHERE = (
+    "The tokens in this cache stand at position_ids of their own, with gaps or jumps, which a compiled graph does not "
+    "read. Run calls behind such a cache without torch.compile."
+)
 _REFUSAL = (
     "The position_ids of this call are not those that the attention mask (or the slots) would give, and the cached "
     "tokens did not come with theirs, so where cached keys stand is not known, and this scheme needs it. Pass the "

@@ -134,17 +134,21 @@ def _rotation_scheme(
     declared = None if architecture.native is None else architecture.native(stack)
     if declared is not None:
         return declared
-    rotary, layer_type = _source(stack, rotation)
+    rotary, layer_type = _source(stack, rotation, attention.layer_type)
     return _rotary_config(stack, attention, rotary, layer_type, rotation)
 
 
-def _source(stack: Stack, rotation: Rotation) -> tuple[nn.Module, str | None]:
-    """The rotary module and layer type whose phases a layer was given."""
+def _source(stack: Stack, rotation: Rotation, own_type: str | None) -> tuple[nn.Module, str | None]:
+    """The rotary module and layer type whose phases a layer was given.
+
+    Several may have the same phases at so few positions; the layer's own type is looked at first.
+    """
     length = rotation.phases.shape[1]
     position_ids = torch.arange(length, device=rotation.phases.device).unsqueeze(0)
     hidden = rotation.phases.real.new_zeros(1, length, 1) if rotation.phases.is_complex() else rotation.phases
     for found in stack.rotaries:
-        for layer_type in (None, *sorted(set(getattr(stack.config, "layer_types", None) or ()))):
+        known = sorted(set(getattr(stack.config, "layer_types", None) or ()), key=lambda one: (one != own_type, one))
+        for layer_type in (None, *known):
             phases = _phases(found.module, hidden, position_ids, layer_type)
             if phases is not None and phases.shape[-1] == rotation.phases.shape[-1]:
                 shown = rotation.phases[:1] if rotation.phases.dim() == 3 else rotation.phases[0, :1]

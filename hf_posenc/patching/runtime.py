@@ -202,7 +202,10 @@ def _padding_mask(mask: Any, stack: nn.Module, offset: int | Tensor | None) -> T
     if not isinstance(mask, Tensor):
         return None
     if mask.dim() == 4:
-        visible = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] == 0
+        if mask.shape[1] != 1:
+            return None  # one mask for each head says nothing about the tokens
+        # A number that only makes a key less liked hides nothing.
+        visible = mask[:, 0] if mask.dtype == torch.bool else mask[:, 0] > torch.finfo(mask.dtype).min / 2
         last = visible[:, -1]
         if not torch.compiler.is_compiling() and not _shows_padding_only(visible, offset):
             return None

@@ -270,3 +270,22 @@ def test_compiled_decoding_behind_a_gap(scheme: str) -> None:
     for i in range(16, LENGTH):
         step = compiled(ids[:, i : i + 1], attention_mask=mask[:, : i + 1], past_key_values=cache).logits
         assert distance(step, full[:, i : i + 1]) <= 1e-4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scheme", ["alibi", "fire"])
+def test_a_compiled_call_behind_a_cache_with_gaps_is_not_one_graph_and_right(scheme: str) -> None:
+    model, ids = patched("llama_gqa", scheme), tokens(1, 8)
+
+    def filled() -> DynamicCache:
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :6], position_ids=torch.tensor([[0, 1, 2, 20, 21, 22]]), past_key_values=cache)
+        return cache
+
+    expected = model(ids[:, 6:], past_key_values=filled()).logits
+    torch._dynamo.reset()
+    found = torch.compile(model, backend="eager")(ids[:, 6:], past_key_values=filled()).logits
+    assert distance(found, expected) <= 1e-5
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="does not read"):
+        torch.compile(model, backend="eager", fullgraph=True)(ids[:, 6:], past_key_values=filled())

@@ -15,7 +15,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from hf_posenc import UnsupportedError, native_scheme
+from hf_posenc import UnsupportedError, native_scheme, patch_model
+from tests.matrix.running import patched, tokens
 
 _SMALL: dict[str, Any] = {"num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 96}
 
@@ -63,3 +64,15 @@ def test_a_learned_bias_may_have_any_numbers_and_a_model_in_training_keeps_its_m
     model = enlarged(T5ForConditionalGeneration(config)).train()
     assert native_scheme(model).name == "t5"
     assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("scaled", [{"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}])
+@torch.no_grad()
+def test_layers_whose_phases_agree_at_first_have_the_module_of_their_own_type(scaled: dict) -> None:
+    """Dynamic scaling acts past the trained length, so nothing shows it at three tokens."""
+    parameters = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": scaled}
+    stock = patched("gemma3_two_rotaries", None, rope_parameters=parameters)
+    model, ids = patched("gemma3_two_rotaries", None, rope_parameters=parameters), tokens(1, 100)
+    patch_model(model, native_scheme(model))
+    expected = stock(ids, use_cache=False).logits
+    assert float((model(ids, use_cache=False).logits - expected).abs().max()) <= 1e-4
