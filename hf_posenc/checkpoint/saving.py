@@ -8,13 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import HfHubHTTPError
+from transformers import modeling_utils
 
-from hf_posenc.checkpoint.atomic_folder import replaced_as_a_whole
+from hf_posenc.checkpoint.atomic_folder import clear_drafts, replaced_as_a_whole
 from hf_posenc.checkpoint.peft_hooks import scheme_beside_adapters
 from hf_posenc.entry import MARK, find_mark, read_entry
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.apply import encodings, runs_a_scheme
+from hf_posenc.patching.mark import described, same_scheme
 
 
 def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -39,8 +40,20 @@ def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwar
             "layers with a model that was patched, or a part of it was. Saved as it is, it would come back with "
             "the stock positions. Save the model that was patched, or unpatch that one and patch this one."
         )
+    for encoding in encodings(model):
+        if entry is not None and not same_scheme(entry, encoding.config):
+            raise UnsupportedError(
+                f"This {type(model).__name__} runs the position encoding {described(encoding.config.to_dict())}, but "
+                f"its config names {described(entry)}, with which its weights could not be loaded again: the config "
+                "is shared with another patched model, or its entry was edited. Give each model a config of its own, "
+                "model.config = copy.deepcopy(model.config), and call patch_model with the scheme that is meant."
+            )
     call = inspect.signature(original).bind(model, *args, **kwargs)
     given = call.arguments
+    folder = given["save_directory"]
+    if isinstance(folder, str | os.PathLike) and os.path.isdir(folder):
+        # What an earlier save left would be put over the files of this one.
+        clear_drafts(folder)
     if getattr(model, "_hf_peft_config_loaded", False):
         # Adapters inside a transformers model: the adapter alone is saved.
         main = given.get("is_main_process", True)
@@ -50,22 +63,45 @@ def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwar
         return original(model, *args, **kwargs)
     if given.get("state_dict") is not None:
         given["state_dict"] = _marked(model, given["state_dict"])
-    folder = given["save_directory"]
     if given.get("distributed_checkpoint") or os.path.isfile(folder):
         return original(*call.args, **call.kwargs)
+    upload = None
     if given.get("push_to_hub"):
-        # Transformers names the repository after the folder it writes to.
-        given.setdefault("kwargs", {}).setdefault("repo_id", Path(folder).name)
-    refused: Exception | None = None
+        # The upload comes after the files are in place, so that they stay whatever it raises.
+        given["push_to_hub"] = False
+        if model.should_save_on_this_rank(given.get("is_main_process", True)):
+            upload = _prepared_upload(model, folder, given.get("token"), given.setdefault("kwargs", {}))
     with replaced_as_a_whole(Path(folder)) as draft:
         given["save_directory"] = str(draft)
-        try:
-            original(*call.args, **call.kwargs)
-        except HfHubHTTPError as error:
-            refused = error  # The last step is the upload: the files are complete.
-    if refused is not None:
-        raise refused
+        original(*call.args, **call.kwargs)
+    if upload is not None:
+        upload()
     return None
+
+
+def _prepared_upload(model: Any, folder: Any, token: Any, options: dict[str, Any]) -> Callable[[], None]:
+    """Makes the repository, as `save_pretrained` does before it writes; what is returned uploads the written files.
+
+    Args:
+        model: to be saved.
+        folder: where to.
+        token: argument of `save_pretrained`.
+        options: its further keyword arguments; those that concern the upload are taken out.
+    """
+    token_option = {} if token is None else {"token": token}
+    message, create_pr = options.pop("commit_message", None), options.pop("create_pr", False)
+    name = options.pop("repo_id", os.fspath(folder).split(os.path.sep)[-1])
+    repository = modeling_utils.hf_api().create_repo(name, exist_ok=True, **options, **token_option).repo_id
+    before = model._get_files_timestamps(folder) if os.path.isdir(folder) else {}
+
+    def upload() -> None:
+        card = modeling_utils.create_and_tag_model_card(repository, model.model_tags, token=token)
+        card.save(os.path.join(folder, "README.md"))
+        model._upload_modified_files(
+            folder, repository, before, commit_message=message, token=token, create_pr=create_pr
+        )
+
+    return upload
 
 
 def _marked(model: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
