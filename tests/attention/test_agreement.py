@@ -105,7 +105,12 @@ def test_every_variant_has_a_place() -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "padding", "packing"])
 @pytest.mark.parametrize("label", IN_DECODERS)
-def test_in_a_decoder(label: str, kind: str) -> None:
+def test_in_a_decoder(label: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if label == "kerple-3":
+        # Numbers below their minimum drop gradients that lead further out, block by block where positions have gaps,
+        # and what is dropped does not add up: compared in one block.
+        monkeypatch.setattr(by_blocks, "BLOCK_NUMBERS", 2**22)
+        monkeypatch.setattr(blockwise, "_BACKWARD_ROWS", LENGTH)
     if kind == "packing" and any(part.length_dependent for part in parts_for(BIASED[label])):
         with pytest.raises(UnsupportedError, match="packed"):
             compare("llama_gqa", label, kind)
