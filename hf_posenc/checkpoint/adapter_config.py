@@ -32,10 +32,11 @@ def is_marked(config: Any) -> bool:
     return isinstance(config, dict) and str(config.get("peft_type", "")).startswith("hf_posenc:")
 
 
-def marked(config: dict[str, Any]) -> dict[str, Any]:
-    """The form on disk of an adapter's config."""
+def marked(config: dict[str, Any], scheme: dict[str, Any]) -> dict[str, Any]:
+    """The form on disk of the config of an adapter that was trained with a scheme."""
     visible = {name: config[name] for name in _LEFT_IN_PLACE if name in config}
-    return {"peft_type": SENTENCE, **visible, ATTRIBUTE: {"format": FORMAT, "file": JSON_FILE, "adapter": config}}
+    entry = {"format": FORMAT, "file": JSON_FILE, "scheme": scheme, "adapter": config}
+    return {"peft_type": SENTENCE, **visible, ATTRIBUTE: entry}
 
 
 def unmarked(disk: dict[str, Any], source: str) -> dict[str, Any]:
@@ -59,10 +60,16 @@ def unmarked(disk: dict[str, Any], source: str) -> dict[str, Any]:
     return config | {name: disk[name] for name in _LEFT_IN_PLACE if name in disk}
 
 
-def write_marked(path: Path) -> None:
+def scheme_of(disk: dict[str, Any]) -> dict[str, Any]:
+    """The scheme that a marked config names; empty where an older version wrote it."""
+    scheme = disk[ATTRIBUTE].get("scheme")
+    return scheme if isinstance(scheme, dict) else {}
+
+
+def write_marked(path: Path, scheme: dict[str, Any]) -> None:
     """Marks a file that PEFT has written, in one step."""
     config = json.loads(path.read_text(encoding="utf-8"))
-    replace_file(path, json.dumps(marked(config), indent=2, sort_keys=True).encode())
+    replace_file(path, json.dumps(marked(config, scheme), indent=2, sort_keys=True).encode())
 
 
 def names_a_scheme(source: str | os.PathLike[str], hub: Mapping[str, Any]) -> bool:
@@ -74,3 +81,9 @@ def names_a_scheme(source: str | os.PathLike[str], hub: Mapping[str, Any]) -> bo
         return is_marked(json.loads(path.read_text(encoding="utf-8")))
     except ValueError:
         return False  # PEFT reports the broken file
+
+
+def holds_adapter(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder on this machine has the weights or the config of a PEFT adapter."""
+    names = (CONFIG_FILE, "adapter_model.safetensors", "adapter_model.bin")
+    return any(Path(folder, name).is_file() for name in names)

@@ -2,8 +2,10 @@
 
 `install` wraps, once per process and as soon as PEFT is imported:
 
-- `PeftConfig.save_pretrained` and `from_json_file`, which write and read the marked form of `adapter_config.json`;
+- `PeftConfig.save_pretrained` and `from_json_file`, which write and read the marked form of `adapter_config.json`, and
+  `from_pretrained`, whose config remembers the scheme;
 - `PeftModel.save_pretrained`, which writes the scheme's files beside the adapter;
+- what makes adapter layers from a config, or swaps their weights: it refuses a config that remembers another scheme;
 - the making of adaption prompts, which cannot work in a patched model;
 - `PeftModel.from_pretrained`, `PeftModel.load_adapter`, `hotswap_adapter` and transformers' own `load_adapter`, which
   patch a stock base before PEFT sees it, go on with a patched one, and refuse the wrong one.
@@ -28,7 +30,12 @@ from typing import Any
 from hf_posenc.checkpoint.wrapping import wrap
 from hf_posenc.when_imported import when_imported
 
-_MARKS: ContextVar[bool] = ContextVar("hf_posenc_marks_adapter_configs", default=False)
+#: The scheme that adapter configs are marked with while they are saved.
+_MARKS: ContextVar[dict[str, Any] | None] = ContextVar("hf_posenc_marks_adapter_configs", default=None)
+#: The scheme that was found in an adapter config while it is read.
+_FOUND: ContextVar[dict[str, Any] | None] = ContextVar("hf_posenc_found_scheme", default=None)
+#: Whether the scheme of the adapter that is swapped in was compared with the model's.
+_COMPARED: ContextVar[bool] = ContextVar("hf_posenc_compared_schemes", default=False)
 _NO_SCHEME: ContextVar[bool] = ContextVar("hf_posenc_found_no_scheme", default=False)
 
 
@@ -36,6 +43,7 @@ def install() -> None:
     """Wraps the methods. Calling it again changes nothing."""
     when_imported("transformers.integrations.peft", _wrap_transformers)
     when_imported("peft.config", _wrap_config)
+    when_imported("peft.tuners.tuners_utils", _wrap_tuners)
     when_imported("peft.peft_model", _wrap_model)
     when_imported("peft.mixed_model", _wrap_mixed_model)
     when_imported("peft.utils.hotswap", _wrap_hotswap)
@@ -49,9 +57,16 @@ def _wrap_transformers(module: ModuleType) -> None:
 def _wrap_config(module: ModuleType) -> None:
     wrap(module.PeftConfigMixin, "save_pretrained", _save_config)
     wrap(module.PeftConfigMixin, "from_json_file", _read_config)
+    wrap(module.PeftConfigMixin, "from_pretrained", _load_config)
+
+
+def _wrap_tuners(module: ModuleType) -> None:
+    wrap(module.BaseTuner, "inject_adapter", _inject_adapter)
 
 
 def _wrap_model(module: ModuleType) -> None:
+    wrap(module.PeftModel, "__init__", _make_model)
+    wrap(module.PeftModel, "add_adapter", _add_adapter)
     wrap(module.PeftModel, "save_pretrained", _save_model)
     wrap(module.PeftModel, "from_pretrained", _load_model)
     wrap(module.PeftModel, "load_adapter", _load_adapter)
@@ -64,6 +79,8 @@ def _wrap_mixed_model(module: ModuleType) -> None:
 
 def _wrap_hotswap(module: ModuleType) -> None:
     wrap(module, "hotswap_adapter", _hotswap)
+    # Looked up at each call, so this also reaches a hotswap_adapter that was imported by name before.
+    wrap(module, "hotswap_adapter_from_state_dict", _hotswap_weights)
 
 
 def _wrap_adaption_prompts(module: ModuleType) -> None:
@@ -83,7 +100,8 @@ def _make_adaption_prompts(original: Callable[..., Any], tuner: Any, model: Any,
 
 
 def _save_config(original: Callable[..., Any], config: Any, save_directory: Any, **kwargs: Any) -> None:
-    if not _MARKS.get():
+    scheme = _MARKS.get()
+    if scheme is None:
         original(config, save_directory, **kwargs)
         return
     from hf_posenc.checkpoint.adapter_config import CONFIG_FILE, write_marked
@@ -92,7 +110,7 @@ def _save_config(original: Callable[..., Any], config: Any, save_directory: Any,
     Path(save_directory).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".adapter-", dir=save_directory) as draft:
         original(config, draft, **kwargs)
-        write_marked(Path(draft, CONFIG_FILE))
+        write_marked(Path(draft, CONFIG_FILE), scheme)
         os.replace(Path(draft, CONFIG_FILE), Path(save_directory, CONFIG_FILE))
 
 
@@ -111,6 +129,8 @@ def scheme_beside_adapters(
 ) -> Iterator[None]:
     """Writes the files of the model's scheme, and marks the configs of adapters that are saved in the `with` block.
 
+    For a model without a scheme, the files that an earlier save of an adapter left in the folders are removed.
+
     Args:
         model: a PEFT model, or a transformers model with adapters inside.
         folders: where adapters will be written.
@@ -120,6 +140,8 @@ def scheme_beside_adapters(
     target = _transformers_model(model)
     encoding = None if target is None else _encoding(target)
     if target is None or encoding is None:
+        if is_main_process:
+            _remove_scheme(folders)
         yield
         return
     from hf_posenc.checkpoint.adapter_config import CONFIG_FILE
@@ -133,18 +155,44 @@ def scheme_beside_adapters(
             # Until the new config is there, nothing in the folder can be loaded.
             Path(folder, CONFIG_FILE).unlink(missing_ok=True)
             files.write(folder)
-    token = _MARKS.set(True)
+    token = _MARKS.set(encoding.config.to_dict())
     try:
         yield
     finally:
         _MARKS.reset(token)
 
 
+def _remove_scheme(folders: list[Path]) -> None:
+    from hf_posenc.checkpoint.adapter_config import CONFIG_FILE, holds_adapter
+    from hf_posenc.checkpoint.position_files import JSON_FILE, TENSORS_FILE
+
+    for folder in folders:
+        # Files without an adapter are those of save_position_adapter, which are not this save's to remove.
+        if Path(folder, JSON_FILE).is_file() and holds_adapter(folder):
+            # The marked config goes last: as long as it is there, nothing loads the adapter without its scheme.
+            for name in (JSON_FILE, TENSORS_FILE, CONFIG_FILE):
+                Path(folder, name).unlink(missing_ok=True)
+
+
 # Loading
 
 
+def _load_config(original: Callable[..., Any], config_class: Any, *args: Any, **kwargs: Any) -> Any:
+    token = _FOUND.set(None)
+    try:
+        config = original(config_class, *args, **kwargs)
+        scheme = _FOUND.get()
+    finally:
+        _FOUND.reset(token)
+    if scheme is not None:
+        from hf_posenc.checkpoint.adapter_guard import remember
+
+        remember(config, scheme)
+    return config
+
+
 def _read_config(original: Callable[..., Any], config_class: Any, path: Any, **kwargs: Any) -> Any:
-    from hf_posenc.checkpoint.adapter_config import is_marked, unmarked
+    from hf_posenc.checkpoint.adapter_config import is_marked, scheme_of, unmarked
     from hf_posenc.checkpoint.configuration import CheckpointError
 
     config = original(config_class, path, **kwargs)
@@ -155,7 +203,32 @@ def _read_config(original: Callable[..., Any], config_class: Any, path: Any, **k
             f"{path} says that the adapter was trained on a patched model, but a moment ago the file could not be "
             "found: the hub did not answer, or the file was written in between. Load the adapter again."
         )
-    return unmarked(config, str(path))
+    stock_form = unmarked(config, str(path))
+    _FOUND.set(scheme_of(config))
+    return stock_form
+
+
+def _make_model(original: Callable[..., Any], peft_model: Any, *args: Any, **kwargs: Any) -> None:
+    from hf_posenc.checkpoint.adapter_guard import check_scheme
+
+    given = _bound(original, (peft_model, *args), kwargs)
+    check_scheme(given["model"], given["peft_config"])
+    original(peft_model, *args, **kwargs)
+
+
+def _add_adapter(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    from hf_posenc.checkpoint.adapter_guard import check_scheme
+
+    check_scheme(model, _bound(original, (model, *args), kwargs)["peft_config"])
+    return original(model, *args, **kwargs)
+
+
+def _inject_adapter(original: Callable[..., Any], tuner: Any, *args: Any, **kwargs: Any) -> Any:
+    from hf_posenc.checkpoint.adapter_guard import check_scheme
+
+    given = _bound(original, (tuner, *args), kwargs)
+    check_scheme(given["model"], tuner.peft_config[given["adapter_name"]])
+    return original(tuner, *args, **kwargs)
 
 
 def _load_model(original: Callable[..., Any], peft_class: Any, model: Any, model_id: Any, *args: Any, **kw: Any) -> Any:
@@ -171,8 +244,21 @@ def _load_adapter(
 
 
 def _hotswap(original: Callable[..., Any], model: Any, model_id: Any, adapter_name: str, *args: Any, **kw: Any) -> Any:
-    with _placed(model, model_id, kw, adapter_name):
-        return original(model, model_id, adapter_name, *args, **kw)
+    token = _COMPARED.set(True)
+    try:
+        with _placed(model, model_id, kw, adapter_name):
+            return original(model, model_id, adapter_name, *args, **kw)
+    finally:
+        _COMPARED.reset(token)
+
+
+def _hotswap_weights(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not _COMPARED.get():
+        from hf_posenc.checkpoint.adapter_guard import check_swap
+
+        given = _bound(original, args, kwargs)
+        check_swap(given["model"], given["config"])
+    return original(*args, **kwargs)
 
 
 def _load_into_transformers(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -181,6 +267,10 @@ def _load_into_transformers(original: Callable[..., Any], model: Any, *args: Any
     source = given["peft_model_id"] or getattr(loading, "pretrained_model_name_or_path", None)
     hub = {**(getattr(loading, "download_kwargs", None) or {}), **(given["adapter_kwargs"] or {})}
     hub |= {name: kwargs[name] for name in ("revision", "subfolder", "token", "cache_dir") if name in kwargs}
+    if source is None:
+        from hf_posenc.checkpoint.adapter_guard import check_scheme
+
+        check_scheme(model, given["peft_config"])
     with _placed(model, source, hub, given["adapter_name"] or "default"):
         return original(model, *args, **kwargs)
 

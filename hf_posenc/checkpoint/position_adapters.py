@@ -72,11 +72,17 @@ def load_position_adapter(model: Any, folder: str | os.PathLike[str], **hub: Any
 
     In every one of these cases the model is left as it was.
     """
-    from hf_posenc.checkpoint.adapter_config import names_a_scheme
+    from hf_posenc.checkpoint.adapter_config import CONFIG_FILE, holds_adapter, names_a_scheme
 
     if names_a_scheme(folder, hub):
         return _with_adapter(model, folder, hub)
     files = read_position_files(folder, hub)
+    if files is not None and files.adapter is None and holds_adapter(Path(folder, hub.get("subfolder") or "")):
+        raise CheckpointError(
+            f"{folder} has {JSON_FILE} and a PEFT adapter whose {CONFIG_FILE} is missing, or does not say that the "
+            "adapter was trained with a scheme: the files come from different saves, or saving was interrupted. Save "
+            "the adapter again from its model, or give a folder that holds the scheme alone."
+        )
     if files is None:
         raise CheckpointError(f"{folder} has no {JSON_FILE}. Give a folder that save_position_adapter wrote.")
     patched = place(unwrapped(model), files, str(folder))

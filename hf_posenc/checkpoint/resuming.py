@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hf_posenc.checkpoint.adapter_config import CONFIG_FILE, names_a_scheme
 from hf_posenc.checkpoint.agreement import SchemeMismatchError
 from hf_posenc.checkpoint.atomic_folder import finish_saving
 from hf_posenc.checkpoint.configuration import from_disk
@@ -23,6 +24,10 @@ _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 #: What FSDP saves beside them, without a mark.
 _OF_FSDP = "pytorch_model_fsdp.bin"
+_REMEDY = (
+    " If its adapter was trained with the scheme, and saved by a version of hf_posenc before adapters named it, load "
+    "it with PeftModel.from_pretrained(patched_model, checkpoint), and save it there again with save_pretrained."
+)
 
 
 def check_checkpoint(trainer: Any, folder: str | Path, model: Any = None) -> None:
@@ -53,7 +58,7 @@ def check_checkpoint(trainer: Any, folder: str | Path, model: Any = None) -> Non
     if problem is not None:
         raise SchemeMismatchError(
             f"The checkpoint {folder} is not one of this {type(model).__name__}: {problem}. Give Trainer the model "
-            "that the training began with."
+            f"that the training began with.{_REMEDY if (folder / CONFIG_FILE).is_file() and found is None else ''}"
         )
 
 
@@ -63,6 +68,8 @@ def _scheme_of(folder: Path) -> tuple[bool, dict[str, Any] | None]:
     if mark is not None:
         return True, marked_scheme(mark)
     whole = any((folder / name).is_file() for name in (*_INDICES, *_WEIGHTS))
+    if not whole and (folder / CONFIG_FILE).is_file() and not names_a_scheme(folder, {}):
+        return True, None
     beside_adapter = None if whole else read_position_files(folder, {})
     if beside_adapter is not None:
         return True, beside_adapter.scheme

@@ -1,0 +1,199 @@
+"""Adapters whose config, weights and scheme are taken apart, or come from different saves, are refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, inject_adapter_in_model
+from peft.utils.hotswap import hotswap_adapter
+
+from hf_posenc import CheckpointError, UnsupportedError, load_position_adapter, patch_model, unpatch_model
+from hf_posenc.checkpoint.agreement import SchemeMismatchError
+from hf_posenc.checkpoint.resuming import check_checkpoint
+from hf_posenc.entry import ATTRIBUTE
+from tests.checkpoint.stock_folder import write_stock_llama
+from tests.checkpoint.test_adapters import LORA, adapted, base, logits
+from tests.checkpoint.test_resuming import made, trainer
+
+FILES = ("position_encoding.json", "position_encoding.safetensors")
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_stock_llama(tmp_path_factory.mktemp("stock"))
+
+
+@pytest.fixture(scope="module")
+def folder(stock: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an adapter on a model with ALiBi."""
+    folder = tmp_path_factory.mktemp("alibi")
+    adapted(base(stock, "alibi")).save_pretrained(folder)
+    return folder
+
+
+def _load_adapter(model: Any, config: Any, folder: Path) -> Any:
+    model.load_adapter(adapter_state_dict=peft.load_peft_weights(str(folder)), peft_config=config)
+    return model
+
+
+def _set_state(model: Any, folder: Path) -> Any:
+    peft.set_peft_model_state_dict(model, peft.load_peft_weights(str(folder)))
+    return model
+
+
+def _add_adapter(model: Any, config: Any, folder: Path) -> Any:
+    wrapped = get_peft_model(model, LoraConfig(**LORA), adapter_name="first")
+    wrapped.add_adapter("default", config)
+    wrapped.set_adapter("default")
+    return _set_state(wrapped, folder)
+
+
+ROUTES: dict[str, Callable[[Any, Any, Path], Any]] = {
+    "get_peft_model": lambda model, config, folder: _set_state(get_peft_model(model, config), folder),
+    "mixed": lambda model, config, folder: get_peft_model(model, config, mixed=True),
+    "inject": lambda model, config, folder: _set_state(inject_adapter_in_model(config, model), folder),
+    "load_adapter of transformers": _load_adapter,
+    "add_adapter": _add_adapter,
+}
+
+
+class TestConfigAndWeightsApart:
+    @pytest.mark.parametrize("scheme", [None, "kerple"])
+    @pytest.mark.parametrize("route", ROUTES)
+    def test_a_model_with_other_positions_is_refused(
+        self, route: str, scheme: str | None, folder: Path, stock: Path
+    ) -> None:
+        model = base(stock, scheme)
+        with pytest.raises(UnsupportedError, match=r"PeftModel\.from_pretrained"):
+            ROUTES[route](model, PeftConfig.from_pretrained(folder), folder)
+
+    @pytest.mark.parametrize("route", sorted(set(ROUTES) - {"mixed"}))
+    def test_the_patched_model_is_taken(self, route: str, folder: Path, stock: Path) -> None:
+        expected = logits(PeftModel.from_pretrained(base(stock), folder))
+        found = ROUTES[route](base(stock, "alibi"), PeftConfig.from_pretrained(folder), folder)
+        torch.testing.assert_close(logits(found), expected, rtol=0, atol=0)
+
+    def test_an_injection_that_was_refused_leaves_no_layers(self, folder: Path, stock: Path) -> None:
+        model = base(stock)
+        before = logits(model)
+        with pytest.raises(UnsupportedError):
+            inject_adapter_in_model(PeftConfig.from_pretrained(folder), model)
+        assert not any("lora" in name for name, _ in model.named_modules())
+        torch.testing.assert_close(logits(model), before, rtol=0, atol=0)
+
+    def test_prompts_are_refused_too(self, stock: Path, tmp_path: Path) -> None:
+        prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+        get_peft_model(base(stock, "alibi"), prompts).save_pretrained(tmp_path)
+        with pytest.raises(UnsupportedError, match="its stock positions"):
+            get_peft_model(base(stock), PeftConfig.from_pretrained(tmp_path))
+
+    def test_the_settings_may_be_used_for_a_new_adapter(self, folder: Path, stock: Path) -> None:
+        config = PeftConfig.from_pretrained(folder)
+        model = get_peft_model(base(stock), LoraConfig(**config.to_dict()))
+        assert model.active_peft_config == config
+
+    def test_a_mark_that_names_no_scheme_fits_patched_models_only(self, folder: Path, stock: Path) -> None:
+        path = folder / "adapter_config.json"
+        written = path.read_text()
+        disk = json.loads(written)
+        del disk[ATTRIBUTE]["scheme"]
+        path.write_text(json.dumps(disk))
+        try:
+            config = PeftConfig.from_pretrained(folder)
+        finally:
+            path.write_text(written)
+        get_peft_model(base(stock, "alibi"), config)
+        with pytest.raises(UnsupportedError, match="its stock positions"):
+            get_peft_model(base(stock), config)
+
+
+HOTSWAP = """
+from peft.utils.hotswap import hotswap_adapter
+import sys
+import hf_posenc
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+stock, *folders = sys.argv[1:]
+for first, second in zip(folders[::2], folders[1::2]):
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(stock), first)
+    try:
+        hotswap_adapter(model, second, "default", torch_device="cpu")
+    except hf_posenc.UnsupportedError as error:
+        print("refused:", error)
+"""
+
+
+def test_a_hotswap_imported_before_the_package(stock: Path, tmp_path: Path) -> None:
+    folders = []
+    for number, scheme in enumerate([None, "alibi", "kerple", "alibi", "t5", "t5"]):
+        folders.append(str(tmp_path / str(number)))
+        adapted(base(stock, scheme)).save_pretrained(folders[-1])
+    command = [sys.executable, "-c", HOTSWAP, str(stock), *folders]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert run.stdout.count("refused:") == 3
+
+
+def test_hotswapping_with_the_parameters_of_the_scheme(stock: Path, tmp_path: Path) -> None:
+    model = adapted(base(stock, "t5"))
+    model.save_pretrained(tmp_path)
+    found = adapted(base(stock, "t5"))
+    hotswap_adapter(found, tmp_path, "default", torch_device="cpu")
+    torch.testing.assert_close(logits(found), logits(model), rtol=0, atol=0)
+
+
+class TestFilesOfAnEarlierSave:
+    def test_a_save_without_a_scheme_removes_them(self, stock: Path, tmp_path: Path) -> None:
+        model = adapted(base(stock, "t5"))
+        model.save_pretrained(tmp_path)
+        assert all((tmp_path / name).is_file() for name in FILES)
+        unpatch_model(model)
+        model.save_pretrained(tmp_path)
+        assert not any((tmp_path / name).exists() for name in FILES)
+        torch.testing.assert_close(logits(PeftModel.from_pretrained(base(stock), tmp_path)), logits(model))
+
+    def test_a_scheme_saved_alone_is_not_removed(self, stock: Path, tmp_path: Path) -> None:
+        from hf_posenc import save_position_adapter
+
+        save_position_adapter(base(stock, "t5"), tmp_path)
+        adapted(base(stock)).save_pretrained(tmp_path)
+        assert all((tmp_path / name).is_file() for name in FILES)
+
+    @pytest.mark.parametrize("form", ["unmarked", "missing"])
+    def test_a_scheme_beside_an_adapter_without_one_is_refused(self, form: str, stock: Path, tmp_path: Path) -> None:
+        adapted(base(stock, "t5")).save_pretrained(tmp_path)
+        path = tmp_path / "adapter_config.json"
+        disk = json.loads(path.read_text())
+        path.unlink()
+        if form == "unmarked":
+            path.write_text(json.dumps(disk[ATTRIBUTE]["adapter"]))
+        model = base(stock)
+        with pytest.raises(CheckpointError, match="PEFT adapter"):
+            load_position_adapter(model, tmp_path)
+        assert not hasattr(model, "position_encoding")
+
+
+class TestResuming:
+    def test_an_adapter_that_names_no_scheme_is_not_trained_on_in_a_patched_model(self, tmp_path: Path) -> None:
+        get_peft_model(made(None), LoraConfig(**LORA)).save_pretrained(tmp_path)
+        patched = get_peft_model(made("alibi"), LoraConfig(**LORA))
+        with pytest.raises(SchemeMismatchError, match=r"save it there again"):
+            check_checkpoint(trainer(patched, tmp_path, 1), tmp_path)
+        # The remedy.
+        with pytest.warns(UserWarning, match="names no position encoding"):
+            model = PeftModel.from_pretrained(patch_model(made(None), "alibi"), tmp_path)
+        model.save_pretrained(tmp_path)
+        check_checkpoint(trainer(patched, tmp_path, 1), tmp_path)
+
+    def test_it_is_in_a_stock_model(self, tmp_path: Path) -> None:
+        model = get_peft_model(made(None), LoraConfig(**LORA))
+        model.save_pretrained(tmp_path)
+        check_checkpoint(trainer(model, tmp_path, 1), tmp_path)
