@@ -48,7 +48,7 @@ from training.study.training_settings import parse_lengths
             "cannot change its num_layers",
         ),
         ({"schemes": "native", "scheme_options": '{"native": {"theta": 3}}'}, "it has no options"),
-        ({"schemes": "none", "scheme_options": '{"none": {"training": {"eval_windows": 3}}}'}, "is read alike"),
+        ({"schemes": "none", "scheme_options": '{"none": {"training": {"eval_windows": 3}}}'}, "read alike"),
         (
             {"tasks": "copy", "schemes": "none", "scheme_options": '{"none": {"training": {"train_length": 64}}}'},
             "train_length, which the task 'copy' does not use",
@@ -90,7 +90,7 @@ def test_a_wrong_command_line_leaves_no_output_folder(tmp_path, capsys):
     assert compare.main(["--schemes=allibi", f"--output_dir={out}"]) == 2
     assert "Did you mean 'alibi'" in capsys.readouterr().err
     assert compare.main([str(tmp_path / "absent.yaml"), f"--output_dir={out}"]) == 2
-    assert "Cannot read the study" in capsys.readouterr().err
+    assert "Cannot read the settings" in capsys.readouterr().err
     assert not out.exists()
 
 
