@@ -90,8 +90,13 @@ def _get_config_dict(original: Callable[..., Any], config_class: Any, source: An
         check_model_type(config_class, config, str(source))
     elif isinstance(config, dict) and is_entry(config.get(ATTRIBUTE)):
         # The dictionary of a config, written to the file by hand: it has to hold as much.
-        from hf_posenc.checkpoint.configuration import check_format, check_scheme
+        from hf_posenc.checkpoint.configuration import CheckpointError, check_format, check_scheme
 
+        if not isinstance(config.get("model_type"), str):
+            raise CheckpointError(
+                f"The config.json of {source} has a model_type that is no string. The file was edited or damaged; "
+                "restore it, or save the model again."
+            )
         check_format(config[ATTRIBUTE], str(source))
         check_scheme(config[ATTRIBUTE]["scheme"], str(source))
     return config, unused
