@@ -36,9 +36,10 @@ def main() -> int:
     failures = [] if arguments.no_run else _run(record, arguments.only)
     for failure in failures:
         print(failure, file=sys.stderr)
-    if failures:
-        return 1
     DATA.write_text(json.dumps(record, indent=1) + "\n")
+    if failures:
+        # What was found is kept, so that --only can fill in the rest.
+        return 1
     PAGE.write_text(page(record))
     return 0
 

@@ -160,7 +160,7 @@ def test_kerple_options():
     with pytest.raises(ValueError, match=r"KerpleConfig.minimum is 0.0; expected a finite number at least 1e-06"):
         KerpleConfig(minimum=0.0)
     for exponent in (0.0, 2.1, True):
-        with pytest.raises(ValueError, match=r"KerpleConfig.exponent .* greater than 0.0 and at most 2.0"):
+        with pytest.raises(ValueError, match=r"KerpleConfig.exponent .* at least 1e-06 and at most 2.0"):
             KerpleConfig("power", exponent=exponent)
 
 

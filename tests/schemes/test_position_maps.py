@@ -60,7 +60,7 @@ def test_a_map_can_be_given_any_form_of_scheme():
 def test_a_map_refuses_schedules_and_what_is_no_scheme():
     with pytest.raises(ValueError, match=r"PositionScaleConfig\.inner has to be the config of a scheme for one layer"):
         PositionScaleConfig(ScheduleConfig((RopeConfig(), NoneConfig())))
-    with pytest.raises(ValueError, match="Not a scheme"):
+    with pytest.raises(ValueError, match="not a scheme"):
         RandomizedConfig(3)
     with pytest.raises(ValueError, match="encodes no positions"):
         build(PositionShiftConfig(NoneConfig()))
