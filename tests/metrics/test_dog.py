@@ -110,7 +110,8 @@ def test_the_reason_for_a_zero_is_found_by_measuring(tiny_bert, word_tokenizer, 
 
 
 def test_a_zero_for_another_reason_is_noted_too(tiny_bert, word_tokenizer):
-    faint = IntegerConfig(direction="random", scale=1e-9)
+    faint = IntegerConfig(direction="random", scale=1e-6)
+    object.__setattr__(faint, "scale", 1e-9)  # below what the option may be
     row = dog_test(tiny_bert(), word_tokenizer, [faint]).rows[0]
     assert row.identical
     assert 0 < row.probe < 1e-6
