@@ -55,7 +55,7 @@ class AttentionSite(LogitSite):
 
     def note_cache(self, state: ForwardState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Remembers the cache of a call that was given none, where the model has made one itself."""
-        if state.cache_object is None and not torch.compiler.is_compiling():
+        if state.cache_object is None:
             state.cache_object = cache_of_call(self.module, args, kwargs)
 
     @property

@@ -24,10 +24,13 @@ class CachedPositions:
         length: how many slots are known; a 0-dim tensor for static caches. A cache that has been cropped since says
             itself how many are left.
         ids: `(batch or 1, length)` int64 where the tokens stand elsewhere than mask and slots say, else `None`.
+        unknown: 0-dim bool, whether the tokens stand elsewhere and nobody knows where. A compiled graph leaves it,
+            because it cannot look at their positions.
     """
 
     length: int | Tensor
     ids: Tensor | None = None
+    unknown: Tensor | None = None
 
 
 def recorded(cache: Any) -> CachedPositions | None:
@@ -43,7 +46,7 @@ def record(cache: Any, positions: CachedPositions) -> None:
     attributes = getattr(keeper, "__dict__", None)
     if attributes is None:
         return
-    attributes[_NAME] = positions
+    setattr(keeper, _NAME, positions)
     if positions.ids is None:
         return
     for name in _ROW_METHODS:

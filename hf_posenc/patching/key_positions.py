@@ -133,10 +133,13 @@ def _find_out(state: ForwardState, device: torch.device) -> Standing:
     if device.type == "meta":
         return Standing(irregular=False, even=True)
     known = None if isinstance(offset, int) and offset == 0 else recorded(state.cache_object)
+    doubt = None if known is None else known.unknown
     if torch.compiler.is_compiling():
-        if known is not None and known.ids is not None:
-            raise UnsupportedError(_KNOWN_ELSEWHERE)
+        if doubt is not None:
+            torch._assert_async(~doubt, _REFUSAL)
         return _compiled(state, own, differs, holes)
+    if doubt is not None and bool(doubt):
+        raise UnsupportedError(_REFUSAL)
     flags = [flag for flag in (differs, holes) if flag is not None]
     found = iter(torch.stack(flags).tolist() if flags else ())
     irregular = differs is not None and next(found)
@@ -155,6 +158,7 @@ def _compiled(state: ForwardState, own: Tensor, differs: Tensor | None, holes: T
     if differs is None:
         return Standing(irregular=False, even=True if holes is None else ~holes)
     if _all_are_new(state):
+        record(state.cache_object, CachedPositions(state.query_length, unknown=differs))
         slots = torch.arange(state.query_length, device=own.device)
         return Standing(irregular=True, even=_is_even(own, 0, _real_at(state, slots, own)))
     torch._assert_async(~differs, _REFUSAL)
@@ -177,15 +181,11 @@ def _known_length(state: ForwardState, known: CachedPositions | None) -> int:
     return cached
 
 
-_KNOWN_ELSEWHERE = (
-    "The tokens in this cache stand at position_ids of their own, with gaps or jumps, which a compiled graph does not "
-    "read. Run calls behind such a cache without torch.compile."
-)
 _REFUSAL = (
-    "The position_ids of this call are not those that the attention mask (or the slots) would give, and the cached "
-    "tokens did not come with theirs, so where cached keys stand is not known, and this scheme needs it. Pass the "
-    "whole sequence with use_cache=False, fill the cache with position_ids and without torch.compile, or leave "
-    "position_ids out."
+    "The position_ids of this call, or of the cached tokens, are not those that the attention mask (or the slots) "
+    "would give, and nobody recorded where the cached tokens stand. This scheme needs to know. Pass the whole sequence "
+    "with use_cache=False, fill the cache with position_ids and without torch.compile, or leave position_ids out of "
+    "every call."
 )
 
 
@@ -232,7 +232,7 @@ def _ids_at(state: ForwardState, slots: Tensor, own: Tensor, irregular: bool) ->
     ids = _expected(state, slots, own)
     if not irregular:
         return ids
-    known = None if torch.compiler.is_compiling() else recorded(state.cache_object)
+    known = recorded(state.cache_object)
     offset = 0 if state.offset is None else state.offset
     cached = None if known is None else known.ids
     rows = {one.shape[0] for one in (ids, own, cached) if one is not None} - {1}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.cached_positions import recorded
 from hf_posenc.patching.per_thread import PerThread
 from hf_posenc.patching.recomputation import Recomputation
 from hf_posenc.patching.slot_buffers import SlotBuffers
@@ -94,6 +95,11 @@ class StackForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the stack's own forward with the state of this call in place."""
+        if torch.compiler.is_compiling() and _stands_elsewhere(_named_arguments(self.stack, args, kwargs)):
+            return self._run_outside_graphs(*args, **kwargs)
+        return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         calls = self.runtime.states.own()
         depth = len(calls)
         try:
@@ -106,6 +112,13 @@ class StackForward:
             return type(self.stack).forward(self.stack, *args, **kwargs)
         finally:
             del calls[depth:]
+
+    # The whole call, because a frame that is compiled alone may meet what another one has found out outside a graph.
+    _run_outside_graphs = torch.compiler.disable(
+        _run,
+        reason="The tokens in this cache have position_ids with gaps or jumps, which a compiled graph does not read. "
+        "Run this call without torch.compile, or compile without fullgraph=True.",
+    )
 
     def _resolve(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ForwardState, dict[str, Any]]:
         """What is known about the positions of this call.
@@ -123,7 +136,7 @@ class StackForward:
         if tokens is None:
             tokens = next((value for value in args if isinstance(value, Tensor)), None)
         query_length = 0 if tokens is None else tokens.shape[1]
-        cache = next((arguments[name] for name in _CACHE_ARGUMENTS if arguments.get(name) is not None), None)
+        cache = _cache_among(arguments)
         offset = _cached_length(cache)
         if isinstance(offset, int):
             self.runtime.slots.reach(stack, offset + query_length)
@@ -186,6 +199,16 @@ def _named_arguments(stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
 def parameter_names(forward: Any) -> tuple[str, ...]:
     """The names of a method's parameters, without `self`."""
     return tuple(inspect.signature(forward).parameters)[1:]
+
+
+def _cache_among(arguments: dict[str, Any]) -> Any:
+    return next((arguments[name] for name in _CACHE_ARGUMENTS if arguments.get(name) is not None), None)
+
+
+def _stands_elsewhere(arguments: dict[str, Any]) -> bool:
+    """Whether cached tokens stand elsewhere than mask and slots say."""
+    known = recorded(_cache_among(arguments))
+    return known is not None and known.ids is not None
 
 
 def _padding_mask(mask: Any, stack: nn.Module, offset: int | Tensor | None) -> Tensor | None:
