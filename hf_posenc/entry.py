@@ -43,7 +43,12 @@ def is_on_disk_form(config: Any) -> bool:
     return isinstance(config, dict) and config.get("model_type") == MODEL_TYPE
 
 
-def find_mark(names: Iterable[str]) -> str | None:
-    """The key under which a state dict names the scheme of its weights, among all of its keys."""
+def find_marks(names: Iterable[str]) -> list[str]:
+    """The keys under which a state dict names the schemes of its weights, among all of its keys."""
     whole = f"{ATTRIBUTE}.{MARK}"
-    return next((name for name in names if name.endswith(whole) and name[: -len(whole)][-1:] in ("", ".")), None)
+    return [name for name in names if name.endswith(whole) and name[: -len(whole)][-1:] in ("", ".")]
+
+
+def find_mark(names: Iterable[str]) -> str | None:
+    """The first of these keys, if there is one."""
+    return next(iter(find_marks(names)), None)

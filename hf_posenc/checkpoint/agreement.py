@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from hf_posenc.checkpoint.configuration import CheckpointError
-from hf_posenc.entry import find_mark
+from hf_posenc.checkpoint.weight_files import named_schemes, schemes_of_older_version
+from hf_posenc.entry import MARK, find_mark, find_marks
 from hf_posenc.patching.apply import encodings
+from hf_posenc.patching.encoding import PositionEncoding
 from hf_posenc.patching.mark import NOT_STRICT, disagreement, is_sharded, marked_scheme
 
 
@@ -66,26 +70,57 @@ def refuse_marked_weights(info: Mapping[str, Any], model: Any, source: str) -> N
     )
 
 
-def check_state_dict(model: Any, state_dict: Mapping[str, Any]) -> None:
+def check_state_dict(model: Any, state_dict: Mapping[str, Any], remedy: str = f" {NOT_STRICT}.") -> None:
     """Compares the scheme of a state dict with that of a model, before anything is copied.
+
+    Args:
+        model: any module; what is not patched has its stock positions.
+        state_dict: about to be loaded.
+        remedy: another sentence for the message.
 
     Raises:
         SchemeMismatchError: naming both schemes, if they differ.
     """
     problem = state_dict_problem(model, state_dict)
     if problem is not None:
-        raise SchemeMismatchError(
-            f"This state dict does not belong to this {type(model).__name__}: {problem}. {NOT_STRICT}."
-        )
+        raise SchemeMismatchError(f"This state dict does not belong to this {type(model).__name__}: {problem}.{remedy}")
 
 
 def state_dict_problem(model: Any, state_dict: Mapping[str, Any]) -> str | None:
     """How a state dict and a model differ in their schemes, as a sentence without its end; `None` where they agree."""
-    key = find_mark(state_dict)
-    if key is None and is_sharded(model):
+    return _problem(model, {key: marked_scheme(state_dict[key]) for key in find_marks(state_dict)})
+
+
+def check_file(model: Any, file: str | os.PathLike[str], remedy: str = "") -> None:
+    """Compares the schemes that a file of weights names with that of a model, before anything is copied.
+
+    Args:
+        model: any module; what is not patched has its stock positions.
+        file: of weights, or the index of several.
+        remedy: another sentence for the message.
+
+    Raises:
+        SchemeMismatchError: naming both schemes, if they differ.
+    """
+    named = named_schemes(Path(file))
+    if not named and encodings(model):
+        named = schemes_of_older_version(Path(file))
+    problem = _problem(model, named)
+    if problem is not None:
+        raise SchemeMismatchError(
+            f"The weights in {file} do not belong to this {type(model).__name__}: {problem}.{remedy}"
+        )
+
+
+def _problem(model: Any, named: Mapping[str, dict[str, Any]]) -> str | None:
+    if not named and is_sharded(model):
         return None
-    found = encodings(model)
-    if len(found) > 1:
-        return None  # Parts that were patched on their own: each reports what does not fit itself.
-    config = found[0].config if found else None
-    return disagreement(None if key is None else marked_scheme(state_dict[key]), config)
+    placed = {
+        f"{path}.{MARK}": module.config
+        for path, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, PositionEncoding)
+    }
+    if len(placed) <= 1 and len(named) <= 1:  # A model inside another one has other keys than alone.
+        return disagreement(next(iter(named.values()), None), next(iter(placed.values()), None))
+    problems = (disagreement(named.get(key), placed.get(key)) for key in {**placed, **named})
+    return next((problem for problem in problems if problem is not None), None)

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hf_posenc.checkpoint import peft_hooks
+from hf_posenc.checkpoint import other_loaders, peft_hooks
 from hf_posenc.checkpoint.loading import EntryIgnoredError, from_config, from_pretrained
 from hf_posenc.checkpoint.recognition import finish_saving_of, read_config
 from hf_posenc.checkpoint.wrapping import wrap
@@ -34,10 +34,11 @@ from hf_posenc.when_imported import when_imported
 
 
 def install() -> None:
-    """Wraps the loading methods of transformers and PEFT, each as soon as its module is there."""
+    """Wraps the loading methods of transformers, PEFT and others, each as soon as its module is there."""
     when_imported("transformers.configuration_utils", install_in_configs)
     when_imported("transformers.modeling_utils", install_in_models)
     when_imported("transformers.trainer", _wrap_trainer)
+    other_loaders.install()
     peft_hooks.install()
 
 

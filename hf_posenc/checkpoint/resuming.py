@@ -15,9 +15,10 @@ from hf_posenc.checkpoint.agreement import SchemeMismatchError
 from hf_posenc.checkpoint.atomic_folder import finish_saving
 from hf_posenc.checkpoint.configuration import from_disk
 from hf_posenc.checkpoint.position_files import read_position_files
-from hf_posenc.entry import ATTRIBUTE, find_mark, is_on_disk_form
+from hf_posenc.checkpoint.weight_files import named_schemes
+from hf_posenc.entry import ATTRIBUTE, is_on_disk_form
 from hf_posenc.patching.apply import encodings
-from hf_posenc.patching.mark import disagreement, marked_scheme
+from hf_posenc.patching.mark import disagreement
 
 #: Weights of a whole model, as indices of shards or alone; those of an adapter belong to whatever model it lies on.
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -64,9 +65,9 @@ def check_checkpoint(trainer: Any, folder: str | Path, model: Any = None) -> Non
 
 def _scheme_of(folder: Path) -> tuple[bool, dict[str, Any] | None]:
     """Whether a folder says which scheme its weights have, and the scheme; `None` for stock positions."""
-    mark = _mark_of(folder)
-    if mark is not None:
-        return True, marked_scheme(mark)
+    named = _named_scheme(folder)
+    if named is not None:
+        return True, named
     whole = any((folder / name).is_file() for name in (*_INDICES, *_WEIGHTS))
     if not whole and (folder / CONFIG_FILE).is_file() and not names_a_scheme(folder, {}):
         return True, None
@@ -84,28 +85,12 @@ def _scheme_of(folder: Path) -> tuple[bool, dict[str, Any] | None]:
     return True, None if whole and entry["format"] >= 2 else entry["scheme"]
 
 
-def _mark_of(folder: Path) -> Any:
-    """The mark among the weights of a folder, read without the other tensors; `None` where there is none."""
-    for name in _INDICES:
+def _named_scheme(folder: Path) -> dict[str, Any] | None:
+    """The scheme that the weights of a folder name."""
+    for name in (*_INDICES, *_WEIGHTS, _OF_FSDP):
         if (folder / name).is_file():
-            shards = json.loads((folder / name).read_text(encoding="utf-8"))["weight_map"]
-            key = find_mark(shards)
-            return None if key is None else _read(folder / shards[key])
-    return next((_read(folder / name) for name in (*_WEIGHTS, _OF_FSDP) if (folder / name).is_file()), None)
-
-
-def _read(path: Path) -> Any:
-    if path.suffix == ".safetensors":
-        from safetensors import safe_open
-
-        with safe_open(path, framework="pt") as file:
-            key = find_mark(file.keys())
-            return None if key is None else file.get_tensor(key)
-    import torch
-
-    state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    key = find_mark(state)
-    return None if key is None else state[key]
+            return next(iter(named_schemes(folder / name).values()), None)
+    return None
 
 
 def _step_of(folder: Path) -> int | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 _MARK = "_hf_posenc_wraps"
@@ -14,7 +16,8 @@ def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
     """Puts `wrapper(original, self_or_class, *args, **kwargs)` in the place of a method or function.
 
     Args:
-        owner: the class that has the method, itself or from a base, or the module that defines the function.
+        owner: the class that has the method, itself or from a base, or the module that defines the function. A function
+            is replaced in every module that has imported it by its name.
         name: of the method; where it is wrapped already, nothing changes.
         wrapper: called with the stock method first. A wrapper of a module's function gets no `self_or_class`.
     """
@@ -30,3 +33,8 @@ def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 
     setattr(wrapped, _MARK, original)
     setattr(owner, name, classmethod(wrapped) if is_classmethod else wrapped)
+    if isinstance(owner, ModuleType):
+        for module in list(sys.modules.values()):
+            # Not getattr: packages import their parts when an attribute is looked up.
+            if getattr(module, "__dict__", {}).get(name) is original:
+                setattr(module, name, wrapped)

@@ -113,7 +113,7 @@ def test_tools_that_load_a_whole_state_dict_meet_it(tmp_path: Path) -> None:
     safetensors.torch.save_model(model, str(tmp_path / "model.safetensors"))
     safetensors.torch.load_model(other, str(tmp_path / "model.safetensors"))
     assert torch.equal(outputs(other), outputs(model))
-    with pytest.raises(RuntimeError, match="_extra_state"):
+    with pytest.raises(RuntimeError, match=r"alibi.*rope"):
         safetensors.torch.load_model(made(ROPE), str(tmp_path / "model.safetensors"))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, QuantoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, QuantoConfig
 
 import hf_posenc
 from tests.tools.subject import (
@@ -50,6 +50,41 @@ def _sharded(scheme: Any) -> None:
         assert len(list(path.glob("*.safetensors"))) > 1
         again = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
         assert torch.equal(_logits(again, ids), _logits(model, ids))
+
+
+def _dispatched(device_map: Any) -> Any:
+    """accelerate's way: an empty model, and the files of its weights."""
+
+    def check(scheme: Any) -> None:
+        from accelerate import init_empty_weights, load_checkpoint_and_dispatch
+
+        model, ids = llama(scheme), tokens()
+        with saved(model) as path, folder() as offload:
+            config = AutoConfig.from_pretrained(path)
+            with init_empty_weights():
+                empty = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+            again = load_checkpoint_and_dispatch(empty, path, device_map, offload_folder=str(offload)).eval()
+            assert torch.equal(_logits(again, ids), _logits(model, ids))
+
+    return check
+
+
+def _load_state(scheme: Any) -> None:
+    """A state that `Accelerator` saved, in a second model."""
+    from accelerate import Accelerator
+
+    model, ids = llama(scheme), tokens()
+    expected = _logits(model, ids)
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(model)
+    with folder() as path:
+        accelerator.save_state(str(path))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        accelerator.load_state(str(path))
+    accelerator.free_memory()
+    assert torch.equal(_logits(model, ids), expected)
 
 
 def _adapter_by_name(scheme: Any) -> None:
@@ -186,15 +221,23 @@ def _cross_encoder(scheme: Any) -> None:
     assert_close(reloaded, found)
 
 
+_A_LAYER_ON_DISK = dict.fromkeys(
+    ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "model.position_encoding", "lm_head"),
+    "cpu",
+) | {"model.layers.1": "disk"}
+
 TOOLS = [
     Tool("Loading", "save_pretrained, from_pretrained", _loaded(), "bit for bit"),
     Tool("Loading", "sharded safetensors", _sharded, "bit for bit"),
     Tool("Loading", "dtype=bfloat16", _loaded(dtype=torch.bfloat16), "bit for bit"),
     Tool("Loading", "device_map='cpu'", _loaded(device_map="cpu"), "bit for bit"),
     Tool("Loading", "device_map, a layer on disk",
-         _loaded(device_map={"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk",
-                             "model.norm": "cpu", "model.rotary_emb": "cpu", "model.position_encoding": "cpu",
-                             "lm_head": "cpu"}), "bit for bit"),
+         _loaded(device_map=_A_LAYER_ON_DISK), "bit for bit"),
+    Tool("Loading", "accelerate: init_empty_weights, load_checkpoint_and_dispatch", _dispatched("auto"), "bit for bit",
+         ("accelerate",)),
+    Tool("Loading", "load_checkpoint_and_dispatch, a layer on disk", _dispatched(_A_LAYER_ON_DISK), "bit for bit",
+         ("accelerate",)),
+    Tool("Loading", "Accelerator.save_state, load_state", _load_state, "bit for bit", ("accelerate",)),
     Tool("Loading", "adapter of a model patched in memory, AutoPeftModel", _adapter_by_name,
          "the adapter before saving", ("peft",)),
     Tool("Quantised weights", "quanto int8, while loading", _quantised_while_loading, "stock, quantised, then patched",

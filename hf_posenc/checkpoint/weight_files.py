@@ -1,0 +1,60 @@
+"""Which schemes files of weights name, read from their headers and indices without the other tensors."""
+
+from __future__ import annotations
+
+import json
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from hf_posenc.checkpoint.configuration import from_disk
+from hf_posenc.entry import ATTRIBUTE, find_marks, is_on_disk_form
+from hf_posenc.patching.mark import marked_scheme
+
+
+def named_schemes(path: Path) -> dict[str, dict[str, Any]]:
+    """The schemes that weights name, by the keys of their marks; empty for weights of a stock model.
+
+    Args:
+        path: a file of weights, in the safetensors format or torch's, or the index of several.
+    """
+    if path.suffix != ".json":
+        return {key: marked_scheme(mark) for key, mark in _marks_in(path).items()}
+    index = json.loads(path.read_text(encoding="utf-8"))
+    shards = index.get("weight_map", index)
+    found: dict[str, dict[str, Any]] = {}
+    for shard in {shards[key] for key in find_marks(shards)}:
+        found |= named_schemes(path.parent / shard)
+    return found
+
+
+def schemes_of_older_version(path: Path) -> dict[str, dict[str, Any]]:
+    """The scheme in the config beside weights, if an older version saved both and the weights name none."""
+    config = path.parent / "config.json"
+    disk = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    if not is_on_disk_form(disk):
+        return {}
+    entry = from_disk(disk, str(path.parent))[ATTRIBUTE]
+    if entry["format"] >= 2:
+        return {}
+    warnings.warn(
+        f"{path.parent} was saved by an older hf_posenc, whose weights do not name their scheme, so nothing shows "
+        "whether they belong to the config beside them. Save the model again to tie them together.",
+        UserWarning,
+        stacklevel=5,
+    )
+    return {ATTRIBUTE: entry["scheme"]}
+
+
+def _marks_in(path: Path) -> dict[str, Any]:
+    if path.suffix == ".safetensors":
+        from safetensors import safe_open
+
+        with safe_open(path, framework="pt") as file:
+            return {key: file.get_tensor(key) for key in find_marks(file.keys())}
+    import torch
+
+    # torch maps its files of today into memory, and not those of its first versions.
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    return {key: state[key] for key in find_marks(state)} if isinstance(state, dict) else {}
