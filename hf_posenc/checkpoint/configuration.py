@@ -9,6 +9,7 @@ from hf_posenc.errors import PositionEncodingError, SequenceLengthError, Unsuppo
 from hf_posenc.patching.config_entry import ARCHITECTURE_PREFIX, without_poison
 from hf_posenc.patching.config_lengths import NAMES, NATIVE_LENGTHS, native_lengths, stated_lengths
 from hf_posenc.patching.lengths import take_lengths
+from hf_posenc.patching.scheme_name import tell_length
 from hf_posenc.schemes.limits import check_shape_of_json, shown
 
 #: Fields of the entry that describe the file and are not part of the config in memory.
@@ -173,7 +174,7 @@ def _check_lengths(native: Any, disk: dict[str, Any], source: str) -> None:
         for key in outer:
             owner = owner.get(key) if isinstance(owner, dict) else None
         stated = owner.get(name) if isinstance(owner, dict) else None
-        if name not in NAMES or not _is_length(length) or not _is_length(stated):
+        if name not in NAMES or not is_length(length) or not is_length(stated):
             raise CheckpointError(
                 f"The {ATTRIBUTE!r} entry in the config.json of {source} has {NATIVE_LENGTHS}={native!r}, where the "
                 f"config has {path}={stated!r}; expected a dictionary of the lengths that the stock config states, for "
@@ -182,7 +183,8 @@ def _check_lengths(native: Any, disk: dict[str, Any], source: str) -> None:
             )
 
 
-def _is_length(value: Any) -> bool:
+def is_length(value: Any) -> bool:
+    """Whether a value that was read from a file can be a context length in tokens."""
     return type(value) is int and 0 < value < 2**31
 
 
@@ -199,6 +201,7 @@ def follow_lengths(model: Any, config: Any) -> None:
     stated = stated_lengths(config)
     try:
         take_lengths(model.position_encoding, model, stated)
+        tell_length(model.position_encoding)
     except SequenceLengthError as error:
         raise CheckpointError(
             f"The config.json of this {type(model).__name__} states {stated}, which its position encoding does not "

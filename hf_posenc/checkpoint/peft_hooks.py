@@ -291,21 +291,21 @@ def _placed(model: Any, source: Any, hub: Mapping[str, Any], adapter_name: str |
             yield
         finally:
             _NO_SCHEME.reset(token)
-    elif _place(model, target, source, hub, adapter_name):
+    else:
+        undo = _place(model, target, source, hub, adapter_name)
         try:
             yield
         except BaseException:
-            from hf_posenc.patching import unpatch_model
-
-            unpatch_model(target)
+            undo()
             raise
-    else:
-        yield
 
 
-def _place(model: Any, target: Any, source: Any, hub: Mapping[str, Any], adapter_name: str | None) -> bool:
+def _place(
+    model: Any, target: Any, source: Any, hub: Mapping[str, Any], adapter_name: str | None
+) -> Callable[[], object]:
     from hf_posenc.checkpoint.configuration import CheckpointError
-    from hf_posenc.checkpoint.position_adapters import adapters_of, place
+    from hf_posenc.checkpoint.placing import place
+    from hf_posenc.checkpoint.position_adapters import adapters_of
     from hf_posenc.checkpoint.position_files import JSON_FILE, read_position_files
 
     files = read_position_files(source, hub)

@@ -20,7 +20,7 @@ from typing import Any
 from safetensors.torch import load, save
 from torch import Tensor
 
-from hf_posenc.checkpoint.configuration import CheckpointError
+from hf_posenc.checkpoint.configuration import CheckpointError, is_length
 from hf_posenc.checkpoint.fingerprint import Fingerprint, check_entry
 from hf_posenc.schemes import SchemeConfig, scheme_from_dict
 from hf_posenc.version import __version__
@@ -40,6 +40,7 @@ class PositionFiles:
         fingerprint: of its weights.
         parameters: of the scheme, by their names in `model.position_encoding`.
         adapter: hub id or folder of the PEFT adapter that lies on top, where that is elsewhere.
+        length: the context length that was chosen with `extend_context`, or `None`. Files of older versions have none.
     """
 
     scheme: dict[str, Any]
@@ -47,6 +48,7 @@ class PositionFiles:
     fingerprint: Fingerprint
     parameters: Mapping[str, Tensor]
     adapter: str | None = None
+    length: int | None = None
 
     @property
     def config(self) -> SchemeConfig:
@@ -66,6 +68,7 @@ class PositionFiles:
             "scheme": self.scheme,
             "parameters": tensors if self.parameters else None,
             "adapter": self.adapter,
+            "length": self.length,
             "fingerprint": self.fingerprint,
         }
         if self.parameters:
@@ -136,7 +139,12 @@ def read_position_files(source: str | os.PathLike[str], hub: Mapping[str, Any]) 
         fingerprint=_checked_fingerprint(_field(entry, "fingerprint", dict, source), source),
         parameters=_read_parameters(entry.get("parameters"), source, hub),
         adapter=None if entry.get("adapter") is None else _field(entry, "adapter", str, source),
+        length=None if entry.get("length") is None else _field(entry, "length", int, source),
     )
+    if files.length is not None and not is_length(files.length):
+        raise CheckpointError(
+            f"{JSON_FILE} in {source} has the length {files.length!r}; expected a number of tokens. {_AGAIN}"
+        )
     try:
         _ = files.config
     except (ValueError, TypeError, KeyError, RecursionError) as error:

@@ -16,8 +16,9 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.apply import current_encoding
 from hf_posenc.patching.config_entry import detach_entry
 from hf_posenc.patching.encoding import PositionEncoding
+from hf_posenc.patching.lengths import choose_length
 from hf_posenc.patching.patch import patch_model, unpatch_model
-from hf_posenc.patching.scheme_name import SchemeName
+from hf_posenc.patching.scheme_name import SchemeName, tell_length
 from hf_posenc.schemes import scheme_from_dict
 
 logger = logging.getLogger(__name__)
@@ -26,8 +27,8 @@ logger = logging.getLogger(__name__)
 def rebuilt(load: Callable[..., Any], name: SchemeName, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `from_pretrained(name)` returns: the files of that name, with the scheme the named model has in memory.
 
-    The scheme's parameters are those the named model has now. Its other weights come from the files, as they do for
-    any model that is loaded by its name.
+    The length is the one that was chosen for the named model, and the scheme's parameters are those it has now. Its
+    other weights come from the files, as they do for any model that is loaded by its name.
 
     Args:
         load: `from_pretrained` for a plain name.
@@ -74,6 +75,9 @@ def rebuilt(load: Callable[..., Any], name: SchemeName, args: tuple[Any, ...], k
             f"{str(name)!r} is the name of a model that was patched in memory with {_scheme(name)!r}. Its files do not "
             f"hold the parameters of this scheme, and the model itself is gone, or belongs to another process. {_SAVE}"
         )
+    if name.length is not None:
+        choose_length(encoding, model, name.length)
+        tell_length(encoding)
     return result
 
 

@@ -11,6 +11,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.apply import current_encoding, unwrapped
 from hf_posenc.patching.encoding import PositionEncoding
 from hf_posenc.patching.lengths import set_length
+from hf_posenc.patching.scheme_name import tell_length
 from hf_posenc.schemes.rotary.rope import RotaryMap
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
@@ -65,6 +66,7 @@ def extend_context(model: ModelType, tokenizer: Any = None, *, length: int) -> M
             "that holds one."
         )
     set_length(encoding, target, length)
+    tell_length(encoding)
     if holder is not None:
         holder.model_max_length = length
     _warn_if_extrapolating(encoding, length)

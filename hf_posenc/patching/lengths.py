@@ -36,14 +36,14 @@ class Lengths:
         reach: what the scheme can encode in this architecture.
         rows_before: how much more the config states, where it counts the rows of a table that starts behind its
             padding row (RoBERTa: 514 for 512 tokens).
-        chosen: whether somebody asked for the current length.
+        chosen: the length that somebody has asked for, or `None`. The current one is shorter where the scheme is.
     """
 
     native: int | None
     current: int | None
     reach: Reach
     rows_before: int = 0
-    chosen: bool = False
+    chosen: int | None = None
 
     def __str__(self) -> str:
         current = "no stated length" if self.current is None else f"{self.current} tokens"
@@ -75,14 +75,12 @@ def settle_lengths(encoding: PositionEncoding, model: PreTrainedModel, stacks: l
     remember_lengths(model.config, stated)
     encoding.lengths = lengths
     wanted = native
-    if before is not None and before.chosen:
-        wanted, lengths.chosen = before.current, True
+    if before is not None and before.chosen is not None:
+        wanted = lengths.chosen = before.chosen
     elif native is not None and reach.made_for is not None and reach.made_for not in _native_stretches(model, native):
         wanted = max(native, reach.made_for)
-    if wanted is not None and reach.length is not None:
-        wanted = max(min(wanted, reach.length), 1)
     if wanted is not None:
-        _write(encoding, model, wanted)
+        _write(encoding, model, _within(reach, wanted))
 
 
 def set_length(encoding: PositionEncoding, model: PreTrainedModel, length: int) -> None:
@@ -97,8 +95,23 @@ def set_length(encoding: PositionEncoding, model: PreTrainedModel, length: int) 
         raise SequenceLengthError(
             f"A context of {length} tokens is longer than the {reach.length} positions {reach.remedy}"
         )
-    encoding.lengths.chosen = True
+    encoding.lengths.chosen = length
     _write(encoding, model, length)
+
+
+def choose_length(encoding: PositionEncoding, model: PreTrainedModel, length: int) -> None:
+    """Gives a patched model the length that was chosen for another one, as far as its scheme reaches."""
+    assert encoding.lengths is not None
+    encoding.lengths.chosen = length
+    _write(encoding, model, _within(encoding.lengths.reach, length))
+
+
+def restore_length(encoding: PositionEncoding, model: PreTrainedModel, before: Lengths) -> None:
+    """Gives a model back the length it had, for a load that has failed."""
+    assert encoding.lengths is not None
+    if before.current is not None:
+        _write(encoding, model, before.current)
+    encoding.lengths.chosen, encoding.lengths.current = before.chosen, before.current
 
 
 def take_lengths(encoding: PositionEncoding, model: PreTrainedModel, stated: Mapping[str, int]) -> None:
@@ -124,6 +137,10 @@ def take_generation_length(encoding: PositionEncoding, model: PreTrainedModel) -
     if generation_config.max_length == lengths.current:
         generation_config.max_length = lengths.native
         encoding.journal.set(generation_config, "max_length", lengths.current)
+
+
+def _within(reach: Reach, length: int) -> int:
+    return length if reach.length is None else max(min(length, reach.length), 1)
 
 
 def _write(encoding: PositionEncoding, model: PreTrainedModel, length: int) -> None:

@@ -27,14 +27,20 @@ class SchemeName(str):
     Args:
         text: the name.
         entry: the scheme's dictionary; `None` for a model without a scheme, whose files have one.
-        holder: the base model that holds the encoding; only referred to weakly.
+        holder: the base model that holds the encoding; only referred to weakly. `None` where the files of the name hold
+            the scheme and its parameters.
+        length: the context length that was chosen for the model, or `None`.
     """
 
     entry: dict[str, Any] | None
+    length: int | None
 
-    def __new__(cls, text: str, entry: dict[str, Any] | None, holder: nn.Module | None = None) -> SchemeName:  # noqa: D102
+    def __new__(  # noqa: D102
+        cls, text: str, entry: dict[str, Any] | None, holder: nn.Module | None = None, length: int | None = None
+    ) -> SchemeName:
         name = super().__new__(cls, text)
         name.entry = entry
+        name.length = length
         name._holder = None if holder is None else weakref.ref(holder)  # type: ignore[attr-defined]
         return name
 
@@ -54,10 +60,10 @@ class SchemeName(str):
     def __deepcopy__(self, memo: dict[int, Any]) -> SchemeName:
         # A copy of a whole model gets a name of its own; a copy of its config alone keeps naming the original.
         holder = self.holder
-        return type(self)(str(self), self.entry, memo.get(id(holder), holder))
+        return type(self)(str(self), self.entry, memo.get(id(holder), holder), self.length)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (str(self), self.entry)
+        return type(self), (str(self), self.entry, None, self.length)
 
 
 for _representer in (SafeRepresenter, Representer):
@@ -73,14 +79,23 @@ def mark_names(model: PreTrainedModel, encoding: PositionEncoding) -> None:
             continue
         if isinstance(name, SchemeName) and name.entry is not None:  # the config was copied from a patched model's
             target.__dict__[attribute] = str(name)
-        encoding.journal.set(target, attribute, SchemeName(str(name), entry, model.base_model))
+        encoding.journal.set(target, attribute, SchemeName(str(name), entry, model.base_model, _length(encoding)))
 
 
 def refresh_names(encoding: PositionEncoding) -> None:
     """Lets the names of a model tell the scheme it has now, after its config was exchanged in place."""
     for change in _marks(encoding):
         plain = str(change.target.__dict__[change.attribute])
-        change.put(SchemeName(plain, encoding.config.to_dict(), encoding.__dict__["holder"]))
+        change.put(SchemeName(plain, encoding.config.to_dict(), encoding.__dict__["holder"], _length(encoding)))
+
+
+def tell_length(encoding: PositionEncoding) -> None:
+    """Lets the names of a model tell the length that was chosen for it after it was patched."""
+    for change in _marks(encoding):
+        name = change.target.__dict__[change.attribute]
+        # The files of a plain name hold the scheme, but state the length that the model had when it was loaded.
+        holder = name.holder if isinstance(name, SchemeName) else None
+        change.put(SchemeName(str(name), encoding.config.to_dict(), holder, _length(encoding)))
 
 
 def unmark_names(encoding: PositionEncoding) -> None:
@@ -89,6 +104,10 @@ def unmark_names(encoding: PositionEncoding) -> None:
         plain = str(change.target.__dict__[change.attribute])
         change.put(plain)
         change.value = SchemeName(plain, None)
+
+
+def _length(encoding: PositionEncoding) -> int | None:
+    return None if encoding.lengths is None else encoding.lengths.chosen
 
 
 def _marks(encoding: PositionEncoding) -> list[Any]:

@@ -1,0 +1,123 @@
+"""Placing a scheme that was saved without its model on the base it was trained on."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_posenc.checkpoint.configuration import CheckpointError
+from hf_posenc.checkpoint.fingerprint import difference
+from hf_posenc.checkpoint.position_files import PositionFiles
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.apply import current_encoding
+from hf_posenc.patching.encoding import PositionEncoding
+from hf_posenc.patching.lengths import Lengths, choose_length, restore_length
+from hf_posenc.patching.patch import patch_model, unpatch_model
+from hf_posenc.patching.scheme_name import tell_length
+
+
+def place(model: PreTrainedModel, files: PositionFiles, source: str, *, shared: bool = False) -> Callable[[], object]:
+    """Patches a model with what the files say, or loads their parameters into the same scheme.
+
+    The model gets the length in the files, unless another one was chosen for it by `extend_context`.
+
+    Args:
+        model: the base.
+        files: read from `source`.
+        source: for messages.
+        shared: whether adapters in the model already use its scheme, whose parameters must then stay as they are.
+
+    Returns:
+        What gives the model back as it was, for a caller that fails afterwards.
+
+    Raises:
+        CheckpointError: if the files belong to another base.
+        UnsupportedError: if the model has another scheme, or other parameters that are in use.
+    """
+    name = files.scheme["scheme"]
+    if model.config.model_type != files.base_model_type:
+        raise CheckpointError(
+            f"The scheme in {source} was trained on a {files.base_model_type!r} model, and this is a "
+            f"{model.config.model_type!r}. Load it on the model it belongs to."
+        )
+    found = difference(files.fingerprint, model)
+    if found is not None:
+        raise CheckpointError(
+            f"The scheme {name!r} in {source} was trained on other weights than those of this "
+            f"{type(model).__name__}: {found}. Load it on the model it was trained on. (For another base, call "
+            f"patch_model with the scheme, and train it anew.)"
+        )
+    encoding = current_encoding(model)
+    if encoding is not None and encoding.config != files.config:
+        raise UnsupportedError(
+            f"{source} was trained with {files.config!r}, and this {type(model).__name__} has {encoding.config!r}. "
+            "Load it on the stock model, or on one with the same scheme."
+        )
+    if encoding is None and shared:
+        raise UnsupportedError(
+            f"{source} was trained with the scheme {name!r}, and this {type(model).__name__} has adapters that were "
+            "trained with its stock positions. Load it on a model of its own."
+        )
+    if encoding is None:
+        patch_model(model, files.config)
+        encoding = current_encoding(model)
+        undo: Callable[[], object] = functools.partial(unpatch_model, model)
+    else:
+        values = {name: parameter.detach().clone() for name, parameter in encoding.named_parameters()}
+        undo = functools.partial(_restore, encoding, model, copy.copy(encoding.lengths), values)
+    assert encoding is not None
+    assert encoding.lengths is not None
+    try:
+        _load_parameters(encoding, files.parameters, source, shared)
+        if files.length is not None and encoding.lengths.chosen is None:
+            choose_length(encoding, model, files.length)
+            tell_length(encoding)
+    except BaseException:
+        undo()
+        raise
+    return undo
+
+
+@torch.no_grad()
+def _restore(
+    encoding: PositionEncoding, model: PreTrainedModel, lengths: Lengths | None, values: Mapping[str, Tensor]
+) -> None:
+    for name, parameter in encoding.named_parameters():
+        if parameter.device.type != "meta":
+            parameter.copy_(values[name])
+    if lengths is not None and encoding.lengths != lengths:
+        restore_length(encoding, model, lengths)
+        tell_length(encoding)
+
+
+@torch.no_grad()
+def _load_parameters(encoding: PositionEncoding, parameters: Mapping[str, Tensor], source: str, shared: bool) -> None:
+    own = dict(encoding.named_parameters())
+    expected = {name: tuple(parameter.shape) for name, parameter in own.items()}
+    found = {name: tuple(tensor.shape) for name, tensor in parameters.items()}
+    if found != expected:
+        name = min(set(found.items()) ^ set(expected.items()))[0]
+        raise CheckpointError(
+            f"The parameters in {source} are not those of {encoding.config!r} in this model: {name} has the shape "
+            f"{found.get(name)} there, and {expected.get(name)} is expected. The files do not belong together."
+        )
+    if any(parameter.device.type == "meta" for parameter in own.values()):
+        raise UnsupportedError(
+            "The parameters of the scheme are offloaded, so those of the file cannot be put there. Load the base model "
+            "with a device_map that keeps `position_encoding` in memory."
+        )
+    if shared:
+        other = [name for name, parameter in own.items() if not torch.equal(parameter, parameters[name].to(parameter))]
+        if other:
+            raise UnsupportedError(
+                f"The adapters of this model share the scheme {encoding.config.name!r}, and {source} was trained with "
+                f"other values of its parameters ({', '.join(other[:3])}). Load it on a model of its own."
+            )
+        return
+    for name, parameter in own.items():
+        parameter.copy_(parameters[name])
