@@ -178,8 +178,11 @@ class _Built:
 
     def follow(self, model: Any) -> None:
         """Applies what the patch did to the old objects to the new ones, and lets its journal undo it there."""
+        from hf_posenc.patching.fingerprint import samples
         from hf_posenc.patching.lengths import take_generation_length
 
+        # There were none when the model was patched.
+        model.position_encoding.base_weights = samples(model, read_offloaded=False)
         for change in model.position_encoding.journal.changes:
             if change.kind == "frozen":
                 change.target._parameters[change.attribute].requires_grad_(False)

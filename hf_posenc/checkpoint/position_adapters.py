@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.checkpoint.configuration import CheckpointError
-from hf_posenc.checkpoint.fingerprint import fingerprint
 from hf_posenc.checkpoint.placing import place
 from hf_posenc.checkpoint.position_files import JSON_FILE, PositionFiles, read_position_files
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
 from hf_posenc.patching.apply import current_encoding, unwrapped
 from hf_posenc.patching.encoding import PositionEncoding
+from hf_posenc.patching.fingerprint import changed, fingerprint
 
 
 def save_position_adapter(
@@ -24,8 +25,12 @@ def save_position_adapter(
 ) -> None:
     """Saves the scheme of a model and the scheme's parameters, without the model: a few kilobytes.
 
-    For a scheme that was trained on weights that stay as they are, on this machine or on the hub. The files are bound
-    to these weights by a fingerprint. Weights that were trained too belong into `model.save_pretrained`.
+    For a scheme that was trained on weights that stay as they are, on this machine or on the hub. The files do not hold
+    these weights. They are bound to them, as they are now, by a fingerprint, and `load_position_adapter` refuses a base
+    with others. A warning says so here if the weights are no longer those that the scheme was placed on, or that
+    `from_pretrained` loaded. This is known of the model object and its copies only: of weights that were trained in
+    another process and loaded again, the error comes when the files are loaded on the original base. Save a model whose
+    weights were trained with `model.save_pretrained`.
 
     Args:
         model: a patched model, or a PEFT model around one.
@@ -50,7 +55,24 @@ def save_position_adapter(
             "Save both with model.save_pretrained(folder), which writes the scheme beside the adapter, or say with "
             "adapter= where the adapter is."
         )
+    if not adapters_of(model):
+        _warn_if_trained(target, encoding)
     collect(target, encoding, adapters_of(model), adapter=None if adapter is None else os.fspath(adapter)).write(folder)
+
+
+def _warn_if_trained(model: PreTrainedModel, encoding: PositionEncoding) -> None:
+    found = changed(encoding.base_weights, model)
+    if found is not None:
+        warnings.warn(
+            f"The weights of this {type(model).__name__} are not those that the scheme {encoding.config.name!r} was "
+            f"placed on: {found}. A position adapter holds the scheme alone, so the changed weights are not saved, and "
+            "load_position_adapter refuses the original ones. Save the whole model with save_pretrained. To train a "
+            "scheme alone, freeze the rest before training: for name, parameter in model.named_parameters(): "
+            'parameter.requires_grad_("position_encoding" in name). If the changed weights are saved elsewhere as the '
+            "new base, ignore this.",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def load_position_adapter(model: Any, folder: str | os.PathLike[str], **hub: Any) -> Any:

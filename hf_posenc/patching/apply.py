@@ -22,6 +22,7 @@ from hf_posenc.patching.encoding import (
     parameter_count,
     place_like,
 )
+from hf_posenc.patching.fingerprint import samples
 from hf_posenc.patching.generation import check_generation
 from hf_posenc.patching.install import install_stack
 from hf_posenc.patching.lengths import settle_lengths
@@ -178,6 +179,7 @@ def install(encoding: PositionEncoding, model: PreTrainedModel) -> None:
     encoding.__dict__["model_config"] = model.config
     refuse_split_heads(encoding, model)
     settle_lengths(encoding, model, stacks)
+    encoding.base_weights = encoding.base_weights or samples(model, read_offloaded=False)
     mark_names(model, encoding)
     _disable_unsafe_cache(encoding, model)
     check_generation(encoding, model)

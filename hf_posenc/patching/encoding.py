@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from hf_posenc.entry import MARK
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.fingerprint import Sample
 from hf_posenc.patching.instance import InstancePatches
 from hf_posenc.patching.layer_call import LayerEncoding
 from hf_posenc.patching.lengths import Lengths
@@ -153,6 +154,7 @@ class PositionEncoding(nn.Module):
         config: the scheme in force.
         report: what was replaced and what was placed.
         lengths: how long a sequence the model takes; set while the scheme is in place.
+        base_weights: a few values of the weights below, as they were when a scheme was first placed on them.
         stacks: the parts, by name of the stack.
     """
 
@@ -161,6 +163,7 @@ class PositionEncoding(nn.Module):
         self.config = config
         self.report: PatchReport | None = None
         self.lengths: Lengths | None = None
+        self.base_weights: dict[str, Sample] = {}
         self.stacks = nn.ModuleDict(stacks)
         self.journal = InstancePatches()
         self.hooks: list[Any] = []

@@ -75,7 +75,7 @@ def patch_model(
     _warn_if_uncacheable(encoding, target)
     if previous is not None:
         # A length that somebody has asked for outlives the scheme, as far as the new one reaches.
-        encoding.lengths = previous.lengths
+        encoding.lengths, encoding.base_weights = previous.lengths, previous.base_weights
         uninstall(previous)
     try:
         install(encoding, target)

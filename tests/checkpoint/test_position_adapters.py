@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -23,10 +24,11 @@ from hf_posenc import (
     save_position_adapter,
     unpatch_model,
 )
-from hf_posenc.checkpoint.fingerprint import difference, fingerprint
+from hf_posenc.patching.fingerprint import difference, fingerprint
+from hf_posenc.recipes import add_lora
 from tests.checkpoint.checkpoint_cases import bert, llama, randomize, t5
 from tests.checkpoint.stock_folder import write_stock_llama
-from tests.checkpoint.test_adapters import LORA, adapted, base, logits
+from tests.checkpoint.test_adapters import IDS, LORA, adapted, base, logits
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +145,77 @@ class TestWithPeft:
         model = adapted(base(stock, "t5"), LoraConfig(**LORA))
         model.save_pretrained(tmp_path)
         torch.testing.assert_close(logits(load_position_adapter(base(stock), tmp_path)), logits(model), rtol=0, atol=0)
+
+
+def trained(model: Any, steps: int = 2) -> Any:
+    """A few steps of whatever requires a gradient."""
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.5)
+    for _ in range(steps):
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def scheme_alone(model: Any) -> Any:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("position_encoding" in name)
+    return model
+
+
+class TestTrainedBase:
+    @pytest.mark.parametrize("kind", ["patched in memory", "patched folder", "patched twice", "one layer", "copy"])
+    def test_saving_warns_that_the_files_will_not_fit_the_original_base(
+        self, stock: Path, tmp_path: Path, kind: str
+    ) -> None:
+        model = base(stock, "t5")
+        if kind == "patched folder":
+            model.save_pretrained(tmp_path / "patched")
+            model = AutoModelForCausalLM.from_pretrained(tmp_path / "patched")
+        if kind == "one layer":
+            scheme_alone(model).model.layers[1].mlp.down_proj.requires_grad_(True)
+        trained(model)
+        if kind == "patched twice":
+            patch_model(model, "alibi")
+        if kind == "copy":
+            model = copy.deepcopy(model)
+        with pytest.warns(UserWarning, match=r"weights .* not those .*save_pretrained.*freeze"):
+            save_position_adapter(model, tmp_path / "scheme")
+        with pytest.raises(CheckpointError, match="other weights"):
+            load_position_adapter(base(stock), tmp_path / "scheme")
+        # The warning leaves the choice: these weights may be a base that is saved elsewhere.
+        unpatch_model(model).save_pretrained(tmp_path / "new base")
+        load_position_adapter(base(tmp_path / "new base"), tmp_path / "scheme")
+
+    def test_a_scheme_that_was_trained_alone_is_saved_without_a_word(
+        self, stock: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
+    ) -> None:
+        model = trained(scheme_alone(base(stock, "t5")))
+        twin = base(stock, "t5")
+        twin.load_state_dict(model.state_dict())  # as Trainer does when it resumes
+        extra = base(stock, "alibi")
+        extra.resize_token_embeddings(70)
+        changed = (
+            model,
+            twin,
+            copy.deepcopy(model),
+            copy.deepcopy(model).to(torch.bfloat16),
+            extra,
+            base(stock, "none"),
+        )
+        for one in changed:
+            save_position_adapter(one, tmp_path)
+            load_position_adapter(base(stock), tmp_path)
+        lora = trained(add_lora(base(stock, "t5"), LoraConfig(**LORA)))
+        save_position_adapter(lora, tmp_path, adapter="elsewhere")
+        assert not [str(one.message) for one in recwarn if "not those" in str(one.message)]
+
+    def test_what_was_trained_elsewhere_is_refused_when_the_files_are_loaded(self, stock: Path, tmp_path: Path) -> None:
+        """Nothing shows that another process trained these weights."""
+        trained(base(stock)).save_pretrained(tmp_path / "trained")
+        save_position_adapter(patch_model(base(tmp_path / "trained"), "alibi"), tmp_path / "scheme")
+        with pytest.raises(CheckpointError, match="other weights"):
+            load_position_adapter(base(stock), tmp_path / "scheme")
 
 
 class TestRefusals:
