@@ -1,4 +1,4 @@
-"""Wrapping methods of other packages, once per process."""
+"""Wrapping methods of other packages, once per process; a copy of this package that is imported later takes over."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
     raw = inspect.getattr_static(owner, name)
     is_classmethod = isinstance(raw, classmethod)
     original = raw.__func__ if is_classmethod else raw
+    if _is_of_another_copy(original):
+        original = getattr(original, _MARK)
     if hasattr(original, _MARK):
         return
 
@@ -30,3 +32,9 @@ def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 
     setattr(wrapped, _MARK, original)
     setattr(owner, name, classmethod(wrapped) if is_classmethod else wrapped)
+
+
+def _is_of_another_copy(function: Any) -> bool:
+    """Whether a function is a wrapper that this module made before it was imported again."""
+    module = getattr(function, "__globals__", {})
+    return hasattr(function, _MARK) and module.get("__name__") == __name__ and module is not globals()
