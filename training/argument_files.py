@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from transformers import HfArgumentParser
 
@@ -58,6 +59,9 @@ def parse_arguments(
     parser = HfArgumentParser(dataclass_types, description=description, allow_abbrev=False)
     if launched_on_cpu():
         parser.set_defaults(use_cpu=True)
+    if any(action.dest == "dataloader_pin_memory" for action in parser._actions):
+        # Memory is pinned for copies to an accelerator; without one torch warns at every epoch that it is not.
+        parser.set_defaults(dataloader_pin_memory=torch.accelerator.is_available())
     words = list(arguments)
     if words and words[0].endswith((".yaml", ".yml", ".json")):
         words = [*_words(parser, Path(words[0])), *words[1:]]

@@ -82,8 +82,9 @@ def test_a_finished_run_is_not_trained_further(alibi: Path, texts: Path, capsys:
     assert (alibi / "model.safetensors").read_bytes() == weights
 
 
-def test_the_control_is_the_stock_model(texts: Path, tmp_path: Path) -> None:
-    assert run(words(texts, tmp_path / "out", max_steps=2)) == 0
+def test_the_control_is_the_stock_model(texts: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    assert run(words(texts, tmp_path / "out", max_steps=2, use_cpu=None, eval_strategy="epoch")) == 0
+    assert [str(warning.message) for warning in recwarn if not issubclass(warning.category, DeprecationWarning)] == []
     assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "llama"
 
 
