@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from typing import Any
 
 import torch
@@ -190,7 +191,10 @@ def add_lora(model: Any, arguments: LoraArguments, causal: bool) -> Any:
         exclude_modules=r".*position_encoding.*" if patched else None,
     )
     try:
-        return recipes.add_lora(model, config) if patched else get_peft_model(model, config)
+        with warnings.catch_warnings():
+            # PEFT asks a model for an attribute that transformers has renamed.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            return recipes.add_lora(model, config) if patched else get_peft_model(model, config)
     except ValueError as error:
         raise SettingsError(f"--lora_target_modules {names}: {error}") from error
 

@@ -144,7 +144,9 @@ def test_several_schemes_and_other_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["kerple", "fire", None], ids=str)
-def test_lora_trains_resumes_and_merges(texts: Path, tmp_path: Path, scheme: str | None) -> None:
+def test_lora_trains_resumes_and_merges(
+    texts: Path, tmp_path: Path, scheme: str | None, recwarn: pytest.WarningsRecorder
+) -> None:
     from peft import PeftModel
 
     set_seed(5)
@@ -156,6 +158,7 @@ def test_lora_trains_resumes_and_merges(texts: Path, tmp_path: Path, scheme: str
     }  # fmt: skip
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert run(words(texts, whole, **options)) == 0
+    assert [str(warning.message) for warning in recwarn if issubclass(warning.category, FutureWarning)] == []
     assert run(words(texts, cut, **options)) == 0
     for path in (cut / "checkpoint-8", cut / "adapter"):
         for file in path.iterdir():
