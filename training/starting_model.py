@@ -57,7 +57,8 @@ def load_tokenizer(arguments: ModelArguments, causal: bool) -> PreTrainedTokeniz
             )
         except (OSError, ValueError, KeyError) as error:
             raise SettingsError(
-                f"No tokenizer can be loaded from {name!r} ({missing_folder(name)}{error}). Name one with --tokenizer_name."
+                f"No tokenizer can be loaded from {name!r} ({missing_folder(name)}{error}). Name one with "
+                "--tokenizer_name."
             ) from error
     if not causal and tokenizer.mask_token is None:
         if name == BYTES:

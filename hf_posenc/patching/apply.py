@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.architectures import architecture_of
 from hf_posenc.patching.attention_site import AttentionSite
 from hf_posenc.patching.config_entry import attach_entry, detach_entry
-from hf_posenc.patching.continuous_batching import check_continuous_batching
+from hf_posenc.patching.continuous_batching import CheckedContinuousBatching
 from hf_posenc.patching.discovery import find_stacks
 from hf_posenc.patching.encoding import (
     PositionEncoding,
@@ -46,7 +46,7 @@ def encodings(model: nn.Module) -> list[PositionEncoding]:
     return [module for module in model.modules() if _is_encoding(module, model)]
 
 
-def _is_encoding(module: nn.Module, model: nn.Module) -> bool:
+def _is_encoding(module: nn.Module, model: nn.Module) -> TypeGuard[PositionEncoding]:
     if isinstance(module, PositionEncoding):
         return True
     name = (PositionEncoding.__module__, PositionEncoding.__qualname__)
@@ -200,7 +200,7 @@ def install(encoding: PositionEncoding, model: PreTrainedModel) -> None:
     mark_names(model, encoding)
     _disable_unsafe_cache(encoding, model)
     check_generation(encoding, model)
-    check_continuous_batching(encoding, model)
+    CheckedContinuousBatching.place(encoding, model)
     encoding.train(model.training)
 
 

@@ -36,7 +36,9 @@ class TestInspect:
             ("outputs/yarn", "There is no folder outputs/yarn, so it was looked up on the hub."),
         ],
     )
-    @pytest.mark.parametrize("verb", [["inspect"], ["eval", "dog"], ["export", "--output", "x"]], ids=["inspect", "eval", "export"])
+    @pytest.mark.parametrize(
+        "verb", [["inspect"], ["eval", "dog"], ["export", "--output", "x"]], ids=["inspect", "eval", "export"]
+    )
     def test_a_folder_that_does_not_exist(self, capsys, tmp_path, monkeypatch, verb, name, sentence):
         monkeypatch.chdir(tmp_path)
         assert sentence in refused(capsys, *verb, name)
