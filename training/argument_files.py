@@ -17,6 +17,13 @@ from training.errors import SettingsError
 from training.launched import launched_on_cpu
 from training.settings_text import settings_text
 
+#: Of the option `--import`.
+IMPORTS = {
+    "help": "Modules that register schemes or architectures of your own, on the import path or in the working folder.",
+    "aliases": ["--import"],
+    "action": "extend",
+}
+
 
 class _Loader(yaml.SafeLoader):
     """YAML as people write it: `5e-4` is a number, which YAML 1.1 takes for text."""
