@@ -86,7 +86,7 @@ def index_text(pages: list[Page]) -> str:
     sections = [
         "# Schemes",
         NOTICE,
-        f"The {len(pages)} schemes of the package, {arranged} arrangements of others among them, by what they act on. "
+        f"The {len(pages) - arranged} schemes and {arranged} arrangements of schemes, by what they act on. "
         "Each has a page with its formula, its options and figures; the [gallery](../gallery.md) shows one figure of "
         "each. Written by "
         "`python docs/generate_schemes.py` from the docstrings of the configs.",

@@ -22,23 +22,23 @@ class UnknownNameError(PositionEncodingError, ValueError):
         known: the names there are.
         owner: whose names these are, for a message like "Unknown option 'thetha' of scheme 'rope'".
         hint: a sentence on what is probably meant, in place of the nearest names.
+        remedy: a sentence on what to do if the name is right.
 
     Attributes:
         known: the names there are, sorted.
     """
 
-    def __init__(self, kind: str, name: str, known: Iterable[str], *, owner: str = "", hint: str = "") -> None:
+    def __init__(
+        self, kind: str, name: str, known: Iterable[str], *, owner: str = "", hint: str = "", remedy: str = ""
+    ) -> None:
         known = self.known = sorted(known)
         name = name if len(name) <= _LONGEST_NAME else name[: _LONGEST_NAME - 3] + "..."
         if not hint:
             close = close_names(name, known)
             hint = f"Did you mean {' or '.join(repr(match) for match in close)}?" if close else ""
         of_whom = f" of {owner}" if owner else ""
-        super().__init__(
-            " ".join(
-                filter(None, (f"Unknown {kind} {name!r}{of_whom}.", hint, f"Known: {', '.join(known) or 'none'}."))
-            )
-        )
+        sentences = (f"Unknown {kind} {name!r}{of_whom}.", hint, f"Known: {', '.join(known) or 'none'}.", remedy)
+        super().__init__(" ".join(filter(None, sentences)))
 
 
 def close_names(name: str, known: Iterable[str]) -> list[str]:

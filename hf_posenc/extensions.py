@@ -17,8 +17,8 @@ from hf_posenc.errors import PositionEncodingError
 
 #: Names of modules, with commas between them.
 MODULES = "HF_POSENC_IMPORT"
-#: A folder in which they are looked for, behind the import path.
-FOLDER = "HF_POSENC_IMPORT_FROM"
+#: Folders in which they are looked for, behind the import path: the working folders in which they were named.
+FOLDERS = "HF_POSENC_IMPORT_FROM"
 
 _lock = threading.RLock()
 _asked: str | None = None
@@ -37,8 +37,11 @@ def name_modules(names: Iterable[str]) -> None:
     added = [name for name in names if name not in _named()]
     if not added:
         return
-    os.environ[FOLDER] = os.getcwd()
-    _add_folder()
+    folders = _folders()
+    here = _working_folder()
+    if here is not None and here not in folders:
+        os.environ[FOLDERS] = os.pathsep.join([*folders, here])
+    _add_folders()
     for name in added:
         _find(name)
     os.environ[MODULES] = ",".join([*_named(), *added])
@@ -59,7 +62,7 @@ def import_named_modules() -> None:
             return
         before, _asked = _asked, asked  # the modules themselves look up schemes
         try:
-            _add_folder()
+            _add_folders()
             for name in _named():
                 _find(name)
                 importlib.import_module(name)
@@ -72,10 +75,20 @@ def _named() -> list[str]:
     return [name for name in os.environ.get(MODULES, "").split(",") if name]
 
 
-def _add_folder() -> None:
-    folder = os.environ.get(FOLDER)
-    if folder and folder not in sys.path:
-        sys.path.append(folder)
+def _folders() -> list[str]:
+    return [folder for folder in os.environ.get(FOLDERS, "").split(os.pathsep) if folder]
+
+
+def _working_folder() -> str | None:
+    """The working folder, or `None` if it has been deleted."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
+
+
+def _add_folders() -> None:
+    sys.path += [folder for folder in _folders() if folder not in sys.path]
 
 
 def _find(name: str) -> None:
@@ -88,6 +101,6 @@ def _find(name: str) -> None:
     except (ImportError, ValueError):  # no name of a module: a path, say
         found = False
     if not found:
-        raise ExtensionError(
-            f"--import {name}: there is no module {name!r} on the import path or in {os.environ.get(FOLDER, '')!r}."
-        )
+        searched = " or in ".join(["on the import path", *_folders()])
+        deleted = " The working folder no longer exists." if _working_folder() is None else ""
+        raise ExtensionError(f"--import {name}: there is no module {name!r} {searched}.{deleted}")

@@ -1,6 +1,12 @@
-"""What the field calls things that have another name here: hints for the error about an unknown scheme."""
+"""The error about an unknown scheme: what the field calls things that have another name here, and one's own schemes."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hf_posenc.errors import UnknownNameError
+
+_OF_ONES_OWN = "For a scheme of your own, import the module that registers it first; in a shell: --import MODULE."
 
 _SCHEMES = {
     "no_pe": ("none",),
@@ -42,7 +48,17 @@ _SCALINGS = {
 }
 
 
-def hint_for(name: str) -> str:
+def unknown_scheme(name: str, known: Iterable[str]) -> UnknownNameError:
+    """The error about a scheme that nobody registered.
+
+    Args:
+        name: as it was given.
+        known: the names there are.
+    """
+    return UnknownNameError("scheme", name, known, hint=_hint_for(name), remedy=_OF_ONES_OWN)
+
+
+def _hint_for(name: str) -> str:
     """A sentence on what somebody means by a name that no scheme has, or an empty text."""
     word = name.lower().replace("-", "_").replace(" ", "_")
     if word == "drope":

@@ -150,7 +150,41 @@ def test_the_readme_counts_architectures_as_their_page_does() -> None:
     assert f"of the other {patched}, {passed} pass it" in readme
 
 
-def test_the_readme_counts_schemes_as_the_index_does() -> None:
-    arranged = {found.name for found in registry.registered_configs() if found.combinator} - {"native"}
-    readme = (ROOT / "README.md").read_text()
-    assert f"{len(hf_posenc.list_schemes())} schemes and {len(arranged)} arrangements of schemes" in readme
+def arrangement_names() -> set[str]:
+    """The combinators that have a page: "native" is a word that stands for another scheme."""
+    return {found.name for found in registry.registered_configs() if found.combinator} - {"native"}
+
+
+def test_every_page_counts_schemes_in_the_same_way() -> None:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "docs" / "schemes" / "README.md"]
+    schemes, arrangements = str(len(hf_posenc.list_schemes())), str(len(arrangement_names()))
+    found = {}
+    for page in pages:
+        text = " ".join(page.read_text(encoding="utf-8").split())
+        # Smaller numbers are of some schemes, larger ones of something else.
+        for count, following in re.findall(r"\b([3-9]\d) schemes\b(.{0,40})", text):
+            found[f"{page.name}: {count} schemes{following}"] = count, re.search(r"(\d+) arrangements", following)
+    assert {name.partition(":")[0] for name in found} >= {"README.md", "reliability.md"}
+    for sentence, (count, arranged) in found.items():
+        assert count == schemes, sentence
+        assert arranged is not None, sentence
+        assert arranged.group(1) == arrangements, sentence
+
+
+@pytest.mark.parametrize("folder", ["hf_posenc", "hf_posenc/schemes"])
+def test_the_architecture_page_names_every_module_and_folder_of_its_layouts(folder: str) -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    layouts = re.findall(r"^```\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
+    (layout,) = [text for text in layouts if text.startswith(folder.rpartition("/")[2] + "/")]
+    named = set(re.findall(r"\w+/?", layout))
+    found = {path.stem for path in (ROOT / folder).glob("*.py")} - {"__init__"}
+    found |= {f"{path.name}/" for path in (ROOT / folder).iterdir() if any(path.glob("*.py"))}
+    assert found - named == set()
+
+
+def test_every_file_that_the_architecture_page_names_exists() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    names = set(re.findall(r"`([\w/]+\.py)`", page))
+    assert len(names) >= 10
+    files = [path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py")]
+    assert {name for name in names if not any(f"/{file}".endswith(f"/{name}") for file in files)} == set()

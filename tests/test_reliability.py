@@ -8,12 +8,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hf_posenc.schemes import limits, validation
+from hf_posenc.schemes import limits, list_schemes, validation
 from tests.hostile import child, test_damaged_files
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.test_behaviour import cells
 from tests.schemes.table import TABLE, VARIANTS
 from tests.schemes.test_option_limits import EXTREME, WRONG, fields_of_all_configs
+from tests.test_documentation import arrangement_names
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
@@ -23,7 +24,11 @@ TEXT = " ".join(PAGE.split())
 
 def test_the_counts_are_those_of_the_tables() -> None:
     pairs = len(cells(ARCHITECTURES).args[1])
-    assert f"{len(TABLE)} schemes in {len(VARIANTS)} variants" in TEXT
+    schemes, arrangements = set(list_schemes()), arrangement_names()
+    arranged = set(TABLE) & arrangements
+    assert set(TABLE) == schemes | arranged
+    counts = f"all {len(schemes)} schemes and {len(arranged)} of the {len(arrangements)} arrangements"
+    assert f"{counts}, in {len(VARIANTS)} variants" in TEXT
     assert f"{len(ARCHITECTURES)} builds of architectures, {pairs} pairs" in TEXT
     assert f"{len(VARIANTS)} variants against a slow reference" in TEXT
     assert TEXT.count(f"{pairs} pairs of the matrix") == 2

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from transformers import HfArgumentParser
 
@@ -15,6 +16,13 @@ from hf_posenc.errors import close_names
 from training.errors import SettingsError
 from training.launched import launched_on_cpu
 from training.settings_text import settings_text
+
+#: Of the option `--import`.
+IMPORTS = {
+    "help": "Modules that register schemes or architectures of your own, on the import path or in the working folder.",
+    "aliases": ["--import"],
+    "action": "extend",
+}
 
 
 class _Loader(yaml.SafeLoader):
@@ -58,6 +66,9 @@ def parse_arguments(
     parser = HfArgumentParser(dataclass_types, description=description, allow_abbrev=False)
     if launched_on_cpu():
         parser.set_defaults(use_cpu=True)
+    if any(action.dest == "dataloader_pin_memory" for action in parser._actions):
+        # Memory is pinned for copies to an accelerator; without one torch warns at every epoch that it is not.
+        parser.set_defaults(dataloader_pin_memory=torch.accelerator.is_available())
     words = list(arguments)
     if words and words[0].endswith((".yaml", ".yml", ".json")):
         words = [*_words(parser, Path(words[0])), *words[1:]]

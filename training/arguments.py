@@ -8,6 +8,7 @@ from transformers import TrainingArguments
 from transformers.integrations import get_reporting_integration_callbacks
 
 from hf_posenc.extensions import name_modules
+from training.argument_files import IMPORTS
 from training.data.packing import CONCATENATE, DOCUMENTS
 from training.errors import SettingsError
 from training.launched import check_met
@@ -101,15 +102,7 @@ class SchemeArguments:
     elsewhere: str | None = field(
         default=None, metadata={"help": "Scheme of the other layers. Default: what they have."}
     )
-    imports: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "Modules that register schemes or architectures of your own, on the import path or in the working "
-            "folder.",
-            "aliases": ["--import"],
-            "action": "extend",
-        },
-    )
+    imports: list[str] = field(default_factory=list, metadata=IMPORTS)
 
     def __post_init__(self) -> None:
         name_modules(self.imports)

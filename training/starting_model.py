@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from transformers import (
 
 from hf_posenc import PositionEncodingError, patch_model, recipes
 from hf_posenc.cli.errors import UsageError
+from hf_posenc.cli.loading import missing_folder
 from hf_posenc.cli.options import parse_layers, parse_options, parse_scheme
 from hf_posenc.errors import UnknownNameError
 from training.argument_files import parse_structured
@@ -55,7 +57,8 @@ def load_tokenizer(arguments: ModelArguments, causal: bool) -> PreTrainedTokeniz
             )
         except (OSError, ValueError, KeyError) as error:
             raise SettingsError(
-                f"No tokenizer can be loaded from {name!r} ({error}). Name one with --tokenizer_name."
+                f"No tokenizer can be loaded from {name!r} ({missing_folder(name)}{error}). Name one with "
+                "--tokenizer_name."
             ) from error
     if not causal and tokenizer.mask_token is None:
         if name == BYTES:
@@ -87,7 +90,8 @@ def build_model(arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase, c
     except SettingsError:
         raise
     except (OSError, ValueError, TypeError, KeyError, ImportError, StrictDataclassError) as error:
-        raise SettingsError(f"{loader.__name__} cannot build {name!r}: {error}") from error
+        missing = missing_folder(name) if arguments.model_type is None else ""
+        raise SettingsError(f"{loader.__name__} cannot build {name!r}: {missing}{error}") from error
     if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(len(tokenizer))
     if getattr(model.config, "output_router_logits", False):
@@ -188,7 +192,10 @@ def add_lora(model: Any, arguments: LoraArguments, causal: bool) -> Any:
         exclude_modules=r".*position_encoding.*" if patched else None,
     )
     try:
-        return recipes.add_lora(model, config) if patched else get_peft_model(model, config)
+        with warnings.catch_warnings():
+            # PEFT asks a model for an attribute that transformers has renamed.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            return recipes.add_lora(model, config) if patched else get_peft_model(model, config)
     except ValueError as error:
         raise SettingsError(f"--lora_target_modules {names}: {error}") from error
 

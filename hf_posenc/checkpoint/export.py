@@ -15,6 +15,7 @@ from hf_posenc.checkpoint.atomic_folder import replaced_as_a_whole
 from hf_posenc.checkpoint.stock_form import stock_form
 from hf_posenc.entry import read_entry
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
+from hf_posenc.patching.apply import current_encoding
 
 #: Largest difference, in float32 and relative to outputs larger than 1, at which two models count as the same.
 TOLERANCE = 1e-5
@@ -40,6 +41,7 @@ def save_stock_checkpoint(model: PreTrainedModel, directory: str | os.PathLike[s
     """
     target = Path(directory)
     _check_arguments(model, target, save_kwargs)
+    current_encoding(model)  # Refuses a model of which a part was patched, or that another copy of the package patched.
     if read_entry(model.config) is None:
         model.save_pretrained(target, **save_kwargs)
         return

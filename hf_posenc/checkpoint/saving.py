@@ -24,9 +24,10 @@ def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwar
     Where every rank writes files of its own (`distributed_checkpoint=True`), transformers has the order of it.
 
     Raises:
-        UnsupportedError: for a model whose config says something else than the scheme it runs.
+        UnsupportedError: for a model whose config says something else than the scheme it runs, or that another copy of
+            this package patched.
     """
-    entry = read_entry(model.config)
+    found, entry = encodings(model), read_entry(model.config)
     if entry is not None and not runs_a_scheme(model):
         raise UnsupportedError(
             f"This {type(model).__name__} runs its stock positions, but its config names the scheme "
@@ -40,7 +41,7 @@ def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwar
             "layers with a model that was patched, or a part of it was. Saved as it is, it would come back with "
             "the stock positions. Save the model that was patched, or unpatch that one and patch this one."
         )
-    for encoding in encodings(model):
+    for encoding in found:
         if entry is not None and not same_scheme(entry, encoding.config):
             raise UnsupportedError(
                 f"This {type(model).__name__} runs the position encoding {described(encoding.config.to_dict())}, but "

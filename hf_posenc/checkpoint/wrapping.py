@@ -1,4 +1,4 @@
-"""Wrapping methods of other packages, once per process."""
+"""Wrapping methods of other packages, once per process; a copy of this package that is imported later takes over."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
     """
     raw = inspect.getattr_static(owner, name)
     is_classmethod = isinstance(raw, classmethod)
-    original = raw.__func__ if is_classmethod else raw
+    original = replaced = raw.__func__ if is_classmethod else raw
+    if _is_of_another_copy(original):
+        original = getattr(original, _MARK)
     if hasattr(original, _MARK):
         return
 
@@ -36,5 +38,11 @@ def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
     if isinstance(owner, ModuleType):
         for module in list(sys.modules.values()):
             # Not getattr: packages import their parts when an attribute is looked up.
-            if getattr(module, "__dict__", {}).get(name) is original:
+            if getattr(module, "__dict__", {}).get(name) is replaced:
                 setattr(module, name, wrapped)
+
+
+def _is_of_another_copy(function: Any) -> bool:
+    """Whether a function is a wrapper that this module made before it was imported again."""
+    module = getattr(function, "__globals__", {})
+    return hasattr(function, _MARK) and module.get("__name__") == __name__ and module is not globals()

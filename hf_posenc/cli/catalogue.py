@@ -110,6 +110,8 @@ def _in_order(entries: Any) -> list[Entry]:
 
 
 def _entry(found: type[SchemeConfig]) -> Entry:
+    from hf_posenc.schemes.option_types import kind_of
+
     options = []
     for field in dataclasses.fields(found):
         value: Any = REQUIRED
@@ -117,9 +119,8 @@ def _entry(found: type[SchemeConfig]) -> Entry:
             value = field.default
         elif field.default_factory is not dataclasses.MISSING:
             value = field.default_factory()
-        kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
         plain = value.to_dict() if hasattr(value, "to_dict") else value
-        options.append(Option(field.name, kind, plain, _as_typed(plain)))
+        options.append(Option(field.name, kind_of(field), plain, _as_typed(plain)))
     path = f"{found.__module__}.{found.__name__}"
     return Entry(found.name, path, inspect.getdoc(found) or "", found.combinator, tuple(options))
 

@@ -7,8 +7,7 @@ import json
 import textwrap
 
 from hf_posenc.cli.catalogue import REQUIRED, Entry, entries
-from hf_posenc.errors import UnknownNameError
-from hf_posenc.other_names import hint_for
+from hf_posenc.other_names import unknown_scheme
 from hf_posenc.tables import format_table, terminal_width
 
 
@@ -18,7 +17,7 @@ def schemes(options: argparse.Namespace) -> int:
     by_name = {entry.name: entry for entry in known}
     for name in options.names:
         if name not in by_name:
-            raise UnknownNameError("scheme", name, by_name, hint=hint_for(name))
+            raise unknown_scheme(name, by_name)
     shown = [by_name[name] for name in options.names] or known
     if options.json:
         print(json.dumps([entry.to_dict() for entry in shown], indent=2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from hf_posenc.cli.errors import UsageError
@@ -15,6 +16,7 @@ def load_config(model: str) -> Any:
     Raises:
         UsageError: if there is none.
     """
+    _check_path(model)
     from transformers import AutoConfig
 
     return _load(AutoConfig, model)
@@ -74,13 +76,39 @@ def load_tokenizer(model: str) -> Any:
     Raises:
         UsageError: if there is none.
     """
+    _check_path(model)
     from transformers import AutoTokenizer
 
     return _load(AutoTokenizer, model)
+
+
+def missing_folder(model: str) -> str:
+    """A sentence with a blank behind it on a name that is no folder here; empty for a folder that is there."""
+    if Path(model).exists():
+        return ""
+    if _may_be_on_hub(model):
+        return f"There is no folder {model}, so it was looked up on the hub. "
+    return f"The folder {model} does not exist. "
+
+
+def _check_path(model: str) -> None:
+    """Refuses the path of a folder that does not exist before transformers looks for it on the hub.
+
+    Raises:
+        UsageError: if it cannot be the name of a model on the hub either.
+    """
+    if not _may_be_on_hub(model) and (missing := missing_folder(model)):
+        raise UsageError(missing)
+
+
+def _may_be_on_hub(model: str) -> bool:
+    """Whether a name has the form `owner/name` or `name`."""
+    parts = model.split("/")
+    return len(parts) <= 2 and all(part and part[0] not in ".~" for part in parts)
 
 
 def _load(loader: Any, model: str) -> Any:
     try:
         return loader.from_pretrained(model)
     except (OSError, ValueError) as error:
-        raise UsageError(f"{loader.__name__} cannot load {model!r}: {error}") from error
+        raise UsageError(f"{loader.__name__} cannot load {model!r}. {missing_folder(model)}{error}") from error

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from hf_posenc.cli.catalogue import entries
 from hf_posenc.cli.errors import UsageError
 from hf_posenc.errors import UnknownNameError
-from hf_posenc.other_names import hint_for
+from hf_posenc.other_names import unknown_scheme
 
 if TYPE_CHECKING:
     from hf_posenc.schemes.config import SchemeConfig
@@ -34,8 +35,12 @@ def parse_value(text: str) -> Any:
     return text
 
 
-def parse_options(pairs: Iterable[str]) -> dict[str, Any]:
+def parse_options(pairs: Iterable[str], texts: Collection[str] = ()) -> dict[str, Any]:
     """`["theta=5e5", "layout=interleaved"]` as a dictionary.
+
+    Args:
+        pairs: the options.
+        texts: names of those whose values are text, whatever they look like.
 
     Raises:
         UsageError: for a word without `=`, or an option given twice.
@@ -47,7 +52,7 @@ def parse_options(pairs: Iterable[str]) -> dict[str, Any]:
             raise UsageError(f"An option is written name=value, got {pair!r}.")
         if name in options:
             raise UsageError(f"The option {name!r} is given twice.")
-        options[name] = parse_value(value)
+        options[name] = value if name in texts else parse_value(value)
     return options
 
 
@@ -59,13 +64,17 @@ def parse_scheme(text: str, pairs: Iterable[str] = ()) -> SchemeConfig:
         UsageError: for a value out of range.
     """
     name, _, inline = text.partition(":")
-    options = parse_options([*_split_inline(inline), *pairs])
     _check_name(name)
+    from hf_posenc.schemes.option_types import is_text
     from hf_posenc.schemes.registry import get_scheme
 
     config_class = get_scheme(name)
+    texts = [field.name for field in dataclasses.fields(config_class) if is_text(field)]
+    options = parse_options([*_split_inline(inline), *pairs], texts)
     try:
         return config_class.from_options(options)
+    except UnknownNameError:
+        raise
     except (ValueError, TypeError) as error:
         raise UsageError(f"Scheme {name!r}: {error}") from error
 
@@ -74,7 +83,7 @@ def _check_name(name: str) -> None:
     """Refuses an unknown name before torch is imported."""
     known = [entry.name for entry in entries()]
     if name not in known:
-        raise UnknownNameError("scheme", name, known, hint=hint_for(name))
+        raise unknown_scheme(name, known)
 
 
 def _split_inline(text: str) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.architectures import architecture_of
 from hf_posenc.patching.attention_site import AttentionSite
 from hf_posenc.patching.config_entry import attach_entry, detach_entry
-from hf_posenc.patching.continuous_batching import check_continuous_batching
+from hf_posenc.patching.continuous_batching import CheckedContinuousBatching
 from hf_posenc.patching.discovery import find_stacks
 from hf_posenc.patching.encoding import (
     PositionEncoding,
@@ -39,8 +39,27 @@ ATTRIBUTE = "position_encoding"
 
 
 def encodings(model: nn.Module) -> list[PositionEncoding]:
-    """Every encoding in a model; more than one where parts of it were patched on their own."""
-    return [module for module in model.modules() if isinstance(module, PositionEncoding)]
+    """Every encoding in a model; more than one where parts of it were patched on their own.
+
+    Raises:
+        UnsupportedError: for an encoding of another copy of this package, whose classes are not those of this one.
+    """
+    return [module for module in model.modules() if _is_encoding(module, model)]
+
+
+def _is_encoding(module: nn.Module, model: nn.Module) -> TypeGuard[PositionEncoding]:
+    if isinstance(module, PositionEncoding):
+        return True
+    name = (PositionEncoding.__module__, PositionEncoding.__qualname__)
+    if any((kind.__module__, kind.__qualname__) == name for kind in type(module).__mro__):
+        package = __name__.partition(".")[0]
+        raise UnsupportedError(
+            f"This {type(model).__name__} was patched by another copy of {package}: the package has been imported "
+            "again in this process, after its modules were removed from sys.modules (test plugins and notebooks do "
+            "so), and the new copy cannot undo or save what the old one did. Load the model again and patch it anew, "
+            f"or restart the process. Keep {package} out of what is reloaded."
+        )
+    return False
 
 
 def current_encoding(model: PreTrainedModel) -> PositionEncoding | None:
@@ -183,7 +202,7 @@ def install(encoding: PositionEncoding, model: PreTrainedModel) -> None:
     mark_names(model, encoding)
     _disable_unsafe_cache(encoding, model)
     check_generation(encoding, model)
-    check_continuous_batching(encoding, model)
+    CheckedContinuousBatching.place(encoding, model)
     encoding.train(model.training)
 
 

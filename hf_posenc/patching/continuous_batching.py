@@ -9,35 +9,17 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.checked_method import CheckedMethod
 from hf_posenc.patching.encoding import PositionEncoding, StackEncoding, is_length_dependent
 from hf_posenc.patching.scores_attention import ScoresAttention
 
-_METHOD = "init_continuous_batching"
 
+class CheckedContinuousBatching(CheckedMethod):
+    """Stands in for `init_continuous_batching`."""
 
-class CheckedContinuousBatching:
-    """Stands in for `init_continuous_batching` on one model instance.
-
-    Plain data, so that a deep copy or a pickle of the model starts its own batches.
-
-    Args:
-        model: the patched model.
-        encoding: what is in force in it.
-        before: what somebody had put on the instance under this name, or `None`.
-    """
-
-    def __init__(self, model: PreTrainedModel, encoding: PositionEncoding, before: Any) -> None:
-        self.model = model
-        self.encoding = encoding
-        self.before = before
-
-    @property
-    def __wrapped__(self) -> Any:
-        """What is called, for those who ask for the signature."""
-        return getattr(type(self.model), _METHOD).__get__(self.model) if self.before is None else self.before
+    method = "init_continuous_batching"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Starts continuous batching.
@@ -45,16 +27,9 @@ class CheckedContinuousBatching:
         Raises:
             UnsupportedError: for a scheme that pages of keys cannot serve.
         """
-        if "holder" in self.encoding.__dict__:  # else the scheme is out, and somebody has kept this function
+        if self.in_force:
             refuse_pages(self.encoding, self.model)
         return self.__wrapped__(*args, **kwargs)
-
-
-def check_continuous_batching(encoding: PositionEncoding, model: PreTrainedModel) -> None:
-    """Checks every start of continuous batching of a model that has it; the encoding's journal takes it back."""
-    if hasattr(model, _METHOD):
-        guard = CheckedContinuousBatching(model, encoding, model.__dict__.get(_METHOD))
-        encoding.journal.set(model, _METHOD, guard)
 
 
 def refuse_pages(encoding: PositionEncoding, model: nn.Module) -> None:

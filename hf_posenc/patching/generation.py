@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.checked_method import CheckedMethod
 from hf_posenc.patching.encoding import PositionEncoding, is_length_dependent
 from hf_posenc.schemes.parts import Part
 
@@ -89,26 +90,10 @@ def refuse_growing_caches(call: GenerateCall) -> None:
 CHECKS: list[GenerateCheck] = [refuse_growing_caches]
 
 
-class CheckedGenerate:
-    """Stands in for `generate` on one model instance.
+class CheckedGenerate(CheckedMethod):
+    """Stands in for `generate`."""
 
-    Plain data, so that a deep copy or a pickle of the model calls the copy's own `generate`.
-
-    Args:
-        model: the patched model.
-        encoding: what is in force in it.
-        before: a `generate` that somebody had put on the instance, or `None` for that of its class.
-    """
-
-    def __init__(self, model: PreTrainedModel, encoding: PositionEncoding, before: Any) -> None:
-        self.model = model
-        self.encoding = encoding
-        self.before = before
-
-    @property
-    def __wrapped__(self) -> Any:
-        """What is called, for those who ask for the signature."""
-        return type(self.model).generate.__get__(self.model) if self.before is None else self.before
+    method = "generate"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the checks, then `generate`.
@@ -116,7 +101,7 @@ class CheckedGenerate:
         Raises:
             UnsupportedError: if a check refuses the call.
         """
-        if "holder" in self.encoding.__dict__:  # else the scheme is out, and somebody has kept this function
+        if self.in_force:
             call = GenerateCall(self.model, self.encoding, dict(zip(_POSITIONAL, args, strict=False)) | kwargs)
             for check in CHECKS:
                 check(call)
@@ -147,6 +132,5 @@ def _with_mask(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def check_generation(encoding: PositionEncoding, model: PreTrainedModel) -> None:
     """Lets the checks run at every `generate` of a model that has one; the encoding's journal takes it back."""
-    if getattr(model, "generation_config", None) is not None and hasattr(model, "generate"):
-        guard = CheckedGenerate(model, encoding, model.__dict__.get("generate"))
-        encoding.journal.set(model, "generate", guard)
+    if getattr(model, "generation_config", None) is not None:
+        CheckedGenerate.place(encoding, model)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from hf_posenc.errors import UnknownNameError
 from hf_posenc.schemes.limits import check_shape_of_json
+from hf_posenc.schemes.option_types import as_declared, check_declared
 from hf_posenc.schemes.parts import SchemeParts
 
 ConfigType = TypeVar("ConfigType")
@@ -89,7 +90,7 @@ class SchemeConfig:
 
         Raises:
             UnknownNameError: for an option this scheme does not have.
-            ValueError: for a value out of range.
+            ValueError: for a value out of range or of another type; integers become floats where floats are declared.
         """
         return _construct(cls, f"scheme {cls.name!r}", options)
 
@@ -161,7 +162,11 @@ def _construct(cls: builtins.type[ConfigType], owner: str, options: dict[str, An
         raise ValueError(
             f"{owner[0].upper()}{owner[1:]} needs the option{'s' if len(missing) > 1 else ''} {', '.join(missing)}."
         )
-    return cls(**{option: _decode(value) for option, value in options.items()})
+    values = {option: as_declared(_decode(value), fields[option]) for option, value in options.items()}
+    config = cls(**values)
+    for option, value in values.items():
+        check_declared(value, fields[option], cls.__name__)
+    return config
 
 
 def required_options(cls: builtins.type[Any]) -> list[str]:

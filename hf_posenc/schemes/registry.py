@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from hf_posenc.errors import UnknownNameError
 from hf_posenc.extensions import import_named_modules
-from hf_posenc.other_names import hint_for
+from hf_posenc.other_names import unknown_scheme
 from hf_posenc.schemes.config import SchemeConfig, nesting
 from hf_posenc.schemes.limits import DEEPEST_NESTING, shown
 
@@ -59,7 +58,7 @@ def get_scheme(name: str) -> type[SchemeConfig]:
     try:
         return _SCHEMES[name]
     except KeyError:
-        raise UnknownNameError("scheme", str(name), _SCHEMES, hint=hint_for(str(name))) from None
+        raise unknown_scheme(str(name), _SCHEMES) from None
 
 
 def registered_configs() -> list[type[SchemeConfig]]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_posenc.errors import SequenceLengthError, UnknownNameError
 from hf_posenc.schemes.limits import LARGEST_FACTOR, LARGEST_LENGTH, MOST_NUMBERS, SMALLEST_FACTOR, shown
+from hf_posenc.schemes.option_types import EXACT_INTEGERS
 
 #: A base below this one has frequencies that float32 cannot hold once they are multiplied with any 64-bit position.
 SMALLEST_BASE = 1e-18
@@ -17,8 +18,6 @@ SMALLEST_BASE = 1e-18
 LARGEST_BASE = 1e30
 #: The frequency, in radians per position, that belongs to the smallest base.
 LARGEST_FREQUENCY = 1e18
-#: The largest integer below which float64 holds all of them.
-_EXACT = 2**53
 
 
 def check_number(
@@ -45,7 +44,7 @@ def check_number(
         minimum = -maximum
     if not _is_number(value, minimum, above, maximum):
         raise ValueError(_message(config, field, value, "a finite number" + _range_words(minimum, above, maximum)))
-    if isinstance(value, int) and abs(value) > _EXACT:
+    if isinstance(value, int) and abs(value) > EXACT_INTEGERS:
         object.__setattr__(config, field, float(value))
 
 

@@ -65,3 +65,21 @@ def third_party(monkeypatch):
         strength: float
 
     monkeypatch.setitem(registry._SCHEMES, "third_party", ThirdParty)
+
+
+@pytest.fixture
+def typed_options(monkeypatch):
+    """A registered scheme of somebody's own with options of every plain type, none of which it checks."""
+
+    @dataclass(frozen=True)
+    class TypedOptions(SchemeConfig):
+        """Options of many types."""
+
+        name: ClassVar[str] = "typed_options"
+        strength: float | None = None
+        rows: int = 4
+        switch: bool = False
+        word: str = "half"
+        weights: tuple[float, ...] = ()
+
+    monkeypatch.setitem(registry._SCHEMES, "typed_options", TypedOptions)

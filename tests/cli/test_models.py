@@ -27,6 +27,22 @@ class TestInspect:
         assert "position_embeddings" in capsys.readouterr().out
         assert "cannot load" in refused(capsys, "inspect", str(tmp_path))
 
+    @pytest.mark.parametrize(
+        ("name", "sentence"),
+        [
+            ("./outputs", "The folder ./outputs does not exist."),
+            ("/outputs/yarn", "The folder /outputs/yarn does not exist."),
+            ("a/b/c", "The folder a/b/c does not exist."),
+            ("outputs/yarn", "There is no folder outputs/yarn, so it was looked up on the hub."),
+        ],
+    )
+    @pytest.mark.parametrize(
+        "verb", [["inspect"], ["eval", "dog"], ["export", "--output", "x"]], ids=["inspect", "eval", "export"]
+    )
+    def test_a_folder_that_does_not_exist(self, capsys, tmp_path, monkeypatch, verb, name, sentence):
+        monkeypatch.chdir(tmp_path)
+        assert sentence in refused(capsys, *verb, name)
+
     def test_a_folder_without_a_model(self, capsys, tmp_path):
         assert "cannot load" in refused(capsys, "inspect", str(tmp_path))
 

@@ -52,6 +52,41 @@ class TestOptions:
         assert parse_scheme('self_extend:inner=["rope","alibi"],group=4').inner == both
         assert parse_scheme("self_extend:inner=native").inner == NativeConfig()
 
+    @pytest.mark.parametrize(
+        ("text", "value"),
+        [
+            ("strength=1", 1.0), ("strength=none", None), ("strength=0.5", 0.5), ("rows=7", 7),
+            ("weights=[1, 2]", (1.0, 2.0)), ("switch=true", True), ("word=1", "1"), ("word=none", "none"),
+        ],
+    )  # fmt: skip
+    def test_values_get_the_type_of_the_option(self, typed_options, text, value):
+        name = text.partition("=")[0]
+        found = getattr(parse_scheme("typed_options", [text]), name)
+        assert found == value
+        assert type(found) is type(value)
+        if isinstance(value, tuple):
+            assert [type(item) for item in found] == [type(item) for item in value]
+
+    @pytest.mark.parametrize(
+        ("text", "expected"),
+        [
+            ("rows=1.0", "TypedOptions.rows is 1.0; expected an integer"),
+            ("rows=true", "expected an integer"),
+            ("rows=none", "expected an integer"),
+            ("strength=much", "expected a finite number or None"),
+            ("switch=1", "expected True or False"),
+        ],
+    )
+    def test_values_of_another_type_are_refused(self, typed_options, text, expected):
+        with pytest.raises(UsageError, match=expected):
+            parse_scheme("typed_options", [text])
+
+    def test_numbers_of_nested_options_get_their_types_too(self):
+        scaling = parse_scheme('rope:scaling={"type": "linear", "factor": 4}').scaling
+        assert type(scaling.factor) is float
+        inner = parse_scheme('self_extend:inner={"scheme": "rope", "theta": 500000}').inner
+        assert type(inner.theta) is float
+
     def test_layers(self):
         assert parse_layers("0,2,5") == [0, 2, 5]
         assert parse_layers("0-2,7") == [0, 1, 2, 7]

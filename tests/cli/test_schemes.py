@@ -52,7 +52,13 @@ class TestSchemes:
         assert "  strength: float, required" in printed
 
     def test_an_unknown_scheme(self, capsys):
-        assert "Did you mean 'kerple'" in refused(capsys, "schemes", "kerpel")
+        message = refused(capsys, "schemes", "kerpel")
+        assert "Did you mean 'kerple'" in message
+        assert "--import MODULE" in message
+
+    @pytest.mark.parametrize("scheme", ["my_scheme", 'composed:parts=["rope", "my_scheme"]'])
+    def test_an_unknown_scheme_may_be_ones_own(self, capsys, scheme):
+        assert "For a scheme of your own" in refused(capsys, "plot", scheme)
 
     def test_the_listing_from_the_sources_is_that_of_the_registry(self):
         shipped = [entry for entry in registered() if entry.path.startswith("hf_posenc.")]
@@ -110,6 +116,30 @@ class TestImport:
         assert "far_for_tests" in refused(capsys, "schemes", "far_for_tests")
         assert main(["--import", "json", f"--import={module}", "schemes", "far_for_tests"]) == 0
         assert "Positions of somebody else." in capsys.readouterr().out
+
+    def test_modules_of_several_folders(self, capsys, module, tmp_path, monkeypatch):
+        assert main(["--import", module, "schemes", "none"]) == 0
+        (tmp_path / "inner").mkdir()
+        (tmp_path / "inner" / "nearer_schemes.py").write_text(THIRD_PARTY.replace("far", "near").replace("Far", "Near"))
+        monkeypatch.chdir(tmp_path / "inner")
+        # What a program does that was started with the first module and names another one.
+        monkeypatch.setattr(extensions, "_asked", None)
+        monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != str(tmp_path)])
+        sys.modules.pop(module, None)
+        try:
+            assert main(["--import", "nearer_schemes", "schemes", "far_for_tests", "near_for_tests"]) == 0
+        finally:
+            sys.modules.pop("nearer_schemes", None)
+
+    def test_the_working_folder_is_gone(self, capsys, module, tmp_path, monkeypatch):
+        gone = tmp_path / "gone"
+        gone.mkdir()
+        monkeypatch.chdir(gone)
+        gone.rmdir()
+        assert main(["--import", "json", "schemes", "none"]) == 0
+        capsys.readouterr()
+        message = refused(capsys, "--import", module, "schemes", "none")
+        assert "there is no module 'far_schemes' on the import path. The working folder no longer exists." in message
 
     def test_a_module_that_does_not_exist(self, capsys):
         assert "no module 'nowhere_to_be_found'" in refused(capsys, "--import", "nowhere_to_be_found", "schemes")

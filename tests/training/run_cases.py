@@ -49,7 +49,6 @@ def words(texts: Path, output: Path, causal: bool = True, **changes: Any) -> lis
         "logging_steps": 1,
         "save_steps": 5,
         "disable_tqdm": "true",
-        "dataloader_pin_memory": "false",
         "use_cpu": "true",
     } | changes  # fmt: skip
     return [f"--{name}={value}" for name, value in options.items() if value is not None]

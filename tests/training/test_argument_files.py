@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -74,3 +75,15 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         parse("--model_type", "llama", "settings.yaml")
     with pytest.raises(SettingsError, match="Unknown option --learn in the command line"):
         parse("--model_type", "llama", "--learn", "3")
+
+
+@dataclass
+class _Pinning:
+    dataloader_pin_memory: bool = True
+
+
+def test_memory_is_pinned_only_where_an_accelerator_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for available in (False, True):
+        monkeypatch.setattr("torch.accelerator.is_available", lambda found=available: found)
+        assert parse_arguments([_Pinning], [])[0].dataloader_pin_memory is available
+        assert parse_arguments([_Pinning], ["--dataloader_pin_memory", "true"])[0].dataloader_pin_memory is True

@@ -82,8 +82,9 @@ def test_a_finished_run_is_not_trained_further(alibi: Path, texts: Path, capsys:
     assert (alibi / "model.safetensors").read_bytes() == weights
 
 
-def test_the_control_is_the_stock_model(texts: Path, tmp_path: Path) -> None:
-    assert run(words(texts, tmp_path / "out", max_steps=2)) == 0
+def test_the_control_is_the_stock_model(texts: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    assert run(words(texts, tmp_path / "out", max_steps=2, use_cpu=None, eval_strategy="epoch")) == 0
+    assert [str(warning.message) for warning in recwarn if not issubclass(warning.category, DeprecationWarning)] == []
     assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "llama"
 
 
@@ -143,7 +144,9 @@ def test_several_schemes_and_other_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["kerple", "fire", None], ids=str)
-def test_lora_trains_resumes_and_merges(texts: Path, tmp_path: Path, scheme: str | None) -> None:
+def test_lora_trains_resumes_and_merges(
+    texts: Path, tmp_path: Path, scheme: str | None, recwarn: pytest.WarningsRecorder
+) -> None:
     from peft import PeftModel
 
     set_seed(5)
@@ -155,6 +158,7 @@ def test_lora_trains_resumes_and_merges(texts: Path, tmp_path: Path, scheme: str
     }  # fmt: skip
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert run(words(texts, whole, **options)) == 0
+    assert [str(warning.message) for warning in recwarn if issubclass(warning.category, FutureWarning)] == []
     assert run(words(texts, cut, **options)) == 0
     for path in (cut / "checkpoint-8", cut / "adapter"):
         for file in path.iterdir():

@@ -94,6 +94,8 @@ def tokenize(documents: Any, column: str, tokenizer: PreTrainedTokenizerBase, wo
             ]
         }
 
+    if workers is not None:
+        workers = max(1, min(workers, len(documents)))
     return documents.map(
         encode, batched=True, remove_columns=documents.column_names, num_proc=workers, desc="Tokenising"
     )

@@ -121,7 +121,7 @@ def _trainer(cell: Cell, model: Any, data: CellData, tokenizer: Any, on_step: On
         save_steps=settings.checkpoint_every,
         save_total_limit=1,
         per_device_eval_batch_size=_VALIDATION_ROWS,
-        dataloader_pin_memory=torch.cuda.is_available(),
+        dataloader_pin_memory=torch.accelerator.is_available(),
         report_to="none",
         disable_tqdm=True,
     )

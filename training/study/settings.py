@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from hf_posenc.extensions import name_modules
+from training.argument_files import IMPORTS
 from training.errors import SettingsError
 from training.study.entries import SchemeEntry, parse_entries
 from training.study.tasks import StudyTask, parse_task
@@ -73,15 +74,7 @@ class StudySettings(TrainingSettings):
         default=0.05, metadata={"help": "Share of the documents that is kept for validation, whole documents only."}
     )
     split_seed: int = field(default=0, metadata={"help": "Seed of which documents are kept for validation."})
-    imports: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "Modules that register schemes or architectures of your own, on the import path or in the working "
-            "folder.",
-            "aliases": ["--import"],
-            "action": "extend",
-        },
-    )
+    imports: list[str] = field(default_factory=list, metadata=IMPORTS)
     workers: int = field(
         default=0, metadata={"help": "Trainings at the same time. 0: one per GPU, or one per CPU core without any."}
     )

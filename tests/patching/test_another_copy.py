@@ -1,0 +1,87 @@
+"""A model that was patched before the package was imported again (plugins of pytest and notebooks do so)."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+import hf_posenc
+
+sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=96)
+inputs = torch.arange(12)[None]
+model = hf_posenc.patch_model(LlamaForCausalLM(LlamaConfig(**sizes)).eval(), "rope", theta=77.0)
+with torch.no_grad():
+    before = model(inputs).logits
+
+for name in [name for name in sys.modules if name.partition(".")[0] == "hf_posenc"]:
+    del sys.modules[name]
+import hf_posenc
+
+calls = {
+    "unpatch": lambda: hf_posenc.unpatch_model(model),
+    "patch": lambda: hf_posenc.patch_model(model, "t5"),
+    "inspect": lambda: hf_posenc.inspect_model(model),
+    "native": lambda: hf_posenc.native_scheme(model),
+    "extend": lambda: hf_posenc.extend_context(model, length=4096),
+    "save": lambda: model.save_pretrained("old"),
+    "save stock": lambda: hf_posenc.save_stock_checkpoint(model, "stock"),
+    "load": lambda: model.load_state_dict(model.state_dict()),
+    "adapter": lambda: hf_posenc.save_position_adapter(model, "adapter"),
+}
+found = {}
+for name, call in calls.items():
+    try:
+        call()
+    except hf_posenc.UnsupportedError as error:
+        found[name] = str(error)
+with torch.no_grad():
+    found["unchanged"] = torch.equal(model(inputs).logits, before)
+
+# Models that the new copy patches are its own, from disk too.
+new = hf_posenc.patch_model(LlamaForCausalLM(LlamaConfig(**sizes)).eval(), "alibi")
+new.save_pretrained("new")
+loaded = AutoModelForCausalLM.from_pretrained("new").eval()
+with torch.no_grad():
+    found["reloaded"] = torch.equal(loaded(inputs).logits, new(inputs).logits)
+hf_posenc.unpatch_model(loaded)
+found["undone"] = not hasattr(loaded, "position_encoding")
+layers = 0
+wrapped = PreTrainedModel.__dict__["save_pretrained"]
+while hasattr(wrapped, "_hf_posenc_wraps"):
+    wrapped, layers = wrapped._hf_posenc_wraps, layers + 1
+found["wrappers"] = layers
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("copies")
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, cwd=folder, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in folder.iterdir()] == ["new"]
+    return json.loads(done.stdout)
+
+
+def test_what_would_touch_the_patch_is_refused_by_name(found):
+    refused = {name: text for name, text in found.items() if isinstance(text, str)}
+    assert set(refused) == {
+        "unpatch", "patch", "inspect", "native", "extend", "save", "save stock", "load", "adapter",
+    }  # fmt: skip
+    assert all("was patched by another copy of hf_posenc" in text for text in refused.values()), refused
+    assert found["unchanged"]
+
+
+def test_the_new_copy_takes_over(found):
+    assert found["reloaded"]
+    assert found["undone"]
+    # Its wrappers stand in the place of those of the old copy, and not around them.
+    assert found["wrappers"] == 1
