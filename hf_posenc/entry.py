@@ -47,3 +47,10 @@ def find_mark(names: Iterable[str]) -> str | None:
     """The key under which a state dict names the scheme of its weights, among all of its keys."""
     whole = f"{ATTRIBUTE}.{MARK}"
     return next((name for name in names if name.endswith(whole) and name[: -len(whole)][-1:] in ("", ".")), None)
+
+
+def find_position_weight(names: Iterable[str]) -> str | None:
+    """The first key of a position weight, or of a mark, among those of a state dict."""
+    inside = f"{ATTRIBUTE}.stacks."
+    found = (name for name in names if name.startswith(inside) or f".{inside}" in name)
+    return find_mark(names) or next(found, None)

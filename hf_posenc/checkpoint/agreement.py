@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_posenc.checkpoint.configuration import CheckpointError
-from hf_posenc.entry import find_mark
+from hf_posenc.entry import find_mark, find_position_weight
 from hf_posenc.patching.apply import encodings
 from hf_posenc.patching.mark import NOT_STRICT, disagreement, is_sharded, marked_scheme
 
@@ -59,9 +59,9 @@ def refuse_marked_weights(info: Mapping[str, Any], model: Any, source: str) -> N
     """
     raise SchemeMismatchError(
         f"The weights of {source} were trained with a position encoding of hf_posenc, which "
-        f"{find_mark(info['unexpected_keys'])} among them names, but the config they were loaded with does not carry "
-        f"it: this {type(model).__name__} would run them with its stock positions. Restore the config.json that was "
-        "saved with them, or pass no `config`. To give up the scheme, load the model as it was saved and call "
+        f"{find_position_weight(info['unexpected_keys'])} among them shows, but the config they were loaded with does "
+        f"not carry it: this {type(model).__name__} would run them with its stock positions. Restore the config.json "
+        "that was saved with them, or pass no `config`. To give up the scheme, load the model as it was saved and call "
         "unpatch_model."
     )
 
