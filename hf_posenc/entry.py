@@ -52,3 +52,10 @@ def find_marks(names: Iterable[str]) -> list[str]:
 def find_mark(names: Iterable[str]) -> str | None:
     """The first of these keys, if there is one."""
     return next(iter(find_marks(names)), None)
+
+
+def find_position_weight(names: Iterable[str]) -> str | None:
+    """The first key of a position weight, or of a mark, among those of a state dict."""
+    inside = f"{ATTRIBUTE}.stacks."
+    found = (name for name in names if name.startswith(inside) or f".{inside}" in name)
+    return find_mark(names) or next(found, None)

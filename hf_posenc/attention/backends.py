@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_posenc.attention.blockwise import autocast_inputs
 from hf_posenc.attention.by_blocks import attend_by_blocks
@@ -93,7 +94,11 @@ def attend_with_bias(
         )
     if name == "flex_attention" and not isinstance(form, RowsForm):
         return function(*given, position_bias=look_up(form), **kwargs)
-    if _is_stock_sdpa(function) and query.shape[2] > 1 and not torch._C._are_functorch_transforms_active():
+    if _is_stock_sdpa(function) and torch._C._are_functorch_transforms_active():
+        # The CPU's fused kernel has no gradient of a mask, and the operators here have no rules for transforms.
+        with sdpa_kernel(SDPBackend.MATH):
+            return _attend_dense(name, function, form, *given, **kwargs)
+    if _is_stock_sdpa(function) and query.shape[2] > 1:
         return _attend_sdpa(function, form, *given, **kwargs)
     # A single row is small, and for it transformers reads the keys that heads share once.
     return _attend_dense(name, function, form, *given, **kwargs)

@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_posenc.checkpoint.configuration import CheckpointError
 from hf_posenc.checkpoint.weight_files import named_schemes, schemes_of_older_version
-from hf_posenc.entry import MARK, find_mark, find_marks
+from hf_posenc.entry import MARK, find_mark, find_marks, find_position_weight
 from hf_posenc.patching.apply import encodings
 from hf_posenc.patching.encoding import PositionEncoding
 from hf_posenc.patching.mark import NOT_STRICT, disagreement, is_sharded, marked_scheme
@@ -63,9 +63,9 @@ def refuse_marked_weights(info: Mapping[str, Any], model: Any, source: str) -> N
     """
     raise SchemeMismatchError(
         f"The weights of {source} were trained with a position encoding of hf_posenc, which "
-        f"{find_mark(info['unexpected_keys'])} among them names, but the config they were loaded with does not carry "
-        f"it: this {type(model).__name__} would run them with its stock positions. Restore the config.json that was "
-        "saved with them, or pass no `config`. To give up the scheme, load the model as it was saved and call "
+        f"{find_position_weight(info['unexpected_keys'])} among them shows, but the config they were loaded with does "
+        f"not carry it: this {type(model).__name__} would run them with its stock positions. Restore the config.json "
+        "that was saved with them, or pass no `config`. To give up the scheme, load the model as it was saved and call "
         "unpatch_model."
     )
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from hf_posenc.checkpoint.recognition import finish_saving_of, is_patched, is_scheme_name, refuse_stock_config
-from hf_posenc.entry import ATTRIBUTE, find_mark, read_entry, read_fields
+from hf_posenc.entry import ATTRIBUTE, find_mark, find_position_weight, read_entry, read_fields
 from hf_posenc.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def _stock_from_pretrained(
 ) -> Any:
     """The stock method, unless the weights it finds are those of a patched model."""
     model, info = original(model_class, source, *model_args, output_loading_info=True, **kwargs)
-    if find_mark(info["unexpected_keys"]) is not None:
+    if find_position_weight(info["unexpected_keys"]) is not None:
         from hf_posenc.checkpoint.agreement import refuse_marked_weights
 
         refuse_marked_weights(info, model, str(source))

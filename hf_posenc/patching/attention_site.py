@@ -289,6 +289,10 @@ class AttentionSite(LogitSite):
         layers = getattr(getattr(update, "__self__", None), "layers", ())
         cached = getattr(layers[layer], "keys", None) if isinstance(layer, int) and layer < len(layers) else None
         if isinstance(cached, Tensor) and cached.numel() and cached.shape[-1] != key.shape[-1]:
+            if not torch.compiler.is_compiling() and int(layers[layer].get_seq_length()) == 0:
+                # Made before its first key was known, with the width of the config; nothing is in it yet.
+                layers[layer].is_initialized = False
+                return
             part = self.encoding.logit_bias if self.encoding.num_features else self.encoding.query_key_map
             raise UnsupportedError(
                 f"The cache holds keys of width {cached.shape[-1]}, and with {type(part).__name__} the keys of this "

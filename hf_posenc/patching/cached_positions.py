@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from transformers.cache_utils import DynamicLayer
 
 _NAME = "_hf_posenc_positions"
 _ROW_METHODS = ("reorder_cache", "batch_select_indices", "batch_repeat_interleave")
+_FOLLOWED = (*_ROW_METHODS, "crop")
 
 
 @dataclass
@@ -21,16 +23,18 @@ class CachedPositions:
     """What is known of the tokens in a cache.
 
     Args:
-        length: how many slots are known; a 0-dim tensor for static caches. A cache that has been cropped since says
-            itself how many are left.
+        length: how many slots are known; a 0-dim tensor for static caches.
         ids: `(batch or 1, length)` int64 where the tokens stand elsewhere than mask and slots say, else `None`.
         unknown: 0-dim bool, whether the tokens stand elsewhere and nobody knows where. A compiled graph leaves it,
             because it cannot look at their positions.
+        keys: the cached keys of a layer as they were when the call ended that `ids` were recorded in. Any other
+            keys have come there in a way that `ids` have not followed.
     """
 
     length: int | Tensor
     ids: Tensor | None = None
     unknown: Tensor | None = None
+    keys: Tensor | None = None
 
 
 def recorded(cache: Any) -> CachedPositions | None:
@@ -49,9 +53,32 @@ def record(cache: Any, positions: CachedPositions) -> None:
     setattr(keeper, _NAME, positions)
     if positions.ids is None:
         return
-    for name in _ROW_METHODS:
+    for name in _FOLLOWED:
         if hasattr(keeper, name) and not isinstance(attributes.get(name), _Following):
             attributes[name] = _Following(keeper, name, getattr(keeper, name))
+
+
+def seal(cache: Any) -> None:
+    """Notes, when a call ends, which keys the recorded positions are those of."""
+    known = recorded(cache)
+    if known is not None and known.ids is not None:
+        known.keys = _plain_keys(cache)
+
+
+def is_followed(cache: Any) -> bool:
+    """Whether the keys in a cache are still those whose positions were recorded, where any were."""
+    known = recorded(cache)
+    return known is None or known.keys is None or known.keys is _plain_keys(cache)
+
+
+def _plain_keys(cache: Any) -> Tensor | None:
+    """The keys of the first layer that keeps them in one tensor, a new one whenever something is done to them."""
+    keeper = _keeper(cache)
+    if getattr(keeper, "offloading", False):
+        return None
+    plain = (layer for layer in getattr(keeper, "layers", ()) if type(layer) is DynamicLayer)
+    keys = getattr(next(plain, None), "keys", None)
+    return keys if isinstance(keys, Tensor) else None
 
 
 def _keeper(cache: Any) -> Any:
@@ -60,7 +87,7 @@ def _keeper(cache: Any) -> Any:
 
 
 class _Following:
-    """Stands in for a method of a cache that changes its rows, and does the same to the rows of positions.
+    """Stands in for a method of a cache that changes its tokens, and does the same to their positions.
 
     An object, and the method a bound one, so that both follow a deep copy of the cache.
     """
@@ -72,12 +99,21 @@ class _Following:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the method."""
+        known: CachedPositions = self.cache.__dict__[_NAME]
+        followed = is_followed(self.cache)
         result = self.method(*args, **kwargs)
-        positions: CachedPositions = self.cache.__dict__[_NAME]
-        if positions.ids is not None and positions.ids.shape[0] > 1:
-            how = next(iter((*args, *kwargs.values())))
-            repeats = self.name == "batch_repeat_interleave"
-            ids = positions.ids
-            ids = ids.repeat_interleave(how, 0) if repeats else ids.index_select(0, how.to(ids.device))
-            self.cache.__dict__[_NAME] = CachedPositions(positions.length, ids)
+        if followed and known.ids is not None:
+            argument = next(iter((*args, *kwargs.values())))
+            ids = self._changed(known.ids, argument)
+            length = ids.shape[1] if self.name == "crop" else known.length
+            self.cache.__dict__[_NAME] = CachedPositions(length, ids, keys=_plain_keys(self.cache))
         return result
+
+    def _changed(self, ids: Tensor, argument: Any) -> Tensor:
+        if self.name == "crop":
+            return ids[:, : int(self.cache.get_seq_length())]
+        if ids.shape[0] == 1:
+            return ids
+        if self.name == "batch_repeat_interleave":
+            return ids.repeat_interleave(argument, 0)
+        return ids.index_select(0, argument.to(ids.device))

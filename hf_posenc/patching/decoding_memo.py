@@ -15,6 +15,13 @@ from hf_posenc.schemes.parts import DistanceBias
 _NAME = "_hf_posenc_biases"
 
 
+class _Biases(dict[int, tuple[Any, Tensor]]):
+    """Biases by the id of their part. A copy of the cache, and one from a file, starts with none."""
+
+    def __reduce__(self) -> tuple[type[_Biases], tuple[()]]:
+        return _Biases, ()
+
+
 def remembered_row(
     bias: DistanceBias, state: ForwardState, key_length: int, device: torch.device
 ) -> DistanceForm | None:
@@ -39,8 +46,8 @@ def remembered_row(
         return None
     if key_length > offset + 1:
         return None
-    biases: dict[int, tuple[Any, Tensor]] = holder.setdefault(_NAME, {})
-    # A weak reference: caches are copied, and the part must not be.
+    biases: _Biases = holder.setdefault(_NAME, _Biases())
+    # A weak reference: a cache may outlive the model.
     written = (weakref.ref(bias), device, tuple(_state_of(weight) for weight in bias.parameters()))
     known = biases.get(id(bias))
     if known is None or known[0] != written or known[1].shape[-1] < key_length:

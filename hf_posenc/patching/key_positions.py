@@ -133,6 +133,8 @@ def _find_out(state: ForwardState, device: torch.device) -> Standing:
     if device.type == "meta":
         return Standing(irregular=False, even=True)
     known = None if isinstance(offset, int) and offset == 0 else recorded(state.cache_object)
+    if state.cache_changed:
+        raise UnsupportedError(_CHANGED)
     doubt = None if known is None else known.unknown
     if torch.compiler.is_compiling():
         if doubt is not None:
@@ -186,6 +188,13 @@ _REFUSAL = (
     "would give, and nobody recorded where the cached tokens stand. This scheme needs to know. Pass the whole sequence "
     "with use_cache=False, fill the cache with position_ids and without torch.compile, or leave position_ids out of "
     "every call."
+)
+
+
+_CHANGED = (
+    "The cached tokens had position_ids of their own, and since then the keys in this cache have changed in a way that "
+    "could not be followed. Use the cache's own methods (crop, reorder_cache, batch_select_indices, "
+    "batch_repeat_interleave), or use_cache=False."
 )
 
 

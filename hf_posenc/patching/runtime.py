@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.cached_positions import recorded
+from hf_posenc.patching.cached_positions import is_followed, recorded, seal
 from hf_posenc.patching.per_thread import PerThread
 from hf_posenc.patching.recomputation import Recomputation
 from hf_posenc.patching.slot_buffers import SlotBuffers
@@ -108,8 +108,12 @@ class StackForward:
             if torch.is_grad_enabled():
                 self.runtime.recomputation.keep_state(self.stack)
             if self.inner is not None:
-                return self.inner(*args, **kwargs)
-            return type(self.stack).forward(self.stack, *args, **kwargs)
+                result = self.inner(*args, **kwargs)
+            else:
+                result = type(self.stack).forward(self.stack, *args, **kwargs)
+            if state.cache_object is not None:
+                seal(state.cache_object)
+            return result
         finally:
             del calls[depth:]
 
@@ -151,6 +155,7 @@ class StackForward:
             attention_mask=padding,
             mask_hides_padding=mask is not None and padding is None,
             cache_object=cache,
+            cache_changed=not is_followed(cache),
             coordinates=coordinates,
             token_ids=token_ids if isinstance(token_ids, Tensor) and token_ids.dim() == 2 else None,
         )
@@ -166,6 +171,8 @@ class StackForward:
         """
         if position_ids is None:
             return None, None
+        if not position_ids.is_floating_point():
+            position_ids = position_ids.long()
         if position_ids.dim() == 3 and self.runtime.reads_coordinates:
             return position_ids[0], position_ids[-3:]
         return one_axis(position_ids), None

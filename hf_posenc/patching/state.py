@@ -27,6 +27,7 @@ class ForwardState:
         token_ids: `(batch, query_len)` vocabulary ids of the new tokens, or `None`.
         mask_hides_padding: whether a mask was given in a form that does not show which tokens are padding.
         cache_object: the cache of the call, or `None`.
+        cache_changed: whether its keys, whose positions were recorded, have been changed by somebody else.
     """
 
     query_length: int
@@ -37,6 +38,7 @@ class ForwardState:
     token_ids: Tensor | None = None
     mask_hides_padding: bool = False
     cache_object: Any = None
+    cache_changed: bool = False
     #: `position_ids` as the model itself handed them to its rotary module.
     rotary_position_ids: Tensor | None = None
     cache: dict[Hashable, Any] = field(default_factory=dict)

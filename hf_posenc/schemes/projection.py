@@ -11,6 +11,8 @@ from torch import Tensor
 class _Projected(torch.autograd.Function):
     """Clamps, and drops only those gradients whose descent would lead further out of the range."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(values: Tensor, minimum: float, maximum: float) -> Tensor:
         return values.clamp(minimum, maximum)

@@ -285,6 +285,23 @@ def test_per_sample_gradients() -> None:
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-3)
 
 
+def test_transforms_of_torch_func() -> None:
+    ids = tokens(2, LENGTH)
+    for scheme in ("t5", "kerple", "pope"):
+        model = patched("llama_gqa", scheme, attn_implementation="sdpa")
+        embedded = model.get_input_embeddings()(ids).detach()
+
+        def outputs_of(row: Tensor, model: nn.Module = model) -> Tensor:
+            return model(inputs_embeds=row.unsqueeze(0), use_cache=False).logits[0]
+
+        torch.testing.assert_close(torch.func.vmap(outputs_of)(embedded), model(ids).logits, atol=1e-5, rtol=1e-4)
+        found = torch.func.grad(lambda row, of=outputs_of: of(row).square().mean())(embedded[0])
+        row = embedded[0].requires_grad_()
+        outputs_of(row).square().mean().backward()
+        assert row.grad is not None
+        torch.testing.assert_close(found, row.grad, atol=1e-6, rtol=1e-3)
+
+
 def test_the_scale_of_a_query_multiplies_its_bias() -> None:
     """Against numbers that no form has made: a scale of 2 doubles the logits, bias and content."""
     form = RowsForm(lambda start, stop, count: torch.ones(1, 4, stop - start, count), 6, 6, 4)

@@ -159,6 +159,14 @@ def test_weights_copied_into_the_folder_of_another_model_are_refused(
         LlamaForSequenceClassification.from_pretrained(target)
 
 
+def test_position_weights_without_a_mark_are_no_stock_weights(tmp_path: Path) -> None:
+    stock = saved(STOCK, tmp_path / "stock")
+    weights = {name: weight for name, weight in made(T5).state_dict().items() if find_mark([name]) is None}
+    save_file(weights, stock / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SchemeMismatchError, match=r"position_encoding\.stacks.*Restore the config\.json"):
+        LlamaForCausalLM.from_pretrained(stock)
+
+
 def test_both_schemes_and_the_remedy_are_named(tmp_path: Path) -> None:
     target = saved(T5_NEAR, tmp_path / "near")
     move_weights(saved(T5, tmp_path / "far"), target)

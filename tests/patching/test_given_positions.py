@@ -6,6 +6,7 @@ The reference is the model without positions, given the bias of every pair of po
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -312,3 +313,65 @@ def test_a_cache_that_a_compiled_call_filled_with_gaps_is_refused(own_cache: boo
     cache = filled(gaps)
     with pytest.raises(RuntimeError, match="nobody recorded"):
         compiled(ids[:, 6:], past_key_values=cache)
+
+
+GAPPED = torch.tensor([[0, 1, 2, 3, 10, 11, 12, 13]])
+
+
+def _with_gaps(model: Any, ids: Tensor) -> DynamicCache:
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :8], position_ids=GAPPED, past_key_values=cache)
+    return cache
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "shaw"])
+@torch.no_grad()
+def test_keys_that_somebody_else_puts_behind_a_gap_are_noticed(scheme: str) -> None:
+    model, ids = patched("llama_gqa", scheme), tokens(1, 12)
+    cache, other = _with_gaps(model, ids), DynamicCache(config=model.config)
+    model(ids[:, :8], past_key_values=other)
+    cache.crop(-4)
+    for index, layer in enumerate(other.layers):
+        cache.update(layer.keys[:, :, 4:], layer.values[:, :, 4:], index)
+    with pytest.raises(UnsupportedError, match="could not be followed"):
+        model(ids[:, 8:], past_key_values=cache)
+    cache = _with_gaps(model, ids)
+    for layer in cache.layers:
+        layer.batch_repeat_interleave(2)
+    with pytest.raises(UnsupportedError, match="could not be followed"):
+        model(ids[:, 8:].repeat(2, 1), past_key_values=cache)
+
+
+@pytest.mark.parametrize("how", ["crop", "deepcopy", "pickle"])
+@torch.no_grad()
+def test_what_is_done_to_a_cache_with_gaps_is_followed(how: str) -> None:
+    model, ids = patched("llama_gqa", "alibi"), tokens(1, 12)
+    cache, kept = _with_gaps(model, ids), 8
+    if how == "crop":
+        cache.crop(-4)
+        kept = 4
+    else:
+        cache = copy.deepcopy(cache) if how == "deepcopy" else pickle.loads(pickle.dumps(cache))
+    later = torch.arange(30, 30 + 12 - kept)[None]
+    whole = torch.cat((GAPPED[:, :kept], later), 1)
+    expected = model(ids, position_ids=whole, attention_mask=torch.ones_like(ids), use_cache=False).logits
+    found = model(ids[:, kept:], position_ids=later, past_key_values=cache).logits
+    assert distance(found, expected[:, kept:]) <= CLOSE
+
+
+@torch.no_grad()
+def test_positions_may_be_narrow_integers() -> None:
+    model, ids = patched("llama_gqa", "alibi"), tokens(1, 8)
+    mask = torch.ones_like(ids)
+    found = model(ids, position_ids=GAPPED.int(), attention_mask=mask).logits
+    assert torch.equal(found, model(ids, position_ids=GAPPED, attention_mask=mask).logits)
+
+
+@torch.no_grad()
+def test_a_cache_is_pickled_after_a_step_of_decoding() -> None:
+    model, ids = patched("llama_gqa", "alibi"), tokens(1, 8)
+    cache = DynamicCache(config=model.config)
+    model(ids[:, :6], past_key_values=cache)
+    model(ids[:, 6:7], past_key_values=cache)
+    found = model(ids[:, 7:], past_key_values=pickle.loads(pickle.dumps(cache))).logits
+    assert distance(found, model(ids).logits[:, 7:]) <= CLOSE

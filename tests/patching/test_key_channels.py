@@ -135,3 +135,13 @@ def test_layers_that_share_keys_refuse_what_has_to_meet_them(scheme):
     with pytest.raises(UnsupportedError, match="reads the keys of an earlier layer"):
         patch_model(model, scheme)
     assert not hasattr(model, "position_encoding")
+
+
+@pytest.mark.parametrize("scheme", ["pope", "forget_gate"])
+def test_a_static_cache_that_is_made_before_its_first_key(scheme: str) -> None:
+    """Chunked prefill makes it with the width of the config."""
+    model, ids = patched("llama_gqa", scheme), tokens(1, 9)
+    greedy = {"do_sample": False, "max_new_tokens": 5, "eos_token_id": None, "pad_token_id": 0}
+    expected = model.generate(ids, use_cache=False, **greedy)
+    found = model.generate(ids, cache_implementation="static", prefill_chunk_size=4, **greedy)
+    assert torch.equal(found, expected)
