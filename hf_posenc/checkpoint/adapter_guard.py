@@ -65,6 +65,5 @@ def check_swap(model: Any, config: Any) -> None:
         raise UnsupportedError(
             "The scheme of this model has parameters, and those that the new adapter was trained with are not among "
             "the weights given here. Call peft.utils.hotswap.hotswap_adapter(model, folder, name), which hf_posenc "
-            "extends to compare them. A hotswap_adapter that was imported by name before hf_posenc does not: import "
-            "hf_posenc first."
+            "extends to compare them."
         )
