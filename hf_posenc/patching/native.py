@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
 from hf_posenc.patching.architectures import Architecture, architecture_of
 from hf_posenc.patching.discovery import find_stacks
+from hf_posenc.patching.fixed_tables import check_fixed_tables, reproduces
 from hf_posenc.patching.observe import Rotation, observe_rotations
 from hf_posenc.patching.placement import build_context
 from hf_posenc.patching.rotary_calls import inverse_frequencies_of, pairing, rotary_output
@@ -32,14 +33,14 @@ from hf_posenc.schemes import (
     from_rope_parameters,
 )
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
-from hf_posenc.schemes.positions import Positions
 
 
 def native_scheme(model: PreTrainedModel) -> SchemeConfig:
     """The scheme of a stock model, with its parameters.
 
     `patch_model(model, native_scheme(model))` reproduces the stock outputs. A rotary model is run once on three tokens,
-    and one whose mechanism is declared twice on eight: as it is, and with the scheme in its place.
+    and one whose mechanism is declared twice on eight: as it is, and with the scheme in its place. Every row of a
+    table of sines is compared with its formula.
     The answer for a patched model is that of the stock model underneath.
 
     Raises:
@@ -61,6 +62,9 @@ def native_scheme(model: PreTrainedModel) -> SchemeConfig:
         if architecture.native is not None:
             # Phases and tables have been compared by their numbers; a declaration knows the architecture by name.
             verify_native(target, schemes[0], stacks)
+            if architecture.fixed_tables is not None:
+                for stack in stacks:
+                    check_fixed_tables(architecture.fixed_tables(stack), stack)
     return schemes[0]
 
 
@@ -108,21 +112,9 @@ def _table_scheme(table: FoundModule) -> SchemeConfig:
         for frequencies in ("vaswani", "tensor2tensor"):
             for layout in ("interleaved", "concatenated"):
                 config = SinusoidalConfig(frequencies=frequencies, layout=layout, offset=origin)
-                if weight.device.type != "meta" and _reproduces(config, rows, origin):
+                if weight.device.type != "meta" and reproduces(config, rows, origin):
                     return config
     return LearnedConfig(num_positions=weight.shape[0] - origin, offset=origin)
-
-
-def _reproduces(config: SinusoidalConfig, rows: Tensor, origin: int) -> bool:
-    ids = torch.arange(rows.shape[0] - origin, device=rows.device).unsqueeze(0)
-    context = BuildContext(hidden_size=rows.shape[1], num_heads=1, head_dim=rows.shape[1])
-    try:
-        additive = config.build(context).additive
-    except (ValueError, PositionEncodingError):
-        return False
-    assert additive is not None
-    encoded = additive(Positions(ids, ids[:, -1:] + 1))[0]
-    return bool(torch.allclose(encoded.to(rows.dtype), rows[origin:], atol=1e-4))
 
 
 def _rotation_scheme(

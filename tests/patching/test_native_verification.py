@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    CodeGenConfig,
+    CodeGenForCausalLM,
     CTRLConfig,
     CTRLLMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
     RoFormerConfig,
     RoFormerForMaskedLM,
     T5Config,
@@ -76,3 +80,54 @@ def test_layers_whose_phases_agree_at_first_have_the_module_of_their_own_type(sc
     patch_model(model, native_scheme(model))
     expected = stock(ids, use_cache=False).logits
     assert float((model(ids, use_cache=False).logits - expected).abs().max()) <= 1e-4
+
+
+def ctrl_table(model: Any) -> list[torch.Tensor]:
+    return [model.transformer.pos_encoding]
+
+
+def roformer_table(model: Any) -> list[torch.Tensor]:
+    return [model.roformer.encoder.embed_positions.weight]
+
+
+def layer_tables(model: Any) -> list[torch.Tensor]:
+    return [block.attn.embed_positions for block in model.transformer.h]
+
+
+_CTRL: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 64}
+FIXED: dict[str, tuple[Any, Any]] = {
+    "ctrl": (lambda: CTRLLMHeadModel(CTRLConfig(dff=48, **_CTRL)), ctrl_table),
+    "roformer": (
+        lambda: RoFormerForMaskedLM(RoFormerConfig(hidden_size=32, intermediate_size=48, **_SMALL)),
+        roformer_table,
+    ),
+    "gptj": (lambda: GPTJForCausalLM(GPTJConfig(rotary_dim=4, **_CTRL)), layer_tables),
+    "codegen": (lambda: CodeGenForCausalLM(CodeGenConfig(rotary_dim=4, **_CTRL)), layer_tables),
+}
+
+
+@pytest.mark.parametrize("row", [8, 40])
+@pytest.mark.parametrize("name", FIXED)
+def test_rows_that_the_run_does_not_reach_are_compared_too(name: str, row: int) -> None:
+    build, tables = FIXED[name]
+    model = enlarged(build())
+    native_scheme(model)
+    with torch.no_grad():
+        tables(model)[-1][row:].mul_(-1)
+    with pytest.raises(UnsupportedError, match="is not what its architecture declares: its rows"):
+        native_scheme(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", FIXED)
+def test_the_tables_of_a_cast_model_are_recognised(name: str, dtype: torch.dtype) -> None:
+    build, _ = FIXED[name]
+    model = enlarged(build()).to(dtype)
+    expected = {"ctrl": "sinusoidal"}.get(name, "rope")
+    assert native_scheme(model).name == expected
+
+
+def test_the_angles_of_a_long_table_may_have_the_rounding_of_float32() -> None:
+    """CTRL's own length: its angles are float32 products, off by 2e-3 at the last row."""
+    model = enlarged(CTRLLMHeadModel(CTRLConfig(dff=48, **_CTRL | {"n_positions": 50_000})))
+    assert native_scheme(model).name == "sinusoidal"
