@@ -13,6 +13,7 @@ from hf_posenc.errors import PositionEncodingError, UnsupportedError
 from hf_posenc.patching.architectures import Architecture, architecture_of
 from hf_posenc.patching.discovery import find_stacks
 from hf_posenc.patching.fixed_tables import check_fixed_tables, reproduces
+from hf_posenc.patching.hidden_positions import refuse_hidden_positions
 from hf_posenc.patching.observe import Rotation, observe_rotations
 from hf_posenc.patching.placement import build_context
 from hf_posenc.patching.rotary_calls import pairing, rotary_output
@@ -38,7 +39,8 @@ def native_scheme(model: PreTrainedModel) -> SchemeConfig:
 
     `patch_model(model, native_scheme(model))` reproduces the stock outputs. A rotary model is run once on three tokens,
     and one whose mechanism is declared twice on eight: as it is, and with the scheme in its place. Every row of a
-    table of sines is compared with its formula.
+    table of sines is compared with its formula. A stack in which no mechanism is found is run twice on three tokens,
+    in two orders.
     The answer for a patched model is that of the stock model underneath.
 
     Raises:
@@ -47,6 +49,7 @@ def native_scheme(model: PreTrainedModel) -> SchemeConfig:
     """
     with suspended(model) as target:
         stacks = find_stacks(target)
+        refuse_hidden_positions(target, stacks)
         architecture = architecture_of(target.config)
         rotating = any(attention.rotary_functions for stack in stacks for attention in stack.attentions)
         rotations = observe_rotations(target, stacks) if rotating else {}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_posenc import UnsupportedError, patch_model, unpatch_model
+from hf_posenc import UnsupportedError, patch_model, save_position_adapter, unpatch_model
 from hf_posenc.patching.apply import encodings
 from tests.matrix.running import patched, tokens
 
@@ -76,6 +76,8 @@ def test_a_half_patched_model_is_not_saved(scheme: str, tmp_path: Path) -> None:
     model = with_a_stock_layer(patched("llama_gqa", scheme))
     with pytest.raises(UnsupportedError, match=r"layers\.1\.self_attn"):
         model.save_pretrained(tmp_path / "model")
+    with pytest.raises(UnsupportedError, match=r"layers\.1\.self_attn"):
+        save_position_adapter(model, tmp_path / "model")
     assert not (tmp_path / "model").exists()
 
 
