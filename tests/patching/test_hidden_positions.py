@@ -16,6 +16,10 @@ from tests.architectures.tiny import WITHOUT_POSITIONS, tiny_model
 from tests.matrix.running import patched, tokens
 
 
+def _name(pair: Any) -> str:
+    return str(pair.name)
+
+
 def hidden_table() -> Any:
     model = patched("gpt2", None)
     model.transformer.wpe = nn.Sequential(model.transformer.wpe)
@@ -85,7 +89,7 @@ def test_a_declared_table_is_replaced_wherever_it_is(monkeypatch: pytest.MonkeyP
     assert torch.equal(model(ids).logits, expected(ids).logits)
 
 
-@pytest.mark.parametrize("pair", [pair for pair in all_pairs() if pair.model_type in WITHOUT_POSITIONS], ids=str)
+@pytest.mark.parametrize("pair", [pair for pair in all_pairs() if pair.model_type in WITHOUT_POSITIONS], ids=_name)
 def test_architectures_without_positions_are_patched_as_before(pair: Any) -> None:
     model = tiny_model(pair)
     assert native_scheme(model).name == "none"
