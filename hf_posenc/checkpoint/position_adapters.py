@@ -15,7 +15,7 @@ from hf_posenc.checkpoint.configuration import CheckpointError
 from hf_posenc.checkpoint.placing import place
 from hf_posenc.checkpoint.position_files import JSON_FILE, PositionFiles, read_position_files
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
-from hf_posenc.patching.apply import current_encoding, unwrapped
+from hf_posenc.patching.apply import current_encoding, refuse_missing_sites, unwrapped
 from hf_posenc.patching.encoding import PositionEncoding
 from hf_posenc.patching.fingerprint import changed, fingerprint
 
@@ -150,8 +150,10 @@ def collect(
         adapter: where the adapter on top is.
 
     Raises:
-        UnsupportedError: if the scheme's parameters are not in the memory of this process.
+        UnsupportedError: if the scheme's parameters are not in the memory of this process, or a module of the model
+            does not carry the scheme.
     """
+    refuse_missing_sites(model)
     prefix = next((f"{name}." for name, module in model.named_modules() if module is encoding), "")
     parameters = {}
     for name, parameter in encoding.named_parameters():

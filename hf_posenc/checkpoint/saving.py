@@ -14,7 +14,7 @@ from hf_posenc.checkpoint.atomic_folder import clear_drafts, replaced_as_a_whole
 from hf_posenc.checkpoint.peft_hooks import scheme_beside_adapters
 from hf_posenc.entry import MARK, find_mark, read_entry
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.apply import encodings, runs_a_scheme
+from hf_posenc.patching.apply import encodings, refuse_missing_sites, runs_a_scheme
 from hf_posenc.patching.mark import described, same_scheme
 
 
@@ -41,6 +41,7 @@ def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwar
             "layers with a model that was patched, or a part of it was. Saved as it is, it would come back with "
             "the stock positions. Save the model that was patched, or unpatch that one and patch this one."
         )
+    refuse_missing_sites(model)
     for encoding in found:
         if entry is not None and not same_scheme(entry, encoding.config):
             raise UnsupportedError(

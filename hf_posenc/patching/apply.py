@@ -211,6 +211,7 @@ def uninstall(encoding: PositionEncoding) -> None:
     for stack in encoding.stacks.values():
         assert isinstance(stack, StackEncoding)
         stack.runtime.slots.restore()
+        stack.runtime.watch = None
     for hook in encoding.hooks:
         hook.remove()
     encoding.hooks.clear()
@@ -238,3 +239,17 @@ def runs_a_scheme(model: nn.Module) -> bool:
         for module in model.modules()
         for place in ("forward", "_old_forward")
     )
+
+
+def refuse_missing_sites(model: nn.Module) -> None:
+    """Refuses to save a model that runs its stock positions in some of its modules.
+
+    Raises:
+        UnsupportedError: naming the first of them.
+    """
+    for encoding in encodings(model):
+        for stack in encoding.stacks.values():
+            assert isinstance(stack, StackEncoding)
+            problem = "" if stack.runtime.watch is None else stack.runtime.watch.problem()
+            if problem:
+                raise UnsupportedError(f"This {type(model).__name__} is not saved: {problem}")

@@ -74,20 +74,14 @@ def _own_modules(stack: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _read_stack(path: str, module: PreTrainedModel, architecture: Architecture) -> Stack:
     modules = sorted(_own_modules(module), key=lambda item: _natural(item[0]))
     stack = Stack(name="model", path=path, module=module, hidden_size=0)
-    interface = [(p, m) for p, m in modules if _uses_interface(m)]
-    if architecture.attention_classes:
-        candidates = [(p, m) for p, m in modules if type(m).__name__ in architecture.attention_classes]
-    else:
-        candidates = interface or [(p, m) for p, m in modules if _computes_scores(m)]
-    for place, candidate in candidates:
+    for place, candidate in _attentions(modules, architecture):
         _refuse_indexer(place, candidate)
         if _is_cross_attention(place, candidate):
             stack.skipped.append((place, "cross-attention: keys are another sequence"))
         else:
             stack.attentions.append(_read_attention(place, candidate, module, len(stack.attentions), architecture))
     for place, candidate in modules:
-        named = place in architecture.tables or (_TABLE_NAME.search(place) and not architecture.table_is_rotary)
-        if named and table_weight(candidate) is not None:
+        if _is_table(place, candidate, architecture):
             stack.tables.append(FoundModule(place, candidate))
         elif "Rotary" in type(candidate).__name__ and "position_ids" in _parameters(candidate):
             stack.rotaries.append(FoundModule(place, candidate))
@@ -96,6 +90,31 @@ def _read_stack(path: str, module: PreTrainedModel, architecture: Architecture) 
         stack.first_layer = _first_layer(module, stack.attentions[0].path)
         stack.hidden_size = _hidden_size(module, stack)
     return stack
+
+
+def self_attentions(stack: nn.Module, architecture: Architecture) -> Iterator[tuple[str, nn.Module]]:
+    """Path and module of every self-attention layer that belongs to a stack."""
+    for place, candidate in _attentions(list(_own_modules(stack)), architecture):
+        if not _is_cross_attention(place, candidate):
+            yield place, candidate
+
+
+def tables(stack: nn.Module, architecture: Architecture) -> Iterator[tuple[str, nn.Module]]:
+    """Path and module of every position table that belongs to a stack."""
+    for place, candidate in _own_modules(stack):
+        if _is_table(place, candidate, architecture):
+            yield place, candidate
+
+
+def _attentions(modules: list[tuple[str, nn.Module]], architecture: Architecture) -> list[tuple[str, nn.Module]]:
+    if architecture.attention_classes:
+        return [(p, m) for p, m in modules if type(m).__name__ in architecture.attention_classes]
+    return [(p, m) for p, m in modules if _uses_interface(m)] or [(p, m) for p, m in modules if _computes_scores(m)]
+
+
+def _is_table(place: str, module: nn.Module, architecture: Architecture) -> bool:
+    named = place in architecture.tables or (_TABLE_NAME.search(place) and not architecture.table_is_rotary)
+    return bool(named) and table_weight(module) is not None
 
 
 def _read_attention(

@@ -15,6 +15,7 @@ from hf_posenc.patching.report import StackReport
 from hf_posenc.patching.rotary_method import RotaryMethodSite, RotaryModuleSite
 from hf_posenc.patching.runtime import RefuseReplicas, StackForward
 from hf_posenc.patching.scores_attention import ScoresAttention
+from hf_posenc.patching.site_watch import SiteWatch
 from hf_posenc.patching.sites import FoundAttention, Stack
 from hf_posenc.patching.table_site import TableSite
 
@@ -40,6 +41,7 @@ def install_stack(
     report = StackReport(stack.name, stack.layers(), kept=[f"{path}: {why}" for path, why in stack.skipped])
     report.kept.extend(architecture.kept)
     runtime = encoding.runtime
+    runtime.watch = SiteWatch(stack.module)
     journal.wrap_forward(stack.module, lambda inner: StackForward(stack.module, runtime, inner))
     journal.set(stack.module, "_replicate_for_data_parallel", RefuseReplicas())
     if architecture.silence is not None:

@@ -3,43 +3,44 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
 from hf_posenc.patching.architectures import Architecture, architecture_of
 from hf_posenc.patching.discovery import find_stacks
+from hf_posenc.patching.fixed_tables import check_fixed_tables, reproduces
+from hf_posenc.patching.hidden_positions import refuse_hidden_positions
 from hf_posenc.patching.observe import Rotation, observe_rotations
 from hf_posenc.patching.placement import build_context
-from hf_posenc.patching.rotary_calls import inverse_frequencies_of, pairing, rotary_output
+from hf_posenc.patching.rotary_calls import pairing, rotary_output
+from hf_posenc.patching.rotary_spectra import describes, phases_of, spectra_of
 from hf_posenc.patching.sites import FoundAttention, FoundModule, Stack
 from hf_posenc.patching.suspend import suspended
 from hf_posenc.patching.table_site import table_origin, table_weight
 from hf_posenc.patching.verify import verify_native
 from hf_posenc.schemes import (
     ComposedConfig,
-    DynamicScaling,
     LearnedConfig,
-    LongRopeScaling,
     NoneConfig,
     RopeConfig,
     ScheduleConfig,
     SinusoidalConfig,
     from_rope_parameters,
 )
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
-from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.config import SchemeConfig
 
 
 def native_scheme(model: PreTrainedModel) -> SchemeConfig:
     """The scheme of a stock model, with its parameters.
 
     `patch_model(model, native_scheme(model))` reproduces the stock outputs. A rotary model is run once on three tokens,
-    and one whose mechanism is declared twice on eight: as it is, and with the scheme in its place.
+    and one whose mechanism is declared twice on eight: as it is, and with the scheme in its place. Every row of a
+    table of sines is compared with its formula. A stack in which no mechanism is found is run twice on three tokens,
+    in two orders.
     The answer for a patched model is that of the stock model underneath.
 
     Raises:
@@ -48,6 +49,7 @@ def native_scheme(model: PreTrainedModel) -> SchemeConfig:
     """
     with suspended(model) as target:
         stacks = find_stacks(target)
+        refuse_hidden_positions(target, stacks)
         architecture = architecture_of(target.config)
         rotating = any(attention.rotary_functions for stack in stacks for attention in stack.attentions)
         rotations = observe_rotations(target, stacks) if rotating else {}
@@ -61,6 +63,9 @@ def native_scheme(model: PreTrainedModel) -> SchemeConfig:
         if architecture.native is not None:
             # Phases and tables have been compared by their numbers; a declaration knows the architecture by name.
             verify_native(target, schemes[0], stacks)
+            if architecture.fixed_tables is not None:
+                for stack in stacks:
+                    check_fixed_tables(architecture.fixed_tables(stack), stack)
     return schemes[0]
 
 
@@ -108,21 +113,9 @@ def _table_scheme(table: FoundModule) -> SchemeConfig:
         for frequencies in ("vaswani", "tensor2tensor"):
             for layout in ("interleaved", "concatenated"):
                 config = SinusoidalConfig(frequencies=frequencies, layout=layout, offset=origin)
-                if weight.device.type != "meta" and _reproduces(config, rows, origin):
+                if weight.device.type != "meta" and reproduces(config, rows, origin):
                     return config
     return LearnedConfig(num_positions=weight.shape[0] - origin, offset=origin)
-
-
-def _reproduces(config: SinusoidalConfig, rows: Tensor, origin: int) -> bool:
-    ids = torch.arange(rows.shape[0] - origin, device=rows.device).unsqueeze(0)
-    context = BuildContext(hidden_size=rows.shape[1], num_heads=1, head_dim=rows.shape[1])
-    try:
-        additive = config.build(context).additive
-    except (ValueError, PositionEncodingError):
-        return False
-    assert additive is not None
-    encoded = additive(Positions(ids, ids[:, -1:] + 1))[0]
-    return bool(torch.allclose(encoded.to(rows.dtype), rows[origin:], atol=1e-4))
 
 
 def _rotation_scheme(
@@ -149,7 +142,7 @@ def _source(stack: Stack, rotation: Rotation, own_type: str | None) -> tuple[nn.
     for found in stack.rotaries:
         known = sorted(set(getattr(stack.config, "layer_types", None) or ()), key=lambda one: (one != own_type, one))
         for layer_type in (None, *known):
-            phases = _phases(found.module, hidden, position_ids, layer_type)
+            phases = phases_of(found.module, hidden, position_ids, layer_type)
             if phases is not None and phases.shape[-1] == rotation.phases.shape[-1]:
                 shown = rotation.phases[:1] if rotation.phases.dim() == 3 else rotation.phases[0, :1]
                 if torch.allclose(phases.to(shown.dtype), shown, atol=1e-3 if hidden.dtype != torch.float32 else 1e-6):
@@ -160,57 +153,43 @@ def _source(stack: Stack, rotation: Rotation, own_type: str | None) -> tuple[nn.
     )
 
 
-def _phases(module: nn.Module, hidden: Tensor, position_ids: Tensor, layer_type: str | None) -> Tensor | None:
-    takes_type = "layer_type" in inspect.signature(type(module).forward).parameters
-    if takes_type and not hasattr(module, "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"):
-        return None
-    if not takes_type and layer_type is not None:
-        return None
-    with torch.no_grad():
-        output = type(module).forward(module, hidden, position_ids, *((layer_type,) if takes_type else ()))
-    phases = output if isinstance(output, Tensor) else output[0]
-    return phases[0] if phases.dim() == 4 else phases
-
-
 def _rotary_config(
     stack: Stack, attention: FoundAttention, rotary: nn.Module, layer_type: str | None, rotation: Rotation
 ) -> SchemeConfig:
-    frequencies = inverse_frequencies_of(rotary, layer_type).detach().float().cpu()
     kind, width = rotary_output(rotary, layer_type=layer_type)
     layout = pairing(rotation.function, kind)
-    scaling = _of_layer_type(rotary, "attention_scaling", layer_type)
     context = build_context(stack, attention)
-    config = _from_parameters(stack.config, layer_type, width, layout)
-    if config is not None and _same_spectrum(config, frequencies, float(scaling), context):
+    # The module's own config decides; that of the stack may be another object by now.
+    source = next(one for one in (getattr(rotary, "config", None), stack.config) if one is not None)
+    parameters = _parameters_of(source, layer_type)
+    spectra = spectra_of(rotary, layer_type, parameters, rotation.phases.real)
+    config = _from_parameters(source, parameters, width, layout)
+    if config is not None and describes(config, spectra, context):
         return config
-    if isinstance(getattr(config, "scaling", None), DynamicScaling | LongRopeScaling):
-        # Fixed frequencies would lose what these do past their length. A cast model only has rounded ones.
-        if not _same_spectrum(config, frequencies, float(scaling), context, tolerance=1e-2):  # type: ignore[arg-type]
-            raise UnsupportedError(
-                f"The frequencies in {type(rotary).__name__} are not those of its config's rope_parameters, whose type "
-                "depends on the length of the sequence; no scheme describes such a module."
-            )
-        assert config is not None
+    if all(spectrum.same_as(spectra[0]) for spectrum in spectra):
+        return RopeConfig(
+            rotary_dim=width,
+            layout=layout,
+            inverse_frequencies=tuple(spectra[0].frequencies.tolist()),
+            attention_scaling=spectra[0].scaling,
+        )
+    # Fixed frequencies would lose what happens past the length. A cast model only has rounded ones.
+    if config is not None and spectra[0].rounded and describes(config, spectra, context, tolerance=1e-2):
         return config
-    return RopeConfig(
-        rotary_dim=width,
-        layout=layout,
-        inverse_frequencies=tuple(frequencies.tolist()),
-        attention_scaling=float(scaling),
+    raise UnsupportedError(
+        f"The frequencies in {type(rotary).__name__} are not those of its config's rope_parameters, and they depend on "
+        "the length of the sequence; no scheme describes such a module. Settings that were changed after the module "
+        "was built, or after it was first run, do not reach what it has kept: build the model from the config that is "
+        "meant."
     )
 
 
-def _of_layer_type(rotary: nn.Module, name: str, layer_type: str | None) -> Any:
-    value = getattr(rotary, f"{layer_type}_{name}", None) if layer_type else None
-    if value is None:
-        value = getattr(rotary, name, 1.0)
-    return value
-
-
-def _from_parameters(config: Any, layer_type: str | None, width: int, layout: str) -> SchemeConfig | None:
+def _parameters_of(config: Any, layer_type: str | None) -> Any:
     parameters = getattr(config, "rope_parameters", None)
-    if isinstance(parameters, dict) and layer_type in parameters:
-        parameters = parameters[layer_type]
+    return parameters[layer_type] if isinstance(parameters, dict) and layer_type in parameters else parameters
+
+
+def _from_parameters(config: Any, parameters: Any, width: int, layout: str) -> SchemeConfig | None:
     if not isinstance(parameters, dict) or not parameters.get("rope_type"):
         return None
     try:
@@ -221,17 +200,3 @@ def _from_parameters(config: Any, layer_type: str | None, width: int, layout: st
     except (PositionEncodingError, ValueError, KeyError, TypeError):
         # Said in a way this library has no config for: the frequencies themselves say it too.
         return None
-
-
-def _same_spectrum(
-    config: SchemeConfig, frequencies: Tensor, scaling: float, context: BuildContext, tolerance: float = 1e-6
-) -> bool:
-    try:
-        query_key_map: Any = config.build(context).query_key_map
-    except (ValueError, PositionEncodingError):
-        return False
-    lengths = torch.ones(1, 1, dtype=torch.int64)
-    own = query_key_map.inverse_frequencies(lengths).reshape(-1)
-    if own.shape != frequencies.shape or not torch.allclose(own, frequencies, rtol=tolerance, atol=0.0):
-        return False
-    return abs(query_key_map.attention_scaling - scaling) < 1e-6

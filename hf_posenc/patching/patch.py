@@ -21,6 +21,7 @@ from hf_posenc.patching.apply import (
 from hf_posenc.patching.config_lengths import at_native_lengths
 from hf_posenc.patching.discovery import find_stacks
 from hf_posenc.patching.encoding import PositionEncoding, is_length_dependent
+from hf_posenc.patching.hidden_positions import refuse_hidden_positions
 from hf_posenc.patching.native import native_scheme
 from hf_posenc.patching.plan import SchemeLike, schedule, scheme_config
 from hf_posenc.patching.sites import Stack
@@ -92,6 +93,7 @@ def _built(
 ) -> tuple[SchemeConfig, list[Stack], PositionEncoding]:
     """The scheme of every layer, where it goes, and its parts."""
     stacks = find_stacks(target)
+    refuse_hidden_positions(target, stacks)
     other = NativeConfig() if elsewhere is None else scheme_config(elsewhere, {})
     if names_native(config) or (layers is not None and names_native(other)):
         native, types = native_scheme(target), _layer_types(stacks)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,16 @@ from hf_posenc.patching.state import ForwardState, one_axis
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "mems", "cache", "cache_params")
 
 
+class Watch(Protocol):
+    """What a stack asks before every call."""
+
+    def check(self) -> None:
+        """Raises where the call cannot be right."""
+
+    def problem(self) -> str:
+        """What is wrong; empty for nothing."""
+
+
 class StackRuntime:
     """Holds the `ForwardState` of the call in progress of one stack."""
 
@@ -35,6 +45,8 @@ class StackRuntime:
         #: Whether a part of the scheme reads positions on several axes.
         self.reads_coordinates = False
         self.slots = SlotBuffers()
+        #: Makes sure that every module of the stack carries its site; set while the scheme is in place.
+        self.watch: Watch | None = None
 
     def batch_first(self, hidden_states: Tensor) -> Tensor:
         """`(batch, length, hidden)`, from the order of axes of this architecture's layers."""
@@ -100,6 +112,8 @@ class StackForward:
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self.runtime.watch is not None:
+            self.runtime.watch.check()
         calls = self.runtime.states.own()
         depth = len(calls)
         try:

@@ -7,6 +7,9 @@ from typing import Any
 
 from torch import nn
 
+#: A table that is not added to anything: the module that holds it, and its attribute.
+FixedTable = tuple[nn.Module, str]
+
 
 @dataclass
 class FoundAttention:

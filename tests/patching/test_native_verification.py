@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from transformers import (
+    CodeGenConfig,
+    CodeGenForCausalLM,
     CTRLConfig,
     CTRLLMHeadModel,
+    GPTJConfig,
+    GPTJForCausalLM,
     RoFormerConfig,
     RoFormerForMaskedLM,
     T5Config,
@@ -76,3 +81,112 @@ def test_layers_whose_phases_agree_at_first_have_the_module_of_their_own_type(sc
     patch_model(model, native_scheme(model))
     expected = stock(ids, use_cache=False).logits
     assert float((model(ids, use_cache=False).logits - expected).abs().max()) <= 1e-4
+
+
+def ctrl_table(model: Any) -> list[torch.Tensor]:
+    return [model.transformer.pos_encoding]
+
+
+def roformer_table(model: Any) -> list[torch.Tensor]:
+    return [model.roformer.encoder.embed_positions.weight]
+
+
+def layer_tables(model: Any) -> list[torch.Tensor]:
+    return [block.attn.embed_positions for block in model.transformer.h]
+
+
+_CTRL: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 64}
+FIXED: dict[str, tuple[Any, Any]] = {
+    "ctrl": (lambda: CTRLLMHeadModel(CTRLConfig(dff=48, **_CTRL)), ctrl_table),
+    "roformer": (
+        lambda: RoFormerForMaskedLM(RoFormerConfig(hidden_size=32, intermediate_size=48, **_SMALL)),
+        roformer_table,
+    ),
+    "gptj": (lambda: GPTJForCausalLM(GPTJConfig(rotary_dim=4, **_CTRL)), layer_tables),
+    "codegen": (lambda: CodeGenForCausalLM(CodeGenConfig(rotary_dim=4, **_CTRL)), layer_tables),
+}
+
+
+@pytest.mark.parametrize("row", [8, 40])
+@pytest.mark.parametrize("name", FIXED)
+def test_rows_that_the_run_does_not_reach_are_compared_too(name: str, row: int) -> None:
+    build, tables = FIXED[name]
+    model = enlarged(build())
+    native_scheme(model)
+    with torch.no_grad():
+        tables(model)[-1][row:].mul_(-1)
+    with pytest.raises(UnsupportedError, match="is not what its architecture declares: its rows"):
+        native_scheme(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", FIXED)
+def test_the_tables_of_a_cast_model_are_recognised(name: str, dtype: torch.dtype) -> None:
+    build, _ = FIXED[name]
+    model = enlarged(build()).to(dtype)
+    expected = {"ctrl": "sinusoidal"}.get(name, "rope")
+    assert native_scheme(model).name == expected
+
+
+def test_the_angles_of_a_long_table_may_have_the_rounding_of_float32() -> None:
+    """CTRL's own length: its angles are float32 products, off by 2e-3 at the last row."""
+    model = enlarged(CTRLLMHeadModel(CTRLConfig(dff=48, **_CTRL | {"n_positions": 50_000})))
+    assert native_scheme(model).name == "sinusoidal"
+
+
+_DYNAMIC: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+_LONGROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "original_max_position_embeddings": 16,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+    "factor": 4.0,
+}
+LENGTH_DEPENDENT = [(_DYNAMIC, {"factor": 8.0}), (_LONGROPE, {"long_factor": [9.0] * 4})]
+
+
+def llama_that_rotates_by_length(parameters: dict[str, Any]) -> Any:
+    # Copied, because a config keeps the dictionary that it is given.
+    return patched("llama_gqa", None, rope_parameters=copy.deepcopy(parameters), max_position_embeddings=16)
+
+
+@pytest.mark.filterwarnings("ignore:Scheme 'rope' encodes a token by the length")
+@pytest.mark.parametrize(("parameters", "change"), LENGTH_DEPENDENT)
+@torch.no_grad()
+def test_the_config_of_the_rotary_module_decides(parameters: dict[str, Any], change: dict[str, Any]) -> None:
+    model, ids = llama_that_rotates_by_length(parameters), tokens(1, 40)
+    model.config = model.model.config = copy.deepcopy(model.config)
+    model.config.rope_parameters |= change
+    expected = model(ids, use_cache=False).logits
+    patch_model(model, "native")
+    assert float((model(ids, use_cache=False).logits - expected).abs().max()) <= 1e-4
+
+
+@torch.no_grad()
+def test_frequencies_for_long_sequences_that_a_module_keeps_are_compared_with_its_config() -> None:
+    model = llama_that_rotates_by_length(_LONGROPE)
+    model(tokens(1, 40), use_cache=False)
+    model.config.rope_parameters["long_factor"] = [9.0] * 4
+    with pytest.raises(UnsupportedError, match="build the model from the config that is meant"):
+        native_scheme(model)
+
+
+@pytest.mark.parametrize("parameters", [_DYNAMIC, _LONGROPE])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounded_frequencies_of_a_cast_model_are_those_of_its_config(
+    parameters: dict[str, Any], dtype: torch.dtype
+) -> None:
+    scheme = native_scheme(llama_that_rotates_by_length(parameters).to(dtype))
+    assert scheme.to_dict()["scaling"]["type"] == parameters["rope_type"]
+
+
+@pytest.mark.parametrize("parameters", [_DYNAMIC, _LONGROPE])
+def test_looking_at_a_rotary_module_leaves_its_buffers_alone(parameters: dict[str, Any]) -> None:
+    model = llama_that_rotates_by_length(parameters)
+    rotary = model.model.rotary_emb
+    model(tokens(1, 3), use_cache=False)
+    before = {name: value.clone() for name, value in vars(rotary).items() if isinstance(value, torch.Tensor)}
+    before |= {name: buffer.clone() for name, buffer in rotary.named_buffers()}
+    native_scheme(model)
+    assert all(torch.equal(getattr(rotary, name), value) for name, value in before.items())

@@ -13,7 +13,7 @@ from hf_posenc.schemes.config import SchemeConfig
 
 if TYPE_CHECKING:
     from hf_posenc.patching.instance import InstancePatches
-    from hf_posenc.patching.sites import FoundAttention, Stack
+    from hf_posenc.patching.sites import FixedTable, FoundAttention, Stack
 
 #: Puts a native mechanism out of action on one stack, through the journal that undoes it.
 Silencer = Callable[["Stack", "InstancePatches"], None]
@@ -40,6 +40,8 @@ class Architecture:
         bias_arguments: arguments of its attention forward that carry a native bias; they are replaced by zeros.
         silence: silences native mechanisms that are none of these.
         native: the scheme those mechanisms amount to, `(stack) -> config`, or `None` where discovery suffices.
+        fixed_tables: tables that `native` describes: all rows have to be sines and cosines of their number (base 10000,
+            sines first).
         bias_table: the native `(buckets, heads)` table of relative biases that a layer uses, or `None`.
         kept: native position-dependent behaviour that stays whatever the scheme, for the report.
         fixed_length: why it takes no sequence past its native length, whatever the scheme; `None` where it does.
@@ -60,6 +62,7 @@ class Architecture:
     bias_arguments: tuple[str, ...] = ()
     silence: Silencer | None = None
     native: Callable[[Stack], SchemeConfig | None] | None = None
+    fixed_tables: Callable[[Stack], list[FixedTable]] | None = None
     bias_table: Callable[[Stack, FoundAttention], Tensor | None] | None = None
     kept: tuple[str, ...] = field(default_factory=tuple)
     fixed_length: str | None = None

@@ -15,7 +15,7 @@ from hf_posenc.patching.architectures.silencers import (
     ZeroRelativeShift,
 )
 from hf_posenc.patching.instance import InstancePatches
-from hf_posenc.patching.sites import FoundAttention, Stack
+from hf_posenc.patching.sites import FixedTable, FoundAttention, Stack
 from hf_posenc.schemes import AlibiConfig, ComposedConfig, LearnedConfig, RopeConfig, SinusoidalConfig, T5Config
 from hf_posenc.schemes.config import SchemeConfig
 
@@ -105,13 +105,25 @@ def _ctrl_native(stack: Stack) -> SchemeConfig:
     return SinusoidalConfig(layout="concatenated")
 
 
+def _ctrl_tables(stack: Stack) -> list[FixedTable]:
+    return [(stack.module, "pos_encoding")]
+
+
 def _roformer_native(stack: Stack) -> SchemeConfig:
     return RopeConfig(theta=10_000.0, layout="interleaved")
+
+
+def _roformer_tables(stack: Stack) -> list[FixedTable]:
+    return [(stack.module.encoder.embed_positions, "weight")]
 
 
 def _gptj_native(stack: Stack) -> SchemeConfig:
     width = stack.attentions[0].module.rotary_dim or stack.attentions[0].module.embed_dim
     return RopeConfig(theta=10_000.0, rotary_dim=int(width), layout="interleaved")
+
+
+def _gptj_tables(stack: Stack) -> list[FixedTable]:
+    return [(attention.module, "embed_positions") for attention in stack.attentions]
 
 
 def _silence_falcon(stack: Stack, patches: InstancePatches) -> None:
@@ -212,13 +224,18 @@ def declare_stock_architectures() -> None:
         ),
     )
     register_architecture(
-        "ctrl", architecture=Architecture(mechanism="sinusoidal table", silence=_silence_ctrl, native=_ctrl_native)
+        "ctrl",
+        architecture=Architecture(
+            mechanism="sinusoidal table", silence=_silence_ctrl, native=_ctrl_native, fixed_tables=_ctrl_tables
+        ),
     )
     register_architecture(
         "gptj",
         "codegen",
         architecture=Architecture(
-            native=_gptj_native, fixed_length="every forward looks its positions up in a table of so many sines"
+            native=_gptj_native,
+            fixed_tables=_gptj_tables,
+            fixed_length="every forward looks its positions up in a table of so many sines",
         ),
     )
     register_architecture(
@@ -229,6 +246,7 @@ def declare_stock_architectures() -> None:
             rotary_method="apply_rotary_position_embeddings",
             pairing="interleaved",
             native=_roformer_native,
+            fixed_tables=_roformer_tables,
             fixed_length="every forward looks its positions up in a table of so many sines",
         ),
     )

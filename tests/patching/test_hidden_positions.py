@@ -1,0 +1,107 @@
+"""A position mechanism that discovery does not see is noticed by running the model, not taken for none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BartConfig, BartModel
+
+from hf_posenc import UnsupportedError, native_scheme, patch_model
+from hf_posenc.patching import architectures
+from tests.architectures.population import all_pairs
+from tests.architectures.tiny import WITHOUT_POSITIONS, tiny_model
+from tests.matrix.running import patched, tokens
+
+
+def _name(pair: Any) -> str:
+    return str(pair.name)
+
+
+def hidden_table() -> Any:
+    model = patched("gpt2", None)
+    model.transformer.wpe = nn.Sequential(model.transformer.wpe)
+    return model
+
+
+def hidden_bias() -> Any:
+    """A model without positions, whose first attention layer forgets its input by its place."""
+    model = patched("gpt2", None)
+    model.transformer.wpe = nn.Sequential()
+    model.transformer.wpe.forward = lambda ids: torch.zeros(1)
+    value = model.transformer.h[0].attn.c_attn
+
+    def fade(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output * torch.linspace(0.5, 1.0, output.shape[1]).unsqueeze(-1)
+
+    value.register_forward_hook(fade)
+    return model
+
+
+@pytest.mark.parametrize("scheme", ["none", "alibi", "native"])
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [(hidden_table, r"wpe\.0.*register_architecture"), (hidden_bias, "first attention layer computes depends")],
+)
+def test_a_mechanism_that_was_not_found_is_refused(build: Any, message: str, scheme: str) -> None:
+    model = build()
+    with pytest.raises(UnsupportedError, match=message):
+        patch_model(model, scheme)
+    assert not hasattr(model, "position_encoding")
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_native_scheme_does_not_say_none_of_a_hidden_table() -> None:
+    with pytest.raises(UnsupportedError, match="No position table"):
+        native_scheme(hidden_table())
+
+
+def test_a_table_hidden_in_one_of_two_stacks_is_found() -> None:
+    config = BartConfig(
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        vocab_size=96,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    model = BartModel(config).eval()
+    table = model.decoder.embed_positions
+    model.decoder.embed_positions = nn.Module()
+    model.decoder.embed_positions.inner = table
+    model.decoder.embed_positions.forward = table.forward
+    with pytest.raises(UnsupportedError, match="in this BartDecoder"):
+        patch_model(model, "alibi")
+
+
+@torch.no_grad()
+def test_a_declared_table_is_replaced_wherever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    declared = architectures.Architecture(tables=("wpe.0",))
+    monkeypatch.setitem(architectures.declaration._ARCHITECTURES, "gpt2", declared)
+    model, expected, ids = hidden_table(), patched("gpt2", "alibi"), tokens(1, 8)
+    patch_model(model, "alibi")
+    assert torch.equal(model(ids).logits, expected(ids).logits)
+
+
+@pytest.mark.parametrize("pair", [pair for pair in all_pairs() if pair.model_type in WITHOUT_POSITIONS], ids=_name)
+def test_architectures_without_positions_are_patched_as_before(pair: Any) -> None:
+    model = tiny_model(pair)
+    assert native_scheme(model).name == "none"
+    patch_model(model, "alibi")
+    patch_model(model, "rope", theta=100.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_causal_model_without_any_positions_has_none(dtype: torch.dtype) -> None:
+    """Its second layer knows the order from the causal mask."""
+    model = patched("gpt2", None).to(dtype)
+    model.transformer.wpe = nn.Sequential()
+    model.transformer.wpe.forward = lambda ids: torch.zeros(1, dtype=dtype)
+    assert native_scheme(model).name == "none"
+    patch_model(model, "alibi")
