@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -73,7 +74,6 @@ def settle_lengths(encoding: PositionEncoding, model: PreTrainedModel, stacks: l
         reach = shortest((reach, Reach(native, f"of {model.config.model_type}: {reason}. No scheme changes that.")))
     lengths = Lengths(native, native, reach, _rows_before(stacks, stated))
     remember_lengths(model.config, stated)
-    encoding.lengths = lengths
     wanted = native
     if before is not None and before.chosen:
         wanted, lengths.chosen = before.current, True
@@ -81,8 +81,7 @@ def settle_lengths(encoding: PositionEncoding, model: PreTrainedModel, stacks: l
         wanted = max(native, reach.made_for)
     if wanted is not None and reach.length is not None:
         wanted = max(min(wanted, reach.length), 1)
-    if wanted is not None:
-        _write(encoding, model, wanted)
+    _write(encoding, model, lengths, wanted)
 
 
 def set_length(encoding: PositionEncoding, model: PreTrainedModel, length: int) -> None:
@@ -97,8 +96,12 @@ def set_length(encoding: PositionEncoding, model: PreTrainedModel, length: int) 
         raise SequenceLengthError(
             f"A context of {length} tokens is longer than the {reach.length} positions {reach.remedy}"
         )
-    encoding.lengths.chosen = True
-    _write(encoding, model, length)
+    before = encoding.lengths
+    try:
+        _write(encoding, model, dataclasses.replace(before, chosen=True), length)
+    except BaseException:
+        _write(encoding, model, before, before.current)
+        raise
 
 
 def take_lengths(encoding: PositionEncoding, model: PreTrainedModel, stated: Mapping[str, int]) -> None:
@@ -126,9 +129,16 @@ def take_generation_length(encoding: PositionEncoding, model: PreTrainedModel) -
         encoding.journal.set(generation_config, "max_length", lengths.current)
 
 
-def _write(encoding: PositionEncoding, model: PreTrainedModel, length: int) -> None:
-    lengths = encoding.lengths
-    assert lengths is not None
+def _write(encoding: PositionEncoding, model: PreTrainedModel, lengths: Lengths, length: int | None) -> None:
+    """Makes every place state a length; the encoding itself last, so that an interrupted one can be repeated."""
+    if length is not None:
+        _write_configs(encoding, model, lengths, length)
+    encoding.lengths = dataclasses.replace(lengths, current=length)
+    if encoding.report is not None:
+        encoding.report.context = str(encoding.lengths)
+
+
+def _write_configs(encoding: PositionEncoding, model: PreTrainedModel, lengths: Lengths, length: int) -> None:
     native = native_lengths(model.config)
     # Where the model has its native length again, every name gets what it had, were they different ones.
     stated = native if length == lengths.native else dict.fromkeys(native, length + lengths.rows_before)
@@ -138,9 +148,6 @@ def _write(encoding: PositionEncoding, model: PreTrainedModel, length: int) -> N
     stated_before = None if generation_config is None else generation_config.max_length
     if stated_before is not None and stated_before == lengths.current != length:
         encoding.journal.set(generation_config, "max_length", length)
-    lengths.current = length
-    if encoding.report is not None:
-        encoding.report.context = str(lengths)
 
 
 def _stated(model: PreTrainedModel, stacks: list[Stack]) -> dict[str, int]:

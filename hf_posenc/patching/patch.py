@@ -10,17 +10,11 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_posenc.patching.apply import (
-    build_encoding,
-    current_encoding,
-    encodings,
-    install,
-    uninstall,
-    unwrapped,
-)
+from hf_posenc.patching.apply import build_encoding, current_encoding, unwrapped
 from hf_posenc.patching.config_lengths import at_native_lengths
 from hf_posenc.patching.discovery import find_stacks
 from hf_posenc.patching.encoding import PositionEncoding, is_length_dependent
+from hf_posenc.patching.exchange import exchange, take_out
 from hf_posenc.patching.native import native_scheme
 from hf_posenc.patching.plan import SchemeLike, schedule, scheme_config
 from hf_posenc.patching.sites import Stack
@@ -76,14 +70,7 @@ def patch_model(
     if previous is not None:
         # A length that somebody has asked for outlives the scheme, as far as the new one reaches.
         encoding.lengths = previous.lengths
-        uninstall(previous)
-    try:
-        install(encoding, target)
-    except BaseException:
-        uninstall(encoding)
-        if previous is not None:
-            install(previous, target)
-        raise
+    exchange(target, encoding)
     return model
 
 
@@ -109,9 +96,7 @@ def _layer_types(stacks: list[Stack]) -> list[str | None]:
 
 def unpatch_model(model: ModelType) -> ModelType:
     """Gives the stock model back, bit for bit. A model that is not patched is returned as it is."""
-    target = unwrapped(model)
-    for encoding in encodings(target):
-        uninstall(encoding)
+    take_out(unwrapped(model))
     return model
 
 
