@@ -26,6 +26,7 @@ from hf_posenc.patching.fingerprint import samples
 from hf_posenc.patching.generation import check_generation
 from hf_posenc.patching.install import install_stack
 from hf_posenc.patching.lengths import settle_lengths
+from hf_posenc.patching.placed_forward import forward_on_instance
 from hf_posenc.patching.recomputation import forget_recomputation
 from hf_posenc.patching.recomputed_queries import refuse_recomputed_queries
 from hf_posenc.patching.report import PatchReport
@@ -177,25 +178,30 @@ def without_weights(config: SchemeConfig, model: PreTrainedModel, stacks: list[S
 
 
 def install(encoding: PositionEncoding, model: PreTrainedModel) -> None:
-    """Puts everything in place; whatever it does is in the encoding's journal and hooks."""
+    """Puts everything in place; whatever it does is in the encoding's journal.
+
+    The model says that it is patched before anything acts, and until nothing does any more.
+    """
     stacks = find_stacks(model)
     architecture = architecture_of(model.config)
+    base = model.base_model
+    encoding.__dict__["holder"] = base
+    base.add_module(ATTRIBUTE, encoding)
+    encoding.__dict__["model_config"] = model.config
+    attach_entry(model.config, encoding.config.to_dict())
+    if base is not model:
+        encoding.journal.set(model, ATTRIBUTE, encoding)
+    before = {} if encoding.report is None else {report.name: report.adopted for report in encoding.report.stacks}
     reports = []
     for stack in stacks:
         placed = encoding.stacks[stack.name]
         assert isinstance(placed, StackEncoding)
-        adopted = [] if encoding.report else placed.adopt(stack, architecture.native_bias_table)
-        report = install_stack(stack, placed, architecture, encoding.journal, encoding.hooks)
+        first = encoding.report is None
+        adopted = placed.adopt(stack, architecture.native_bias_table) if first else before[stack.name]
+        report = install_stack(stack, placed, architecture, encoding.journal)
         report.adopted = adopted
         reports.append(report)
     encoding.report = PatchReport(encoding.config.name, type(model).__name__, parameter_count(encoding), reports)
-    base = model.base_model
-    base.add_module(ATTRIBUTE, encoding)
-    encoding.__dict__["holder"] = base
-    if base is not model:
-        encoding.journal.set(model, ATTRIBUTE, encoding)
-    attach_entry(model.config, encoding.config.to_dict())
-    encoding.__dict__["model_config"] = model.config
     refuse_split_heads(encoding, model)
     settle_lengths(encoding, model, stacks)
     encoding.base_weights = encoding.base_weights or samples(model, read_offloaded=False)
@@ -207,22 +213,20 @@ def install(encoding: PositionEncoding, model: PreTrainedModel) -> None:
 
 
 def uninstall(encoding: PositionEncoding) -> None:
-    """Takes everything back that `install` did."""
+    """Takes everything back that `install` did. One that was interrupted is finished by another one."""
     for stack in encoding.stacks.values():
         assert isinstance(stack, StackEncoding)
         stack.runtime.slots.restore()
         stack.runtime.watch = None
-    for hook in encoding.hooks:
-        hook.remove()
-    encoding.hooks.clear()
     encoding.journal.undo()
-    holder = encoding.__dict__.pop("holder", None)
-    if holder is not None:
-        holder._modules.pop(ATTRIBUTE, None)
-        forget_recomputation(holder)
-    config = encoding.__dict__.pop("model_config", None)
+    holder, config = encoding.__dict__.get("holder"), encoding.__dict__.get("model_config")
     if config is not None:
         detach_entry(config)
+    if holder is not None:
+        forget_recomputation(holder)
+        holder._modules.pop(ATTRIBUTE, None)
+    encoding.__dict__.pop("model_config", None)
+    encoding.__dict__.pop("holder", None)
 
 
 def _disable_unsafe_cache(encoding: PositionEncoding, model: PreTrainedModel) -> None:
@@ -234,11 +238,9 @@ def _disable_unsafe_cache(encoding: PositionEncoding, model: PreTrainedModel) ->
 
 def runs_a_scheme(model: nn.Module) -> bool:
     """Whether any attention layer of a model, or of a part it shares with another model, carries a scheme."""
-    return any(
-        isinstance(module.__dict__.get(place), AttentionSite)
-        for module in model.modules()
-        for place in ("forward", "_old_forward")
-    )
+    placed = [site for encoding in encodings(model) for site in encoding.journal.forwards()]
+    shared = [forward_on_instance(module) for module in model.modules()]
+    return any(isinstance(forward, AttentionSite) for forward in (*placed, *shared))
 
 
 def refuse_missing_sites(model: nn.Module) -> None:

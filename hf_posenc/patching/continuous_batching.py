@@ -38,7 +38,7 @@ def refuse_pages(encoding: PositionEncoding, model: nn.Module) -> None:
     Raises:
         UnsupportedError: with the reason.
     """
-    reason = _outside_interface(model) or _of_layers(encoding) or _of_lengths(encoding)
+    reason = _outside_interface(encoding) or _of_layers(encoding) or _of_lengths(encoding)
     if reason:
         raise UnsupportedError(
             f"Continuous batching cannot run the scheme {encoding.config.name!r} in this {type(model).__name__}: "
@@ -46,12 +46,12 @@ def refuse_pages(encoding: PositionEncoding, model: nn.Module) -> None:
         )
 
 
-def _outside_interface(model: nn.Module) -> str:
-    for module in model.modules():
-        if any(isinstance(module.__dict__.get(place), ScoresAttention) for place in ("forward", "_old_forward")):
+def _outside_interface(encoding: PositionEncoding) -> str:
+    for site in encoding.journal.forwards():
+        if isinstance(site, ScoresAttention):
             return (
-                f"{type(module).__name__} computes its scores itself, without the attention interface through which "
-                "pages of keys are read"
+                f"{type(site.module).__name__} computes its scores itself, without the attention interface through "
+                "which pages of keys are read"
             )
     return ""
 

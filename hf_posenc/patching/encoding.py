@@ -166,7 +166,6 @@ class PositionEncoding(nn.Module):
         self.base_weights: dict[str, Sample] = {}
         self.stacks = nn.ModuleDict(stacks)
         self.journal = InstancePatches()
-        self.hooks: list[Any] = []
 
     def parts(self) -> list[Part]:
         """The parts that act somewhere; one that is made of others stands for all of them."""

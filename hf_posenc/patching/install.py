@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.additive_site import AddToHiddenStates
 from hf_posenc.patching.architectures import Architecture
@@ -21,7 +19,7 @@ from hf_posenc.patching.table_site import TableSite
 
 
 def install_stack(
-    stack: Stack, encoding: StackEncoding, architecture: Architecture, journal: InstancePatches, hooks: list[Any]
+    stack: Stack, encoding: StackEncoding, architecture: Architecture, journal: InstancePatches
 ) -> StackReport:
     """Silences the native mechanisms of a stack and puts the scheme's parts in their place.
 
@@ -30,7 +28,6 @@ def install_stack(
         encoding: what.
         architecture: the declaration for this model.
         journal: takes every change, so that it can be undone.
-        hooks: takes every hook handle.
 
     Returns:
         What was replaced and placed.
@@ -66,8 +63,7 @@ def install_stack(
                 f"{type(stack.module).__name__} has neither a position table nor a list of layers, so there is no "
                 "place to add positions to its embeddings."
             )
-        hook = AddToHiddenStates(runtime, encoding.additive)
-        hooks.append(stack.first_layer.register_forward_pre_hook(hook, with_kwargs=True))
+        journal.add_forward_pre_hook(stack.first_layer, AddToHiddenStates(runtime, encoding.additive))
         report.placed.append(f"additive: input of {type(stack.first_layer).__name__} 0")
     return report
 

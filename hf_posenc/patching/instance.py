@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.placed_forward import (
+    PlacedForward,
+    forward_on_instance,
+    place_of_forward,
+    refuse_foreign_forward,
+)
 
 #: Types whose values are compared, not their identity.
 _PLAIN = (int, float, str)
@@ -21,7 +27,7 @@ class _Change:
     attribute: str
     had_value: bool
     value: Any
-    kind: Literal["attribute", "forward", "buffer", "frozen"] = "attribute"
+    kind: Literal["attribute", "forward", "buffer", "frozen", "hook"] = "attribute"
     ours: Any = None
 
     def put(self, value: Any) -> None:
@@ -63,10 +69,16 @@ class InstancePatches:
         Raises:
             UnsupportedError: if the instance has another forward than its class already, which would be passed over.
         """
-        if _place_of_forward(module) == "forward" and "forward" in module.__dict__:
+        if any(change.kind == "forward" and change.target is module for change in self.changes):
             raise UnsupportedError(
-                f"This {type(module).__name__} has a forward of its own, set on the instance by another library or by "
-                "hand; a patch would pass it over. Take it off first, and put it on again afterwards if it has to be."
+                f"This {type(module).__name__} stands at several places of the model, whose layers would share what "
+                "belongs to one of them. Give each layer a module of its own (copy.deepcopy)."
+            )
+        refuse_foreign_forward(module)
+        if forward_on_instance(module) is not None:
+            raise UnsupportedError(
+                f"This {type(module).__name__} is shared with another model that is patched, and would run two "
+                "position encodings. Unpatch that model, or give each model modules of its own (copy.deepcopy)."
             )
         self.wrap_forward(module, lambda inner: value)
 
@@ -77,13 +89,21 @@ class InstancePatches:
             module: the module.
             wrapper: makes the new forward from what the instance had there, `None` for the forward of its class.
         """
-        own, place = module.__dict__, _place_of_forward(module)
-        before = own.get(place)
-        # accelerate keeps a bound method where there was nothing.
-        stock = before is None or getattr(before, "__func__", None) is type(module).forward
-        value = wrapper(None if stock else before)
-        self.changes.append(_Change(module, place, place in own, (value, before), "forward"))
-        own[place] = value
+        place, before = place_of_forward(module), forward_on_instance(module)
+        value = wrapper(before)
+        self.changes.append(_Change(module, place, before is not None, (value, before), "forward"))
+        module.__dict__[place] = value
+
+    def forwards(self) -> Iterator[Any]:
+        """The forwards that act: in their place, or inside something that somebody has put around them."""
+        for change in self.changes:
+            if change.kind == "forward" and forward_on_instance(change.target) is not None:
+                yield change.value[0]
+
+    def add_forward_pre_hook(self, module: nn.Module, hook: Any) -> None:
+        """Registers a hook that takes keyword arguments too."""
+        self.changes.append(_Change(module, "_forward_pre_hooks", False, None, "hook", ours=hook))
+        module.register_forward_pre_hook(hook, with_kwargs=True)
 
     def freeze(self, module: nn.Module, name: str) -> None:
         """Stops training a native weight that the new scheme leaves without effect.
@@ -96,35 +116,49 @@ class InstancePatches:
             parameter.requires_grad_(False)
 
     def undo(self) -> None:
-        """Restores everything in reverse order, except an attribute that somebody has set again since."""
-        for change in reversed(self.changes):
-            if change.kind == "forward":
-                _restore_forward(change)
-            elif change.kind == "frozen":
-                change.target._parameters[change.attribute].requires_grad_(change.value)
-            elif change.kind == "buffer":
-                change.target._buffers[change.attribute] = change.value
-            elif not change.is_in_place:
-                continue
-            elif change.had_value:
-                change.target.__dict__[change.attribute] = change.value
-            else:
-                change.target.__dict__.pop(change.attribute, None)
-        self.changes.clear()
+        """Restores everything in reverse order, except an attribute that somebody has set again since.
+
+        One that was interrupted is finished by another one.
+        """
+        while self.changes:
+            _restore(self.changes[-1])
+            self.changes.pop()
 
 
-def _place_of_forward(module: nn.Module) -> str:
-    return "_old_forward" if "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__ else "forward"
+def _restore(change: _Change) -> None:
+    if change.kind == "forward":
+        _restore_forward(change)
+    elif change.kind == "hook":
+        _remove_hook(change.target, change.ours)
+    elif change.kind == "frozen":
+        change.target._parameters[change.attribute].requires_grad_(change.value)
+    elif change.kind == "buffer":
+        change.target._buffers[change.attribute] = change.value
+    elif not change.is_in_place:
+        return
+    elif change.had_value:
+        change.target.__dict__[change.attribute] = change.value
+    else:
+        change.target.__dict__.pop(change.attribute, None)
+
+
+def _remove_hook(module: nn.Module, hook: Any) -> None:
+    """Removes a hook that may not be registered yet, by itself: an interrupt would lose a handle."""
+    for number in [number for number, found in module._forward_pre_hooks.items() if found is hook]:
+        del module._forward_pre_hooks[number]
+        module._forward_pre_hooks_with_kwargs.pop(number, None)
 
 
 def _restore_forward(change: _Change) -> None:
-    """Takes a forward out from where it is now: hooks come and go around it while a model is patched."""
+    """Takes a forward out from where it is now: hooks and wrappers come and go around it while a model is patched."""
     own, (ours, before) = change.target.__dict__, change.value
+    if isinstance(ours, PlacedForward):
+        ours.retired = True
     stock = types.MethodType(type(change.target).forward, change.target)
     if own.get("_old_forward") is ours:
-        own["_old_forward"] = before if change.attribute == "_old_forward" else stock
+        own["_old_forward"] = stock if before is None else before
     elif own.get("forward") is ours:
-        if change.had_value and change.attribute == "forward":
-            own["forward"] = before
-        else:
+        if before is None:
             del own["forward"]
+        else:
+            own["forward"] = before

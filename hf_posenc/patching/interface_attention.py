@@ -62,6 +62,8 @@ class InterfaceAttention(AttentionSite):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward under its exchanged globals, as few of them as the scheme needs."""
+        if self.retired:
+            return self.stock(*args, **kwargs)
         if self.leaves_scores and _POSITION_BIAS not in kwargs:
             if self.encoding.query_key_map is None:
                 return self._briefly(self.module, *args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -73,14 +74,12 @@ def settle_lengths(encoding: PositionEncoding, model: PreTrainedModel, stacks: l
         reach = shortest((reach, Reach(native, f"of {model.config.model_type}: {reason}. No scheme changes that.")))
     lengths = Lengths(native, native, reach, _rows_before(stacks, stated))
     remember_lengths(model.config, stated)
-    encoding.lengths = lengths
     wanted = native
     if before is not None and before.chosen is not None:
         wanted = lengths.chosen = before.chosen
     elif native is not None and reach.made_for is not None and reach.made_for not in _native_stretches(model, native):
         wanted = max(native, reach.made_for)
-    if wanted is not None:
-        _write(encoding, model, _within(reach, wanted))
+    _write(encoding, model, lengths, None if wanted is None else _within(reach, wanted))
 
 
 def set_length(encoding: PositionEncoding, model: PreTrainedModel, length: int) -> None:
@@ -95,23 +94,25 @@ def set_length(encoding: PositionEncoding, model: PreTrainedModel, length: int) 
         raise SequenceLengthError(
             f"A context of {length} tokens is longer than the {reach.length} positions {reach.remedy}"
         )
-    encoding.lengths.chosen = length
-    _write(encoding, model, length)
+    before = encoding.lengths
+    try:
+        _write(encoding, model, dataclasses.replace(before, chosen=length), length)
+    except BaseException:
+        _write(encoding, model, before, before.current)
+        raise
 
 
 def choose_length(encoding: PositionEncoding, model: PreTrainedModel, length: int) -> None:
     """Gives a patched model the length that was chosen for another one, as far as its scheme reaches."""
     assert encoding.lengths is not None
-    encoding.lengths.chosen = length
-    _write(encoding, model, _within(encoding.lengths.reach, length))
+    lengths = dataclasses.replace(encoding.lengths, chosen=length)
+    _write(encoding, model, lengths, _within(lengths.reach, length))
 
 
 def restore_length(encoding: PositionEncoding, model: PreTrainedModel, before: Lengths) -> None:
     """Gives a model back the length it had, for a load that has failed."""
     assert encoding.lengths is not None
-    if before.current is not None:
-        _write(encoding, model, before.current)
-    encoding.lengths.chosen, encoding.lengths.current = before.chosen, before.current
+    _write(encoding, model, dataclasses.replace(encoding.lengths, chosen=before.chosen), before.current)
 
 
 def take_lengths(encoding: PositionEncoding, model: PreTrainedModel, stated: Mapping[str, int]) -> None:
@@ -143,9 +144,16 @@ def _within(reach: Reach, length: int) -> int:
     return length if reach.length is None else max(min(length, reach.length), 1)
 
 
-def _write(encoding: PositionEncoding, model: PreTrainedModel, length: int) -> None:
-    lengths = encoding.lengths
-    assert lengths is not None
+def _write(encoding: PositionEncoding, model: PreTrainedModel, lengths: Lengths, length: int | None) -> None:
+    """Makes every place state a length; the encoding itself last, so that an interrupted one can be repeated."""
+    if length is not None:
+        _write_configs(encoding, model, lengths, length)
+    encoding.lengths = dataclasses.replace(lengths, current=length)
+    if encoding.report is not None:
+        encoding.report.context = str(encoding.lengths)
+
+
+def _write_configs(encoding: PositionEncoding, model: PreTrainedModel, lengths: Lengths, length: int) -> None:
     native = native_lengths(model.config)
     # Where the model has its native length again, every name gets what it had, were they different ones.
     stated = native if length == lengths.native else dict.fromkeys(native, length + lengths.rows_before)
@@ -155,9 +163,6 @@ def _write(encoding: PositionEncoding, model: PreTrainedModel, length: int) -> N
     stated_before = None if generation_config is None else generation_config.max_length
     if stated_before is not None and stated_before == lengths.current != length:
         encoding.journal.set(generation_config, "max_length", length)
-    lengths.current = length
-    if encoding.report is not None:
-        encoding.report.context = str(lengths)
 
 
 def _stated(model: PreTrainedModel, stacks: list[Stack]) -> dict[str, int]:

@@ -15,6 +15,7 @@ from hf_posenc.patching.key_positions import distances_are_of_slots, key_positio
 from hf_posenc.patching.layer_call import LayerCall, LayerEncoding
 from hf_posenc.patching.length_checks import check_cache
 from hf_posenc.patching.offloading import weights_at_hand
+from hf_posenc.patching.placed_forward import PlacedForward
 from hf_posenc.patching.runtime import StackRuntime
 from hf_posenc.patching.state import ForwardState
 from hf_posenc.schemes.parts import DistanceBias, LogitBias, PairwiseBias, Part, SeparableBias
@@ -26,7 +27,7 @@ _UNEVEN = (
 )
 
 
-class LogitSite:
+class LogitSite(PlacedForward):
     """Where a scheme changes the logits of one attention module.
 
     Deep copies and pickles follow the module: the site refers to it as an ordinary attribute.

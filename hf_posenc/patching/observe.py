@@ -51,15 +51,20 @@ def observe_rotations(model: PreTrainedModel, stacks: list[Stack]) -> dict[str, 
         )
     seen: dict[str, Rotation] = {}
     journal = InstancePatches()
-    for stack in stacks:
-        for attention in stack.attentions:
-            if attention.rotary_functions:
-                path = f"{stack.name}:{attention.path}"
-                journal.set_forward(attention.module, _recorder(attention, path, seen))
     try:
+        for stack in stacks:
+            for attention in stack.attentions:
+                if attention.rotary_functions:
+                    path = f"{stack.name}:{attention.path}"
+                    journal.set_forward(attention.module, _recorder(attention, path, seen))
         run_briefly(model, _TOKENS)
     finally:
-        journal.undo()
+        # Not a function of its own: an interrupt may come between its call and its first line.
+        try:
+            journal.undo()
+        except BaseException:
+            journal.undo()
+            raise
     return seen
 
 

@@ -10,17 +10,11 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_posenc.patching.apply import (
-    build_encoding,
-    current_encoding,
-    encodings,
-    install,
-    uninstall,
-    unwrapped,
-)
+from hf_posenc.patching.apply import build_encoding, current_encoding, unwrapped
 from hf_posenc.patching.config_lengths import at_native_lengths
 from hf_posenc.patching.discovery import find_stacks
 from hf_posenc.patching.encoding import PositionEncoding, is_length_dependent
+from hf_posenc.patching.exchange import exchange, take_out
 from hf_posenc.patching.hidden_positions import refuse_hidden_positions
 from hf_posenc.patching.native import native_scheme
 from hf_posenc.patching.plan import SchemeLike, schedule, scheme_config
@@ -77,14 +71,7 @@ def patch_model(
     if previous is not None:
         # A length that somebody has asked for outlives the scheme, as far as the new one reaches.
         encoding.lengths, encoding.base_weights = previous.lengths, previous.base_weights
-        uninstall(previous)
-    try:
-        install(encoding, target)
-    except BaseException:
-        uninstall(encoding)
-        if previous is not None:
-            install(previous, target)
-        raise
+    exchange(target, encoding)
     return model
 
 
@@ -111,9 +98,7 @@ def _layer_types(stacks: list[Stack]) -> list[str | None]:
 
 def unpatch_model(model: ModelType) -> ModelType:
     """Gives the stock model back, bit for bit. A model that is not patched is returned as it is."""
-    target = unwrapped(model)
-    for encoding in encodings(target):
-        uninstall(encoding)
+    take_out(unwrapped(model))
     return model
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.patching.placed_forward import PlacedForward
 from hf_posenc.patching.runtime import StackRuntime
 from hf_posenc.patching.scores_attention import ScoresAttention
 
@@ -15,7 +16,7 @@ from hf_posenc.patching.scores_attention import ScoresAttention
 _MOST_PLACEHOLDERS = 64
 
 
-class RotaryModuleSite:
+class RotaryModuleSite(PlacedForward):
     """Stands in for the `forward` of a rotary module: notes the positions it is asked for.
 
     Args:
@@ -37,6 +38,8 @@ class RotaryModuleSite:
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Same as the module's own forward, or something that looks the same."""
+        if self.retired:
+            return self.stock(x, *args, **kwargs)
         position_ids = args[0] if args else kwargs.get("position_ids")
         state = self.runtime.state
         if state is not None and isinstance(position_ids, Tensor):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.cached_positions import is_followed, recorded, seal
 from hf_posenc.patching.per_thread import PerThread
+from hf_posenc.patching.placed_forward import PlacedForward
 from hf_posenc.patching.recomputation import Recomputation
 from hf_posenc.patching.slot_buffers import SlotBuffers
 from hf_posenc.patching.state import ForwardState, one_axis
@@ -83,7 +84,7 @@ class StackRuntime:
         return ForwardState(query_length, offset=None)
 
 
-class StackForward:
+class StackForward(PlacedForward):
     """Stands in for the `forward` of a stack: resolves the call's positions, and drops them when it ends.
 
     A forward and not a pair of hooks, because torch runs no hook after a `KeyboardInterrupt` or a `SystemExit`, and one
@@ -96,18 +97,20 @@ class StackForward:
     """
 
     def __init__(self, stack: nn.Module, runtime: StackRuntime, inner: Any) -> None:
-        self.stack = stack
+        self.module = stack
         self.runtime = runtime
         self.inner = inner
 
     @property
     def __wrapped__(self) -> Any:
         """What is called, for those who ask for the signature."""
-        return types.MethodType(type(self.stack).forward, self.stack) if self.inner is None else self.inner
+        return types.MethodType(type(self.module).forward, self.module) if self.inner is None else self.inner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the stack's own forward with the state of this call in place."""
-        if torch.compiler.is_compiling() and _stands_elsewhere(_named_arguments(self.stack, args, kwargs)):
+        if self.retired:
+            return self.stock(*args, **kwargs)
+        if torch.compiler.is_compiling() and _stands_elsewhere(_named_arguments(self.module, args, kwargs)):
             return self._run_outside_graphs(*args, **kwargs)
         return self._run(*args, **kwargs)
 
@@ -120,11 +123,8 @@ class StackForward:
             state, kwargs = self._resolve(args, kwargs)
             calls.append(state)
             if torch.is_grad_enabled():
-                self.runtime.recomputation.keep_state(self.stack)
-            if self.inner is not None:
-                result = self.inner(*args, **kwargs)
-            else:
-                result = type(self.stack).forward(self.stack, *args, **kwargs)
+                self.runtime.recomputation.keep_state(self.module)
+            result = self.stock(*args, **kwargs)
             if state.cache_object is not None:
                 seal(state.cache_object)
             return result
@@ -145,7 +145,7 @@ class StackForward:
             The state and the call's keyword arguments, with a mask of ones where positions have several axes and there
             is no mask: without one transformers looks for packed documents in them.
         """
-        stack = self.stack
+        stack = self.module
         arguments = _named_arguments(stack, args, kwargs)
         tokens = next(
             (arguments[name] for name in ("input_ids", "inputs_embeds", "input") if arguments.get(name) is not None),

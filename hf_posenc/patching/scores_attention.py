@@ -45,6 +45,8 @@ class ScoresAttention(AttentionSite):
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward under a `ScoresMode`, which torch.compile cannot trace and runs as it is."""
+        if self.retired:
+            return self.stock(*args, **kwargs)
         hidden_states = args[0] if args else next(iter(kwargs.values()))
         call = self.begin_call(hidden_states)
         self.note_cache(call.state, args, kwargs)

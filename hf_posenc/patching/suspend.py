@@ -7,19 +7,17 @@ from contextlib import contextmanager
 
 from transformers import PreTrainedModel
 
-from hf_posenc.patching.apply import current_encoding, install, uninstall, unwrapped
+from hf_posenc.patching.apply import unwrapped
+from hf_posenc.patching.exchange import temporarily
 
 
 @contextmanager
 def suspended(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """The model without its scheme for the length of a `with` block; the scheme is back afterwards."""
+    """The model without its scheme for the length of a `with` block; the scheme is back afterwards.
+
+    Raises:
+        UnsupportedError: if the scheme could not be put back, because somebody has wrapped the forward of a module.
+    """
     target = unwrapped(model)
-    encoding = current_encoding(target)
-    if encoding is None:
+    with temporarily(target, None):
         yield target
-        return
-    uninstall(encoding)
-    try:
-        yield target
-    finally:
-        install(encoding, target)

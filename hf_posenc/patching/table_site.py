@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.patching.length_checks import check_cache
+from hf_posenc.patching.placed_forward import PlacedForward
 from hf_posenc.patching.runtime import StackRuntime
 from hf_posenc.patching.state import ForwardState, one_axis
 from hf_posenc.schemes.parts import AdditiveEncoding
@@ -45,7 +46,7 @@ def table_origin(module: nn.Module) -> int:
     return 0 if padding_idx is None else int(padding_idx) + 1
 
 
-class TableSite:
+class TableSite(PlacedForward):
     """Stands in for the `forward` of one position table.
 
     Args:
@@ -66,6 +67,8 @@ class TableSite:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`(batch or 1, query_len, hidden)` in the dtype of the native table, packed the way the table packs it."""
+        if self.retired:
+            return self.stock(*args, **kwargs)
         weight = table_weight(self.module)
         assert weight is not None
         if self.additive is None and self._is_plain:

@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.apply import build_encoding, install, uninstall
+from hf_posenc.patching.apply import build_encoding
+from hf_posenc.patching.exchange import temporarily
 from hf_posenc.patching.observe import run_briefly
 from hf_posenc.patching.sites import Stack
 from hf_posenc.schemes.config import SchemeConfig
@@ -40,11 +41,8 @@ def verify_native(model: PreTrainedModel, config: SchemeConfig, stacks: list[Sta
     # The weights of a part are drawn before it adopts the model's own; the caller's generator must not notice.
     with torch.random.fork_rng(devices=[]):
         encoding = build_encoding(config, model, stacks)
-        try:
-            install(encoding, model)
+        with temporarily(model, encoding):
             replaced = _outputs(model)
-        finally:
-            uninstall(encoding)
     difference = float((replaced - stock).abs().max() / stock.abs().max().clamp(min=1.0))
     if not difference <= _TOLERANCE.get(model.dtype, _HALF_TOLERANCE):
         raise UnsupportedError(

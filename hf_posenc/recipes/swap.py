@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching import native_scheme, patch_model, unpatch_model
-from hf_posenc.patching.apply import current_encoding, install, unwrapped
+from hf_posenc.patching import native_scheme, patch_model
+from hf_posenc.patching.apply import current_encoding, unwrapped
 from hf_posenc.patching.encoding import PositionEncoding
+from hf_posenc.patching.exchange import exchange, take_out
 from hf_posenc.patching.plan import SchemeLike, scheme_config
 from hf_posenc.recipes.gradual import begin_blend, new_scheme
 from hf_posenc.recipes.initialization.fit import Fit
@@ -148,11 +149,8 @@ def _left_as_it_was(target: PreTrainedModel) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        now = current_encoding(target)
-        if now is not before:
-            unpatch_model(target)
-            if before is not None:
-                install(before, target)
+        if current_encoding(target) is not before:
+            take_out(target) if before is None else exchange(target, before)
         raise
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_posenc.patching.apply import install, uninstall
 from hf_posenc.patching.encoding import PositionEncoding, StackEncoding
+from hf_posenc.patching.exchange import temporarily
 from hf_posenc.patching.layer_call import LayerEncoding
 from hf_posenc.recipes.initialization.fit import Fit
 from hf_posenc.recipes.initialization.logits import LayerHeads, layers_of, recorded_heads
@@ -135,15 +135,8 @@ def _bias_targets(
 ) -> list[BiasTarget]:
     """For every layer what its bias has to add. The model is left with `new` in force."""
     sample = sample.to(next(model.parameters()).device)
-    uninstall(new)
-    try:
-        install(old, model)
-        try:
-            before = recorded_heads(model, old, sample)
-        finally:
-            uninstall(old)
-    finally:
-        install(new, model)
+    with temporarily(model, old):
+        before = recorded_heads(model, old, sample)
     after = _heads_without_bias(model, new, sample) if _adds(old) else before
     return [
         bias_target(index, layer.causal, _parts(layer, blended=False), heads, _parts(own, blended=True), unbiased)

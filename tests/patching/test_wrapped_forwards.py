@@ -1,0 +1,185 @@
+"""Forwards that other tools put around those of a patched model's modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from hf_posenc import UnsupportedError, inspect_model, native_scheme, patch_model, unpatch_model
+from hf_posenc.recipes import swap_scheme
+
+from ..matrix.architectures import ARCHITECTURES
+from ..matrix.running import outputs, patched, tokens
+
+FOREIGN = "a forward of its own.*unpatch_model"
+
+
+def run(model: Any, name: str = "llama_gqa", **kwargs: Any) -> Tensor:
+    with torch.no_grad():
+        return outputs(model, ARCHITECTURES[name], tokens(2, 8), **kwargs)
+
+
+def wrap(module: nn.Module) -> None:
+    """What a tool that logs or times a module does."""
+    inner = module.forward
+    module.forward = lambda *args, **kwargs: inner(*args, **kwargs)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "path"),
+    [
+        ("llama_gqa", "alibi", "model.layers.1.self_attn"),
+        ("llama_gqa", "t5", "model.rotary_emb"),
+        ("llama_gqa", "sinusoidal", "model"),
+        ("gpt2", "sinusoidal", "transformer.wpe"),
+        ("bloom", "rope", "transformer.h.0.self_attention"),
+        ("bert", "alibi", "bert.embeddings.position_embeddings"),
+    ],
+)
+def test_a_wrapper_goes_on_around_the_stock_forward(name: str, scheme: str, path: str) -> None:
+    model, stock = patched(name, None), run(patched(name, None), name)
+    patch_model(model, scheme)
+    in_force = run(model, name)
+    module = model.get_submodule(path)
+    wrap(module)
+    wrapper = module.forward
+    assert torch.equal(run(model, name), in_force)
+    unpatch_model(model)
+    # More than once: a rotary module that nobody looks at returns a placeholder from the second call on.
+    assert all(torch.equal(run(model, name), stock) for _ in range(2))
+    assert module.forward is wrapper
+    assert [module for module in model.modules() if "forward" in module.__dict__] == [module]
+    assert set(model.state_dict()) == set(patched(name, None).state_dict())
+
+
+def test_a_tool_may_put_back_the_forward_it_found_after_the_scheme_is_gone() -> None:
+    model = patch_model(patched("llama_gqa", None), "alibi")
+    attention = model.model.layers[0].self_attn
+    found = attention.forward
+    wrap(attention)
+    unpatch_model(model)
+    attention.forward = found
+    assert torch.equal(run(model), run(patched("llama_gqa", None)))
+    patch_model(model, "alibi")
+    assert torch.equal(run(model), run(patch_model(patched("llama_gqa", None), "alibi")))
+    unpatch_model(model)
+    assert "forward" not in attention.__dict__
+
+
+CALLS: list[Callable[[Any], Any]] = [
+    native_scheme,
+    inspect_model,
+    lambda model: patch_model(model, "none"),
+    lambda model: patch_model(model, "native"),
+    lambda model: swap_scheme(model, "alibi"),
+    lambda model: swap_scheme(model, "t5", sample=tokens(1, 16)),
+    lambda model: swap_scheme(model, "t5", initialization="default", gradual=True),
+]
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("path", ["layers.1.self_attn", "rotary_emb"])
+def test_what_would_pass_over_a_wrapper_is_refused_before_anything_is_taken_out(
+    path: str, call: Callable[[Any], Any]
+) -> None:
+    model = patched("llama_gqa", "sinusoidal")
+    before, encoding, entry = run(model), model.position_encoding, dict(model.config.position_encoding)
+    keys = set(model.state_dict())
+    wrap(model.model.get_submodule(path))
+    with pytest.raises(UnsupportedError, match=f"model.{path}.*{FOREIGN}"):
+        call(model)
+    assert all(torch.equal(run(model), before) for _ in range(2))
+    assert model.position_encoding is encoding
+    assert model.config.position_encoding == entry
+    assert set(model.state_dict()) == keys
+    assert torch.equal(run(unpatch_model(model)), run(patched("llama_gqa", None)))
+
+
+def test_a_model_whose_layers_are_all_wrapped_is_saved_as_what_it_is(tmp_path: Path) -> None:
+    model = patched("llama_gqa", "alibi")
+    for layer in model.model.layers:
+        wrap(layer.self_attn)
+    expected = run(model)
+    model.save_pretrained(tmp_path / "patched")
+    unpatch_model(model).save_pretrained(tmp_path / "stock")
+    for folder, numbers in (("patched", expected), ("stock", run(model))):
+        kernel = model.config._attn_implementation
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / folder, attn_implementation=kernel).eval()
+        assert torch.equal(run(loaded), numbers)
+
+
+def test_continuous_batching_sees_attention_outside_the_interface_behind_a_wrapper() -> None:
+    model = patched("gptj", "sinusoidal")
+    for layer in model.transformer.h:
+        wrap(layer.attn)
+    with pytest.raises(UnsupportedError, match="computes its scores itself"):
+        model.generate_batch([[5, 6, 7]])
+
+
+def test_a_question_about_a_stock_model_leaves_no_recorder_behind() -> None:
+    model, stock = patched("llama_gqa", None), run(patched("llama_gqa", None))
+    last = model.model.layers[-1].self_attn
+    wrap(last)
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="a forward of its own"):
+            native_scheme(model)
+        assert [module for module in model.modules() if "forward" in module.__dict__] == [last]
+    del last.forward
+    assert torch.equal(run(patch_model(model, native_scheme(model))), stock)
+
+
+@pytest.mark.parametrize("call", [native_scheme, lambda model: patch_model(model, "alibi")])
+def test_layers_that_share_their_attention_are_told_so(call: Callable[[Any], Any]) -> None:
+    model = patched("llama_gqa", None)
+    model.model.layers[1].self_attn = model.model.layers[0].self_attn
+    # Without a cache, in which the two layers have one place.
+    stock = run(model, use_cache=False)
+    with pytest.raises(UnsupportedError, match="stands at several places"):
+        call(model)
+    assert torch.equal(run(model, use_cache=False), stock)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_module_of_another_patched_model_is_refused() -> None:
+    first, second = patched("llama_gqa", None), patched("llama_gqa", None)
+    second.model.layers[1].self_attn = first.model.layers[1].self_attn
+    patch_model(first, "alibi")
+    with pytest.raises(UnsupportedError, match="shared with another model"):
+        patch_model(second, "t5")
+    assert "forward" not in second.model.layers[0].self_attn.__dict__
+    unpatch_model(first)
+    patch_model(second, "t5")
+
+
+def test_a_forward_inside_a_hook_of_accelerate_is_not_passed_over() -> None:
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    model = patched("llama_gqa", None)
+    wrap(model.model.layers[1].self_attn)
+    add_hook_to_module(model.model.layers[1].self_attn, ModelHook())
+    with pytest.raises(UnsupportedError, match="a forward of its own"):
+        patch_model(model, "alibi")
+
+
+@pytest.mark.parametrize("name", ["llama_gqa", "gpt2"])
+def test_a_model_that_was_dispatched_after_the_patch(name: str) -> None:
+    """accelerate replaces every module's forward, and keeps the one it found inside its hook."""
+    from accelerate import dispatch_model
+
+    model, stock = patched(name, "sinusoidal"), run(patched(name, None), name)
+    expected = run(model, name)
+    places = {path: "cpu" for path, module in model.named_modules() if not list(module.children())}
+    dispatch_model(model, places | {"": "cpu"}, main_device="cpu", force_hooks=True)
+    assert sum("_old_forward" in module.__dict__ for module in model.modules()) > 5
+    assert torch.equal(run(model, name), expected)
+    native_scheme(model)
+    assert torch.equal(run(model, name), expected)
+    patch_model(model, "none")
+    assert torch.equal(run(model, name), run(patched(name, "none"), name))
+    assert torch.equal(run(unpatch_model(model), name), stock)
