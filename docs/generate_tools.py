@@ -120,7 +120,8 @@ values:
 There is no third value: a different number fails the test. Of {len(every)} cells, {equal} are equal and
 {len(every) - equal} are refused.
 
-Written by `python docs/generate_tools.py`; `tests/tools` checks every cell. Both need `pip install '.[tools]'`.
+Written by `python docs/generate_tools.py`; `pytest tests/tools -m 'slow or not slow'`
+checks every cell, the default run a part of them. Both need `pip install '.[tools]'`.
 Versions: {versions}. On a CPU.
 
 `rope + yarn` is RoPE with YaRN scaling by 4 from 16 tokens. `self_extend` has a window of 4 and groups of 2.

@@ -131,6 +131,7 @@ def test_log_likelihoods_are_those_of_the_patched_model(folder, local_task, tmp_
     assert [float(response[0][0]) for response in first["resps"]] != pytest.approx(stock, abs=1e-2)
 
 
+@pytest.mark.slow
 @needs_lm_eval
 def test_the_synthetic_task_counts_as_the_library_does(folder, tmp_path, tokenizer):
     options = {"synthetic_task": "repeated_copy", "lengths": [2, 4, 6], "samples": 5}

@@ -115,10 +115,11 @@ def check_file(model: Any, file: str | os.PathLike[str], remedy: str = "") -> No
 def _problem(model: Any, named: Mapping[str, dict[str, Any]]) -> str | None:
     if not named and is_sharded(model):
         return None
+    found = encodings(model)
     placed = {
         f"{path}.{MARK}": module.config
         for path, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, PositionEncoding)
+        if isinstance(module, PositionEncoding) and module in found
     }
     if len(placed) <= 1 and len(named) <= 1:  # A model inside another one has other keys than alone.
         return disagreement(next(iter(named.values()), None), next(iter(placed.values()), None))

@@ -40,6 +40,8 @@ class TestInspect:
         "verb", [["inspect"], ["eval", "dog"], ["export", "--output", "x"]], ids=["inspect", "eval", "export"]
     )
     def test_a_folder_that_does_not_exist(self, capsys, tmp_path, monkeypatch, verb, name, sentence):
+        # Otherwise a hub that cannot be reached is asked again and again.
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         monkeypatch.chdir(tmp_path)
         assert sentence in refused(capsys, *verb, name)
 

@@ -193,7 +193,7 @@ def test_packed_documents_equal_separate_ones(architecture: str, scheme: str) ->
 
 
 @cells(ARCHITECTURES)
-@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_gradient_checkpointing_changes_nothing(architecture: str, scheme: str, reentrant: bool) -> None:
     """Two forwards before one backward, of different lengths: each layer is recomputed under its own positions."""
     row = ARCHITECTURES[architecture]

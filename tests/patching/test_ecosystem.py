@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hf_posenc import UnsupportedError, patch_model, unpatch_model
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
 from tests.schemes.table import TABLE
+from tests.thinning import mostly_slow
 
 #: One for each mechanism: nothing, two distance biases, a rotation, an additive scheme; a bias with features in the
 #: cache, one that reads queries, a map that widens heads, a correction of far pairs, and a scale.
@@ -31,6 +33,10 @@ SCHEMES: list[Any] = [
 
 def _name(scheme: Any) -> str:
     return scheme if isinstance(scheme, str) else scheme["scheme"]
+
+
+#: Compiling takes seconds each time: a bias, a map and something added, and the rest in the longer run.
+COMPILED = mostly_slow(SCHEMES, lambda scheme: scheme in ("t5", "rope", "sinusoidal"))
 
 
 @pytest.mark.parametrize("scheme", [*SCHEMES, "normalized_integer"], ids=_name)
@@ -67,7 +73,7 @@ def test_beam_and_prompt_lookup_decoding(scheme: str) -> None:
     assert torch.equal(model.generate(prompt, num_beams=3, use_cache=False, **settings), cached)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=_name)
+@pytest.mark.parametrize("scheme", COMPILED, ids=_name)
 @pytest.mark.parametrize("architecture", ["llama_gqa", "bert", "gpt2"])
 @torch.no_grad()
 def test_compiled_equals_eager(architecture: str, scheme: str) -> None:
@@ -160,8 +166,13 @@ def test_checkpoint_wrappers_around_layers(scheme: str) -> None:
     assert all(distance(after, before) <= 2e-5 for before, after in zip(*gradients, strict=True))
 
 
-@pytest.mark.parametrize("scheme", ["rope", "alibi", "sinusoidal", "forget_gate", "pope", "cope"])
-@pytest.mark.parametrize("architecture", ["llama_gqa", "gpt2"])
+@pytest.mark.parametrize(
+    ("architecture", "scheme"),
+    mostly_slow(
+        product(["llama_gqa", "gpt2"], ["rope", "alibi", "sinusoidal", "forget_gate", "pope", "cope"]),
+        {("llama_gqa", "alibi"), ("llama_gqa", "pope"), ("gpt2", "forget_gate")}.__contains__,
+    ),
+)
 @torch.no_grad()
 def test_compiled_decoding_with_a_static_cache(architecture: str, scheme: str) -> None:
     from transformers import StaticCache
@@ -241,7 +252,7 @@ def test_hooks_may_come_and_go_while_a_model_is_patched(hook_first: bool) -> Non
     assert ("_hf_hook" in attention.__dict__) is not hook_first
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=_name)
+@pytest.mark.parametrize("scheme", COMPILED, ids=_name)
 @torch.no_grad()
 def test_compiling_attention_outside_the_interface(scheme: str) -> None:
     row, model = ARCHITECTURES["gptj"], patched("gptj", scheme)
@@ -264,7 +275,7 @@ def test_left_padding_in_static_generation_without_position_ids() -> None:
     assert torch.equal(static[:, 3:], alone)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=_name)
+@pytest.mark.parametrize("scheme", COMPILED, ids=_name)
 @torch.no_grad()
 def test_compiled_layers_under_an_eager_model(scheme: str) -> None:
     row, model = ARCHITECTURES["llama_gqa"], patched("llama_gqa", scheme)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from transformers import DynamicCache, StaticCache
 
 from hf_posenc import UnsupportedError, patch_model, unpatch_model
+from tests.thinning import mostly_slow
 
 from ..matrix.running import tokens
 
@@ -184,8 +186,13 @@ def graphs(model: Any, lengths: tuple[int, ...], **arguments: Any) -> tuple[int,
     return counter.frame_count, outputs
 
 
-@pytest.mark.parametrize("scheme", ["none", "rope", "sinusoidal", "learned"])
-@pytest.mark.parametrize("family", ["LlamaForCausalLM", "BertForMaskedLM"])
+@pytest.mark.parametrize(
+    ("family", "scheme"),
+    mostly_slow(
+        product(["LlamaForCausalLM", "BertForMaskedLM"], ["none", "rope", "sinusoidal", "learned"]),
+        {("LlamaForCausalLM", "rope"), ("BertForMaskedLM", "learned")}.__contains__,
+    ),
+)
 @torch.no_grad()
 def test_no_more_is_compiled_than_for_the_stock_model(family, scheme):
     """A fresh model: nothing that an eager call would have prepared may be missing."""

@@ -209,7 +209,14 @@ def test_no_part_refuses_a_cache_that_does_not_grow(name, config):
         part.check_cache(0, 1000)
 
 
-@EVERY_VARIANT
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        # Compiling takes seconds each time: the first variant of each scheme, and the rest in the longer run.
+        pytest.param(name, config, id=label, marks=[] if label.endswith("-0") else [pytest.mark.slow])
+        for name, config, label in VARIANTS
+    ],
+)
 def test_parts_trace_without_a_graph_break(name, config):
     parts = parts_of(config)
     if not parts:

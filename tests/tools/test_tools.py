@@ -26,10 +26,17 @@ RECORD = json.loads(_GENERATOR.DATA.read_text())
 
 def _cases() -> list:
     return [
-        pytest.param(tool, name, id=f"{tool.name}-{name}", marks=[pytest.mark.slow] if tool.name in SLOW else [])
-        for tool in TOOLS
+        pytest.param(tool, name, id=f"{tool.name}-{name}", marks=_marks(row, tool, name))
+        for row, tool in enumerate(TOOLS)
         for name in SCHEMES
     ]
+
+
+def _marks(row: int, tool: Tool, name: str) -> list:
+    """The default run takes every refusal, and of the equal cells of each row four that go round."""
+    turn = (list(SCHEMES).index(name) + row) % len(SCHEMES)
+    chosen = turn in (0, 2, 4, 7) or RECORD["cells"][f"{tool.group} / {tool.name}"][name] != EQUAL
+    return [] if chosen and tool.name not in SLOW else [pytest.mark.slow]
 
 
 @pytest.mark.parametrize(("tool", "name"), _cases())

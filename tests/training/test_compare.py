@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.thinning import mostly_slow
 from tests.training.run_cases import CONFIGS, REPOSITORY, launch
 from training import compare
 from training.checkpoints import latest_complete_checkpoint
@@ -155,7 +156,7 @@ def test_a_finished_study_is_not_trained_again(finished, arguments_of, monkeypat
     assert "report.html" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("task", ["causal", "masked", "repeated_copy"])
+@pytest.mark.parametrize("task", mostly_slow(["causal", "masked", "repeated_copy"], lambda task: task == "causal"))
 def test_interrupted_and_resumed_equals_uninterrupted(tiny, tmp_path, monkeypatch, task):
     options = {"tasks": task, "schemes": "learned", "max_steps": 7, "test_samples": 4}
     assert compare.main(tiny(output_dir=tmp_path / "straight", **options)) == 0
@@ -185,6 +186,7 @@ def test_interrupted_and_resumed_equals_uninterrupted(tiny, tmp_path, monkeypatc
     assert curves(tmp_path / "broken") == curves(tmp_path / "straight")
 
 
+@pytest.mark.slow
 def test_killed_workers_leave_what_a_second_start_completes(tiny, tmp_path):
     options = {"tasks": "masked", "schemes": "none,alibi", "max_steps": 40, "eval_every": 20, "checkpoint_every": 1}
     straight = tmp_path / "straight"
@@ -336,6 +338,7 @@ def test_threads_are_those_of_the_trainings_not_of_the_last_start(tiny, tmp_path
     assert json.loads((tmp_path / "out" / "results.json").read_text())["machine"]["threads_per_run"] == 1
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one(tiny, tmp_path):
     """The same batch dealt out to two processes gives the same curve; only sums are taken in another order."""
     options = {"tasks": "masked", "schemes": "t5", "max_steps": 4}
