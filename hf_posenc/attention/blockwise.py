@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_posenc.attention.windows import Windows
 from hf_posenc.errors import UnsupportedError
 
 aten = torch.ops.aten
@@ -25,10 +26,11 @@ _BLOCK_SCORES = 2**23
 
 @dataclass(frozen=True)
 class Block:
-    """Some queries and the keys outside of which none of them sees any.
+    """Some queries and the keys outside of which none of them sees any, or any that counts.
 
     Args:
         items: of the batch.
+        heads: of the queries.
         start: first query.
         stop: behind the last query.
         first: first key.
@@ -36,10 +38,16 @@ class Block:
     """
 
     items: slice
+    heads: slice
     start: int
     stop: int
     first: int
     last: int
+
+    @property
+    def items_and_heads(self) -> int:
+        """Number of heads of all items together."""
+        return (self.items.stop - self.items.start) * (self.heads.stop - self.heads.start)
 
     @property
     def keys(self) -> slice:
@@ -47,7 +55,15 @@ class Block:
         return slice(self.first, self.last)
 
 
-def blocks(query: Tensor, key_length: int, mask: Tensor | None, causal: bool, rows: int, limited: bool) -> list[Block]:
+def blocks(
+    query: Tensor,
+    key_length: int,
+    mask: Tensor | None,
+    causal: bool,
+    rows: int,
+    limited: bool,
+    windows: Windows | None = None,
+) -> list[Block]:
     """Divides the queries of a batch.
 
     Args:
@@ -57,12 +73,22 @@ def blocks(query: Tensor, key_length: int, mask: Tensor | None, causal: bool, ro
         causal: whether query i sees no key behind key i.
         rows: queries of a block.
         limited: whether a block may hold no more than `_BLOCK_SCORES` scores, if it can be helped.
+        windows: which keys count. Blocks are of one item of the batch, and of heads with similar windows.
     """
     batch, heads, query_length, _ = query.shape
     found = []
     for items, start, stop in _divided(batch, heads, query_length, key_length, rows, limited):
-        first, last = _visible_keys(mask, items, start, stop, key_length, causal)
-        found.append(Block(items, start, stop, first, last))
+        if windows is None:
+            first, last = _visible_keys(mask, items, start, stop, key_length, causal)
+            found.append(Block(items, slice(0, heads), start, stop, first, last))
+            continue
+        for item in range(items.start, items.stop):
+            one = slice(item, item + 1)
+            first, last = _visible_keys(mask, one, start, stop, key_length, causal)
+            for some, begin, end in windows.of_rows(item, start, stop):
+                if max(begin, first) < min(end, last):
+                    begin, end = max(begin, first), min(end, last)
+                found.append(Block(one, some, start, stop, begin, end))
     return found
 
 
@@ -86,20 +112,22 @@ def _visible_keys(
         return 0, min(stop, key_length)
     if mask is None or mask.dtype != torch.bool or mask.device.type != "cpu":
         return 0, key_length
-    seen = _rows_of(mask, items, start, stop).any(-2).flatten(0, -2).any(0).nonzero()
+    seen = _rows_of(mask, items, slice(None), start, stop).any(-2).flatten(0, -2).any(0).nonzero()
     # A block of padding tokens may see nothing; the mask gives all of its keys the same weight then.
     return (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (0, key_length)
 
 
-def _rows_of(mask: Tensor, items: slice, start: int, stop: int) -> Tensor:
+def _rows_of(mask: Tensor, items: slice, heads: slice, start: int, stop: int) -> Tensor:
     if mask.shape[0] > 1:
         mask = mask[items]
+    if mask.shape[1] > 1:
+        mask = mask[:, heads]
     return mask[:, :, start:stop] if mask.shape[2] > 1 else mask
 
 
 def mask_of_block(mask: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
     """What is added to the logits of a block, `(batch or 1, 1 or heads, rows or 1, keys)`, queries reversed."""
-    return additive_mask(_rows_of(mask, block.items, block.start, block.stop)[..., block.keys].flip(-2), dtype)
+    return additive_mask(_rows_of(mask, block.items, block.heads, block.start, block.stop)[..., block.keys].flip(-2), dtype)
 
 
 def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -163,6 +191,7 @@ def blockwise_backward(
     causal: bool,
     bias_of: Callable[[Block], Tensor],
     on_scores: Callable[[Tensor, Block], None],
+    windows: Windows | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values, from probabilities that are computed again a few rows at a time.
 
@@ -179,6 +208,7 @@ def blockwise_backward(
         causal: whether query i sees no key behind key i.
         bias_of: the bias of a block, `(batch or 1, heads, rows, keys)`, queries reversed, the mask included.
         on_scores: is given the gradient of the scores of every block, `(batch, heads, rows, keys)`, likewise.
+        windows: which keys count.
     """
     heads, key_length = query.shape[1], key.shape[2]
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -186,23 +216,24 @@ def blockwise_backward(
     # Contiguous, so that batch and heads can be one axis without a copy in every block.
     keys, values = (for_each_query_head(tensor, heads).to(dtype).contiguous() for tensor in (key, value))
     of_key, of_value = torch.zeros_like(keys), torch.zeros_like(values)
-    divided = blocks(query, key_length, mask, causal, _BACKWARD_ROWS, True)
+    divided = blocks(query, key_length, mask, causal, _BACKWARD_ROWS, True, windows)
     # Blocks differ in size, and memory that is taken anew for each would pile up in pieces that are a little too small.
-    sizes = [(block.items.stop - block.items.start) * (block.stop - block.start) for block in divided]
-    buffers = [keys.new_empty(max(sizes, default=0) * heads * key_length) for _ in range(2)]
+    sizes = [block.items_and_heads * (block.stop - block.start) for block in divided]
+    buffers = [keys.new_empty(max(sizes, default=0) * key_length) for _ in range(2)]
     # Additive masks may hide all keys of a padding query with -inf, of which softmax makes no number.
     may_be_empty = mask is not None and mask.dtype != torch.bool
     with torch.autocast(query.device.type, enabled=False):
         for block in divided:
-            items, rows = block.items, slice(block.start, block.stop)
-            query_rows = (query[items, :, rows].to(dtype) * scaling).flip(2).flatten(0, 1)
-            output_rows = gradient[items, rows].transpose(1, 2).to(dtype).flip(2).flatten(0, 1)
+            items, some, rows = block.items, block.heads, slice(block.start, block.stop)
+            query_rows = (query[items, some, rows].to(dtype) * scaling).flip(2).flatten(0, 1)
+            output_rows = gradient[items, rows, some].transpose(1, 2).to(dtype).flip(2).flatten(0, 1)
             key_rows, value_rows, of_key_rows, of_value_rows = (
-                tensor[items].flatten(0, 1)[:, block.keys] for tensor in (keys, values, of_key, of_value)
+                _one_axis(tensor, block)[:, block.keys] for tensor in (keys, values, of_key, of_value)
             )
+            of_block = (items.stop - items.start, some.stop - some.start)
             shape = (*query_rows.shape[:2], block.last - block.first)
             scores, probabilities = (buffer[: math.prod(shape)].view(shape) for buffer in buffers)
-            torch.bmm(query_rows, key_rows.transpose(1, 2), out=scores).unflatten(0, (-1, heads)).add_(bias_of(block))
+            torch.bmm(query_rows, key_rows.transpose(1, 2), out=scores).unflatten(0, of_block).add_(bias_of(block))
             aten._softmax.out(scores, -1, False, out=probabilities)
             if may_be_empty:
                 probabilities.nan_to_num_(0.0)
@@ -211,13 +242,18 @@ def blockwise_backward(
             of_value_rows.baddbmm_(probabilities.transpose(1, 2), output_rows)
             of_key_rows.baddbmm_(of_scores.transpose(1, 2), query_rows)
             of_query_rows = torch.bmm(of_scores, key_rows).mul_(scaling)
-            of_query[items, :, rows] = of_query_rows.unflatten(0, (-1, heads)).flip(2).to(query.dtype)
-            on_scores(of_scores.unflatten(0, (-1, heads)), block)
+            of_query[items, some, rows] = of_query_rows.unflatten(0, of_block).flip(2).to(query.dtype)
+            on_scores(of_scores.unflatten(0, of_block), block)
     groups = heads // key.shape[1]
     of_key, of_value = (
         tensor.unflatten(1, (-1, groups)).sum(2).to(like.dtype) for tensor, like in ((of_key, key), (of_value, value))
     )
     return of_query, of_key, of_value
+
+
+def _one_axis(tensor: Tensor, block: Block) -> Tensor:
+    """`(items * heads, ...)`, a view: a block is of all heads or of one item."""
+    return tensor[block.items, block.heads].view(block.items_and_heads, *tensor.shape[2:])
 
 
 def refuse_second_derivative(*_: object) -> None:

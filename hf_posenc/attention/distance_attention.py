@@ -29,10 +29,13 @@ from hf_posenc.attention.blockwise import (
     mask_of_block,
     refuse_second_derivative,
 )
+from hf_posenc.attention.windows import Windows, windows_of_distance
 
 #: Rows of a forward block, below and from `_LONG` queries on. Torch's CPU kernel divides 192 to 767 rows into tiles of
 #: 64 and more into tiles of 256; the smaller block skips more of a causal layer's invisible keys.
 _SHORT_ROWS, _LONG_ROWS, _LONG = 256, 768, 4096
+#: Rows of a block where only the keys in a window count.
+_WINDOW_ROWS = 512
 
 
 def distance_attention(
@@ -73,22 +76,50 @@ def distance_attention(
 def _distance_attention(
     query: Tensor, key: Tensor, value: Tensor, vector: Tensor, mask: Tensor | None, scaling: float, causal: bool
 ) -> Tensor:
+    windows = windows_of_distance(query, key, value, vector, mask, scaling, causal)
+    return attend_by_rows(query, key, value, vector, mask, scaling, causal, windows)
+
+
+def attend_by_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    vector: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    causal: bool,
+    windows: Windows | None,
+) -> Tensor:
+    """The forward pass, in blocks of rows that skip the keys that none of them sees, or needs.
+
+    Args:
+        query: as `distance_attention` takes it.
+        key: likewise.
+        value: likewise.
+        vector: likewise.
+        mask: as `fitting_mask` returns it.
+        scaling: factor of `query . key`.
+        causal: whether query i sees no key behind key i.
+        windows: which keys count, or `None` for all.
+    """
     batch, heads, query_length, _ = query.shape
     key, value = for_each_query_head(key, heads), for_each_query_head(value, heads)
     bias = _DistanceRows(vector, mask, query_length, causal)
     output = query.new_empty(batch, query_length, heads, value.shape[-1])
     rows = _SHORT_ROWS if query_length < _LONG else _LONG_ROWS
+    if windows is not None:
+        rows = _WINDOW_ROWS
     # Autocast would round the bias.
     with torch.autocast(query.device.type, enabled=False):
-        for block in blocks(query, key.shape[2], mask, causal, rows, mask is not None):
+        for block in blocks(query, key.shape[2], mask, causal, rows, mask is not None, windows):
             result = scaled_dot_product_attention(
-                query[block.items, :, block.start : block.stop].flip(2),
-                key[block.items, :, block.keys],
-                value[block.items, :, block.keys],
+                query[block.items, block.heads, block.start : block.stop].flip(2),
+                key[block.items, block.heads, block.keys],
+                value[block.items, block.heads, block.keys],
                 attn_mask=for_kernel(bias.of(block), query),
                 scale=scaling,
             )
-            output[block.items, block.start : block.stop] = result.flip(2).transpose(1, 2)
+            output[block.items, block.start : block.stop, block.heads] = result.flip(2).transpose(1, 2)
     return output
 
 
@@ -117,9 +148,10 @@ def _distance_attention_backward(
 
     def add(scores: Tensor, block: Block) -> None:
         if diagonals is not None:
-            diagonals.add(scores.flatten(0, 1), query_length - block.stop + block.first)
+            diagonals.add(scores.flatten(0, 1), block.heads, query_length - block.stop + block.first)
 
-    found = blockwise_backward(gradient, query, key, value, mask, scaling, causal, bias.of, add)
+    windows = windows_of_distance(query, key, value, vector, mask, scaling, causal)
+    found = blockwise_backward(gradient, query, key, value, mask, scaling, causal, bias.of, add, windows)
     return *found, vector.new_empty(0) if diagonals is None else diagonals.total
 
 
@@ -174,7 +206,7 @@ class _DistanceRows:
 
     def of(self, block: Block) -> Tensor:
         """`(batch or 1, heads, rows, keys)` float32, queries reversed."""
-        vector = self.vector
+        vector = self.vector[block.heads]
         farthest = self.query_length - block.stop + block.first
         shape = (1, vector.shape[0], block.stop - block.start, block.last - block.first)
         bias = vector.as_strided(shape, (0, vector.stride(0), 1, 1), vector.storage_offset() + farthest)
@@ -198,8 +230,8 @@ class _Diagonals:
         self._rows = vector.new_empty(0)
         self._width = 0
 
-    def add(self, scores: Tensor, first: int) -> None:
-        """Adds a block `(batch * heads, rows, keys)` whose first entry belongs to `vector[:, first]`."""
+    def add(self, scores: Tensor, heads: slice, first: int) -> None:
+        """Adds a block `(batch * heads, rows, keys)` whose first entry belongs to `vector[heads, first]`."""
         count, rows, width = scores.shape
         shape = (count, rows, rows + self._key_length)
         if self._rows.shape != shape or width < self._width:
@@ -209,4 +241,5 @@ class _Diagonals:
         pitch = shape[-1]
         self._rows.as_strided(scores.shape, (rows * pitch, pitch + 1, 1)).copy_(scores)
         sums = self._rows[:, :, : rows + width - 1].sum(1)
-        self.total[:, first : first + rows + width - 1] += sums.unflatten(0, (-1, len(self.total))).sum(0)
+        total = self.total[heads, first : first + rows + width - 1]
+        total += sums.unflatten(0, (-1, len(total))).sum(0)

@@ -24,7 +24,9 @@ from hf_posenc.attention.blockwise import (
     mask_of_block,
     refuse_second_derivative,
 )
+from hf_posenc.attention.distance_attention import attend_by_rows
 from hf_posenc.attention.folding import fold
+from hf_posenc.attention.windows import windows_of_terms
 
 
 def separable_attention(
@@ -77,6 +79,12 @@ def _separable_attention(
     heads = query.shape[1]
     wide_query, wide_key = fold(query, key, terms, query_slots, scaling)
     wide_value = pad(value, (0, wide_query.shape[-1] - value.shape[-1]))
+    windows = windows_of_terms(query, key, value, terms, mask, scaling, causal)
+    if windows is not None:
+        # What is left beside the folded terms is a bias of distance: 0, and the mask of a causal layer.
+        vector = query.new_zeros(heads, query.shape[2] + key.shape[2] - 1, dtype=torch.float32)
+        output = attend_by_rows(wide_query, wide_key, wide_value, vector, mask, scaling, causal, windows)
+        return output[..., : value.shape[-1]].contiguous()
     added = None if mask is None else for_kernel(additive_mask(mask, torch.float32), query)
     with torch.autocast(query.device.type, enabled=False):
         output = scaled_dot_product_attention(
@@ -121,8 +129,8 @@ def _separable_attention_backward(
     own = terms.index_select(-1, query_slots)
 
     def bias_of(block: Block) -> Tensor:
-        rows = own[block.items, :, block.start : block.stop].flip(-1)
-        bias = terms[block.items, :, block.keys].unsqueeze(-2) - rows.unsqueeze(-1)
+        rows = own[block.items, block.heads, block.start : block.stop].flip(-1)
+        bias = terms[block.items, block.heads, block.keys].unsqueeze(-2) - rows.unsqueeze(-1)
         if mask is not None:
             return bias.add_(mask_of_block(mask, block, bias.dtype))
         if causal:
@@ -132,10 +140,11 @@ def _separable_attention_backward(
         return bias
 
     def add(scores: Tensor, block: Block) -> None:
-        of_terms[block.items, :, block.keys] += scores.sum(-2)
-        of_queries[block.items, :, block.start : block.stop] = scores.sum(-1).flip(-1)
+        of_terms[block.items, block.heads, block.keys] += scores.sum(-2)
+        of_queries[block.items, block.heads, block.start : block.stop] = scores.sum(-1).flip(-1)
 
-    found = blockwise_backward(gradient, query, key, value, mask, scaling, causal, bias_of, add)
+    windows = windows_of_terms(query, key, value, terms, mask, scaling, causal)
+    found = blockwise_backward(gradient, query, key, value, mask, scaling, causal, bias_of, add, windows)
     return *found, of_terms.index_add_(-1, query_slots, of_queries, alpha=-1)
 
 

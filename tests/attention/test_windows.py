@@ -1,0 +1,227 @@
+"""Keys that cannot change a result are skipped, and no other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_posenc.attention import blockwise, distance_attention, windows
+from hf_posenc.attention.windows import Windows, windows_of_distance, windows_of_terms
+
+HEADS, LENGTH, WIDTH = 4, 192, 16
+SCALING = WIDTH**-0.5
+#: Heads that see a few keys, many, and all of them.
+SLOPES = torch.tensor([4.0, 1.0, 0.25, 0.0])
+
+
+@pytest.fixture(autouse=True)
+def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(windows, "SHORTEST", 8)
+    monkeypatch.setattr(windows, "_TILE", 8)
+    monkeypatch.setattr(distance_attention, "_WINDOW_ROWS", 32)
+    monkeypatch.setattr(blockwise, "_BACKWARD_ROWS", 24)
+
+
+def inputs(
+    batch: int = 2, key_value_heads: int = 2, queries: int = LENGTH, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(heads: int, length: int) -> Tensor:
+        return torch.randn(batch, heads, length, WIDTH, generator=generator).to(dtype)
+
+    return [draw(HEADS, queries), draw(key_value_heads, LENGTH), draw(key_value_heads, LENGTH)]
+
+
+def distances(queries: int = LENGTH) -> Tensor:
+    return torch.arange(queries + LENGTH - 1) - (LENGTH - 1)
+
+
+def alibi(queries: int = LENGTH) -> Tensor:
+    return -SLOPES.unsqueeze(-1) * distances(queries).abs()
+
+
+def bump(queries: int = LENGTH) -> Tensor:
+    """Decays, and rises again far away."""
+    return alibi(queries) + 300.0 * (distances(queries).abs() == 100)
+
+
+BIASES = {"alibi": alibi, "bump": bump}
+
+
+def every_head(tensor: Tensor) -> Tensor:
+    return tensor.repeat_interleave(HEADS // tensor.shape[1], 1)
+
+
+def reference(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, visible: Tensor) -> Tensor:
+    """In float64, `(batch, query_len, heads, width)`."""
+    query, key, value = query.double(), every_head(key).double(), every_head(value).double()
+    scores = SCALING * query @ key.transpose(-1, -2) + bias.double()
+    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    return (weights @ value).transpose(1, 2)
+
+
+def matrix(vector: Tensor, queries: int) -> Tensor:
+    """`(heads, query_len, key_len)` of a vector by rising distance."""
+    return vector[:, torch.arange(LENGTH) - torch.arange(queries).unsqueeze(-1) + queries - 1]
+
+
+def visible(causal: bool, queries: int = LENGTH) -> Tensor:
+    everything = torch.ones(queries, LENGTH, dtype=torch.bool)
+    return everything.tril(LENGTH - queries) if causal else everything
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """A few rounding steps of the output, whose components are below 4."""
+    return 8 * torch.finfo(dtype).eps
+
+
+def skipped(found: Windows | None, queries: int = LENGTH) -> int:
+    assert found is not None
+    return sum(
+        (heads.stop - heads.start) * (LENGTH - (end - first))
+        for item in range(found.first.shape[0])
+        for start in range(0, queries, 32)
+        for heads, first, end in found.of_rows(item, start, min(start + 32, queries))
+    )
+
+
+@pytest.mark.parametrize("name", BIASES)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_a_bias_of_distance(name: str, causal: bool, dtype: torch.dtype) -> None:
+    query, key, value = inputs(dtype=dtype)
+    vector = BIASES[name]()
+    vector = vector.double() if dtype == torch.float64 else vector
+    arguments = (query, key, value, vector, None, SCALING, causal)
+    assert skipped(windows_of_distance(*arguments)) > LENGTH
+    found = distance_attention.distance_attention(*arguments)
+    expected = reference(query, key, value, matrix(vector, LENGTH), visible(causal))
+    assert float((found - expected).abs().max()) <= rounding(dtype)
+
+
+@pytest.mark.parametrize("queries", [LENGTH, 50])
+@pytest.mark.parametrize("kind", ["causal", "padding", "sliding", "documents", "per head"])
+def test_masks(kind: str, queries: int) -> None:
+    query, key, value = inputs(queries=queries)
+    mask = visible(True, queries).expand(2, 1, -1, -1).clone()
+    if kind == "padding":
+        mask[1, ..., :40] = False
+        mask[1, :, : max(0, 40 - (LENGTH - queries)), 0] = True  # a row of padding that sees one key
+    elif kind == "sliding":
+        mask &= visible(True, queries).triu(LENGTH - queries - 20)
+    elif kind == "documents":
+        mask[..., 150:, :150] = False
+    elif kind == "per head":
+        mask = mask.repeat(1, HEADS, 1, 1)
+        mask[:, 1, :, 30:60] = False  # heads that do not see themselves in some rows
+        mask[..., 0] = True
+    arguments = (query, key, value, alibi(queries), mask, SCALING, False)
+    assert skipped(windows_of_distance(*arguments), queries) > 0
+    found = distance_attention.distance_attention(*arguments)
+    expected = reference(query, key, value, matrix(alibi(queries), queries), mask)
+    assert float((found - expected).abs().max()) <= rounding(torch.float32)
+
+
+def test_gradients() -> None:
+    given = [tensor.requires_grad_() for tensor in (*inputs(), alibi())]
+    wanted = [tensor.detach().double().requires_grad_() for tensor in given]
+    found = distance_attention.distance_attention(*given, None, SCALING, True)  # type: ignore[call-arg]
+    expected = reference(*wanted[:3], matrix(wanted[3], LENGTH), visible(True))
+    weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
+    (found * weight).sum().backward()
+    (expected * weight).sum().backward()
+    for one, other in zip(given, wanted, strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert float((one.grad - other.grad).norm() / other.grad.norm()) <= 1e-6
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_number_per_key(padded: bool) -> None:
+    from hf_posenc.attention.separable_attention import separable_attention
+
+    query, key, value = inputs()
+    generator = torch.Generator().manual_seed(3)
+    terms = (torch.rand(2, HEADS, LENGTH, generator=generator) * SLOPES.view(1, -1, 1)).cumsum(-1)
+    mask = None
+    seen = visible(True)
+    if padded:
+        mask = seen.expand(2, 1, -1, -1).clone()
+        mask[1, ..., :40] = False
+        mask[1, :, :40, 0] = True
+        seen = mask
+    given = [tensor.requires_grad_() for tensor in (query, key, value, terms)]
+    wanted = [tensor.detach().double().requires_grad_() for tensor in given]
+    assert skipped(windows_of_terms(*given, mask, SCALING, not padded)) > LENGTH  # type: ignore[call-arg]
+    found = separable_attention(*given, torch.arange(LENGTH), mask, SCALING, not padded)  # type: ignore[call-arg]
+    bias = wanted[3].unsqueeze(-2) - wanted[3].unsqueeze(-1)
+    expected = reference(*wanted[:3], bias, seen)
+    # The folded terms are of the size 400: their products are rounded to 400 eps before the softmax.
+    assert float((found - expected).abs().max()) <= 400 * torch.finfo(torch.float32).eps
+    weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
+    (found * weight).sum().backward()
+    (expected * weight).sum().backward()
+    for one, other in zip(given, wanted, strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert float((one.grad - other.grad).norm() / other.grad.norm()) <= 1e-5
+
+
+def huge_key(query: Tensor, key: Tensor, value: Tensor) -> None:
+    key[:, :, 3] = 40.0 * query[:, :2, -1]
+
+
+def huge_value(query: Tensor, key: Tensor, value: Tensor) -> None:
+    value[:, :, 3] = 1e12
+
+
+def huge_query(query: Tensor, key: Tensor, value: Tensor) -> None:
+    query[:, :, -1] *= 1e3
+
+
+def not_a_number(query: Tensor, key: Tensor, value: Tensor) -> None:
+    key[:, :, 3, 0] = torch.nan
+
+
+def infinite_value(query: Tensor, key: Tensor, value: Tensor) -> None:
+    value[:, :, 3, 0] = torch.inf
+
+
+def opposed_keys(query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Every query dislikes its own key most."""
+    query.copy_(-10.0 * every_head(key))
+
+
+@pytest.mark.parametrize(
+    "attack", [huge_key, huge_value, huge_query, not_a_number, infinite_value, opposed_keys], ids=lambda f: f.__name__
+)
+def test_what_is_far_and_counts_is_seen(attack: Any) -> None:
+    query, key, value = inputs()
+    attack(query, key, value)
+    found = distance_attention.distance_attention(query, key, value, alibi(), None, SCALING, True).double()
+    expected = reference(query, key, value, matrix(alibi(), LENGTH), visible(True))
+    # Relative to the largest component of a row: a dense call in float32 is no closer. Logits of 1e4 are rounded to
+    # 1e-3, so weights are.
+    tolerance = 2e-3 if attack in (huge_query,) else 1e-4
+    size = expected.abs().amax(-1, keepdim=True)
+    assert torch.equal(found.isnan().any(-1), expected.isnan().any(-1))
+    error = ((found - expected).abs() / size).nan_to_num(0.0)
+    assert float(error.max()) <= tolerance
+
+
+def test_a_bias_that_does_not_decay_has_no_windows() -> None:
+    query, key, value = inputs()
+    flat = torch.randn(HEADS, 2 * LENGTH - 1, generator=torch.Generator().manual_seed(5))
+    assert windows_of_distance(query, key, value, flat, None, SCALING, True) is None
+    assert windows_of_terms(query, key, value, flat[None, :, :LENGTH], None, SCALING, True) is None
+
+
+def test_an_additive_mask_has_no_windows() -> None:
+    """It may raise what is far away."""
+    query, key, value = inputs()
+    mask = torch.zeros(1, 1, LENGTH, LENGTH)
+    assert windows_of_distance(query, key, value, alibi(), mask, SCALING, False) is None
