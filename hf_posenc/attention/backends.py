@@ -13,6 +13,9 @@ rows             in blocks; compiled, a       a matrix                    refuse
                  matrix
 ===============  ===========================  ==========================  =====================  =================
 
+With sdpa on a CPU, and with flex_attention, keys that cannot change the result of a query are left out
+(`hf_posenc.attention.windows`).
+
 Where dropout or a soft cap is asked of sdpa, transformers' own function gets the bias, in blocks. Flash kernels are
 given no bias that is learned, for training: see `hf_posenc.attention.separable_attention`.
 """
@@ -27,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from hf_posenc.attention.block_windows import narrowed
 from hf_posenc.attention.blockwise import autocast_inputs
 from hf_posenc.attention.by_blocks import attend_by_blocks
 from hf_posenc.attention.distance_attention import distance_attention
@@ -93,6 +97,9 @@ def attend_with_bias(
             'model.set_attn_implementation("sdpa"), "flex_attention" or "eager".'
         )
     if name == "flex_attention" and not isinstance(form, RowsForm):
+        if not _is_set(kwargs.get("softcap")):
+            attention_mask = narrowed(attention_mask, form, query, key, value, _scaling(query, kwargs))
+        given = (module, query, key, value, attention_mask, *args)
         return function(*given, position_bias=look_up(form), **kwargs)
     if _is_stock_sdpa(function) and torch._C._are_functorch_transforms_active():
         # The CPU's fused kernel has no gradient of a mask, and the operators here have no rules for transforms.
@@ -140,8 +147,7 @@ def _attend_sdpa(
         if compiling:
             return _attend_dense("sdpa", function, form, *given, *args, **kwargs)
         return attend_by_blocks(function, form, causal, *given, *args, **kwargs)
-    scaling = kwargs.get("scaling")
-    scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    scaling = _scaling(query, kwargs)
     if causal and query.device.type != "cpu":
         # Folded, it needs no mask, and kernels that take none are the fast ones there.
         form = _separable(form) or form
@@ -153,6 +159,11 @@ def _attend_sdpa(
     if compiling:
         return _attend_dense("sdpa", function, form, *given, **kwargs)
     return attend_by_blocks(None, form, causal, *given, **kwargs)
+
+
+def _scaling(query: Tensor, kwargs: dict[str, Any]) -> float:
+    scaling = kwargs.get("scaling")
+    return float(query.shape[-1] ** -0.5 if scaling is None else scaling)
 
 
 def _asks_for_more(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -206,8 +217,8 @@ def _attend_folded(
             f"The attention back-end {name!r} caps its logits, and what is folded into queries and keys would be "
             'capped with them. Use model.set_attn_implementation("flex_attention") or "eager".'
         )
-    scaling = kwargs.pop("scaling", None)
-    scaling = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    scaling = _scaling(query, kwargs)
+    kwargs.pop("scaling", None)
     query, key, value = autocast_inputs(query, key, value)
     query, key = fold(query, key, separable.terms, separable.query_slots, scaling)
     return attend_with_wide_values(function, module, query, key, value, *args, scaling=scaling, **kwargs)

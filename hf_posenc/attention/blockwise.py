@@ -127,7 +127,9 @@ def _rows_of(mask: Tensor, items: slice, heads: slice, start: int, stop: int) ->
 
 def mask_of_block(mask: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
     """What is added to the logits of a block, `(batch or 1, 1 or heads, rows or 1, keys)`, queries reversed."""
-    return additive_mask(_rows_of(mask, block.items, block.heads, block.start, block.stop)[..., block.keys].flip(-2), dtype)
+    return additive_mask(
+        _rows_of(mask, block.items, block.heads, block.start, block.stop)[..., block.keys].flip(-2), dtype
+    )
 
 
 def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:

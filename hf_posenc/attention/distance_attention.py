@@ -6,8 +6,7 @@ strides 1: torch's kernels read it as an attention mask like any other, and noth
 allocated. The mask of a causal layer is part of the vector, and queries are taken in blocks of rows, so that keys which
 none of them sees are skipped.
 
-The gradient of the vector is the sum over each diagonal of the gradient of the scores: written into rows that are one
-longer than they should be, the diagonals become columns.
+The gradient of the vector is the sum over each diagonal of the gradient of the scores.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from hf_posenc.attention.blockwise import (
     mask_of_block,
     refuse_second_derivative,
 )
-from hf_posenc.attention.windows import Windows, windows_of_distance
+from hf_posenc.attention.windows import Windows, call_of, windows_of_distance
 
 #: Rows of a forward block, below and from `_LONG` queries on. Torch's CPU kernel divides 192 to 767 rows into tiles of
 #: 64 and more into tiles of 256; the smaller block skips more of a causal layer's invisible keys.
 _SHORT_ROWS, _LONG_ROWS, _LONG = 256, 768, 4096
-#: Rows of a block where only the keys in a window count.
-_WINDOW_ROWS = 512
+#: Rows of a block where only the keys in a window count. It is of few heads, so each thread gets a tile of 64 rows.
+_WINDOW_ROWS = 320
 
 
 def distance_attention(
@@ -76,7 +75,7 @@ def distance_attention(
 def _distance_attention(
     query: Tensor, key: Tensor, value: Tensor, vector: Tensor, mask: Tensor | None, scaling: float, causal: bool
 ) -> Tensor:
-    windows = windows_of_distance(query, key, value, vector, mask, scaling, causal)
+    windows = windows_of_distance(call_of(query, key, value, mask, scaling, causal), vector)
     return attend_by_rows(query, key, value, vector, mask, scaling, causal, windows)
 
 
@@ -104,11 +103,12 @@ def attend_by_rows(
     """
     batch, heads, query_length, _ = query.shape
     key, value = for_each_query_head(key, heads), for_each_query_head(value, heads)
-    bias = _DistanceRows(vector, mask, query_length, causal)
+    bias = _DistanceRows(vector, mask, query_length, causal, windows)
     output = query.new_empty(batch, query_length, heads, value.shape[-1])
-    rows = _SHORT_ROWS if query_length < _LONG else _LONG_ROWS
-    if windows is not None:
-        rows = _WINDOW_ROWS
+    if windows is None:
+        rows = _SHORT_ROWS if query_length < _LONG else _LONG_ROWS
+    else:
+        rows = max(_WINDOW_ROWS, 64 * torch.get_num_threads())
     # Autocast would round the bias.
     with torch.autocast(query.device.type, enabled=False):
         for block in blocks(query, key.shape[2], mask, causal, rows, mask is not None, windows):
@@ -143,16 +143,18 @@ def _distance_attention_backward(
     of_vector: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     query_length = query.shape[2]
-    bias = _DistanceRows(vector, mask, query_length, causal)
-    diagonals = _Diagonals(vector, key.shape[2]) if of_vector else None
+    windows = windows_of_distance(call_of(query, key, value, mask, scaling, causal, gradient), vector)
+    bias = _DistanceRows(vector, mask, query_length, causal, windows)
+    total = torch.zeros_like(vector) if of_vector else vector.new_empty(0)
 
     def add(scores: Tensor, block: Block) -> None:
-        if diagonals is not None:
-            diagonals.add(scores.flatten(0, 1), block.heads, query_length - block.stop + block.first)
+        if of_vector:
+            sums = _diagonal_sums(scores.flatten(0, 1)).unflatten(0, scores.shape[:2]).sum(0)
+            farthest = query_length - block.stop + block.first
+            total[block.heads, farthest : farthest + sums.shape[-1]] += sums
 
-    windows = windows_of_distance(query, key, value, vector, mask, scaling, causal)
     found = blockwise_backward(gradient, query, key, value, mask, scaling, causal, bias.of, add, windows)
-    return *found, vector.new_empty(0) if diagonals is None else diagonals.total
+    return *found, total
 
 
 @_distance_attention_backward.register_fake
@@ -194,13 +196,21 @@ class _DistanceRows:
         mask: as `fitting_mask` returns it.
         query_length: number of queries.
         causal: whether later keys are hidden.
+        windows: which keys count.
     """
 
-    def __init__(self, vector: Tensor, mask: Tensor | None, query_length: int, causal: bool) -> None:
+    def __init__(
+        self, vector: Tensor, mask: Tensor | None, query_length: int, causal: bool, windows: Windows | None
+    ) -> None:
         self.vector = vector.contiguous()
         if causal:
             self.vector = self.vector.clone()
             self.vector[:, query_length:] = -torch.inf
+        if windows is not None:
+            # A block has keys that only some of its rows need. For the others their weights would be subnormal numbers,
+            # which some processors compute a hundred times slower.
+            distances = torch.arange(vector.shape[1], device=vector.device) - (windows.key_length - 1)
+            self.vector = self.vector.masked_fill(windows.unneeded(distances), -torch.inf)
         self.mask = mask
         self.query_length = query_length
 
@@ -216,30 +226,25 @@ class _DistanceRows:
         return bias if vector.device.type == "cpu" else bias.contiguous()
 
 
-class _Diagonals:
-    """The sum of score gradients over each diagonal.
+def _diagonal_sums(scores: Tensor) -> Tensor:
+    """`(count, rows + keys - 1)`, the sums over entries of `(count, rows, keys)` with the same row plus key.
 
-    Args:
-        vector: `(heads, query_len + key_len - 1)`, what the gradient is of.
-        key_length: number of keys.
+    Read with rows that are one shorter than they are, diagonals are columns. Only at both ends do such columns hold two
+    diagonals each.
     """
+    count, rows, width = scores.shape
+    if width <= 2 * rows + 1:
+        return _sums_of_corner(scores)
+    columns = scores.as_strided((count, rows, width - 1), (rows * width, width - 1, 1), scores.storage_offset()).sum(1)
+    first = _sums_of_corner(scores[..., :rows])[:, :rows]
+    last = _sums_of_corner(scores[..., -rows:])[:, rows - 1 :]
+    return torch.cat((first, columns[:, rows:], last), dim=1)
 
-    def __init__(self, vector: Tensor, key_length: int) -> None:
-        self.total = torch.zeros_like(vector)
-        self._key_length = key_length
-        self._rows = vector.new_empty(0)
-        self._width = 0
 
-    def add(self, scores: Tensor, heads: slice, first: int) -> None:
-        """Adds a block `(batch * heads, rows, keys)` whose first entry belongs to `vector[heads, first]`."""
-        count, rows, width = scores.shape
-        shape = (count, rows, rows + self._key_length)
-        if self._rows.shape != shape or width < self._width:
-            # Around the band that a block fills there have to be zeros; a wider band covers what was there before.
-            self._rows = scores.new_zeros(shape)
-        self._width = width
-        pitch = shape[-1]
-        self._rows.as_strided(scores.shape, (rows * pitch, pitch + 1, 1)).copy_(scores)
-        sums = self._rows[:, :, : rows + width - 1].sum(1)
-        total = self.total[heads, first : first + rows + width - 1]
-        total += sums.unflatten(0, (-1, len(total))).sum(0)
+def _sums_of_corner(scores: Tensor) -> Tensor:
+    """The same, by way of a copy with rows that are one longer than they should be."""
+    count, rows, width = scores.shape
+    pitch = rows + width
+    longer = scores.new_zeros(count, rows, pitch)
+    longer.as_strided(scores.shape, (rows * pitch, pitch + 1, 1)).copy_(scores)
+    return longer[..., : rows + width - 1].sum(1)

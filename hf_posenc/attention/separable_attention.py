@@ -26,7 +26,7 @@ from hf_posenc.attention.blockwise import (
 )
 from hf_posenc.attention.distance_attention import attend_by_rows
 from hf_posenc.attention.folding import fold
-from hf_posenc.attention.windows import windows_of_terms
+from hf_posenc.attention.windows import call_of, windows_of_terms
 
 
 def separable_attention(
@@ -79,7 +79,7 @@ def _separable_attention(
     heads = query.shape[1]
     wide_query, wide_key = fold(query, key, terms, query_slots, scaling)
     wide_value = pad(value, (0, wide_query.shape[-1] - value.shape[-1]))
-    windows = windows_of_terms(query, key, value, terms, mask, scaling, causal)
+    windows = windows_of_terms(call_of(query, key, value, mask, scaling, causal), terms)
     if windows is not None:
         # What is left beside the folded terms is a bias of distance: 0, and the mask of a causal layer.
         vector = query.new_zeros(heads, query.shape[2] + key.shape[2] - 1, dtype=torch.float32)
@@ -143,7 +143,7 @@ def _separable_attention_backward(
         of_terms[block.items, block.heads, block.keys] += scores.sum(-2)
         of_queries[block.items, block.heads, block.start : block.stop] = scores.sum(-1).flip(-1)
 
-    windows = windows_of_terms(query, key, value, terms, mask, scaling, causal)
+    windows = windows_of_terms(call_of(query, key, value, mask, scaling, causal, gradient), terms)
     found = blockwise_backward(gradient, query, key, value, mask, scaling, causal, bias_of, add, windows)
     return *found, of_terms.index_add_(-1, query_slots, of_queries, alpha=-1)
 

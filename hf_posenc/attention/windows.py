@@ -1,10 +1,10 @@
 """Which keys can change the result of each query, under a bias that decays.
 
-For query i with logits l_ij, a lower bound of the row's largest logit is that of its own key, l_ii. An upper bound of
-the logit of key j is `scaling * |q_i| * max |k| + bias_ij`. Where the second lies far enough below the first, the keys
-that are left out weigh so little, all of them together, that the result is the same to within a rounding of its dtype.
-Adaptive Computation Pruning (arXiv:2504.06949, section 3) does so for forget gates; here it serves every bias that
-decays, because it asks for nothing but upper bounds of the bias.
+For query i, the logit of its own key, `l_ii`, is a lower bound of the row's largest logit. An upper bound of the logit of
+key j is `scaling * |q_i| * max |k| + bias_ij`, so all keys up to key j together weigh at most
+`exp(scaling * |q_i| * max |k| + logsumexp(bias_i0 ... bias_ij) - l_ii)` of the row. Where that is less than a quarter of
+a rounding step of the result, these keys are not looked at. Adaptive Computation Pruning (arXiv:2504.06949, section 3)
+does the same for forget gates; here it serves every bias that decays, because it asks for nothing but the bias itself.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -20,8 +21,6 @@ from torch import Tensor
 SHORTEST = 1024
 #: First and last keys are rounded outwards to multiples of this, the tile of torch's CPU kernel.
 _TILE = 64
-#: A head joins the heads before it where the keys that this adds to them are at most this share.
-_JOINED = 0.125
 
 
 @dataclass(frozen=True)
@@ -40,123 +39,190 @@ class Windows:
 
     def of_rows(self, item: int, start: int, stop: int) -> Iterator[tuple[slice, int, int]]:
         """Neighbouring heads, and the first and the end of the keys that the queries `[start, stop)` need in them."""
-        firsts: list[int] = (self.first[item, :, start:stop].amin(-1) // _TILE * _TILE).tolist()
-        ends: list[int] = (-(-(self.last[item, :, start:stop].amax(-1) + 1) // _TILE) * _TILE).tolist()
-        begin, first, end = 0, firsts[0], ends[0]
-        for head in range(1, len(firsts) + 1):
-            if head < len(firsts):
-                joined = (min(first, firsts[head]), max(end, ends[head]))
-                heads = head - begin
-                separate = heads * (end - first) + ends[head] - firsts[head]
-                if (heads + 1) * (joined[1] - joined[0]) <= separate * (1 + _JOINED):
-                    first, end = joined
-                    continue
-            yield slice(begin, head), first, min(end, self.key_length)
-            if head < len(firsts):
-                begin, first, end = head, firsts[head], ends[head]
+        firsts = self.first[item, :, start:stop].amin(-1) // _TILE * _TILE
+        ends = -((self.last[item, :, start:stop].amax(-1) + 1) // -_TILE) * _TILE
+        bounds = torch.stack((firsts, ends.clamp(max=self.key_length)), -1).tolist()
+        begin = 0
+        for (first, end), equal in groupby(bounds):
+            heads = slice(begin, begin + len(list(equal)))
+            yield heads, first, end
+            begin = heads.stop
+
+    def unneeded(self, distances: Tensor) -> Tensor:
+        """`(heads, count)`: whether no query needs a key at a distance, of which `(count,)` are given."""
+        query_length = self.first.shape[-1]
+        own_key = torch.arange(self.key_length - query_length, self.key_length, device=self.first.device)
+        behind, ahead = (self.first - own_key).amin((0, 2)), (self.last - own_key).amax((0, 2))
+        return (distances < behind.unsqueeze(-1)) | (distances > ahead.unsqueeze(-1))
 
 
-def windows_of_distance(
-    query: Tensor, key: Tensor, value: Tensor, vector: Tensor, mask: Tensor | None, scaling: float, causal: bool
-) -> Windows | None:
-    """The windows of a bias of distance, or `None` where all keys count or looking for them does not pay.
+@dataclass(frozen=True)
+class Call:
+    """What the bounds of an attention call are made of.
 
     Args:
         query: `(batch, heads, query_len, head_dim)`.
-        key: `(batch, key_value_heads, key_len, head_dim)`.
+        key: `(batch, key_value_heads, key_len, head_dim)`, at least as many as queries: those of the last are their own.
         value: `(batch, key_value_heads, key_len, value_dim)`.
+        sees_itself: boolean, broadcasts to `(batch, heads, query_len)`: which queries see their own key. `None` for all.
+        scaling: factor of `query . key`.
+        causal: whether query i sees no key behind its own.
+        share: of a row's weight that may be left out. A quarter of a rounding step leaves room for the rounding of the
+            bounds.
+        gradient: of the result, `(batch, query_len, heads, value_dim)`, where gradients are to be the same, too.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sees_itself: Tensor | None
+    scaling: float
+    causal: bool
+    share: float
+    gradient: Tensor | None = None
+
+    @property
+    def own_keys(self) -> Tensor:
+        """`(query_len,)` int64, the own key of each query."""
+        return torch.arange(self.key.shape[2] - self.query.shape[2], self.key.shape[2], device=self.key.device)
+
+
+def call_of(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    causal: bool,
+    gradient: Tensor | None = None,
+) -> Call | None:
+    """The call of a kernel on the CPU, or `None` where looking for windows does not pay, or an additive mask hides them.
+
+    Args:
+        query: as `Call` takes it.
+        key: likewise.
+        value: likewise.
+        mask: `(batch or 1, 1 or heads, query_len or 1, key_len)`, or `None`.
+        scaling: likewise.
+        causal: likewise.
+        gradient: likewise.
+    """
+    # Reading bounds from an accelerator would hold it up in every layer.
+    if query.device.type != "cpu" or not pays(query, key):
+        return None
+    sees_itself = None
+    if mask is not None:
+        if mask.dtype != torch.bool:
+            return None
+        own = mask[..., key.shape[2] - query.shape[2] :]
+        sees_itself = own.diagonal(0, -2, -1) if mask.shape[2] > 1 else own[:, :, 0]
+    share = torch.finfo(query.dtype).eps / 4
+    return Call(query, key, value, sees_itself, scaling, causal, share, gradient)
+
+
+def pays(query: Tensor, key: Tensor) -> bool:
+    """Whether a call is long enough, and its queries have keys of their own."""
+    return key.shape[2] >= max(SHORTEST, query.shape[2]) and query.shape[2] > 1
+
+
+def windows_of_distance(call: Call | None, vector: Tensor) -> Windows | None:
+    """The windows of a bias of distance, or `None` where all keys count.
+
+    Args:
+        call: what else the logits are made of.
         vector: `(heads, query_len + key_len - 1)`, the bias by rising distance.
-        mask: boolean, `(batch or 1, 1 or heads, query_len or 1, key_len)`, or `None`. An additive mask has no windows.
-        scaling: factor of `query . key`.
-        causal: whether query i sees no key behind key i.
     """
-    if not _pays(query, key, mask):
+    if call is None:
         return None
-    query_length, key_length = query.shape[2], key.shape[2]
-    own = key_length - 1
-    # Nearer keys may have a smaller bias than farther ones: what counts is the largest of all that are as far or farther.
-    behind = vector.detach().cummax(-1).values
-    ahead = behind if causal else vector.detach().flip(-1).cummax(-1).values
-    slack = _slack(key, value, query.dtype)
-    if not bool((behind[:, own] - behind[:, 0] > slack).any()) and not bool((ahead[:, -1] - ahead[:, 0] > slack).any()):
+    own = call.key.shape[2] - 1
+    vector = vector.detach()
+    sides = [vector[:, : own + 1]] if call.causal else [vector[:, : own + 1], vector[:, own:].flip(-1)]
+    if not any(_may_end(side, side[:, -1:], call) for side in sides):
         return None
-    needed = _needed(query, key, mask, scaling, slack).to(vector.dtype) + vector.detach()[:, own].view(1, -1, 1)
-    rows = torch.arange(query_length, device=query.device)
-    reached = _first_at_least(behind, needed) - query_length + 1 + rows
-    own_key = rows + key_length - query_length
-    first = torch.minimum(reached.clamp(min=0), own_key)
-    if causal:
-        return Windows(first, own_key.expand_as(first), key_length)
-    reached = query_length + key_length - 2 - _first_at_least(ahead, needed) - query_length + 1 + rows
-    return Windows(first, torch.maximum(reached.clamp(max=key_length - 1), own_key), key_length)
+    return every_window_of_distance(call, vector)
 
 
-def windows_of_terms(
-    query: Tensor, key: Tensor, value: Tensor, terms: Tensor, mask: Tensor | None, scaling: float, causal: bool
-) -> Windows | None:
-    """The windows of a bias `terms[j] - terms[i]`, or `None` where all keys count or looking for them does not pay.
+def windows_of_terms(call: Call | None, terms: Tensor) -> Windows | None:
+    """The windows of a bias `terms[j] - terms[i]`, or `None` where all keys count.
 
     Args:
-        query: `(batch, heads, query_len, head_dim)`.
-        key: `(batch, key_value_heads, key_len, head_dim)`.
-        value: `(batch, key_value_heads, key_len, value_dim)`.
+        call: what else the logits are made of.
         terms: `(batch, heads, key_len)` float32.
-        mask: boolean, `(batch or 1, 1 or heads, query_len or 1, key_len)`, or `None`. An additive mask has no windows.
-        scaling: factor of `query . key`.
-        causal: whether query i sees no key behind key i.
     """
-    if not _pays(query, key, mask):
+    if call is None or not _may_end(terms, terms[..., -1:], call):
         return None
-    behind = terms.detach().cummax(-1).values
-    slack = _slack(key, value, query.dtype)
-    if not bool((behind[..., -1] - behind[..., 0] > slack).any()):
-        return None
-    key_length = key.shape[2]
-    own_key = torch.arange(key_length - query.shape[2], key_length, device=query.device)
-    needed = _needed(query, key, mask, scaling, slack).to(terms.dtype) + terms.detach()[..., own_key]
-    first = torch.minimum(torch.searchsorted(behind.contiguous(), needed.contiguous()), own_key)
-    last = own_key.expand_as(first) if causal else torch.full_like(first, key_length - 1)
+    return every_window_of_terms(call, terms)
+
+
+def _may_end(bias: Tensor, own: Tensor, call: Call) -> bool:
+    """Whether the farthest key can be one that does not count. No bound of it is below its bias."""
+    return bool((bias[..., :1] - own < math.log(call.share)).any())
+
+
+def every_window_of_distance(call: Call, vector: Tensor) -> Windows:
+    """As `windows_of_distance`, without a look at any number, which an accelerator would have to be waited for."""
+    query_length, key_length = call.query.shape[2], call.key.shape[2]
+    vector, own = vector.detach(), key_length - 1
+    needed = _needed(call).to(vector.dtype) + vector[:, own].view(1, -1, 1)
+    rows = torch.arange(query_length, device=vector.device)
+    behind = _first_that_counts(vector[:, : own + 1].unsqueeze(0), needed)
+    first = (behind - query_length + 1 + rows).clamp(min=0).minimum(call.own_keys)
+    if call.causal:
+        return Windows(first, call.own_keys.expand_as(first), key_length)
+    ahead = _first_that_counts(vector[:, own:].flip(-1).unsqueeze(0), needed)
+    last = (key_length - 1 - ahead + rows).clamp(max=key_length - 1).maximum(call.own_keys)
     return Windows(first, last, key_length)
 
 
-def _pays(query: Tensor, key: Tensor, mask: Tensor | None) -> bool:
-    # Reading bounds from an accelerator would hold it up in every layer.
-    if query.device.type != "cpu" or key.shape[2] < SHORTEST or query.shape[2] < 2:
-        return False
-    return (mask is None or mask.dtype == torch.bool) and key.shape[2] >= query.shape[2]
+def every_window_of_terms(call: Call, terms: Tensor) -> Windows:
+    """As `windows_of_terms`, without a look at any number, which an accelerator would have to be waited for."""
+    terms = terms.detach()
+    needed = _needed(call).to(terms.dtype) + terms[..., call.key.shape[2] - call.query.shape[2] :]
+    first = _first_that_counts(terms, needed).minimum(call.own_keys)
+    last = call.own_keys if call.causal else call.own_keys.new_tensor(call.key.shape[2] - 1)
+    return Windows(first, last.expand_as(first), call.key.shape[2])
 
 
-def _slack(key: Tensor, value: Tensor, dtype: torch.dtype) -> float:
-    """How far below the largest logit of a row all other keys together are a quarter of a rounding step.
+def _needed(call: Call) -> Tensor:
+    """What the bias of the keys up to one must add up to, as a log-sum-exp less the own key's bias, for them to count.
 
-    Values may differ in size: a key that weighs nothing may have the one large value. So it is a quarter of a rounding
-    step of the mean value.
+    `(batch, heads, query_len)` float32.
     """
-    sizes = value.detach().float().norm(dim=-1)
-    ratio = float(sizes.amax() / sizes.mean().clamp(min=torch.finfo(torch.float32).tiny))
-    if not math.isfinite(ratio):
-        return math.inf
-    return math.log(key.shape[2]) - math.log(torch.finfo(dtype).eps / 4) + math.log(max(ratio, 1.0))
-
-
-def _needed(query: Tensor, key: Tensor, mask: Tensor | None, scaling: float, slack: float) -> Tensor:
-    """`(batch, heads, query_len)` float32: a key counts where its bias less that of the own key is at least this."""
-    query, key = query.detach().float(), key.detach().float()
-    groups = query.shape[1] // key.shape[1]
-    longest = key.norm(dim=-1).amax(-1).repeat_interleave(groups, 1).unsqueeze(-1)
-    own_keys = key[:, :, key.shape[2] - query.shape[2] :].repeat_interleave(groups, 1)
-    own = scaling * torch.linalg.vecdot(query, own_keys)
-    needed = own - abs(scaling) * query.norm(dim=-1) * longest - slack
-    if mask is not None:
-        sees_itself = mask.diagonal(key.shape[2] - query.shape[2], -2, -1) if mask.shape[2] > 1 else None
-        if sees_itself is None:
-            sees_itself = mask[:, :, 0, key.shape[2] - query.shape[2] :]
-        needed = needed.masked_fill(~sees_itself, -torch.inf)
+    query, key = call.query, call.key
+    own = slice(key.shape[2] - query.shape[2], None)
+    heads = query.detach().float().unflatten(1, (key.shape[1], -1))
+    keys, values = (tensor.detach().float().unsqueeze(2) for tensor in (key, call.value))
+    lengths, sizes = keys.norm(dim=-1), values.norm(dim=-1)
+    longest, largest = lengths.amax(-1, keepdim=True), sizes.amax(-1, keepdim=True)
+    own_logit = call.scaling * torch.linalg.vecdot(heads, keys[..., own, :])
+    # What is left out is small beside what the own key adds, also where a far value is much larger.
+    needed = own_logit - abs(call.scaling) * longest * heads.norm(dim=-1) + (sizes[..., own] / largest).log()
+    if call.gradient is not None:
+        needed += (lengths[..., own] / longest).log()
+    needed = needed.flatten(1, 2) + math.log(call.share)
+    if call.gradient is not None:
+        # The gradient of a key is a sum over queries, one of which may have a much larger gradient than most.
+        logs = call.gradient.detach().float().norm(dim=-1).transpose(1, 2).log()
+        typical = logs[logs > -torch.inf].mean()
+        needed -= (logs - typical).clamp(min=0)
+    if call.sees_itself is not None:
+        needed = needed.masked_fill(~call.sees_itself, -torch.inf)
     # Whatever is no number has to be seen.
-    return needed.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    return needed.nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
 
 
-def _first_at_least(rising: Tensor, needed: Tensor) -> Tensor:
-    """Where in `(heads, count)` rising numbers the first is at least `needed`, `(batch, heads, rows)`."""
-    found = torch.searchsorted(rising.contiguous(), needed.transpose(0, 1).flatten(1).contiguous())
+def _first_that_counts(bias: Tensor, needed: Tensor) -> Tensor:
+    """The first key with which the bias adds up to what is needed, `(batch, heads, query_len)` int64.
+
+    Args:
+        bias: `(batch or 1, heads, keys)`, the farthest key first.
+        needed: `(batch, heads, query_len)`.
+    """
+    sums = bias.logcumsumexp(-1)
+    # One key that is no number makes every sum behind it none. Then all keys count.
+    usable = sums[..., -1:].isfinite()
+    sums, needed = torch.where(usable, sums, 0.0), torch.where(usable, needed, -torch.inf)
+    if bias.shape[0] == needed.shape[0]:
+        return torch.searchsorted(sums, needed)
+    found = torch.searchsorted(sums[0], needed.transpose(0, 1).flatten(1))
     return found.unflatten(1, (needed.shape[0], -1)).transpose(0, 1)

@@ -1,0 +1,86 @@
+"""Flex attention under a decaying bias: a block mask without the blocks of keys that cannot change a result."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.functional import pad
+
+from hf_posenc.attention.forms import DistanceForm, SeparableForm
+from hf_posenc.attention.windows import Call, Windows, every_window_of_distance, every_window_of_terms, pays
+
+#: How much larger the gradient of one query may be than that of others, without which a key would lose some of its own.
+#: The block mask is made before any gradient is known, and serves the backward pass too.
+_GRADIENTS_DIFFER = 2.0**10
+
+
+def narrowed(
+    mask: Any, form: DistanceForm | SeparableForm, query: Tensor, key: Tensor, value: Tensor, scaling: float
+) -> Any:
+    """A block mask that leaves out what cannot change a result, or what was given where that cannot be known.
+
+    No number is looked at on the way, so an accelerator is not waited for, and a compiler sees no branch.
+
+    Args:
+        mask: what the model gives to flex attention.
+        form: the bias, which no soft cap comes before.
+        query: `(batch, heads, query_len, head_dim)`.
+        key: `(batch, key_value_heads, key_len, head_dim)`.
+        value: `(batch, key_value_heads, key_len, value_dim)`.
+        scaling: factor of `query . key`.
+    """
+    if not isinstance(mask, BlockMask) or not pays(query, key):
+        return mask
+    if mask.kv_num_blocks.shape[-1] != -(-query.shape[2] // mask.BLOCK_SIZE[0]):
+        return mask
+    share = torch.finfo(query.dtype).eps / 4
+    if torch.is_grad_enabled():
+        share /= _GRADIENTS_DIFFER
+    call = Call(query, key, value, _sees_itself(mask, query, key.shape[2]), scaling, False, share)
+    if isinstance(form, DistanceForm):
+        windows = every_window_of_distance(call, form.vector)
+    else:
+        windows = every_window_of_terms(call, form.terms.expand(query.shape[0], -1, -1))
+    return _intersection(mask, windows)
+
+
+def _sees_itself(mask: BlockMask, query: Tensor, key_length: int) -> Tensor:
+    """`(batch, heads, query_len)`: whether each query sees the key in its own place, the last ones being theirs."""
+    batch, heads, query_length, _ = query.shape
+
+    def own(item: Tensor, head: Tensor, row: Tensor) -> Tensor:
+        return mask.mask_mod(item, head, row, row + key_length - query_length)
+
+    of_rows = torch.vmap(own, in_dims=(None, None, 0))
+    of_heads = torch.vmap(of_rows, in_dims=(None, 0, None))
+    of_items = torch.vmap(of_heads, in_dims=(0, None, None))
+    visible: Tensor = of_items(*(torch.arange(count, device=query.device) for count in (batch, heads, query_length)))
+    return visible
+
+
+def _intersection(mask: BlockMask, windows: Windows) -> BlockMask:
+    rows, keys = mask.BLOCK_SIZE
+    missing = -windows.first.shape[-1] % rows
+    first = pad(windows.first, (0, missing), value=windows.key_length).unflatten(-1, (-1, rows)).amin(-1) // keys
+    last = pad(windows.last, (0, missing), value=-1).unflatten(-1, (-1, rows)).amax(-1) // keys
+
+    def within(counts: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        listed = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
+        kept = listed & (indices >= first.unsqueeze(-1)) & (indices <= last.unsqueeze(-1))
+        order = (~kept).to(torch.int8).argsort(dim=-1, stable=True)
+        found = indices.expand_as(kept).gather(-1, order)
+        return kept.sum(-1).to(counts.dtype), found.contiguous()
+
+    full: tuple[Tensor | None, Tensor | None] = (None, None)
+    if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
+        full = within(mask.full_kv_num_blocks, mask.full_kv_indices)
+    return BlockMask.from_kv_blocks(
+        *within(mask.kv_num_blocks, mask.kv_indices),
+        *full,
+        BLOCK_SIZE=mask.BLOCK_SIZE,
+        mask_mod=mask.mask_mod,
+        seq_lengths=mask.seq_lengths,
+    )
