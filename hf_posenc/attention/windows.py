@@ -1,10 +1,10 @@
 """Which keys can change the result of each query, under a bias that decays.
 
-For query i, the logit of its own key, `l_ii`, is a lower bound of the row's largest logit. An upper bound of the logit of
-key j is `scaling * |q_i| * max |k| + bias_ij`, so all keys up to key j together weigh at most
-`exp(scaling * |q_i| * max |k| + logsumexp(bias_i0 ... bias_ij) - l_ii)` of the row. Where that is less than a quarter of
-a rounding step of the result, these keys are not looked at. Adaptive Computation Pruning (arXiv:2504.06949, section 3)
-does the same for forget gates; here it serves every bias that decays, because it asks for nothing but the bias itself.
+For query i, the logit of its own key, `l_ii`, is a lower bound of the row's largest logit. An upper bound of the logit
+of key j is `scaling * |q_i| * max |k| + bias_ij`, so all keys up to key j together weigh at most
+`exp(scaling * |q_i| * max |k| + logsumexp(bias_i0 ... bias_ij) - l_ii)` of the row. Where that is less than a quarter
+of a rounding step of the result, these keys are not looked at. Adaptive Computation Pruning (arXiv:2504.06949,
+section 3) does the same for forget gates. Here it serves every bias that decays: nothing but the bias is needed.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ class Call:
 
     Args:
         query: `(batch, heads, query_len, head_dim)`.
-        key: `(batch, key_value_heads, key_len, head_dim)`, at least as many as queries: those of the last are their own.
+        key: `(batch, key_value_heads, key_len, head_dim)`. The last `query_len` of them are the queries' own keys.
         value: `(batch, key_value_heads, key_len, value_dim)`.
-        sees_itself: boolean, broadcasts to `(batch, heads, query_len)`: which queries see their own key. `None` for all.
+        sees_itself: boolean, broadcasts to `(batch, heads, query_len)`: which queries see their own key; `None`: all.
         scaling: factor of `query . key`.
         causal: whether query i sees no key behind its own.
         share: of a row's weight that may be left out. A quarter of a rounding step leaves room for the rounding of the
@@ -96,7 +96,7 @@ def call_of(
     causal: bool,
     gradient: Tensor | None = None,
 ) -> Call | None:
-    """The call of a kernel on the CPU, or `None` where looking for windows does not pay, or an additive mask hides them.
+    """The call of a kernel on the CPU, or `None` where looking for windows does not pay or the mask is additive.
 
     Args:
         query: as `Call` takes it.
