@@ -135,7 +135,7 @@ def test_autocast_computes_in_its_dtype() -> None:
 
 def test_no_gradient_where_none_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value, vector = tensors(1, 4, 2, 9, 9, torch.float32)
-    monkeypatch.setattr(module, "_Diagonals", None)
+    monkeypatch.setattr(module, "_diagonal_sums", None)
     distance_attention(query, key, value, vector.detach(), None, 0.3, True).sum().backward()
     assert query.grad is not None
     assert vector.grad is None
@@ -202,3 +202,13 @@ def test_autocast_does_not_round_a_large_bias() -> None:
         found = distance_attention(query, key, value, vector, None, 0.3, True)
     halves = (tensor.detach().to(torch.bfloat16) for tensor in (query, key, value))
     torch.testing.assert_close(found, distance_attention(*halves, vector, None, 0.3, True), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 8])
+@pytest.mark.parametrize("keys", [1, 2, 11, 17, 18, 40])
+def test_sums_over_diagonals(rows: int, keys: int) -> None:
+    scores = torch.randn(3, rows, keys, dtype=torch.float64, generator=torch.Generator().manual_seed(keys))
+    expected = torch.zeros(3, rows + keys - 1, dtype=torch.float64)
+    for row in range(rows):
+        expected[:, row : row + keys] += scores[:, row]
+    torch.testing.assert_close(module._diagonal_sums(scores), expected)

@@ -1,0 +1,178 @@
+"""What a decaying bias saves on real text, in a model that was trained with it: beside the same model without position.
+
+    python -m benchmarks.real_text --scheme forget_gate
+    python -m benchmarks.real_text --scheme alibi --model SmolLM2-135M --steps 24 --lengths 4096 --text *.py
+
+How many keys can be skipped depends on gates, on the norms of queries and keys, and so on training. A small Llama is
+trained on the bytes of a text; a pretrained model (`--model`, a folder) gets the scheme in place of its own and is
+healed for some steps. The text is the reference manual that comes with Python, or the files that are named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pydoc_data.topics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+
+from benchmarks.arguments import length_of, scheme_name
+from benchmarks.bare import shared_copy
+from benchmarks.machine import describe_machine
+from benchmarks.subjects import LanguageModel, Setting
+from benchmarks.timing import Pace, time_subjects
+from hf_posenc import patch_model
+from hf_posenc.attention import distance_attention, separable_attention
+from hf_posenc.attention.windows import Windows
+from hf_posenc.recipes import swap_scheme
+
+
+@dataclass(frozen=True)
+class TextSetting(Setting):
+    """A setting whose tokens are those of a text.
+
+    Args:
+        stream: `(tokens,)` int64.
+    """
+
+    stream: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+
+    def tokens(self, length: int) -> Tensor:
+        """`(1, length)`, the end of the stream, on which no model is trained."""
+        return self.stream[-length:].unsqueeze(0)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line. Returns the exit status."""
+    found = _parse(arguments)
+    torch.manual_seed(0)
+    text = "\n".join(Path(one).read_text(encoding="utf-8") for one in found.text) or "\n".join(
+        pydoc_data.topics.topics.values()
+    )
+    tokenizer = ByT5Tokenizer() if found.model is None else AutoTokenizer.from_pretrained(found.model)
+    stream = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    longest = max(found.lengths)
+    if len(stream) < longest + found.train_length:
+        print(f"real_text: the text has {len(stream)} tokens, which is too few for {longest}.", file=sys.stderr)
+        return 2
+    model = _model(found, stream[: len(stream) - longest])
+    bare = shared_copy(model)
+    patch_model(bare, "none")
+    setting = TextSetting(stream=stream)
+    subjects = [
+        LanguageModel("none", "bare", bare, setting, baseline="none"),
+        LanguageModel(found.scheme, "scheme", model, setting, baseline="none"),
+        LanguageModel("none again", "bare", shared_copy(bare), setting, baseline="none"),
+    ]
+    machine = describe_machine("cpu")
+    print("\n".join(f"{name}: {value}" for name, value in machine.items()))
+    print(f"\n| phase | tokens | none, ms | none again | {found.scheme} | keys kept |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for length in found.lengths:
+        with _kept_keys() as kept, torch.no_grad():
+            model.eval()(setting.tokens(length), use_cache=False, logits_to_keep=1)
+        for phase in found.phases:
+            pace = Pace(rounds=found.rounds, cell_seconds=0.0, subject_seconds=float("inf"))
+            times = time_subjects(subjects, phase, length, pace, "cpu").seconds
+            base = times["none"]
+            ratios = {name: median(one / other for one, other in zip(times[name], base, strict=True)) for name in times}
+            share = f"{mean(kept):.2f}" if kept else "all"
+            print(
+                f"| {phase} | {length} | {1e3 * median(base):.0f} | {ratios['none again']:.2f} | "
+                f"{ratios[found.scheme]:.2f} | {share} |",
+                flush=True,
+            )
+    return 0
+
+
+def _parse(arguments: list[str] | None) -> Any:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.real_text", description=__doc__.split("\n")[0])
+    parser.add_argument("--scheme", type=scheme_name, default="forget_gate")
+    parser.add_argument("--model", help="folder of a pretrained model; without it, a small Llama is trained")
+    parser.add_argument("--text", nargs="*", default=[], help="files; by default Python's reference manual")
+    parser.add_argument("--steps", type=int, default=300, help="of training, or healing")
+    parser.add_argument("--train_length", type=length_of, default=512, help="tokens of a row in training")
+    parser.add_argument("--lengths", type=length_of, nargs="+", default=[4096, 16384], help="that are timed")
+    parser.add_argument("--phases", nargs="+", choices=("forward", "train"), default=["forward", "train"])
+    parser.add_argument("--rounds", type=int, default=3)
+    return parser.parse_args(arguments)
+
+
+def _model(found: Any, stream: Tensor) -> Any:
+    if found.model is None:
+        config = LlamaConfig(
+            hidden_size=512, intermediate_size=1376, num_hidden_layers=2, num_attention_heads=8, vocab_size=384
+        )
+        model = patch_model(LlamaForCausalLM(config), found.scheme)
+        rate, rows = 1e-3, 4
+    else:
+        model = AutoModelForCausalLM.from_pretrained(found.model, dtype=torch.float32)
+        swap_scheme(model, found.scheme, sample=stream[: 2 * found.train_length].view(2, -1))
+        rate, rows = 1e-4, 2
+    _train(model, stream, found.steps, rows, found.train_length, rate)
+    return model
+
+
+def _train(model: Any, stream: Tensor, steps: int, rows: int, length: int, rate: float) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    generator = torch.Generator().manual_seed(0)
+    model.train()
+    losses, start = [], time.monotonic()
+    for _ in range(steps):
+        begins = torch.randint(len(stream) - length, (rows,), generator=generator)
+        batch = torch.stack([stream[begin : begin + length] for begin in begins.tolist()])
+        loss = model(batch, labels=batch, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    if losses:
+        print(f"trained {steps} steps in {time.monotonic() - start:.0f} s: loss {losses[0]:.2f} to {losses[-1]:.2f}")
+
+
+@contextmanager
+def _kept_keys() -> Iterator[list[float]]:
+    """Within it, the share of visible keys that each causal attention call has looked at is noted."""
+    shares: list[float] = []
+
+    def noted(find: Any) -> Any:
+        def wrapped(*args: Any) -> Windows | None:
+            windows: Windows | None = find(*args)
+            if windows is None:
+                shares.append(1.0)
+            else:
+                kept = windows.last - windows.first + 1
+                shares.append(float(kept.sum() / (windows.last + 1).sum()))
+            return windows
+
+        return wrapped
+
+    modules = [(sys.modules[one.__module__], name) for one, name in _FINDERS]
+    found = [getattr(module, name) for module, name in modules]
+    for (module, name), find in zip(modules, found, strict=True):
+        setattr(module, name, noted(find))
+    try:
+        yield shares
+    finally:
+        for (module, name), find in zip(modules, found, strict=True):
+            setattr(module, name, find)
+
+
+_FINDERS = (
+    (distance_attention.distance_attention, "windows_of_distance"),
+    (separable_attention.separable_attention, "windows_of_terms"),
+)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
