@@ -24,7 +24,9 @@ SETTINGS: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_
 #: Sums of some hundred terms in another order, in float32.
 CLOSE = 2e-5
 #: Prompts of several lengths, the longest of which is read in three pieces.
-PAGED: dict[str, Any] = {"num_blocks": 16, "page_size": 8, "max_batch_tokens": 16}
+PAGED: dict[str, Any] = {"num_blocks": 16, "max_batch_tokens": 16}
+# Transformers 5.17 has another name for it.
+PAGED["page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size"] = 8
 #: One scheme for each way in which keys reach the attention function: what the default run tries.
 WAYS = ("rope", "sinusoidal", "alibi", "t5", "forget_gate", "cope", "self_extend", "pope", "ssmax", "composed")
 
@@ -128,8 +130,9 @@ def test_pages_that_requests_share_evict_and_copy(scheme: str) -> None:
         continuous_batching_config=ContinuousBatchingConfig(**PAGED),
         warmup=False,
     )
-    found = [result.generated_tokens for result in copies.values()]
-    assert found == [alone(model, prompt)[0] for prompt in same[:2] for _ in range(2)]
+    # Transformers 5.17 returns one of them.
+    found = {tuple(result.generated_tokens) for result in copies.values()}
+    assert found == {tuple(alone(model, prompt)[0]) for prompt in same[:2]}
 
 
 @pytest.mark.parametrize("scheme", ["forget_gate", "t5"])
