@@ -22,7 +22,8 @@ if str(ROOT) not in sys.path:
 PAGE = ROOT / "docs" / "tools.md"
 DATA = ROOT / "docs" / "results" / "tools.json"
 PACKAGES = (
-    "torch", "transformers", "accelerate", "peft", "trl", "sentence-transformers", "optimum-quanto", "hqq", "lm_eval",
+    "torch", "transformers", "accelerate", "peft", "trl", "sentence-transformers", "optimum-quanto", "torchao",
+    "bitsandbytes", "hqq", "lm_eval",
 )  # fmt: skip
 
 

@@ -81,11 +81,6 @@ def attend_with_bias(
         # that sums and kernels see one dtype.
         form = form.double()
     given = (module, query, key, value, attention_mask, *args)
-    if "paged" in name or kwargs.get("cache") is not None:
-        raise UnsupportedError(
-            f"The attention back-end {name!r} keeps its keys in pages and never shows all of them to the attention "
-            "function, so a logit bias cannot be placed. Use generate() without continuous batching."
-        )
     if "flash" in name:
         return _attend_folded(name, function, form, *given, **kwargs)
     if name == "eager":

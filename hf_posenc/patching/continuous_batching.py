@@ -1,4 +1,4 @@
-"""Continuous batching of a patched model: refuses at the call what would otherwise fail in its worker thread.
+"""Continuous batching of a patched model: its settings, and what would otherwise fail in its worker thread.
 
 Transformers runs `generate_batch` in a thread that logs its errors and returns empty results. All ways in go through
 `init_continuous_batching`, which runs in the caller's thread.
@@ -6,14 +6,27 @@ Transformers runs `generate_batch` in a thread that logs its errors and returns 
 
 from __future__ import annotations
 
+import copy
+import inspect
 from typing import Any
 
+import torch
 from torch import nn
+from transformers import ContinuousBatchingConfig
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.checked_method import CheckedMethod
 from hf_posenc.patching.encoding import PositionEncoding, StackEncoding, is_length_dependent
+from hf_posenc.patching.layer_call import LayerEncoding
+from hf_posenc.patching.paged_requests import PREFIX
 from hf_posenc.patching.scores_attention import ScoresAttention
+from hf_posenc.patching.wide_pages import WidePages, page_width
+from hf_posenc.schemes.parts import DistanceBias, SeparableBias
+
+#: A manager that `generate_batch(persistent_manager=True)` leaves on the model for later calls.
+_KEPT = "_cached_continuous_batching_manager"
+_CONFIG = "continuous_batching_config"
+_REMEDY = "Use model.generate() with a batch that is padded on the left."
 
 
 class CheckedContinuousBatching(CheckedMethod):
@@ -21,29 +34,81 @@ class CheckedContinuousBatching(CheckedMethod):
 
     method = "init_continuous_batching"
 
+    @classmethod
+    def place(cls, encoding: PositionEncoding, model: Any) -> None:
+        """Puts it on a model that has the method, and away a manager whose pages hold keys of another scheme."""
+        super().place(encoding, model)
+        if hasattr(model, cls.method):
+            encoding.journal.put_aside(model, _KEPT)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Starts continuous batching.
 
         Raises:
-            UnsupportedError: for a scheme that pages of keys cannot serve.
+            UnsupportedError: for a scheme that pages of keys cannot serve, or not with these settings.
+            SequenceLengthError: for prompts, with the tokens to generate, that the scheme cannot encode.
         """
-        if self.in_force:
-            refuse_pages(self.encoding, self.model)
-        return self.__wrapped__(*args, **kwargs)
+        if not self.in_force:
+            return self.__wrapped__(*args, **kwargs)
+        layers = _decoder_layers(self.encoding)
+        given = inspect.signature(self.__wrapped__).bind(*args, **kwargs).arguments
+        refuse_pages(self.encoding, self.model)
+        self._refuse_length(given.get("workload_hints"))
+        if any(layer.reads_pages for layer in layers):
+            given[_CONFIG] = self._settings(given)
+        manager = self.__wrapped__(**given)
+        width = max((page_width(layer, self.model.dtype) for layer in layers), default=0)
+        if any(width > layer.head_dim for layer in layers) and manager.batch_processor is None:
+            manager._create_batch_processor = WidePages(manager, width)
+        return manager
+
+    def _refuse_length(self, hints: Any) -> None:
+        """Refuses prompts that are too long; without hints, each one is refused when it is added."""
+        longest = 0 if hints is None else hints.max_prompt_length + hints.max_generated_length
+        if longest:
+            self.encoding.reach().check(torch.tensor([longest - 1]))
+
+    def _settings(self, given: dict[str, Any]) -> ContinuousBatchingConfig:
+        """The settings of a call, with nothing in them that reads pages inside a graph or a kernel.
+
+        Raises:
+            UnsupportedError: if that is asked for.
+        """
+        generation_config = given.get("generation_config") or self.model.generation_config
+        settings = given.get(_CONFIG) or getattr(generation_config, _CONFIG, None) or ContinuousBatchingConfig()
+        for asked in ("use_cuda_graph", "varlen_compile_config", "decode_compile_config", "default_compile_level"):
+            value = getattr(settings, asked, None)
+            if any(value) if isinstance(value, tuple) else value:
+                raise UnsupportedError(
+                    f"{_cannot(self.encoding, self.model)} in graphs ({asked}): it reads the lengths of the requests "
+                    "in a batch, which a graph does not know. Leave that setting out."
+                )
+        settings = copy.copy(settings)
+        settings.use_cuda_graph = False
+        # A kernel that reads pages itself shows the keys to nobody, and few biases can go into flash kernels at all.
+        settings.max_blocks_per_request = 0
+        settings.auto_switch_to_flash = False
+        return settings
 
 
 def refuse_pages(encoding: PositionEncoding, model: nn.Module) -> None:
-    """Refuses a scheme that needs more than the position of each new token.
+    """Refuses a scheme that cannot be computed from the keys in pages.
 
     Raises:
         UnsupportedError: with the reason.
     """
-    reason = _outside_interface(encoding) or _of_layers(encoding) or _of_lengths(encoding)
+    reason = _outside_interface(encoding) or _of_lengths(encoding) or _of_kernels(encoding, model)
     if reason:
-        raise UnsupportedError(
-            f"Continuous batching cannot run the scheme {encoding.config.name!r} in this {type(model).__name__}: "
-            f"{reason}. Use model.generate() with a batch that is padded on the left."
-        )
+        raise UnsupportedError(f"{_cannot(encoding, model)}: {reason}")
+
+
+def _cannot(encoding: PositionEncoding, model: nn.Module) -> str:
+    return f"Continuous batching cannot run the scheme {encoding.config.name!r} in this {type(model).__name__}"
+
+
+def _decoder_layers(encoding: PositionEncoding) -> list[LayerEncoding]:
+    stacks = [stack for stack in encoding.stacks.values() if isinstance(stack, StackEncoding)]
+    return [layer for stack in stacks for layer in stack.layers]
 
 
 def _outside_interface(encoding: PositionEncoding) -> str:
@@ -51,23 +116,7 @@ def _outside_interface(encoding: PositionEncoding) -> str:
         if isinstance(site, ScoresAttention):
             return (
                 f"{type(site.module).__name__} computes its scores itself, without the attention interface through "
-                "which pages of keys are read"
-            )
-    return ""
-
-
-def _of_layers(encoding: PositionEncoding) -> str:
-    stacks = [stack for stack in encoding.stacks.values() if isinstance(stack, StackEncoding)]
-    for layer in [layer for stack in stacks for layer in stack.layers]:
-        if layer.logit_bias is not None:
-            return (
-                f"its {type(layer.logit_bias).__name__} adds a bias to the logit of every key, and keys lie in pages "
-                "that the attention function alone reads, so the bias could not be placed"
-            )
-        if layer.query_key_map is not None and layer.query_key_map.width_factor != 1:
-            return (
-                f"its {type(layer.query_key_map).__name__} makes heads {layer.query_key_map.width_factor} times as "
-                "wide, and pages are as wide as the model's own heads"
+                f"which pages of keys are read. {_REMEDY}"
             )
     return ""
 
@@ -77,5 +126,21 @@ def _of_lengths(encoding: PositionEncoding) -> str:
         return ""
     return (
         "it encodes a token by the length of its sequence, or by tokens that a cache does not keep, and keys in pages "
-        "are never computed again"
+        f"are never computed again. {_REMEDY}"
     )
+
+
+def _of_kernels(encoding: PositionEncoding, model: Any) -> str:
+    implementation = (model.config._attn_implementation or "").removeprefix(PREFIX)
+    if "flash" not in implementation:
+        return ""
+    for layer in _decoder_layers(encoding):
+        bias = layer.logit_bias
+        linear = isinstance(bias, DistanceBias) and bias.slopes_behind(torch.device("cpu")) is not None
+        foldable = (linear or isinstance(bias, SeparableBias)) and layer.logit_scale is None
+        if bias is not None and not foldable:
+            return (
+                f"its {type(bias).__name__} cannot be folded into the queries and keys of {implementation!r}. Call "
+                'model.set_attn_implementation("sdpa").'
+            )
+    return ""

@@ -27,7 +27,7 @@ class _Change:
     attribute: str
     had_value: bool
     value: Any
-    kind: Literal["attribute", "forward", "buffer", "frozen", "hook"] = "attribute"
+    kind: Literal["attribute", "aside", "forward", "buffer", "frozen", "hook"] = "attribute"
     ours: Any = None
 
     def put(self, value: Any) -> None:
@@ -57,6 +57,12 @@ class InstancePatches:
         own = target.__dict__
         self.changes.append(_Change(target, attribute, attribute in own, own.get(attribute), ours=value))
         own[attribute] = value
+
+    def put_aside(self, target: Any, attribute: str) -> None:
+        """Takes an attribute off the instance until the patch is undone, whatever stands there by then."""
+        own = target.__dict__
+        self.changes.append(_Change(target, attribute, attribute in own, own.get(attribute), "aside"))
+        own.pop(attribute, None)
 
     def set_buffer(self, module: nn.Module, name: str, value: Tensor) -> None:
         """Exchanges a buffer. One that the module's forward assigns to cannot be hidden behind an attribute."""
@@ -134,7 +140,7 @@ def _restore(change: _Change) -> None:
         change.target._parameters[change.attribute].requires_grad_(change.value)
     elif change.kind == "buffer":
         change.target._buffers[change.attribute] = change.value
-    elif not change.is_in_place:
+    elif change.kind != "aside" and not change.is_in_place:
         return
     elif change.had_value:
         change.target.__dict__[change.attribute] = change.value

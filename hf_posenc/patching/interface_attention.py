@@ -14,13 +14,24 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hf_posenc.attention.backends import attend_with_bias
 from hf_posenc.attention.folding import attend_with_wide_values
+from hf_posenc.attention.key_channels import append_features, split_features
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.attention_site import AttentionSite
 from hf_posenc.patching.layer_call import LayerCall, LayerEncoding
+from hf_posenc.patching.paged_requests import (
+    PREFIX,
+    cut,
+    cut_heads,
+    is_paged,
+    put,
+    read_pages,
+    requests_of,
+    without_requests,
+)
 from hf_posenc.patching.per_thread import PerThread
 from hf_posenc.patching.rebinding import names_used, rebind, rotary_names
 from hf_posenc.patching.rotary_calls import rotary_call
@@ -30,6 +41,7 @@ from hf_posenc.patching.watched_cache import KeysOnTheirWay, cache_of_call
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 #: The argument in which models hand their own relative biases to the attention function.
 _POSITION_BIAS = "position_bias"
+_EAGER = "eager"
 
 
 class InterfaceAttention(AttentionSite):
@@ -127,11 +139,27 @@ class InterfaceAttention(AttentionSite):
         if kwargs.get("scaling") is None and query.shape[-1] != self.encoding.head_dim:
             # The map has widened the heads, and a kernel goes by the width it sees.
             kwargs["scaling"] = self._scaling
-        scaled = self.scaled(call.state, query)
-        arguments = (given["module"], scaled, key, given["value"], given.get("attention_mask"), *rest)
+        one_call = self._attend_pages if self.encoding.reads_pages and is_paged(kwargs) else self._attend
+        mask = given.get("attention_mask")
+        return one_call(call, implementation, function, query, key, given["value"], mask, *rest, **kwargs)
+
+    def _attend(
+        self,
+        call: LayerCall,
+        implementation: str | None,
+        function: Callable[..., Any],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Adds scale and bias to mapped queries and keys, and calls the attention function."""
+        arguments = (self.module, self.scaled(call.state, query), key, value, mask, *args)
         attend = function
         if self.encoding.logit_bias is not None:
-            scaling, mask = kwargs.get("scaling"), given.get("attention_mask")
+            scaling = kwargs.get("scaling")
             # Flash kernels are told where documents begin, for rows of one batch item.
             flash = "flash" in (implementation or "") and mask is None and query.shape[0] == 1
             bias = self.bias(call, query, key, self._scaling if scaling is None else scaling, mask, flash)
@@ -139,6 +167,35 @@ class InterfaceAttention(AttentionSite):
         if self._widens_heads and implementation not in (None, "eager") and query.shape[2] > 1:
             return attend_with_wide_values(attend, *arguments, **kwargs)
         return attend(*arguments, **kwargs)
+
+    def _attend_pages(
+        self,
+        call: LayerCall,
+        implementation: str | None,
+        function: Callable[..., Any],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """The same for many requests in one row, whose keys come from the pages of continuous batching."""
+        features = None
+        if self.encoding.num_features:
+            key = append_features(key, self.new_features(call))
+        keys, values = read_pages(key, value, self.module.layer_idx, kwargs)
+        if self.encoding.num_features:
+            keys, features = split_features(keys, self.encoding.num_heads, self.encoding.num_features)
+        output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
+        for requests in requests_of(call.state, keys.shape[2], mask, kwargs):
+            own = LayerCall(requests.state, cut(call.hidden_states, requests.queries))
+            own.key_features = None if features is None else cut_heads(features, requests.keys)
+            heads = (cut_heads(query, requests.queries), *(cut_heads(each, requests.keys) for each in (keys, values)))
+            own_mask = requests.mask(implementation or _EAGER, mask, query.dtype)
+            attended = self._attend(own, implementation, function, *heads, own_mask, *args, **without_requests(kwargs))
+            put(output, requests.queries, attended[0])
+        return output, None
 
     @property
     def _widens_heads(self) -> bool:
@@ -162,6 +219,10 @@ class _Interface:
         site = self.site
 
         def attention(*args: Any, **kwargs: Any) -> Any:
+            if site.encoding.reads_pages and is_paged(kwargs):
+                # Keys that have been read out of their pages are attended to as any others.
+                plain = (implementation or _EAGER).removeprefix(PREFIX)
+                return site.attend(plain, self.interface.get_interface(plain, default), args, kwargs)
             return site.attend(implementation, function, args, kwargs)
 
         return attention

@@ -37,6 +37,12 @@ class LayerEncoding:
         """How many numbers per head and token the bias keeps beside the keys."""
         return self.logit_bias.num_features if isinstance(self.logit_bias, PairwiseBias) else 0
 
+    @property
+    def reads_pages(self) -> bool:
+        """Whether keys in pages (continuous batching) have to be read before the attention function."""
+        widens = self.query_key_map is not None and self.query_key_map.width_factor != 1
+        return widens or self.logit_bias is not None
+
 
 @dataclass
 class LayerCall:

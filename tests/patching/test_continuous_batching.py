@@ -4,83 +4,230 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import CompileConfig, ContinuousBatchingConfig, GenerationConfig
 
-from hf_posenc import UnsupportedError, unpatch_model
+from hf_posenc import SequenceLengthError, UnsupportedError, patch_model, unpatch_model
 from hf_posenc.schemes import HierarchicalConfig
 from tests.matrix.running import patched, tokens
+from tests.matrix.test_behaviour import SCHEMES
+from tests.thinning import mostly_slow
 
 YARN = {"scheme": "rope", "scaling": {"type": "yarn", "factor": 4.0, "original_max_positions": 16}}
+NTK = {"scheme": "rope", "scaling": {"type": "dynamic", "factor": 4.0, "original_max_positions": 8}}
+SELF_EXTEND = {"scheme": "self_extend", "window": 4, "group": 2}
 SETTINGS: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+#: Sums of some hundred terms in another order, in float32.
+CLOSE = 2e-5
+#: Prompts of several lengths, the longest of which is read in three pieces.
+PAGED: dict[str, Any] = {"num_blocks": 16, "max_batch_tokens": 16}
+# Transformers 5.17 has another name for it.
+PAGED["page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size"] = 8
+#: One scheme for each way in which keys reach the attention function: what the default run tries.
+WAYS = ("rope", "sinusoidal", "alibi", "t5", "forget_gate", "cope", "self_extend", "pope", "ssmax", "composed")
 
 
 @pytest.fixture(autouse=True)
-def quiet() -> Any:
+def quiet() -> Iterator[None]:
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)
 
 
-def batched(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+def prompts() -> list[list[int]]:
+    return [tokens(1, length, seed)[0].tolist() for seed, length in enumerate((5, 9, 12, 30))]
+
+
+def batched(model: Any, given: list[list[int]], **paged: Any) -> list[tuple[list[int], list[float]]]:
+    """The tokens that continue each prompt, with the logarithms of their probabilities."""
     results = model.generate_batch(
-        prompts,
+        given,
         generation_config=GenerationConfig(**SETTINGS, eos_token_id=-1),
-        continuous_batching_config=ContinuousBatchingConfig(num_blocks=16, block_size=32, max_batch_tokens=64),
+        continuous_batching_config=ContinuousBatchingConfig(return_logprobs=True, **(PAGED | paged)),
         warmup=False,
     )
-    assert [result.error for result in results.values()] == [None] * len(prompts)
-    return [result.generated_tokens for result in results.values()]
+    assert [result.error for result in results.values()] == [None] * len(given)
+    return [(result.generated_tokens, result.logprobs) for result in results.values()]
 
 
-def alone(model: Any, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    result = model.generate(ids, attention_mask=torch.ones_like(ids), use_cache=False, **SETTINGS, eos_token_id=None)
-    tail: list[int] = result[0, len(prompt) :].tolist()
-    return tail
+def alone(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
+    """The same of one prompt, by `generate` without a cache."""
+    result = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        use_cache=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **SETTINGS,
+        eos_token_id=None,
+    )
+    best = [float(logits[0].float().log_softmax(-1).max()) for logits in result.logits]
+    return result.sequences[0, len(prompt) :].tolist(), best
+
+
+def assert_batches_equal_prompts_alone(model: Any, given: list[list[int]], **paged: Any) -> None:
+    expected = [alone(model, prompt) for prompt in given]
+    for (found_tokens, found), (wanted_tokens, wanted) in zip(batched(model, given, **paged), expected, strict=True):
+        assert found_tokens == wanted_tokens
+        assert found == pytest.approx(wanted, abs=CLOSE)
+
+
+REFUSED = ("normalized_integer",)
+cells = [(scheme, backend) for scheme in SCHEMES if scheme not in REFUSED for backend in ("sdpa", "eager")]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "backend"),
+    mostly_slow(cells, lambda cell: cell[0] in WAYS and (cell[1] == "sdpa" or cell[0] in ("t5", "pope"))),
+)
+def test_batches_equal_prompts_alone(scheme: str, backend: str) -> None:
+    model = patched("llama_gqa", SCHEMES[scheme])
+    model.set_attn_implementation(backend)
+    assert_batches_equal_prompts_alone(model, prompts())
 
 
 @pytest.mark.parametrize(
     ("architecture", "scheme", "backend"),
     [
-        ("llama_gqa", "none", "eager"),
         ("llama_gqa", YARN, "sdpa"),
-        ("llama_gqa", "sinusoidal", "eager"),
-        ("llama_gqa", "ssmax", "sdpa"),
         # Without a rotary function of its own a model maps keys on their way to the attention function.
-        ("gpt2", YARN, "eager"),
         ("gpt2", "xpos", "sdpa"),
+        ("gpt2", "forget_gate", "eager"),
+        ("opt", "alibi", "sdpa"),
+        # Every other layer has a window, whose keys are read from somewhere behind the first.
+        ("mistral_sliding", "fire", "sdpa"),
+        ("mistral_sliding", "forget_gate", "sdpa"),
+        ("gemma3_two_rotaries", "t5", "eager"),
+        ("gemma3_two_rotaries", "alibi", "sdpa"),
+        # One layer writes narrower keys than the pages are, which another one needs.
+        ("llama_gqa", {"scheme": "schedule", "layers": [{"scheme": "rope"}, {"scheme": "forget_gate"}]}, "sdpa"),
     ],
     ids=lambda value: value if isinstance(value, str) else value["scheme"],
 )
-def test_batches_equal_prompts_alone(architecture: str, scheme: Any, backend: str) -> None:
+def test_other_layers_and_windows(architecture: str, scheme: Any, backend: str) -> None:
     model = patched(architecture, scheme)
     model.set_attn_implementation(backend)
-    prompts = [tokens(1, length, seed)[0].tolist() for seed, length in enumerate((5, 9, 12))]
-    expected = [alone(model, prompt) for prompt in prompts]
-    assert batched(model, prompts) == expected
+    assert_batches_equal_prompts_alone(model, prompts())
 
 
-BIAS = "adds a bias to the logit of every key, and keys lie in pages that the attention function alone reads"
-WIDE = "its PopeMap makes heads 2 times as wide, and pages are as wide as the model's own heads"
+@pytest.mark.parametrize("scheme", ["alibi", "forget_gate", "pope"])
+def test_pages_that_requests_share_evict_and_copy(scheme: str) -> None:
+    model, start = patched("llama_gqa", scheme), tokens(1, 16, 9)[0].tolist()
+    # Prompts with a common beginning share pages.
+    same = [start + tail for tail in ([5], [6, 7], [8, 9, 10], [5, 6, 7, 8], [])]
+    assert_batches_equal_prompts_alone(model, same)
+    # Where there is no room for all, some lose their pages and start again.
+    crowd = [tokens(1, 7, seed)[0].tolist() for seed in range(6)]
+    assert_batches_equal_prompts_alone(model, crowd, num_blocks=6, safety_margin=0.0)
+    settings = GenerationConfig(**(SETTINGS | {"do_sample": True}), top_k=1, eos_token_id=-1, num_return_sequences=2)
+    copies = model.generate_batch(
+        same[:2],
+        generation_config=settings,
+        continuous_batching_config=ContinuousBatchingConfig(**PAGED),
+        warmup=False,
+    )
+    # Transformers 5.17 returns one of them.
+    found = {tuple(result.generated_tokens) for result in copies.values()}
+    assert found == {tuple(alone(model, prompt)[0]) for prompt in same[:2]}
+
+
+@pytest.mark.parametrize("scheme", ["forget_gate", "t5"])
+def test_sixteen_bits_keep_what_a_bias_remembers(scheme: str) -> None:
+    """Left-padded generation in the same dtype makes the same roundings, but for the order of sums."""
+    model, given = patched("llama_gqa", scheme).to(torch.bfloat16), prompts()
+    found = [values for _, values in batched(model, given)]
+    wanted = [alone(model, prompt)[1] for prompt in given]
+    # A step of bfloat16 at logits of about 4, for the first token; later ones may follow another token.
+    assert [values[0] for values in found] == pytest.approx([values[0] for values in wanted], abs=2**-5)
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "forget_gate"])
+def test_flash_kernels_attend_to_requests(scheme: str) -> None:
+    """A stand-in that knows queries, keys, values, a scale and which keys are padding."""
+    from transformers import AttentionInterface
+
+    def kernel(module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float, **_: Any) -> Any:
+        assert query.shape[-1] == value.shape[-1]
+        lengths = query.shape[2], key.shape[2]
+        visible = torch.ones(lengths, dtype=torch.bool).tril(lengths[1] - lengths[0])
+        if mask is not None:
+            visible = visible & mask[:, None, None].bool()
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=visible, scale=scaling, enable_gqa=True
+        )
+        return output.transpose(1, 2).contiguous(), None
+
+    model = patched("llama_gqa", scheme)
+    expected = [alone(model, prompt) for prompt in prompts()]
+    AttentionInterface.register("flash_attention_for_tests", kernel)
+    seen = _FlashRow(model)
+    assert seen.logits(prompts()) == pytest.approx([values[0] for _, values in expected], abs=1e-4)
+
+
+class _FlashRow:
+    """Prompts of several requests in one row, as continuous batching would hand them to a model with flash kernels."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        model.config._attn_implementation = "flash_attention_for_tests"
+
+    @torch.no_grad()
+    def logits(self, given: list[list[int]]) -> list[float]:
+        """The best logarithm of a probability behind each prompt, whose last token comes in a second call."""
+        lengths = torch.tensor([len(prompt) for prompt in given])
+        pages = _Pages([len(prompt) for prompt in given])
+        self._call([prompt[:-1] for prompt in given], torch.zeros_like(lengths), pages)
+        logits = self._call([prompt[-1:] for prompt in given], lengths - 1, pages)
+        return logits[0].log_softmax(-1).amax(-1).tolist()
+
+    def _call(self, given: list[list[int]], cached: torch.Tensor, pages: Any) -> Any:
+        lengths = torch.tensor([len(prompt) for prompt in given])
+        starts = [range(int(start), int(start) + len(prompt)) for start, prompt in zip(cached, given, strict=True)]
+        return self.model(
+            torch.tensor([[token for prompt in given for token in prompt]]),
+            position_ids=torch.tensor([[place for places in starts for place in places]]),
+            use_cache=False,
+            cache=pages,
+            cu_seq_lens_q=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
+            cu_seq_lens_k={"full_attention": torch.nn.functional.pad((cached + lengths).cumsum(0), (1, 0)).int()},
+        ).logits
+
+
+class _Pages:
+    """A cache that keeps the keys of every request of one row."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+        self.kept: dict[int, list[Any]] = {}
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, kwargs: Any) -> Any:
+        new = kwargs["cu_seq_lens_q"].diff().tolist()
+        found = []
+        for index, states in enumerate((key_states, value_states)):
+            parts = list(states.split(new, dim=2))
+            before = self.kept.setdefault(layer_idx, [None, None])[index]
+            parts = parts if before is None else [torch.cat(both, dim=2) for both in zip(before, parts, strict=True)]
+            self.kept[layer_idx][index] = parts
+            found.append(torch.cat(parts, dim=2))
+        return tuple(found)
+
+
+OUTSIDE = "BloomAttention computes its scores itself, without the attention interface"
 LENGTHS = "it encodes a token by the length of its sequence, or by tokens that a cache does not keep"
+ARGUMENTS: dict[str, Any] = {"generation_config": GenerationConfig(**SETTINGS, eos_token_id=-1)}
 
 
 @pytest.mark.parametrize(
     ("architecture", "scheme", "reason"),
     [
-        ("llama_gqa", "alibi", BIAS),
-        ("llama_gqa", "t5", BIAS),
-        ("gpt2", "forget_gate", BIAS),
-        ("llama_gqa", {"scheme": "self_extend", "window": 4, "group": 2}, BIAS),
-        ("llama_gqa", "pope", WIDE),
         ("gpt2", "normalized_integer", LENGTHS),
+        ("llama_gqa", NTK, LENGTHS),
         ("llama_gqa", HierarchicalConfig(separators=(7,)), LENGTHS),
-        ("llama_gqa", {"scheme": "schedule", "layers": [{"scheme": "rope"}, {"scheme": "alibi"}]}, BIAS),
-        ("bloom", "none", "BloomAttention computes its scores itself, without the attention interface"),
+        ("bloom", "none", OUTSIDE),
     ],
 )
 def test_what_pages_cannot_serve_is_refused_before_any_thread_starts(
@@ -103,12 +250,68 @@ def test_what_pages_cannot_serve_is_refused_before_any_thread_starts(
     assert ARGUMENTS["generation_config"].to_dict() == before["generation_config"].to_dict()
 
 
-ARGUMENTS: dict[str, Any] = {"generation_config": GenerationConfig(**SETTINGS, eos_token_id=-1)}
+@pytest.mark.parametrize(
+    "asked",
+    [{"use_cuda_graph": True}, {"varlen_compile_config": CompileConfig()}, {"default_compile_level": 1}],
+    ids=lambda asked: next(iter(asked)),
+)
+def test_graphs_that_cannot_know_the_requests_are_refused(asked: dict[str, Any]) -> None:
+    settings = ContinuousBatchingConfig(**PAGED, **asked)
+    for scheme in ("alibi", "pope"):
+        with pytest.raises(UnsupportedError, match=next(iter(asked))):
+            patched("llama_gqa", scheme).init_continuous_batching(**ARGUMENTS, continuous_batching_config=settings)
+    # A rotation reads positions only.
+    patched("llama_gqa", "rope").init_continuous_batching(**ARGUMENTS, continuous_batching_config=settings)
+
+
+def test_settings_of_the_caller_stay_as_they_are() -> None:
+    settings = ContinuousBatchingConfig(**PAGED)
+    before = copy.deepcopy(settings)
+    patched("llama_gqa", "t5").init_continuous_batching(ARGUMENTS["generation_config"], settings)
+    assert settings == before
+
+
+@pytest.mark.parametrize("scheme", ["t5", "cope", ["alibi", "ssmax"]], ids=str)
+def test_biases_that_no_flash_kernel_takes_are_refused(scheme: Any) -> None:
+    model = patched("llama_gqa", scheme)
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(UnsupportedError, match=r'cannot be folded .*\.set_attn_implementation\("sdpa"\)'):
+        model.init_continuous_batching(**ARGUMENTS)
+
+
+def test_prompts_beyond_the_last_position_are_refused() -> None:
+    model = patched("llama_gqa", {"scheme": "learned", "num_positions": 12})
+    # Five tokens are generated.
+    assert_batches_equal_prompts_alone(model, [[5] * 7])
+    with pytest.raises(SequenceLengthError, match="12"):
+        model.generate_batch([[5] * 8], **ARGUMENTS)
+
+
+def test_a_manager_that_is_kept_does_not_outlive_its_scheme() -> None:
+    def kept(model: Any, prompt: list[int]) -> list[int]:
+        results = model.generate_batch(
+            [prompt],
+            **ARGUMENTS,
+            continuous_batching_config=ContinuousBatchingConfig(**PAGED),
+            persistent_manager=True,
+            warmup=False,
+        )
+        found: list[int] = next(iter(results.values())).generated_tokens
+        return found
+
+    model, prompt = patched("llama_gqa", None), prompts()[3]
+    stock = kept(model, prompt)
+    for scheme in ("forget_gate", "none", "pope"):
+        patch_model(model, scheme)
+        assert kept(model, prompt) == kept(model, prompt) == alone(model, prompt)[0]
+    unpatch_model(model)
+    assert kept(model, prompt) == stock
+    model.destroy_cached_continuous_batching_manager()
 
 
 def test_the_stock_model_underneath_batches_again() -> None:
-    model, prompts = patched("llama_gqa", None), [[5, 6, 7], [9, 8, 7, 6]]
-    expected = [alone(model, prompt) for prompt in prompts]
+    model = patched("llama_gqa", None)
+    expected = [alone(model, prompt)[0] for prompt in prompts()]
     again = unpatch_model(patched("llama_gqa", "alibi"))
     assert "init_continuous_batching" not in again.__dict__
-    assert batched(again, prompts) == expected
+    assert [found for found, _ in batched(again, prompts())] == expected

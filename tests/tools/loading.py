@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, QuantoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
 import hf_posenc
 from tests.tools.subject import (
@@ -22,6 +23,7 @@ from tests.tools.subject import (
 from tests.tools.tool import Tool
 
 _PLAIN = "a plain forward"
+_QUANTISED = "stock, quantised, then patched"
 
 
 def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -102,17 +104,52 @@ def _adapter_by_name(scheme: Any) -> None:
         assert_close(_logits(again, ids), expected)
 
 
-def _quantised_while_loading(scheme: Any) -> None:
-    """8-bit weights under a scheme: loaded patched against loaded stock and patched then."""
-    config, ids = QuantoConfig(weights="int8"), tokens()
-    model = llama(scheme)
-    with saved(model) as patched, saved(llama(None)) as stock:
-        again = AutoModelForCausalLM.from_pretrained(patched, quantization_config=config)
-        twin = AutoModelForCausalLM.from_pretrained(stock, quantization_config=config)
-        hf_posenc.patch_model(twin, scheme)
+def _quantised_while_loading(settings: Callable[[], Any], saves: bool = True) -> Callable[[Any], None]:
+    """Weights of few bits under a scheme: loaded patched against loaded stock and patched then, and saved again."""
+
+    def check(scheme: Any) -> None:
+        model, ids = llama(scheme), tokens()
+        with saved(model) as patched, saved(llama(None)) as stock, folder() as path:
+            again = AutoModelForCausalLM.from_pretrained(patched, quantization_config=settings()).eval()
+            twin = AutoModelForCausalLM.from_pretrained(stock, quantization_config=settings()).eval()
+            plain = _logits(twin, ids)
+            hf_posenc.patch_model(twin, scheme)
+            twin.position_encoding.load_state_dict(model.position_encoding.state_dict())
+            found = _logits(again, ids)
+            assert_close(found, _logits(twin, ids))
+            assert (found - _logits(model, ids)).abs().max() > 0, "nothing was quantised"
+            assert all(type(one) is torch.nn.Parameter for one in again.position_encoding.parameters())
+            if scheme == "native":
+                assert_close(found, plain)
+            if saves:
+                twin.save_pretrained(path)
+                assert_close(_logits(AutoModelForCausalLM.from_pretrained(path).eval(), ids), found)
+            assert_close(_logits(hf_posenc.unpatch_model(twin), ids), plain)
+
+    return check
+
+
+def _torchao(bits: int) -> Any:
+    from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig
+    from torchao.quantization.granularity import PerGroup
+
+    if bits == 8:
+        return Int8WeightOnlyConfig()
+    return IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(16))
+
+
+def _quantised_by_torchao(scheme: Any) -> None:
+    """torchao's `quantize_` before patching, and after it."""
+    from torchao.quantization import quantize_
+
+    model, twin, ids = llama(scheme), llama(None), tokens()
+    exact = _logits(model, ids)
+    quantize_(model, _torchao(8))
+    quantize_(twin, _torchao(8))
+    hf_posenc.patch_model(twin, scheme)
     twin.position_encoding.load_state_dict(model.position_encoding.state_dict())
-    assert_close(_logits(again, ids), _logits(twin, ids))
-    assert (_logits(again, ids) - _logits(model, ids)).abs().max() > 0, "nothing was quantised"
+    assert_close(_logits(model, ids), _logits(twin, ids))
+    assert (_logits(model, ids) - exact).abs().max() > 0, "nothing was quantised"
 
 
 def _quantised_linear(scheme: Any) -> None:
@@ -240,9 +277,19 @@ TOOLS = [
     Tool("Loading", "Accelerator.save_state, load_state", _load_state, "bit for bit", ("accelerate",)),
     Tool("Loading", "adapter of a model patched in memory, AutoPeftModel", _adapter_by_name,
          "the adapter before saving", ("peft",)),
-    Tool("Quantised weights", "quanto int8, while loading", _quantised_while_loading, "stock, quantised, then patched",
-         ("optimum.quanto",)),
-    Tool("Quantised weights", "torch dynamic int8", _quantised_linear, "stock, quantised, then patched"),
+    Tool("Quantised weights", "quanto int8, while loading",
+         _quantised_while_loading(lambda: QuantoConfig(weights="int8"), saves=False), _QUANTISED, ("optimum.quanto",)),
+    Tool("Quantised weights", "torchao int8, while loading; saved",
+         _quantised_while_loading(lambda: TorchAoConfig(_torchao(8))), _QUANTISED, ("torchao",)),
+    Tool("Quantised weights", "torchao int4, while loading; saved",
+         _quantised_while_loading(lambda: TorchAoConfig(_torchao(4))), _QUANTISED, ("torchao",)),
+    Tool("Quantised weights", "torchao int8, quantize_", _quantised_by_torchao, _QUANTISED, ("torchao",)),
+    Tool("Quantised weights", "bitsandbytes int8, while loading; saved",
+         _quantised_while_loading(lambda: BitsAndBytesConfig(load_in_8bit=True)), _QUANTISED, ("bitsandbytes",)),
+    Tool("Quantised weights", "bitsandbytes nf4, while loading; saved",
+         _quantised_while_loading(lambda: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")),
+         _QUANTISED, ("bitsandbytes",)),
+    Tool("Quantised weights", "torch dynamic int8", _quantised_linear, _QUANTISED),
     Tool("Compiling", "torch.compile (aot_eager, full graph)", _compiled, _PLAIN),
     Tool("Compiling", "torch.compile, static decoding", _static_decoding_compiled, "generate, not compiled"),
     Tool("Compiling", "torch.export (BERT)", _exported(dynamic=False), _PLAIN),
