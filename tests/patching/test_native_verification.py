@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import (
     CodeGenConfig,
     CodeGenForCausalLM,
@@ -69,6 +70,31 @@ def test_a_learned_bias_may_have_any_numbers_and_a_model_in_training_keeps_its_m
     model = enlarged(T5ForConditionalGeneration(config)).train()
     assert native_scheme(model).name == "t5"
     assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("scheme", ["t5", "alibi", "native"])
+@pytest.mark.parametrize("family", ["T5", "UMT5"])
+def test_tables_that_a_model_reads_in_another_way_are_not_adopted(family: str, scheme: str) -> None:
+    """As in a version of transformers whose buckets are others: the weights fit, and mean something else."""
+    config = getattr(transformers, f"{family}Config")(
+        d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=96, decoder_start_token_id=0
+    )
+    model = enlarged(getattr(transformers, f"{family}ForConditionalGeneration")(config))
+    for block in model.decoder.block:
+        block.layer[0].SelfAttention.compute_bias = other_buckets(block.layer[0].SelfAttention)
+    with pytest.raises(UnsupportedError, match="does not compute what T5Config"):
+        patch_model(model, scheme)
+    assert not hasattr(model, "position_encoding")
+    assert all(name not in module.__dict__ for module in model.modules() for name in ("forward", "_old_forward"))
+
+
+def other_buckets(attention: Any) -> Any:
+    inner = attention.compute_bias
+
+    def compute_bias(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return inner(*args, **kwargs).flip(1)
+
+    return compute_bias
 
 
 @pytest.mark.parametrize("scaled", [{"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}])
