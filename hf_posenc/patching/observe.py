@@ -25,7 +25,7 @@ from hf_posenc.patching.rebinding import rebind
 from hf_posenc.patching.sites import FoundAttention, Stack
 
 _TOKENS = 3
-#: Of one stack, one tensor for each call: the input of its first layer, that of its first attention, the latter's output.
+#: Of one stack, a tensor for each call: the input of its first layer, then input and output of its first attention.
 Seen = tuple[list[Tensor], list[Tensor], list[Tensor]]
 
 

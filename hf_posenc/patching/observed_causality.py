@@ -28,7 +28,8 @@ def refuse_misread_causality(model: PreTrainedModel, stacks: list[Stack]) -> Non
 
     In a causal stack, what the first attention layer makes of the first token stays as it was. Only stacks are looked
     at whose attention modules say the opposite of what discovery has read from the model as a whole, unless their
-    architecture is declared. Models that have none cost nothing; models on the meta device and models that carry a scheme already are passed over.
+    architecture is declared. Models that have none cost nothing. Models on the meta device and models that carry a
+    scheme already are passed over.
 
     Raises:
         UnsupportedError: for a stack that was taken for causal and is not, or the other way round.

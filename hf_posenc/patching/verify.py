@@ -59,8 +59,8 @@ def verify_adopted_tables(model: PreTrainedModel, stacks: list[Stack]) -> None:
     architecture = architecture_of(model.config)
     if architecture.bias_table is None or architecture.native is None or encodings(model):
         return
-    for config in {architecture.native(stack) for stack in stacks} - {None}:
-        difference = _difference(model, config, stacks)
+    for config in {architecture.native(stack) for stack in stacks}:
+        difference = None if config is None else _difference(model, config, stacks)
         if difference is not None:
             raise UnsupportedError(
                 f"This {type(model).__name__} does not compute what {config} computes with its tables: the outputs "

@@ -67,7 +67,7 @@ def seen_by_the_first_token(model: Any, stack: Any) -> bool | None:
             calls = len(outputs)
             model(**(arguments | {name: other}))
             before, after = outputs[0], outputs[calls]
-            if calls > 1 and name == "input_ids" or LENGTH not in before.shape:
+            if (calls > 1 and name == "input_ids") or LENGTH not in before.shape:
                 return None  # A layer that runs several times, or tokens of the architecture's own in front.
             axis = before.shape.index(LENGTH)
             if not torch.equal(before, after):

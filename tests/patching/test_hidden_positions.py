@@ -106,7 +106,7 @@ def test_a_mechanism_that_is_still_there_after_it_was_silenced_is_refused(
     pair = next(pair for pair in all_pairs() if pair.name == name)
     model = tiny_model(pair)
     not_silenced(monkeypatch, pair.model_type)
-    with pytest.raises(UnsupportedError, match="was put out of action, and .* it would stay beside any scheme"):
+    with pytest.raises(UnsupportedError, match=r"was put out of action, and .* it would stay beside any scheme"):
         patch_model(model, "alibi")
     assert not hasattr(model, "position_encoding")
 
