@@ -12,8 +12,8 @@ def is_causal(module: nn.Module, stack: PreTrainedModel, architecture: Architect
     """What a declaration says, else the stack and the attention module.
 
     An attention module whose `is_causal` is false may be causal all the same, by the mask it is given: those in the
-    decoder of UMT5 before transformers 5.18, and in the decoders of NLLB-MoE and BigBird-Pegasus. So a stack that is a
-    decoder decides. `refuse_misread_causality` checks such contradictions by running the model.
+    decoders of NLLB-MoE and BigBird-Pegasus, and of UMT5 before transformers 5.18. So a stack that is a decoder
+    decides. `refuse_misread_causality` checks such contradictions by running the model.
     """
     if architecture.causal is not None:
         return architecture.causal(stack.config) if callable(architecture.causal) else architecture.causal
