@@ -52,8 +52,8 @@ def refuse_misread_causality(model: PreTrainedModel, stacks: list[Stack]) -> Non
                 f"{type(stack.module).__name__} was taken for {words[first.causal]}, and a run on {_TOKENS} tokens "
                 f"shows that it is {words[observed]}: {first.path}.is_causal is {first.module.is_causal}, which is not "
                 "what the rest of the model says. Some versions of transformers lose the mask of such a decoder (UMT5 "
-                "with sdpa before 5.18): load it with attn_implementation='eager', or use another version. If it is meant, "
-                f"declare it: hf_posenc.register_architecture({stack.config.model_type!r}, "
+                "with sdpa before 5.18): load it with attn_implementation='eager', or use another version. If it is "
+                f"meant, declare it: hf_posenc.register_architecture({stack.config.model_type!r}, "
                 f"architecture=hf_posenc.Architecture(causal={observed}))."
             )
 
