@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.architectures import Architecture, architecture_of
+from hf_posenc.patching.causality import is_causal
 from hf_posenc.patching.encoding import PositionEncoding
 from hf_posenc.patching.interface_attention import INTERFACE
 from hf_posenc.patching.rebinding import rotary_names
@@ -139,7 +140,7 @@ def _read_attention(
         num_key_value_heads=_key_value_heads(module, num_heads, architecture),
         head_dim=head_dim,
         layer_type=layer_type if isinstance(layer_type, str) else None,
-        causal=_is_causal(module, stack) if architecture.causal is None else architecture.causal,
+        causal=is_causal(module, stack, architecture),
     )
 
 
@@ -179,20 +180,6 @@ def _is_cross_attention(path: str, module: nn.Module) -> bool:
     if getattr(module, "is_cross_attention", False) is True:
         return True
     return bool(_CROSS.search(path) or _CROSS.search(type(module).__name__))
-
-
-def _is_causal(module: nn.Module, stack: PreTrainedModel) -> bool:
-    own = getattr(module, "is_causal", None)
-    if isinstance(own, bool):
-        return own
-    config = stack.config
-    if getattr(config, "is_decoder", False) or getattr(stack, "is_decoder", False):
-        return True
-    if "Encoder" in type(stack).__name__:
-        return False
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
-
-    return config.model_type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 
 def _head_shape(module: nn.Module, config: Any, architecture: Architecture) -> tuple[int, int]:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.apply import encodings
+from hf_posenc.patching.apply import build_encoding, encodings
 from hf_posenc.patching.architectures import Architecture, architecture_of
-from hf_posenc.patching.observe import run_briefly
+from hf_posenc.patching.exchange import temporarily
+from hf_posenc.patching.observe import has_data, run_briefly, watched
 from hf_posenc.patching.sites import Stack
+from hf_posenc.schemes import NoneConfig
 
 #: The first two tokens change places: the last one sees both, in a causal model too and in any window.
 _ORDER = [1, 0, 2]
@@ -23,75 +26,51 @@ _ROUNDING = 16.0
 
 
 def refuse_hidden_positions(model: PreTrainedModel, stacks: list[Stack]) -> None:
-    """Runs stacks without any known mechanism on three tokens in two orders.
+    """Runs stacks without any known mechanism on three tokens in two orders, and those whose mechanism was silenced.
 
     Nothing in front of the first layer may depend on a token's place, and what attention gives the last token may not
     depend on the order of those before it. (Deeper layers of a causal model know the order from its mask.) Attention
-    behind a recurrent layer is not compared, since that layer knows the order too. Models on the meta device and models
-    that carry a scheme already are passed over; a model in which something was found costs nothing.
+    behind a recurrent layer is not compared, since that layer knows the order too. A mechanism that a declaration
+    silences is looked for with the scheme "none" in place. Models on the meta device and models that carry a scheme
+    already are passed over; a model in which discovery has found everything by itself costs nothing.
 
     Raises:
-        UnsupportedError: for a stack that takes in position where nothing was found.
+        UnsupportedError: for a stack that takes in position where nothing was found, or nothing is left.
     """
     architecture = architecture_of(model.config)
     bare = [stack for stack in stacks if _nothing_found(stack, architecture)]
-    hooked = any("_hf_hook" in module.__dict__ for module in model.modules())
-    on_meta = not hooked and any(parameter.device.type == "meta" for parameter in model.parameters())
-    if not bare or on_meta or encodings(model):
+    silenced = architecture.mechanism or architecture.rotary_method
+    if not (bare or silenced) or not has_data(model) or encodings(model):
         return
+    if bare:
+        _refuse_order(model, bare, architecture, _hidden)
+    if silenced:
+        with temporarily(model, build_encoding(NoneConfig(), model, stacks)):
+            _refuse_order(model, stacks, architecture, _still_there)
+
+
+def _refuse_order(
+    model: PreTrainedModel, stacks: list[Stack], architecture: Architecture, message: Callable[[Stack, str], str]
+) -> None:
     with ExitStack() as hooks:
-        seen = [hooks.enter_context(_watched(stack, architecture)) for stack in bare]
+        seen = [hooks.enter_context(watched(stack, architecture)) for stack in stacks]
         run_briefly(model, len(_ORDER))
         with _reordered(model):
             run_briefly(model, len(_ORDER))
-    for stack, (embedded, attended, results) in zip(bare, seen, strict=True):
+    for stack, (embedded, attended, results) in zip(stacks, seen, strict=True):
         if _differ(embedded):
-            raise UnsupportedError(_message(stack, "the input of its first layer depends on the place of a token"))
+            raise UnsupportedError(message(stack, "the input of its first layer depends on the place of a token"))
         if _differ(attended):
             continue
         last = [result[:, -1:] for result in results]
         if len(last) == 2 and _distance(*last) > 0:
-            raise UnsupportedError(_message(stack, "what its first attention layer computes depends on their order"))
+            raise UnsupportedError(message(stack, "what its first attention layer computes depends on their order"))
 
 
 def _nothing_found(stack: Stack, architecture: Architecture) -> bool:
     rotates = stack.rotaries or any(attention.rotary_functions for attention in stack.attentions)
     declared = architecture.mechanism or architecture.rotary_method or architecture.native
     return not (rotates or stack.tables or declared)
-
-
-Seen = tuple[list[Tensor], list[Tensor], list[Tensor]]
-
-
-@contextmanager
-def _watched(stack: Stack, architecture: Architecture) -> Iterator[Seen]:
-    """Notes the inputs of the first layer, and inputs and outputs of the first attention module."""
-    embedded, attended, results = seen = ([], [], [])  # type: Seen
-
-    def note(kept: list[Tensor], values: Any) -> None:
-        tensor = next((value for value in values if isinstance(value, Tensor) and value.dim() == 3), None)
-        if tensor is not None:
-            kept.append((tensor.transpose(1, 2) if architecture.channels_first else tensor).detach())
-
-    def note_input(kept: list[Tensor]) -> Any:
-        return lambda module, args, kwargs: note(kept, (*args, *kwargs.values()))
-
-    def note_output(module: nn.Module, args: Any, output: Any) -> None:
-        values = output.values() if isinstance(output, dict) else output
-        note(results, (values,) if isinstance(values, Tensor) else values)
-
-    attention = stack.attentions[0].module
-    handles = [
-        attention.register_forward_pre_hook(note_input(attended), with_kwargs=True),
-        attention.register_forward_hook(note_output),
-    ]
-    if stack.first_layer is not None:
-        handles.append(stack.first_layer.register_forward_pre_hook(note_input(embedded), with_kwargs=True))
-    try:
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -111,7 +90,9 @@ def _reordered(model: PreTrainedModel) -> Iterator[None]:
 
 def _differ(inputs: list[Tensor]) -> bool:
     """Whether the vectors of two calls are others than those of the same tokens at other places."""
-    return len(inputs) == 2 and _distance(inputs[0][:, _ORDER], inputs[1]) > 0
+    # Some architectures put tokens of their own in front.
+    own = [tensor[:, -len(_ORDER) :] for tensor in inputs]
+    return len(own) == 2 and _distance(own[0][:, _ORDER], own[1]) > 0
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
@@ -121,7 +102,7 @@ def _distance(one: Tensor, other: Tensor) -> float:
     return difference if difference > allowed else 0.0
 
 
-def _message(stack: Stack, what: str) -> str:
+def _hidden(stack: Stack, what: str) -> str:
     words = stack.module.get_input_embeddings()
     tables = [
         path
@@ -134,4 +115,15 @@ def _message(stack: Stack, what: str) -> str:
         f"takes in positions in a way of its own, which would stay beside any scheme.{candidates} Declare where with "
         f"hf_posenc.register_architecture({stack.config.model_type!r}, architecture=...): `tables` names tables, "
         "`silence` puts anything else out of action."
+    )
+
+
+def _still_there(stack: Stack, what: str) -> str:
+    model_type = stack.config.model_type
+    return (
+        f"The {architecture_of(stack.config).mechanism or 'rotation'} of this {type(stack.module).__name__} "
+        f"({model_type}) was put out of action, and {what} all the same: transformers {transformers.__version__} "
+        "computes it elsewhere than hf_posenc knows, and it would stay beside any scheme. Use a version of "
+        "transformers that hf_posenc was tested with, or say what silences it with "
+        f"hf_posenc.register_architecture({model_type!r}, architecture=...)."
     )

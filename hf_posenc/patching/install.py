@@ -90,7 +90,7 @@ def _install_attention(
         site = ScoresAttention(module, runtime, layer, architecture.bias_arguments)
         journal.set_forward(module, site)
         if architecture.rotary_method:
-            journal.set(module, architecture.rotary_method, RotaryMethodSite(site))
+            journal.replace(module, architecture.rotary_method, RotaryMethodSite(site))
             report.replaced.append(f"{attention.path}: {architecture.rotary_method}")
     report.replaced.extend(f"{attention.path}: {name}" for name in attention.rotary_functions)
     for name in ("query_key_map", "logit_bias", "logit_scale"):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import transformers
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
@@ -63,6 +64,20 @@ class InstancePatches:
         own = target.__dict__
         self.changes.append(_Change(target, attribute, attribute in own, own.get(attribute), "aside"))
         own.pop(attribute, None)
+
+    def replace(self, module: nn.Module, attribute: str, value: Any) -> None:
+        """Sets an attribute that the module, or its class, has.
+
+        Raises:
+            UnsupportedError: if there is none, so that nobody would look at the new one.
+        """
+        if not hasattr(module, attribute):
+            raise UnsupportedError(
+                f"{type(module).__name__} has no {attribute!r} that could be replaced: transformers "
+                f"{transformers.__version__} computes its position mechanism elsewhere than hf_posenc knows, and it "
+                "would stay beside any scheme. Use a version of transformers that hf_posenc was tested with."
+            )
+        self.set(module, attribute, value)
 
     def set_buffer(self, module: nn.Module, name: str, value: Tensor) -> None:
         """Exchanges a buffer. One that the module's forward assigns to cannot be hidden behind an attribute."""

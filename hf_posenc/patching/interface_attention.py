@@ -129,6 +129,7 @@ class InterfaceAttention(AttentionSite):
         """Stands in for the attention function."""
         call = self.call
         call.attended = True
+        self._check_mask(args, kwargs)
         names = ("module", "query", "key", "value", "attention_mask")
         given = dict(zip(names, args, strict=False)) | {name: kwargs.pop(name) for name in names if name in kwargs}
         rest = args[len(names) :]
@@ -196,6 +197,26 @@ class InterfaceAttention(AttentionSite):
             attended = self._attend(own, implementation, function, *heads, own_mask, *args, **without_requests(kwargs))
             put(output, requests.queries, attended[0])
         return output, None
+
+    def _check_mask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuses a call of a causal layer that hides nothing.
+
+        Without a mask an attention function goes by the module's `is_causal`. The decoder of UMT5 has neither, with
+        sdpa before transformers 5.18, and sees later tokens.
+
+        Raises:
+            UnsupportedError: for queries that would see later keys.
+        """
+        mask = args[4] if len(args) > 4 else kwargs.get("attention_mask")
+        own = kwargs.get("is_causal")
+        own = getattr(self.module, "is_causal", True) if own is None else own
+        query = args[1] if len(args) > 1 else kwargs["query"]
+        if self.encoding.causal and mask is None and own is False and query.shape[2] > 1:
+            raise UnsupportedError(
+                f"{type(self.module).__name__} belongs to a causal stack, and hides no later key in this call: it was "
+                "given no mask and its is_causal is False. Some versions of transformers lose the mask of a decoder "
+                "that way. Load the model with attn_implementation='eager', or use another version of transformers."
+            )
 
     @property
     def _widens_heads(self) -> bool:

@@ -15,6 +15,7 @@ from hf_posenc.patching.discovery import find_stacks
 from hf_posenc.patching.fixed_tables import check_fixed_tables, reproduces
 from hf_posenc.patching.hidden_positions import refuse_hidden_positions
 from hf_posenc.patching.observe import Rotation, observe_rotations
+from hf_posenc.patching.observed_causality import refuse_misread_causality
 from hf_posenc.patching.placement import build_context
 from hf_posenc.patching.rotary_calls import pairing, rotary_output
 from hf_posenc.patching.rotary_spectra import describes, phases_of, spectra_of
@@ -49,6 +50,7 @@ def native_scheme(model: PreTrainedModel) -> SchemeConfig:
     """
     with suspended(model) as target:
         stacks = find_stacks(target)
+        refuse_misread_causality(target, stacks)
         refuse_hidden_positions(target, stacks)
         architecture = architecture_of(target.config)
         rotating = any(attention.rotary_functions for stack in stacks for attention in stack.attentions)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import inspect
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +18,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.architectures import Architecture
 from hf_posenc.patching.encoding import execution_device
 from hf_posenc.patching.instance import InstancePatches
 from hf_posenc.patching.rebinding import rebind
 from hf_posenc.patching.sites import FoundAttention, Stack
 
 _TOKENS = 3
+#: Of one stack, a tensor for each call: the input of its first layer, then input and output of its first attention.
+Seen = tuple[list[Tensor], list[Tensor], list[Tensor]]
 
 
 @dataclass
@@ -43,8 +48,7 @@ def observe_rotations(model: PreTrainedModel, stacks: list[Stack]) -> dict[str, 
     Raises:
         UnsupportedError: for a model without data (meta device), or one that does not run on plain token ids.
     """
-    hooked = any("_hf_hook" in module.__dict__ for module in model.modules())
-    if not hooked and any(parameter.device.type == "meta" for parameter in model.parameters()):
+    if not has_data(model):
         raise UnsupportedError(
             "The native scheme of a rotary model is found by running it, and this model is on the meta device. Load "
             "its weights first."
@@ -66,6 +70,45 @@ def observe_rotations(model: PreTrainedModel, stacks: list[Stack]) -> dict[str, 
             journal.undo()
             raise
     return seen
+
+
+def has_data(model: nn.Module) -> bool:
+    """Whether a model can be run: not where it is on the meta device, unless accelerate brings its weights."""
+    hooked = any("_hf_hook" in module.__dict__ for module in model.modules())
+    return hooked or not any(parameter.device.type == "meta" for parameter in model.parameters())
+
+
+@contextmanager
+def watched(stack: Stack, architecture: Architecture) -> Iterator[Seen]:
+    """Notes the inputs of the first layer, and inputs and outputs of the first attention module, batch first."""
+    embedded, attended, results = seen = ([], [], [])  # type: Seen
+
+    def note(kept: list[Tensor], values: Any) -> None:
+        tensor = next((value for value in values if isinstance(value, Tensor) and value.dim() == 3), None)
+        if tensor is not None:
+            if architecture.channels_first:
+                tensor = tensor.transpose(1, 2)
+            kept.append((tensor.transpose(0, 1) if architecture.time_major else tensor).detach())
+
+    def note_input(kept: list[Tensor]) -> Any:
+        return lambda module, args, kwargs: note(kept, (*args, *kwargs.values()))
+
+    def note_output(module: nn.Module, args: Any, output: Any) -> None:
+        values = output.values() if isinstance(output, dict) else output
+        note(results, (values,) if isinstance(values, Tensor) else values)
+
+    attention = stack.attentions[0].module
+    handles = [
+        attention.register_forward_pre_hook(note_input(attended), with_kwargs=True),
+        attention.register_forward_hook(note_output),
+    ]
+    if stack.first_layer is not None:
+        handles.append(stack.first_layer.register_forward_pre_hook(note_input(embedded), with_kwargs=True))
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def run_briefly(model: PreTrainedModel, length: int) -> Any:

@@ -17,8 +17,10 @@ from hf_posenc.patching.encoding import PositionEncoding, is_length_dependent
 from hf_posenc.patching.exchange import exchange, take_out
 from hf_posenc.patching.hidden_positions import refuse_hidden_positions
 from hf_posenc.patching.native import native_scheme
+from hf_posenc.patching.observed_causality import refuse_misread_causality
 from hf_posenc.patching.plan import SchemeLike, schedule, scheme_config
 from hf_posenc.patching.sites import Stack
+from hf_posenc.patching.verify import verify_adopted_tables
 from hf_posenc.schemes import LayeredConfig
 from hf_posenc.schemes.arrangement.native import NativeConfig, names_native, with_native
 from hf_posenc.schemes.config import SchemeConfig
@@ -80,7 +82,9 @@ def _built(
 ) -> tuple[SchemeConfig, list[Stack], PositionEncoding]:
     """The scheme of every layer, where it goes, and its parts."""
     stacks = find_stacks(target)
+    refuse_misread_causality(target, stacks)
     refuse_hidden_positions(target, stacks)
+    verify_adopted_tables(target, stacks)
     other = NativeConfig() if elsewhere is None else scheme_config(elsewhere, {})
     if names_native(config) or (layers is not None and names_native(other)):
         native, types = native_scheme(target), _layer_types(stacks)

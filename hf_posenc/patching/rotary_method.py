@@ -44,6 +44,7 @@ class RotaryModuleSite(PlacedForward):
         state = self.runtime.state
         if state is not None and isinstance(position_ids, Tensor):
             state.rotary_position_ids = position_ids
+            args, kwargs = _on_one_axis(self.module, position_ids, args, kwargs)
         if not self.unused or torch.compiler.is_compiling() or torch.jit.is_tracing():
             # What nobody uses a compiler leaves out by itself.
             return type(self.module).forward(self.module, x, *args, **kwargs)
@@ -56,6 +57,20 @@ class RotaryModuleSite(PlacedForward):
             self._placeholders.clear()
         self._placeholders[asked] = _placeholder(phases)
         return phases
+
+
+def _on_one_axis(
+    module: nn.Module, position_ids: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a rotary module, with the first axis of `(axes, batch, length)` if it knows one axis only.
+
+    Before transformers 5.19 such a module multiplies matrices, and does not take three dimensions.
+    """
+    if position_ids.dim() != 3 or getattr(module, "mrope_section", None) is not None:
+        return args, kwargs
+    if args:
+        return (position_ids[0], *args[1:]), kwargs
+    return args, kwargs | {"position_ids": position_ids[0]}
 
 
 def _look(value: Any) -> Hashable:

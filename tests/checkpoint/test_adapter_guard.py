@@ -9,8 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
+
+pytest.importorskip("peft")
+
+import peft
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from peft.utils.hotswap import hotswap_adapter

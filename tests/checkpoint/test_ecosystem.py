@@ -52,6 +52,7 @@ def test_auto_tokenizer_and_pipeline(folder: Path) -> None:
 
 
 def test_peft_finds_its_default_targets_and_comes_back(model: Any, folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
     from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 
     stock_targets = set(get_peft_model(llama(), LoraConfig()).peft_config["default"].target_modules)

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("peft")
+
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel
 from safetensors import SafetensorError

@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("peft")
+
 import torch
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file

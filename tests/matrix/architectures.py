@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from packaging.version import Version
 
 VOCABULARY = 96
 
@@ -148,6 +149,8 @@ ARCHITECTURES: dict[str, ArchitectureRow] = {
         ),
         position_ids=False,
         sdpa=False,
+        # Before transformers 5.21 its own bias is as long as the input, not as the cache.
+        static_cache=Version(transformers.__version__) >= Version("5.21"),
     ),
     "cohere2_interleaved": ArchitectureRow(
         _builder(

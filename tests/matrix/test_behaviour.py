@@ -141,6 +141,8 @@ def test_decoding_equals_the_full_forward(architecture: str, scheme: str, cache:
     ids = tokens()
     full = outputs(model, row, ids, use_cache=False)
     if cache == "static":
+        if not row.static_cache:
+            pytest.skip("the stock model does not decode with a static cache in this version of transformers")
         past: Any = StaticCache(config=model.config, max_cache_len=LENGTH + 4)
     else:
         past = DynamicCache(config=model.config)

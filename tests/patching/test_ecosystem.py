@@ -128,19 +128,18 @@ def test_accelerate_hooks_stay_in_place(scheme: str) -> None:
 
 @pytest.mark.parametrize("scheme", ["alibi", "rope", "t5"])
 def test_lora_on_top_trains_and_leaves_positions_right(scheme: str) -> None:
-    from peft import LoraConfig, get_peft_model
-
+    peft = pytest.importorskip("peft")
     row, model = ARCHITECTURES["bert"], patched("bert", scheme)
     with torch.no_grad():
         expected = outputs(model, row, tokens())
-    wrapped = get_peft_model(model, LoraConfig(r=2, target_modules=["query", "key", "value"]))
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["query", "key", "value"]))
     with torch.no_grad():
         assert torch.equal(outputs(wrapped, row, tokens()), expected)
     outputs(wrapped, row, tokens()).sum().backward()
     trained = [name for name, parameter in wrapped.named_parameters() if parameter.grad is not None]
     assert trained
     assert all("lora" in name for name in trained)
-    late = get_peft_model(patched("bert", None), LoraConfig(r=2, target_modules=["query"]))
+    late = peft.get_peft_model(patched("bert", None), peft.LoraConfig(r=2, target_modules=["query"]))
     patch_model(late, "alibi")
     assert late.position_encoding.config.name == "alibi"
     unpatch_model(late)

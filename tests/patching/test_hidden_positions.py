@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -87,6 +88,35 @@ def test_a_declared_table_is_replaced_wherever_it_is(monkeypatch: pytest.MonkeyP
     model, expected, ids = hidden_table(), patched("gpt2", "alibi"), tokens(1, 8)
     patch_model(model, "alibi")
     assert torch.equal(model(ids).logits, expected(ids).logits)
+
+
+def not_silenced(monkeypatch: pytest.MonkeyPatch, model_type: str) -> None:
+    """A version of transformers in which what a declaration names is not what acts."""
+    declared = architectures.declaration._ARCHITECTURES[model_type]
+    changed = dataclasses.replace(declared, silence=lambda stack, patches: None, bias_arguments=())
+    monkeypatch.setitem(architectures.declaration._ARCHITECTURES, model_type, changed)
+
+
+@pytest.mark.parametrize(
+    "name", ["causal-bloom", "masked-mpnet", "causal-ctrl", "causal-xlnet", "masked-deberta[relative]"]
+)
+def test_a_mechanism_that_is_still_there_after_it_was_silenced_is_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = next(pair for pair in all_pairs() if pair.name == name)
+    model = tiny_model(pair)
+    not_silenced(monkeypatch, pair.model_type)
+    with pytest.raises(UnsupportedError, match=r"was put out of action, and .* it would stay beside any scheme"):
+        patch_model(model, "alibi")
+    assert not hasattr(model, "position_encoding")
+
+
+def test_a_method_that_is_to_be_silenced_has_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(next(pair for pair in all_pairs() if pair.name == "masked-mpnet")).to("meta")
+    monkeypatch.delattr(type(model.mpnet.encoder), "compute_position_bias")
+    with pytest.raises(UnsupportedError, match="MPNetEncoder has no 'compute_position_bias' that could be replaced"):
+        patch_model(model, "alibi")
+    assert not any("forward" in module.__dict__ for module in model.modules())
 
 
 @pytest.mark.parametrize("pair", [pair for pair in all_pairs() if pair.model_type in WITHOUT_POSITIONS], ids=_name)

@@ -35,7 +35,7 @@ CLOSE = 1e-4
 
 
 def tuned(method: str, scheme: Any, **settings: Any) -> Any:
-    import peft
+    peft = pytest.importorskip("peft")
 
     shared = {"task_type": "CAUSAL_LM", "num_virtual_tokens": VIRTUAL}
     config = {

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PrefixTuningConfig, get_peft_model
 from torch import Tensor
 from transformers import (
     CLIPConfig,
@@ -96,8 +95,9 @@ def test_a_cache_that_is_asked_for_is_refused_where_it_would_be_wrong() -> None:
 
 
 def with_prefix(model: Any) -> Any:
+    peft = pytest.importorskip("peft")
     torch.manual_seed(3)
-    tuned = get_peft_model(model, PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    tuned = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
     with torch.no_grad():
         tuned.prompt_encoder["default"].embedding.weight.normal_(std=0.5)
     return tuned.eval()

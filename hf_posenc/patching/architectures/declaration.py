@@ -27,7 +27,8 @@ class Architecture:
         unsupported: why no scheme can be placed, or `None`. A function of the config where it depends on it.
         attention_classes: class names of its self-attention modules, where they cannot be recognised.
         tables: paths below the stack of its position tables, where their names do not show what they are.
-        causal: whether its attention is causal, where neither its modules nor its config say so.
+        causal: whether its attention is causal, where neither its modules nor its config say so. A function of the
+            config where it depends on it.
         table_is_rotary: its position table feeds a rotation, so it is no additive table.
         rotary_method: attention method that rotates `(phases, query, key)`, instead of a global function.
         pairing: which dimensions `rotary_method` pairs, "half" or "interleaved".
@@ -50,7 +51,7 @@ class Architecture:
     unsupported: str | Callable[[Any], str | None] | None = None
     attention_classes: tuple[str, ...] = ()
     tables: tuple[str, ...] = ()
-    causal: bool | None = None
+    causal: bool | Callable[[Any], bool] | None = None
     table_is_rotary: bool = False
     rotary_method: str | None = None
     pairing: str | None = None

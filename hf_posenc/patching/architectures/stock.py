@@ -28,13 +28,13 @@ def _silence_relative_table(stack: Stack, patches: InstancePatches) -> None:
     for attention in stack.attentions:
         table = getattr(attention.module, "relative_attention_bias", None)
         if table is not None:
-            patches.set(attention.module, "compute_bias", ZeroBias())
+            patches.replace(attention.module, "compute_bias", ZeroBias())
             patches.freeze(table, "weight")
 
 
 def _silence_mpnet(stack: Stack, patches: InstancePatches) -> None:
     encoder = stack.module.encoder
-    patches.set(encoder, "compute_position_bias", ZeroBias())
+    patches.replace(encoder, "compute_position_bias", ZeroBias())
     patches.freeze(encoder.relative_attention_bias, "weight")
 
 
@@ -45,16 +45,16 @@ def _silence_ctrl(stack: Stack, patches: InstancePatches) -> None:
 
 def _silence_xlnet(stack: Stack, patches: InstancePatches) -> None:
     for attention in stack.attentions:
-        patches.set(attention.module, "rel_shift_bnij", ZeroRelativeShift())
+        patches.replace(attention.module, "rel_shift_bnij", ZeroRelativeShift())
         patches.freeze(attention.module, "r")
         patches.freeze(attention.module, "r_r_bias")
 
 
 def _silence_deberta(stack: Stack, patches: InstancePatches) -> None:
     for attention in stack.attentions:
-        for method in ("disentangled_att_bias", "disentangled_attention_bias"):
-            if hasattr(attention.module, method):
-                patches.set(attention.module, method, NoBias())
+        # DeBERTa's name, and that of its second version.
+        first = hasattr(attention.module, "disentangled_att_bias")
+        patches.replace(attention.module, "disentangled_att_bias" if first else "disentangled_attention_bias", NoBias())
 
 
 def _deberta_native(stack: Stack) -> SchemeConfig | None:
@@ -129,7 +129,7 @@ def _gptj_tables(stack: Stack) -> list[FixedTable]:
 def _silence_falcon(stack: Stack, patches: InstancePatches) -> None:
     if stack.module.use_alibi:
         # Without its bias the model calls its rotary function instead, and the scheme stands in for that.
-        patches.set(stack.module, "use_alibi", False)
+        patches.replace(stack.module, "use_alibi", False)
 
 
 def _falcon_key_heads(module: Any) -> int:
@@ -253,7 +253,11 @@ def declare_stock_architectures() -> None:
     register_architecture(
         "xlnet",
         architecture=Architecture(
-            time_major=True, mechanism="Transformer-XL bias", silence=_silence_xlnet, head_shape=_xlnet_heads
+            time_major=True,
+            mechanism="Transformer-XL bias",
+            silence=_silence_xlnet,
+            head_shape=_xlnet_heads,
+            causal=lambda config: config.attn_type == "uni",
         ),
     )
     register_architecture(
@@ -292,5 +296,6 @@ def declare_stock_architectures() -> None:
             mechanism="relative bias that depends on the query", silence=_silence_inkling, kept=(temperature,)
         ),
     )
+    register_architecture("xlm", architecture=Architecture(causal=lambda config: config.causal))
     register_architecture("squeezebert", architecture=Architecture(channels_first=True))
     register_architecture("convbert", architecture=Architecture(head_shape=_convbert_heads))
