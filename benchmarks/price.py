@@ -21,11 +21,13 @@ from typing import Any
 from benchmarks.arguments import Options, parse_options
 from benchmarks.errors import BenchmarkError
 from benchmarks.figure import draw_price
-from benchmarks.lineup import BARE, build_lineup
+from benchmarks.lineup import BARE, DECODERS, build_lineup
 from benchmarks.machine import describe_machine
 from benchmarks.memory import peak_memory
 from benchmarks.memory_plan import MemoryRequest, memory_requests
 from benchmarks.results import Book, cell_key, cell_rows, memory_key, write_text
+from benchmarks.subjects import decodes
+from benchmarks.subnormals import subnormal_ratio
 from benchmarks.table import write_tables
 from benchmarks.timing import time_subjects
 
@@ -67,6 +69,7 @@ def measure(options: Options, command: str) -> Book:
         overwrite=options.overwrite,
     )
     book.note_command(command)
+    book.content.setdefault("subnormals", round(subnormal_ratio(), 2))
     cells, requests = planned_cells(options), memory_requests(options)
     for number, cell in enumerate(cells, start=1):
         key = cell_key(*cell)
@@ -101,7 +104,7 @@ def planned_cells(options: Options) -> list[Cell]:
         for length in options.lengths
         for level in options.levels
         for phase in options.phases
-        if phase != "decode" or level == "model"
+        if not decodes(phase) or level in DECODERS
     ]
 
 
@@ -157,7 +160,7 @@ def _foretold(options: Options, cell: Cell, book: Book) -> dict[str, str]:
     before = book.cells.get(cell_key(level, phase, shorter[-1])) if shorter else None
     if before is None:
         return {}
-    growth = (length / before["length"]) ** (1 if phase == "decode" else 2)
+    growth = (length / before["length"]) ** (1 if decodes(phase) else 2)
     reasons = {name: before["left_out"][name] for name in before["lasting"]}
     for row in before["rows"]:
         reason = options.pace.too_slow(row["milliseconds"] / 1e3 * growth)

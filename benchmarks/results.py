@@ -96,6 +96,8 @@ def cell_rows(subjects: Sequence[Subject], timings: Timings) -> list[dict[str, A
             "calls": timings.calls[subject.name],
             "milliseconds": round(quartiles(seconds)[1] * 1e3, 4),
         }
+        if subject.name in timings.peaks:
+            row["peak_bytes"] = timings.peaks[subject.name]
         for name, other in (("ratio", subject.baseline), ("to_bare", BARE), ("to_stock", STOCK)):
             if timings.seconds.get(other):
                 row[name] = ratio(seconds, timings.seconds[other]).to_dict()

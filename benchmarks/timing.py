@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.errors import BenchmarkError
-from benchmarks.machine import synchronize, within_free_memory
+from benchmarks.machine import peak_bytes, reset_peak, resident_bytes, synchronize, within_free_memory
 from benchmarks.subjects import Call, Subject
 from hf_posenc import PositionEncodingError
 
@@ -61,6 +61,7 @@ class Timings:
         seconds: of one call, in every round, by subject.
         left_out: reasons, by subject.
         lasting: those of them that hold for longer inputs too.
+        peaks: on a GPU, by how many bytes the peak of a call and of what it needs exceeds what was held before.
     """
 
     rounds: int = 0
@@ -68,6 +69,7 @@ class Timings:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     lasting: set[str] = field(default_factory=set)
+    peaks: dict[str, int] = field(default_factory=dict)
 
 
 def time_subjects(
@@ -137,16 +139,21 @@ def _warm_up(
     """Seconds of one call of each subject that can be run, everything lazy behind it; the others are left out."""
     quick: dict[str, float] = {}
     for subject in subjects:
+        before = resident_bytes(device)
+        reset_peak(device)
         try:
             with subject.ready(phase, length) as call:
                 seconds = _timed(call, device)
-                if seconds < _SLOW:
+                # On a GPU the first call may have compiled its kernels.
+                if seconds < _SLOW or device == "cuda":
                     seconds = _timed(call, device)
         # As above.
         except Exception as error:
             _leave_out(subject, error, baselines, timings)
         else:
             quick[subject.name] = seconds
+            if device == "cuda":
+                timings.peaks[subject.name] = peak_bytes(device) - before
     _drop_those_without_baseline(subjects, timings)
     return quick
 
