@@ -11,9 +11,11 @@ same command again to go on where a run was stopped.
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,12 @@ from typing import Any
 from benchmarks.arguments import Options, parse_options
 from benchmarks.errors import BenchmarkError
 from benchmarks.figure import draw_price
+from benchmarks.json_files import write_text
 from benchmarks.lineup import BARE, DECODERS, build_lineup
 from benchmarks.machine import describe_machine
 from benchmarks.memory import peak_memory
 from benchmarks.memory_plan import MemoryRequest, memory_requests
-from benchmarks.results import Book, cell_key, cell_rows, memory_key, write_text
+from benchmarks.results import Book, cell_key, cell_rows, memory_key
 from benchmarks.subjects import decodes
 from benchmarks.subnormals import subnormal_ratio
 from benchmarks.table import write_tables
@@ -79,7 +82,7 @@ def measure(options: Options, command: str) -> Book:
             break
         start = time.monotonic()
         _tell(f"[{number}/{len(cells)}] {key} ...")
-        book.cells[key] = _measure_cell(options, cell, book, deadline)
+        book.cells[key] = measure_cell(options, cell, book.cells, deadline)
         book.save()
         found = book.cells[key]
         _tell(f"    {len(found['rows'])} subjects, {found['rounds']} rounds, {time.monotonic() - start:.0f} s")
@@ -127,10 +130,23 @@ def _asked(options: Options, cell: Cell) -> dict[str, Any]:
     }
 
 
-def _measure_cell(options: Options, cell: Cell, book: Book, deadline: float) -> dict[str, Any]:
+def measure_cell(
+    options: Options, cell: Cell, earlier: Mapping[str, dict[str, Any]], deadline: float = math.inf
+) -> dict[str, Any]:
+    """Times all subjects of one cell.
+
+    Args:
+        options: what and where.
+        cell: level, phase and length.
+        earlier: cells that were measured, by `cell_key`; shorter lengths tell what would take too long.
+        deadline: of `time.monotonic()`; no more rounds are added after it, once there are three.
+
+    Raises:
+        BenchmarkError: if the bare model cannot be run.
+    """
     level, phase, length = cell
     asked = _asked(options, cell)
-    slow = _foretold(options, cell, book)
+    slow = _foretold(options, cell, earlier)
     found: dict[str, Any] = {"level": level, "phase": phase, "length": length, "asked": asked}
     if BARE in slow:
         return found | {"rounds": 0, "rows": [], "left_out": slow, "lasting": sorted(slow)}
@@ -150,14 +166,14 @@ def _measure_cell(options: Options, cell: Cell, book: Book, deadline: float) -> 
     }
 
 
-def _foretold(options: Options, cell: Cell, book: Book) -> dict[str, str]:
+def _foretold(options: Options, cell: Cell, earlier: Mapping[str, dict[str, Any]]) -> dict[str, str]:
     """Reasons, by subject, not even to try: too slow or too large, as the next shorter length tells.
 
     No scheme grows faster than with the square of the length.
     """
     level, phase, length = cell
     shorter = [one for one in options.lengths if one < length]
-    before = book.cells.get(cell_key(level, phase, shorter[-1])) if shorter else None
+    before = earlier.get(cell_key(level, phase, shorter[-1])) if shorter else None
     if before is None:
         return {}
     growth = (length / before["length"]) ** (1 if decodes(phase) else 2)
