@@ -21,8 +21,8 @@ def processor_name() -> str:
 def _from_cpuinfo(text: str) -> str | None:
     fields: dict[str, str] = {}
     for line in text.split("\n\n")[0].splitlines():
-        name, _, value = line.partition(":")
-        fields[name.strip()] = value.strip()
+        field, _, value = line.partition(":")
+        fields[field.strip()] = value.strip()
     name = fields.get("model name")
     if name is None or any(character.isdigit() for character in name):
         return name

@@ -1,7 +1,7 @@
 """Part (a): every scheme on the device is what it is on the CPU in float64.
 
-A result is accepted if its error is below the tolerance of its dtype, or below `_FACTOR` times the error of the CPU in the
-same dtype: another order of sums rounds differently, but not more. Beside the error stands the effect: how far the
+A result is accepted if its error is below the tolerance of its dtype, or below `_FACTOR` times the error of the CPU in
+the same dtype: another order of sums rounds differently, but not more. Beside the error stands the effect: how far the
 reference is from that of a model without positions. Where the effect is less than the tolerance, the row cannot tell
 the scheme from none, and says so.
 """

@@ -79,8 +79,7 @@ class Case:
 def plan(smoke: bool) -> list[Case]:
     """All cases; those that share a model and its reference stand together."""
     if smoke:
-        cases = _cases(("none", "rope", "alibi", "t5", "forget_gate"), _SMOKE)
-        return list(dict.fromkeys([*cases, *_cases(("alibi",), _SMOKE_COMPILED)]))
+        return [*_cases(("none", "rope", "alibi", "t5", "forget_gate"), _SMOKE), *_cases(("alibi",), _SMOKE_COMPILED)]
     known = [name for name in list_schemes() if not get_scheme(name).combinator]
     first = [name for name in _FIRST if name in known]
     rest = [name for name in known if name not in first]

@@ -52,10 +52,9 @@ class Store:
         found = self.content["parts"].setdefault(part, fresh | {"rows": {}})
         for kind in ("machine", "settings"):
             if found[kind] != fresh[kind]:
-                names = sorted(
-                    name for name in {*found[kind], *fresh[kind]} if _differs(name, found[kind], fresh[kind])
-                )
-                told = [f"{name} {found[kind].get(name)!r} there, {fresh[kind].get(name)!r} here" for name in names]
+                there, here = found[kind], fresh[kind]
+                names = sorted(name for name in {*there, *here} if there.get(name) != here.get(name))
+                told = [f"{name} {there.get(name)!r} there, {here.get(name)!r} here" for name in names]
                 raise BenchmarkError(
                     f"The part {part!r} in {self.path} was begun with another {kind} ({'; '.join(told)}), and its rows "
                     "are only comparable within one. Choose another --output_dir, or pass --overwrite with --parts "
@@ -82,10 +81,6 @@ class Store:
 def cells_left(part: dict[str, Any]) -> list[str]:
     """The cells of a part that have no row yet."""
     return [cell for cell in part["cells"] if cell not in part["rows"]]
-
-
-def _differs(name: str, found: dict[str, Any], fresh: dict[str, Any]) -> bool:
-    return bool(found.get(name) != fresh.get(name))
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -57,11 +57,8 @@ class Study:
 
     def settings(self) -> dict[str, Any]:
         """What all rows depend on."""
-        # Each training's own settings are checked where it goes on; the lists may grow.
-        return {name: value for name, value in fingerprint(self.study.base()).items()} | {
-            "device": self.setup.device,
-            "smoke": self.setup.smoke,
-        }
+        # The schemes and tasks may grow; the settings of a training are checked where it goes on.
+        return fingerprint(self.study.base()) | {"device": self.setup.device, "smoke": self.setup.smoke}
 
     def cells(self) -> list[str]:
         """The trainings."""

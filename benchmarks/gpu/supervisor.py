@@ -1,4 +1,4 @@
-"""Runs the parts in a worker process, keeps what it tells, and starts another one where it crashed, hangs or asks for it.
+"""Runs the parts in a worker process and keeps what it tells; where it crashes or hangs, another one goes on.
 
 Nothing here needs torch, so that a machine without it is told what is missing.
 """

@@ -77,14 +77,10 @@ def _correctness(part: dict[str, Any]) -> list[str]:
             dtype = cell.split(" ")[3]
             errors[dtype] = max(errors.get(dtype, 0.0), row["error"] / row["tolerance"])
     dtypes = tuple(settings["tolerances"])
-    lines = [
-        (
-            *place,
-            *(str(found[status] or "-") for status in STATUSES),
-            *(_share(worst.get(place, {}), one) for one in dtypes),
-        )
-        for place, found in counts.items()
-    ]
+    lines = []
+    for place, found in counts.items():
+        shares = (_share(worst.get(place, {}), dtype) for dtype in dtypes)
+        lines.append((*place, *(str(found[status] or "-") for status in STATUSES), *shares))
     head = ("check", "back-end", *STATUSES, *(f"worst error over tolerance, {dtype}" for dtype in dtypes))
     return [
         "## Correctness",

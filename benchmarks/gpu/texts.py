@@ -14,7 +14,7 @@ from training.corpus import Corpus
 
 _ROOT = Path(__file__).resolve().parents[2]
 _KINDS = (("docs", "*.md"), ("hf_posenc", "*.py"), ("training", "*.py"))
-#: Every so manieth file is kept for validation.
+#: One file of so many is kept for validation.
 _HELD_OUT = 16
 
 
@@ -58,10 +58,8 @@ def repository_text(tokenizer: PreTrainedTokenizerBase, most_files: int | None =
 
 def _tokens(files: list[Path], tokenizer: PreTrainedTokenizerBase) -> NDArray[np.int32]:
     end = tokenizer.eos_token_id
-    texts = (file.read_text(encoding="utf-8") for file in files)
-    return np.concatenate(
-        [
-            np.asarray([*tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], end], np.int32)
-            for text in texts
-        ]
-    )
+    documents = []
+    for file in files:
+        found = tokenizer(file.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False)["input_ids"]
+        documents.append(np.asarray([*found, end], np.int32))
+    return np.concatenate(documents)

@@ -1,4 +1,4 @@
-"""The process that computes. It tells its supervisor, line by line on standard output, what it begins and what came out.
+"""The process that computes. On standard output it tells its supervisor what it begins and what came out.
 
 A GPU that was left in an error state by one cell fails every later call of the process, so the worker then leaves with
 `RESTART`, and another one goes on.
