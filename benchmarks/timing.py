@@ -17,8 +17,7 @@ from hf_posenc import PositionEncodingError
 
 #: Fewer would have no spread to speak of.
 MIN_ROUNDS = 3
-#: One measurement is the mean of as many calls as fit into this time, but of no more than so many.
-_SECONDS_PER_MEASUREMENT = 0.1
+#: One measurement is the mean of no more calls than this.
 _MAX_CALLS = 30
 #: A subject that is slower than this per call does not care what was in the processor's caches before it.
 _SLOW = 0.5
@@ -33,12 +32,14 @@ class Pace:
         cell_seconds: after so long no more rounds are added, once there are three.
         subject_seconds: a subject whose three rounds would take longer is left out; a baseline never is.
         seed: of the order.
+        measurement_seconds: one measurement is the mean of as many calls as fit into this time.
     """
 
     rounds: int = 10
     cell_seconds: float = 240.0
     subject_seconds: float = 90.0
     seed: int = 0
+    measurement_seconds: float = 0.1
 
     def too_slow(self, seconds: float) -> str | None:
         """Why a subject is left out that takes so many seconds per round; `None` if it is not."""
@@ -106,7 +107,7 @@ def time_subjects(
                 timings.lasting.add(name)
         running = [subject for subject in subjects if subject.name not in timings.left_out]
         timings.seconds = {subject.name: [] for subject in running}
-        timings.calls = {subject.name: calls_for(quick[subject.name]) for subject in running}
+        timings.calls = {subject.name: calls_for(quick[subject.name], pace.measurement_seconds) for subject in running}
         order = random.Random(f"{pace.seed} {phase} {length}")
         end = min(time.monotonic() + pace.cell_seconds, deadline)
         while timings.rounds < pace.rounds and (timings.rounds < MIN_ROUNDS or time.monotonic() < end):
@@ -128,9 +129,9 @@ def time_subjects(
     return timings
 
 
-def calls_for(seconds: float) -> int:
-    """How many calls make one measurement."""
-    return max(1, min(_MAX_CALLS, math.ceil(_SECONDS_PER_MEASUREMENT / seconds)))
+def calls_for(seconds: float, measurement_seconds: float) -> int:
+    """How many calls of so many seconds make one measurement."""
+    return max(1, min(_MAX_CALLS, math.ceil(measurement_seconds / seconds)))
 
 
 def _warm_up(

@@ -61,7 +61,9 @@ def _smoke(setup: Setup) -> Options:
     setting = Setting(sizes=_TINY, smollm2=_TINY, device=setup.device, dtype=dtype)
     schemes = ("none", "rope", "alibi", "forget_gate")
     peers = ("kernel", "mask", "position_bias", "flash")
-    return _options(setup, setting, Pace(rounds=3, cell_seconds=0.1), (16, 32), schemes, peers)
+    return _options(
+        setup, setting, Pace(rounds=3, cell_seconds=0.1, measurement_seconds=0.001), (16, 32), schemes, peers
+    )
 
 
 def _options(

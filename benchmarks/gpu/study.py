@@ -38,7 +38,7 @@ _SMOKE: dict[str, Any] = {
     "num_heads": 2,
     "batch_size": 2,
 }
-_SMOKE_FILES = 24
+_SMOKE_FILES = 16
 
 
 class Study:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.errors import BenchmarkError
@@ -24,10 +24,11 @@ from benchmarks.gpu.worker import MARK, RESTART
 
 #: A worker ends by itself when the time of a part is up; it is ended so many seconds later.
 _GRACE = 20.0
-#: A cell that was begun so early in its part, and did not end within it, never will.
-_EARLY = 0.5
+#: A cell that had this share of the time of a whole part, and did not end within it, never will.
+_ENOUGH = 0.5
 
 Tell = Callable[[str], None]
+_WORKER = (sys.executable, "-m", "benchmarks.gpu.worker")
 
 
 class Supervisor:
@@ -37,10 +38,11 @@ class Supervisor:
         options: what is run.
         store: where rows go.
         tell: prints a line for whoever watches.
+        worker: the command that starts a worker, to which its request is added.
     """
 
-    def __init__(self, options: Options, store: Store, tell: Tell) -> None:
-        self.options, self.store, self.tell = options, store, tell
+    def __init__(self, options: Options, store: Store, tell: Tell, worker: Sequence[str] = _WORKER) -> None:
+        self.options, self.store, self.tell, self.worker = options, store, tell, worker
         self.parts = list(options.parts)
         self.seconds = dict.fromkeys(options.parts, options.budget_seconds)
         self.machine: dict[str, Any] = {}
@@ -81,7 +83,7 @@ class Supervisor:
             "results": str(self.store.path),
         }
         self.store.save()
-        command = [sys.executable, "-m", "benchmarks.gpu.worker", json.dumps(request)]
+        command = [*self.worker, json.dumps(request)]
         # A session of its own, so that what it starts ends with it.
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
         lines: queue.Queue[str | None] = queue.Queue()
@@ -151,9 +153,9 @@ class Supervisor:
         if now - self.part_began <= self.seconds[self.part] + _GRACE:
             return False
         if self.cell is not None and self.part != "study":
-            begun = self.cell_began - self.part_began
-            if begun < _EARLY * self.seconds[self.part]:
-                self._crashed(f"it did not end within the {now - self.cell_began:.0f} s that were left to its part")
+            taken = now - self.cell_began
+            if taken > _ENOUGH * self.options.budget_seconds:
+                self._crashed(f"it did not end within the {taken:.0f} s that were left to its part")
         self.cell = None
         self._end_part()
         return True

@@ -151,7 +151,9 @@ def _price(part: dict[str, Any]) -> list[str]:
     from benchmarks.table import figure_tables
 
     measured = {cell: row for cell, row in part["rows"].items() if row["status"] == OK}
-    content = {"settings": part["settings"], "cells": measured, "memory": {}, "not_begun": cells_left(part)}
+    # The goals are those of a GPU wherever the kit was run.
+    settings = part["settings"] | {"device": "cuda"}
+    content = {"settings": settings, "cells": measured, "memory": {}, "not_begun": cells_left(part)}
     explained = (
         f"{part['settings']['dtype']}. Time over that of the same model with no position at all (`bare`), as in "
         "[what position costs](../../performance.md). Behind an `@` stands the attention back-end, which is sdpa "

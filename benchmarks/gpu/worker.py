@@ -6,6 +6,7 @@ A GPU that was left in an error state by one cell fails every later call of the 
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
@@ -144,6 +145,10 @@ def _run_part(name: str, device: str, request: dict[str, Any]) -> bool:
     rows: dict[str, Row] = dict(known.get(name, {}).get("rows", {}))
     setup = Setup(device, request["smoke"], path.parent, rows, remaining)
     part = build_part(name, setup)
+    # Timing collects garbage before each round, and accelerate at each tensor it places. Neither has to look through
+    # all of torch's objects.
+    gc.collect()
+    gc.freeze()
     tell(event="part", part=name, settings=part.settings(), cells=part.cells())
     works = run_cells(part, rows, remaining, device)
     if works:
