@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.errors import BenchmarkError
-from benchmarks.lineup import ENCODER_SCHEMES, LEVELS, REFERENCES
+from benchmarks.lineup import BACK_ENDS, ENCODER_SCHEMES, LEVELS, REFERENCES, SMOLLM2_LEVEL, SMOLLM2_SCHEMES
 from benchmarks.machine import DTYPES, check_device
 from benchmarks.peers import PEER_GROUPS
-from benchmarks.subjects import PHASES, Setting
+from benchmarks.subjects import DECODE_BATCH, PHASES, Setting
 from benchmarks.timing import Pace
 from hf_posenc import UnknownNameError, get_scheme, list_schemes
 
+_LEVELS = (*LEVELS, SMOLLM2_LEVEL)
+_PHASES = (*PHASES, DECODE_BATCH)
 _QUICK: dict[str, Any] = {
     "lengths": [512, 1024],
     "levels": ["attention", "model"],
@@ -38,9 +40,10 @@ class Options:
         setting: what all subjects share.
         pace: of the timing.
         lengths: ascending.
-        levels: of `LEVELS`.
-        phases: of `PHASES`.
-        schemes: names; `None` for all of them, and in an encoder for `ENCODER_SCHEMES`.
+        levels: of `LEVELS`, and `SMOLLM2_LEVEL`.
+        phases: of `PHASES`, and `DECODE_BATCH`.
+        schemes: names; `None` for all of them, in an encoder for `ENCODER_SCHEMES`, and at `SMOLLM2_LEVEL` for
+            `SMOLLM2_SCHEMES`.
         peers: of `PEER_GROUPS`.
         memory_lengths: ascending.
         budget_seconds: no measurement is begun after so long.
@@ -61,8 +64,8 @@ class Options:
 
     def subjects_of(self, level: str) -> tuple[str, ...]:
         """The references and schemes that are measured at a level."""
-        everywhere = ENCODER_SCHEMES if level == "encoder" else tuple(list_schemes())
-        return (*REFERENCES, *(everywhere if self.schemes is None else self.schemes))
+        usual = {"encoder": ENCODER_SCHEMES, SMOLLM2_LEVEL: SMOLLM2_SCHEMES}.get(level) or tuple(list_schemes())
+        return (*REFERENCES, *(usual if self.schemes is None else self.schemes))
 
 
 def parse_options(words: Sequence[str]) -> Options:
@@ -80,8 +83,8 @@ def parse_options(words: Sequence[str]) -> Options:
         setting=Setting(device=found.device, dtype=found.dtype, seed=found.seed),
         pace=Pace(found.rounds, found.cell_seconds, found.subject_seconds, found.seed),
         lengths=tuple(sorted(set(found.lengths))),
-        levels=_in_order(found.levels, LEVELS),
-        phases=_in_order(found.phases, PHASES),
+        levels=_in_order(found.levels, _LEVELS),
+        phases=_in_order(found.phases, _PHASES),
         schemes=None if found.schemes is None else tuple(dict.fromkeys(found.schemes)),
         peers=_in_order(found.peers, tuple(PEER_GROUPS)),
         memory_lengths=tuple(sorted(set(found.memory_lengths))),
@@ -104,11 +107,18 @@ def _parser() -> argparse.ArgumentParser:
         "--lengths", type=length_of, nargs="+", default=[512, 1024, 2048, 4096, 8192, 16384], help="tokens"
     )
     parser.add_argument(
-        "--levels", choices=LEVELS, nargs="+", default=LEVELS, help="one attention call, a small Llama, a small BERT"
+        "--levels",
+        choices=_LEVELS,
+        nargs="+",
+        default=LEVELS,
+        help="one attention call, a small Llama, a small BERT; if named, a Llama of the shape of SmolLM2-135M",
     )
-    parser.add_argument("--phases", choices=PHASES, nargs="+", default=PHASES)
+    parser.add_argument("--phases", choices=_PHASES, nargs="+", default=PHASES)
     parser.add_argument(
-        "--schemes", type=scheme_name, nargs="+", help="names; by default all, and the usual ones in the encoder"
+        "--schemes",
+        type=scheme_name,
+        nargs="+",
+        help="names, by default all, and the usual ones in the encoder; alibi@flex_attention names a back-end too",
     )
     parser.add_argument(
         "--peers", choices=tuple(PEER_GROUPS), nargs="*", default=tuple(PEER_GROUPS), help="none if no name follows"
@@ -139,10 +149,14 @@ def scheme_name(text: str) -> str:
     """A name on the command line, checked.
 
     Raises:
-        argparse.ArgumentTypeError: with the nearest names, if there is no such scheme or it arranges other ones.
+        argparse.ArgumentTypeError: with the nearest names, if there is no such scheme or it arranges other ones; for a
+            back-end that is not one of `BACK_ENDS`.
     """
+    name, separator, back_end = text.partition("@")
+    if separator and back_end not in BACK_ENDS:
+        raise argparse.ArgumentTypeError(f"{back_end!r} is no back-end that is known here: {', '.join(BACK_ENDS)}")
     try:
-        arranges = get_scheme(text).combinator
+        arranges = get_scheme(name).combinator
     except UnknownNameError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     if arranges:

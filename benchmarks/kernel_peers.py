@@ -36,7 +36,7 @@ def _joined(heads: Tensor) -> Tensor:
     return heads.transpose(1, 2).flatten(2)
 
 
-def _slopes(setting: Setting) -> Tensor:
+def alibi_slopes(setting: Setting) -> Tensor:
     """`(heads,)` float32: what BLOOM's bias grows by from one key to the next."""
     return build_alibi_tensor(torch.ones(1, 2, device=setting.device), setting.sizes.num_heads, torch.float32)[:, 0, 1]
 
@@ -45,7 +45,7 @@ def _alibi(length: int, setting: Setting) -> Tensor:
     """The bias as most code has it: `(1, heads, length, length)`."""
     positions = torch.arange(length, device=setting.device)
     distance = positions[None, :] - positions[:, None]
-    return (_slopes(setting)[:, None, None] * distance).unsqueeze(0).to(DTYPES[setting.dtype])
+    return (alibi_slopes(setting)[:, None, None] * distance).unsqueeze(0).to(DTYPES[setting.dtype])
 
 
 def _alibi_mask(length: int, setting: Setting) -> Tensor:
@@ -101,7 +101,7 @@ def flex(setting: Setting) -> list[Subject]:
     """ALiBi as a score function of FlexAttention, compiled for every length, and FlexAttention without one."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    slopes = _slopes(setting)
+    slopes = alibi_slopes(setting)
 
     def score(logit: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return logit + slopes[head] * (key - query)

@@ -20,11 +20,21 @@ from hf_posenc import BuildContext, DistanceBias, PositionEncodingError, SchemeC
 
 #: One attention call; a small Llama; a small BERT.
 LEVELS = ("attention", "model", "encoder")
+#: A Llama of the shape of SmolLM2-135M; measured where it is asked for.
+SMOLLM2_LEVEL = "smollm2"
+#: Levels of models with a cache.
+DECODERS = ("model", SMOLLM2_LEVEL)
 BARE, CONTROL, STOCK = "bare", "bare again", "stock"
 REFERENCES = (BARE, CONTROL, STOCK)
 
 #: What most encoders are given, and what is measured in one unless schemes are named.
 ENCODER_SCHEMES = ("none", "learned", "sinusoidal", "rope", "alibi", "t5", "kerple", "sandwich", "shaw")
+
+#: What may stand behind the `@` of a scheme.
+BACK_ENDS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3")
+
+#: What is measured at `SMOLLM2_LEVEL` unless schemes are named: one of each kind of price.
+SMOLLM2_SCHEMES = ("none", "rope", "alibi", "t5", "forget_gate", "self_extend")
 
 
 @dataclass
@@ -39,13 +49,14 @@ def build_lineup(level: str, schemes: Sequence[str], peers: Sequence[str], lengt
     """All subjects of a level that serve up to `length` tokens. Models share their weights.
 
     Args:
-        level: one of `LEVELS`.
-        schemes: names of schemes and of `REFERENCES`.
+        level: one of `LEVELS`, or `SMOLLM2_LEVEL`.
+        schemes: names of schemes and of `REFERENCES`; `alibi@flex_attention` is a scheme with a back-end of its own.
         peers: groups of peers, at the level of attention.
         length: tokens of the longest call.
         setting: of the run.
     """
     torch.manual_seed(setting.seed)
+    setting = setting.at(level)
     lineup = Lineup()
     base = _base_model(level, length, setting)
     for name in schemes:
@@ -86,6 +97,7 @@ def _base_model(level: str, length: int, setting: Setting) -> Any:
         "hidden_size": sizes.hidden_size,
         "num_hidden_layers": 1 if level == "attention" else sizes.num_layers,
         "num_attention_heads": sizes.num_heads,
+        "num_key_value_heads": sizes.num_key_value_heads,
         "intermediate_size": sizes.intermediate_size,
         "vocab_size": sizes.vocab_size,
         # A cache of `length` tokens and the token behind it.
@@ -94,6 +106,7 @@ def _base_model(level: str, length: int, setting: Setting) -> Any:
         "pad_token_id": None,
     }
     if level == "encoder":
+        del common["num_key_value_heads"]
         # The random numbers of dropout would be most of the noise, and say nothing about positions.
         model = BertForMaskedLM(BertConfig(**common, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
     else:
@@ -103,6 +116,9 @@ def _base_model(level: str, length: int, setting: Setting) -> Any:
 
 def _place(name: str, model: Any, level: str) -> str:
     """Gives a model its positions, or takes away those it has. In place; returns the family of the subject."""
+    name, _, back_end = name.partition("@")
+    if back_end:
+        model.set_attn_implementation(back_end)
     if name == STOCK:
         return STOCK
     if name not in (BARE, CONTROL):
@@ -110,7 +126,7 @@ def _place(name: str, model: Any, level: str) -> str:
             # They speak of trained weights and of generate(); here are neither.
             warnings.simplefilter("ignore", UserWarning)
             patch_model(model, name)
-        return scheme_family(get_scheme(name)())
+        return back_end or scheme_family(get_scheme(name)())
     if level == "encoder":
         model.bert.embeddings.position_embeddings = AddsNothing()
     else:

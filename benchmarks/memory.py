@@ -64,7 +64,8 @@ def measure_here(request: dict[str, Any]) -> dict[str, Any]:
         BenchmarkError: if there is no such subject.
     """
     described = dict(request["setting"])
-    setting = Setting(**described | {"sizes": Sizes(**described["sizes"])})
+    sizes = {name: Sizes(**described[name]) for name in ("sizes", "smollm2") if name in described}
+    setting = Setting(**described | sizes)
     device, phase, length = setting.device, request["phase"], request["length"]
     check_device(device)
     name, peers = request["subject"], request["peers"]

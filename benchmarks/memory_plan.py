@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from benchmarks.arguments import Options
 from benchmarks.lineup import BARE, CONTROL
 from benchmarks.peers import peer_names
+from benchmarks.subjects import decodes
 
 #: Beyond this length only a few subjects are measured, in a training step.
 _LONG = 8192
@@ -29,7 +30,7 @@ class MemoryRequest:
 def memory_requests(options: Options) -> list[MemoryRequest]:
     """All of a run: whole models with every scheme, attention with the peers and the schemes they are compared with."""
     requests = []
-    phases = [phase for phase in options.phases if phase != "decode"]
+    phases = [phase for phase in options.phases if not decodes(phase)]
     for length in options.memory_lengths:
         for level in options.levels:
             for phase in phases:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 
+from benchmarks.flash_peer import flash
 from benchmarks.kernel_peers import flex, kernel, masks, position_bias
 from benchmarks.module_peers import bloom, mpt, t5, x_transformers
 from benchmarks.subjects import Setting, Subject
@@ -22,6 +23,12 @@ PEER_GROUPS: dict[str, Callable[[Setting], list[Subject]]] = {
     "t5": t5,
     "x_transformers": x_transformers,
     "flex": flex,
+    "flash": flash,
+}
+#: The package that a group needs, what to call the group, and what to do where it is missing.
+_PACKAGES = {
+    "x_transformers": ("x_transformers", "x-transformers", "pip install -c constraints.txt -e '.[bench]'"),
+    "flash": ("flash_attn", "FlashAttention", "it needs a GPU and pip install flash-attn"),
 }
 
 
@@ -30,8 +37,12 @@ def peer_subjects(groups: Sequence[str], setting: Setting) -> tuple[list[Subject
     subjects: list[Subject] = []
     missing: dict[str, str] = {}
     for group in groups:
-        if group == "x_transformers" and importlib.util.find_spec(group) is None:
-            missing["x-transformers"] = "not installed: pip install -c constraints.txt -e '.[bench]'"
+        package, name, remedy = _PACKAGES.get(group, ("", "", ""))
+        if package and importlib.util.find_spec(package) is None:
+            missing[name] = f"not installed: {remedy}"
+            continue
+        if group == "flash" and setting.dtype == "float32":
+            missing[name] = "its kernel takes half precision only: --dtype bfloat16"
             continue
         subjects += PEER_GROUPS[group](setting)
     return subjects, missing

@@ -11,9 +11,11 @@ same command again to go on where a run was stopped.
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,14 @@ from typing import Any
 from benchmarks.arguments import Options, parse_options
 from benchmarks.errors import BenchmarkError
 from benchmarks.figure import draw_price
-from benchmarks.lineup import BARE, build_lineup
+from benchmarks.json_files import write_text
+from benchmarks.lineup import BARE, DECODERS, build_lineup
 from benchmarks.machine import describe_machine
 from benchmarks.memory import peak_memory
 from benchmarks.memory_plan import MemoryRequest, memory_requests
-from benchmarks.results import Book, cell_key, cell_rows, memory_key, write_text
+from benchmarks.results import Book, cell_key, cell_rows, memory_key
+from benchmarks.subjects import decodes
+from benchmarks.subnormals import subnormal_ratio
 from benchmarks.table import write_tables
 from benchmarks.timing import time_subjects
 
@@ -67,6 +72,7 @@ def measure(options: Options, command: str) -> Book:
         overwrite=options.overwrite,
     )
     book.note_command(command)
+    book.content.setdefault("subnormals", round(subnormal_ratio(), 2))
     cells, requests = planned_cells(options), memory_requests(options)
     for number, cell in enumerate(cells, start=1):
         key = cell_key(*cell)
@@ -76,7 +82,7 @@ def measure(options: Options, command: str) -> Book:
             break
         start = time.monotonic()
         _tell(f"[{number}/{len(cells)}] {key} ...")
-        book.cells[key] = _measure_cell(options, cell, book, deadline)
+        book.cells[key] = measure_cell(options, cell, book.cells, deadline)
         book.save()
         found = book.cells[key]
         _tell(f"    {len(found['rows'])} subjects, {found['rounds']} rounds, {time.monotonic() - start:.0f} s")
@@ -101,7 +107,7 @@ def planned_cells(options: Options) -> list[Cell]:
         for length in options.lengths
         for level in options.levels
         for phase in options.phases
-        if phase != "decode" or level == "model"
+        if not decodes(phase) or level in DECODERS
     ]
 
 
@@ -124,10 +130,23 @@ def _asked(options: Options, cell: Cell) -> dict[str, Any]:
     }
 
 
-def _measure_cell(options: Options, cell: Cell, book: Book, deadline: float) -> dict[str, Any]:
+def measure_cell(
+    options: Options, cell: Cell, earlier: Mapping[str, dict[str, Any]], deadline: float = math.inf
+) -> dict[str, Any]:
+    """Times all subjects of one cell.
+
+    Args:
+        options: what and where.
+        cell: level, phase and length.
+        earlier: cells that were measured, by `cell_key`; shorter lengths tell what would take too long.
+        deadline: of `time.monotonic()`; no more rounds are added after it, once there are three.
+
+    Raises:
+        BenchmarkError: if the bare model cannot be run.
+    """
     level, phase, length = cell
     asked = _asked(options, cell)
-    slow = _foretold(options, cell, book)
+    slow = _foretold(options, cell, earlier)
     found: dict[str, Any] = {"level": level, "phase": phase, "length": length, "asked": asked}
     if BARE in slow:
         return found | {"rounds": 0, "rows": [], "left_out": slow, "lasting": sorted(slow)}
@@ -147,17 +166,17 @@ def _measure_cell(options: Options, cell: Cell, book: Book, deadline: float) -> 
     }
 
 
-def _foretold(options: Options, cell: Cell, book: Book) -> dict[str, str]:
+def _foretold(options: Options, cell: Cell, earlier: Mapping[str, dict[str, Any]]) -> dict[str, str]:
     """Reasons, by subject, not even to try: too slow or too large, as the next shorter length tells.
 
     No scheme grows faster than with the square of the length.
     """
     level, phase, length = cell
     shorter = [one for one in options.lengths if one < length]
-    before = book.cells.get(cell_key(level, phase, shorter[-1])) if shorter else None
+    before = earlier.get(cell_key(level, phase, shorter[-1])) if shorter else None
     if before is None:
         return {}
-    growth = (length / before["length"]) ** (1 if phase == "decode" else 2)
+    growth = (length / before["length"]) ** (1 if decodes(phase) else 2)
     reasons = {name: before["left_out"][name] for name in before["lasting"]}
     for row in before["rows"]:
         reason = options.pace.too_slow(row["milliseconds"] / 1e3 * growth)

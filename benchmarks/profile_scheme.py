@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.arguments import length_of, scheme_name
 from benchmarks.errors import BenchmarkError
-from benchmarks.lineup import BARE, LEVELS, build_lineup
+from benchmarks.lineup import BARE, DECODERS, LEVELS, SMOLLM2_LEVEL, build_lineup
 from benchmarks.machine import DTYPES, check_device, synchronize
 from benchmarks.subjects import PHASES, Setting, Subject
 
@@ -35,14 +35,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("scheme", type=scheme_name)
     parser.add_argument("--length", type=length_of, default=2048, help="tokens")
     parser.add_argument("--phase", choices=PHASES, default="train")
-    parser.add_argument("--level", choices=LEVELS, default="model")
+    parser.add_argument("--level", choices=(*LEVELS, SMOLLM2_LEVEL), default="model")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
     parser.add_argument("--calls", type=int, default=3, help="of each model, in turn")
     parser.add_argument("--rows", type=int, default=20, help="operators that are shown")
     found = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
-    if found.phase == "decode" and found.level != "model":
-        parser.error("only the level 'model' decodes: a single attention call and an encoder have no cache")
+    if found.phase == "decode" and found.level not in DECODERS:
+        parser.error(f"only these levels decode, for others have no cache: {', '.join(DECODERS)}")
     if found.calls < 1:
         parser.error("--calls has to be at least 1")
     try:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.errors import BenchmarkError
+from benchmarks.json_files import with_lines, write_text
 from benchmarks.lineup import BARE, STOCK
 from benchmarks.ratios import quartiles, ratio
 from benchmarks.subjects import Subject
@@ -69,7 +70,7 @@ class Book:
 
     def save(self) -> None:
         """Writes the file atomically."""
-        write_text(self.path, _with_lines(self.content, _LINES_TO_DEPTH) + "\n")
+        write_text(self.path, with_lines(self.content, _LINES_TO_DEPTH) + "\n")
 
 
 def cell_key(level: str, phase: str, length: int) -> str:
@@ -96,19 +97,13 @@ def cell_rows(subjects: Sequence[Subject], timings: Timings) -> list[dict[str, A
             "calls": timings.calls[subject.name],
             "milliseconds": round(quartiles(seconds)[1] * 1e3, 4),
         }
+        if subject.name in timings.peaks:
+            row["peak_bytes"] = timings.peaks[subject.name]
         for name, other in (("ratio", subject.baseline), ("to_bare", BARE), ("to_stock", STOCK)):
             if timings.seconds.get(other):
                 row[name] = ratio(seconds, timings.seconds[other]).to_dict()
         rows.append(row | {"rounds": [round(one * 1e3, 4) for one in seconds]})
     return rows
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file so that a kill at any moment leaves either the old one or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -136,13 +131,3 @@ def _check_equal(found: Any, now: Any, meaning: str, path: Path) -> None:
         f"{path} was measured with {meaning} ({'; '.join(different)}), and ratios are only comparable within one. "
         "Choose another --output_dir, or pass --overwrite to measure everything anew."
     )
-
-
-def _with_lines(value: Any, depth: int) -> str:
-    """JSON with one line per entry down to a depth, and compact below it; NaN, which JSON lacks, is an error."""
-    if depth == 0 or not isinstance(value, dict | list) or not value:
-        return json.dumps(value, allow_nan=False)
-    if isinstance(value, dict):
-        inside = [f"{json.dumps(name)}: {_with_lines(one, depth - 1)}" for name, one in value.items()]
-        return "{\n" + ",\n".join(inside) + "\n}"
-    return "[\n" + ",\n".join(_with_lines(one, depth - 1) for one in value) + "\n]"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -15,19 +16,36 @@ from transformers import DynamicCache
 from benchmarks.machine import DTYPES
 
 PHASES = ("forward", "train", "decode")
+#: Sixteen sequences get a token each; measured where it is asked for.
+DECODE_BATCH = "decode_batch16"
+_BATCHES = {"decode": 1, DECODE_BATCH: 16}
 #: A cache of any length is grown from what the model itself writes for so many tokens.
 _SEED_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of all models; a head has `hidden_size / num_heads` dimensions."""
+    """Of all models; a head has `hidden_size / num_heads` dimensions, and keys and values have `num_heads` heads unless
+    `num_key_value_heads` says otherwise.
+    """
 
     hidden_size: int = 512
     num_layers: int = 6
     num_heads: int = 8
     intermediate_size: int = 1376
     vocab_size: int = 256
+    num_key_value_heads: int | None = None
+
+
+#: The shape of HuggingFaceTB/SmolLM2-135M, as its config has it.
+SMOLLM2 = Sizes(
+    hidden_size=576,
+    num_layers=30,
+    num_heads=9,
+    intermediate_size=1536,
+    vocab_size=49152,
+    num_key_value_heads=3,
+)
 
 
 @dataclass(frozen=True)
@@ -36,25 +54,31 @@ class Setting:
 
     Args:
         sizes: of the models.
+        smollm2: the sizes at the level "smollm2".
         device: "cpu" or "cuda".
         dtype: of weights and activations, "float32" or "bfloat16".
         seed: of weights, tokens and the order of the subjects.
     """
 
     sizes: Sizes = field(default_factory=Sizes)
+    smollm2: Sizes = SMOLLM2
     device: str = "cpu"
     dtype: str = "float32"
     seed: int = 0
+
+    def at(self, level: str) -> Setting:
+        """The setting of one level, with its sizes in `sizes`."""
+        return dataclasses.replace(self, sizes=self.smollm2) if level == "smollm2" else self
 
     def random(self, *shape: int) -> Tensor:
         """Standard normal numbers, the same ones in every run."""
         numbers = torch.randn(*shape, generator=torch.Generator().manual_seed(self.seed))
         return numbers.to(self.device, DTYPES[self.dtype])
 
-    def tokens(self, length: int) -> Tensor:
-        """`(1, length)`, the same ones in every run."""
+    def tokens(self, length: int, batch: int = 1) -> Tensor:
+        """`(batch, length)`, the same ones in every run."""
         generator = torch.Generator().manual_seed(self.seed)
-        return torch.randint(self.sizes.vocab_size, (1, length), generator=generator).to(self.device)
+        return torch.randint(self.sizes.vocab_size, (batch, length), generator=generator).to(self.device)
 
 
 @dataclass(frozen=True)
@@ -73,6 +97,11 @@ class Call:
         """Runs, and cleans up."""
         self.run()
         self.after()
+
+
+def decodes(phase: str) -> bool:
+    """Whether a phase is a step behind a cache, whose time grows no faster than its length."""
+    return phase in _BATCHES
 
 
 class Subject(Protocol):
@@ -113,7 +142,10 @@ class LanguageModel:
         """Within it, the model is in the right mode and its inputs are there."""
         self.model.train(phase == "train")
         with self.around():
-            yield {"forward": self._forward, "train": self._train, "decode": self._decode}[phase](length)
+            if phase in _BATCHES:
+                yield self._decode(length, _BATCHES[phase])
+            else:
+                yield {"forward": self._forward, "train": self._train}[phase](length)
 
     @property
     def _uncached(self) -> dict[str, Any]:
@@ -136,9 +168,9 @@ class LanguageModel:
 
         return Call(run, self.model.zero_grad)
 
-    def _decode(self, length: int) -> Call:
-        cache = self.filled_cache(length)
-        token = self.setting.tokens(1)
+    def _decode(self, length: int, batch: int) -> Call:
+        cache = self.filled_cache(length, batch)
+        token = self.setting.tokens(1, batch)
 
         def run() -> None:
             with torch.no_grad():
@@ -146,15 +178,16 @@ class LanguageModel:
 
         return Call(run, lambda: cache.crop(-1))
 
-    def filled_cache(self, length: int) -> DynamicCache:
-        """A cache of `length` tokens.
+    def filled_cache(self, length: int, batch: int = 1) -> DynamicCache:
+        """A cache of `length` tokens in each of `batch` sequences.
 
         The model writes the first tokens itself, so that the tensors have whatever width and heads this scheme caches;
         the rest repeats them, since no time depends on the values.
         """
         cache = DynamicCache(config=self.model.config)
         with torch.no_grad():
-            self.model(input_ids=self.setting.tokens(min(_SEED_TOKENS, length)), past_key_values=cache, use_cache=True)
+            seed_tokens = self.setting.tokens(min(_SEED_TOKENS, length), batch)
+            self.model(input_ids=seed_tokens, past_key_values=cache, use_cache=True)
         for layer in cache.layers:
             layer.keys, layer.values = _grown(layer.keys, length), _grown(layer.values, length)
         return cache

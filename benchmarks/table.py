@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from benchmarks.lineup import BARE, CONTROL
+from benchmarks.lineup import BARE, CONTROL, SMOLLM2_LEVEL, STOCK
+from benchmarks.subnormals import subnormal_line
 from benchmarks.targets import verdicts
 
 _TITLES = {
@@ -14,6 +15,11 @@ _TITLES = {
     ("model", "forward"): "A small Llama, forward",
     ("model", "train"): "A small Llama, training step",
     ("model", "decode"): "A small Llama, one token behind a cache of T",
+    ("model", "decode_batch16"): "A small Llama, a token for each of 16 sequences behind a cache of T",
+    ("smollm2", "forward"): "The shape of SmolLM2-135M, forward",
+    ("smollm2", "train"): "The shape of SmolLM2-135M, training step",
+    ("smollm2", "decode"): "The shape of SmolLM2-135M, one token behind a cache of T",
+    ("smollm2", "decode_batch16"): "The shape of SmolLM2-135M, a token for each of 16 sequences behind a cache of T",
     ("encoder", "forward"): "A small BERT, forward",
     ("encoder", "train"): "A small BERT, training step",
 }
@@ -29,25 +35,35 @@ def write_tables(content: dict[str, Any]) -> str:
     Args:
         content: of `results.json`.
     """
-    parts = [_introduction(content), _noise(content), _targets(content)]
+    parts = [_introduction(content), *figure_tables(content)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def figure_tables(content: dict[str, Any]) -> list[str]:
+    """Everything behind the introduction, part by part; some may be empty.
+
+    Args:
+        content: of `results.json`.
+    """
+    parts = [_noise(content), _targets(content)]
     for (level, phase), title in _TITLES.items():
         cells = _cells(content, level, phase)
         if any(cell["rows"] for cell in cells):
             parts.append(f"## {title}\n\n{_ratios(cells)}")
+            if level == SMOLLM2_LEVEL:
+                parts.append(f"### Over stock\n\n{_ratios(cells, STOCK)}")
             if level == "attention" and any(row["family"] == "peer" for cell in cells for row in cell["rows"]):
                 parts.append(f"### Other ways and other libraries\n\n{_peers(cells)}")
-    parts += [_memory(content), _left_out(content)]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return [*parts, _peaks(content), _memory(content), _left_out(content)]
 
 
 def _introduction(content: dict[str, Any]) -> str:
     machine, settings = content["machine"], content["settings"]
-    sizes = settings["sizes"]
-    where = machine.get("gpu") or f"{machine['cpu']}, {machine['threads']} of {machine['cores']} cores"
-    shape = (
-        f"{sizes['num_layers']} layers, hidden {sizes['hidden_size']}, {sizes['num_heads']} heads, feed-forward "
-        f"{sizes['intermediate_size']}, vocabulary {sizes['vocab_size']}"
-    )
+    shape = _shape(settings["sizes"])
+    if any(cell["level"] == SMOLLM2_LEVEL for cell in content["cells"].values()):
+        shape += f";\nthose of the shape of SmolLM2-135M: {_shape(settings[SMOLLM2_LEVEL])}"
+    versions = f"torch {machine['torch']}, transformers {machine['transformers']}"
+    library = f"hf-posenc {machine['hf-posenc']} (source\n`{machine['hf-posenc source']}`)"
     commands = "\n".join(content["commands"])
     return f"""# What position encoding costs
 
@@ -56,15 +72,33 @@ runs once, in a drawn order; a figure is the median over rounds of the ratio wit
 and third quartile. `{CONTROL}` is a second copy of the bare model: what it differs from 1 is what this machine cannot
 tell apart. `stock` is the unpatched model with its own positions.
 
-{where}; torch {machine["torch"]}, transformers {machine["transformers"]}, hf-posenc {machine["hf-posenc"]} (source
-`{machine["hf-posenc source"]}`); {settings["dtype"]}, batch {settings["batch_size"]}.
+{place(machine)}; {versions}, {library}; {settings["dtype"]}, batch 1 where no other is named.
 Models with random weights: {shape};
 attention is sdpa. An attention call is one layer without projections, norms and feed-forward. Arrangements of schemes
-have no row: they cost what the schemes in them cost.
+have no row: they cost what the schemes in them cost.{_subnormals(content)}
 
 ```bash
 {commands}
 ```"""
+
+
+def _shape(sizes: dict[str, Any]) -> str:
+    groups = sizes["num_key_value_heads"]
+    heads = f"{sizes['num_heads']} heads" + (f" ({groups} of keys and values)" if groups else "")
+    return (
+        f"{sizes['num_layers']} layers, hidden {sizes['hidden_size']}, {heads}, feed-forward "
+        f"{sizes['intermediate_size']}, vocabulary {sizes['vocab_size']}"
+    )
+
+
+def place(machine: dict[str, Any]) -> str:
+    """The processor, and the GPU where there is one."""
+    processor = f"{machine['cpu']}, {machine['threads']} of {machine['cores']} cores"
+    return f"{machine['gpu']} (CUDA {machine['cuda']}) beside {processor}" if "gpu" in machine else processor
+
+
+def _subnormals(content: dict[str, Any]) -> str:
+    return f"\n\n{subnormal_line(content['subnormals'])}" if "subnormals" in content else ""
 
 
 def _noise(content: dict[str, Any]) -> str:
@@ -90,8 +124,9 @@ def _targets(content: dict[str, Any]) -> str:
     return "## Targets\n\n" + _table(("target", "measured", "met"), rows)
 
 
-def _ratios(cells: list[dict[str, Any]]) -> str:
+def _ratios(cells: list[dict[str, Any]], over: str = BARE) -> str:
     """One row per scheme, the cheapest at the longest length first."""
+    kind = f"to_{over}"
     lengths = [cell["length"] for cell in cells]
     by_name: dict[str, dict[int, dict[str, Any]]] = {}
     families: dict[str, str] = {}
@@ -100,16 +135,17 @@ def _ratios(cells: list[dict[str, Any]]) -> str:
             if row["family"] != "peer":
                 by_name.setdefault(row["subject"], {})[cell["length"]] = row
                 families[row["subject"]] = row["family"]
-    order = sorted(by_name, key=lambda name: _cost(by_name[name], "to_bare"))
+    one = by_name.pop(over, {})
+    figured = {name for name in by_name if any(kind in row for row in by_name[name].values())}
+    order = sorted(figured, key=lambda name: _cost(by_name[name], kind))
     rows = [
-        (f"`{name}`", families[name], *(_spread(by_name[name].get(length), "to_bare") for length in lengths))
+        (f"`{name}`", families[name], *(_spread(by_name[name].get(length), kind) for length in lengths))
         for name in order
-        if name != BARE
     ]
-    bare = [f"{by_name[BARE][length]['milliseconds']:.4g} ms" if length in by_name[BARE] else "-" for length in lengths]
+    unit = [f"{one[length]['milliseconds']:.4g} ms" if length in one else "-" for length in lengths]
     rounds = [str(cell["rounds"]) for cell in cells]
     head = ("scheme", "kind", *(f"T = {length}" for length in lengths))
-    return _table(head, [("`bare`", "1 is", *bare), *rows, ("rounds", "", *rounds)])
+    return _table(head, [(f"`{over}`", "1 is", *unit), *rows, ("rounds", "", *rounds)])
 
 
 def _peers(cells: list[dict[str, Any]]) -> str:
@@ -131,6 +167,28 @@ def _peers(cells: list[dict[str, Any]]) -> str:
         rows.append((name, "" if own == name else own, *figures))
     explained = "Time over the bare call; in parentheses, over the same code without position.\n\n"
     return explained + _table(("way", "without position it is", *(f"T = {length}" for length in lengths)), rows)
+
+
+def _peaks(content: dict[str, Any]) -> str:
+    """What a GPU counted while the calls above ran."""
+    parts = []
+    for (level, phase), title in _TITLES.items():
+        cells = [cell for cell in _cells(content, level, phase) if any("peak_bytes" in row for row in cell["rows"])]
+        if not cells:
+            continue
+        by_cell = [{row["subject"]: row["peak_bytes"] for row in cell["rows"] if "peak_bytes" in row} for cell in cells]
+        names = dict.fromkeys(name for peaks in by_cell for name in peaks)
+        rows = [(f"`{name}`", *(_peak(peaks, name) for peaks in by_cell)) for name in names if name != CONTROL]
+        parts.append(f"### {title}\n\n" + _table(("scheme", *(f"T = {cell['length']}" for cell in cells)), rows))
+    explained = "How far the peak of the GPU's memory rose above what was held before, and in parentheses over bare."
+    return "\n\n".join(["## Peak memory on the GPU", explained, *parts]) if parts else ""
+
+
+def _peak(peaks: dict[str, int], name: str) -> str:
+    if name not in peaks:
+        return "-"
+    over = f" ({peaks[name] / peaks[BARE]:.3f})" if peaks.get(BARE) else ""
+    return f"{peaks[name] / 1e6:.0f} MB{over}"
 
 
 def _memory(content: dict[str, Any]) -> str:
@@ -182,11 +240,11 @@ def _cells(content: dict[str, Any], level: str, phase: str) -> list[dict[str, An
 
 
 def _cost(rows: dict[int, dict[str, Any]], over: str) -> float:
-    return rows[max(rows)][over]["median"]
+    return rows[max(length for length, row in rows.items() if over in row)][over]["median"]
 
 
 def _spread(row: dict[str, Any] | None, over: str) -> str:
-    if row is None:
+    if row is None or over not in row:
         return "-"
     found = row[over]
     return f"{found['median']:.3f} ({found['low']:.3f}-{found['high']:.3f})"

@@ -8,8 +8,14 @@ from typing import Any
 
 from benchmarks.lineup import BARE
 
-_LEVELS = {"attention": "one attention call", "model": "a small Llama", "encoder": "a small BERT"}
+_LEVELS = {
+    "attention": "one attention call",
+    "model": "a small Llama",
+    "encoder": "a small BERT",
+    "smollm2": "the shape of SmolLM2-135M",
+}
 _PHASES = {"forward": "forward", "train": "training step", "decode": "one token behind a cache"}
+_BATCHED = {"decode_batch16": "a token for each of 16 sequences behind a cache"}
 _LONG = 16384
 
 
@@ -55,14 +61,34 @@ def _on_cpu(content: dict[str, Any]) -> Iterator[Verdict]:
         for phase in ("forward", "train"):
             yield _ratio(content, "additive schemes", 1.01, "model", phase, length, families=("additive",))
     yield _ratio(content, "all schemes that a cache can serve", 1.05, "model", "decode", 4096)
+    yield from _at_smollm2(content)
+
+
+def _at_smollm2(content: dict[str, Any]) -> Iterator[Verdict]:
+    """Over stock, where it was measured."""
+    for phase in ("forward", "decode"):
+        cells = [cell for cell in content["cells"].values() if (cell["level"], cell["phase"]) == ("smollm2", phase)]
+        for length in sorted(cell["length"] for cell in cells):
+            for limit, names in ((1.1, ("none", "rope", "alibi", "t5", "forget_gate")), (1.25, ("self_extend",))):
+                whom = f"{', '.join(names)}, over stock"
+                yield _ratio(content, whom, limit, "smollm2", phase, length, names=names, over="to_stock")
 
 
 def _on_cuda(content: dict[str, Any]) -> Iterator[Verdict]:
+    """Schemes at their model's own back-end (sdpa), and those that are to be cheaper than no position on any."""
     for length in (4096, _LONG):
-        for level in ("attention", "model"):
+        for level in ("attention", "smollm2"):
             for phase in ("forward", "train"):
-                yield _ratio(content, "distance biases", 1.05, level, phase, length, families=("distance bias",))
-                yield _ratio(content, "rope", 1.05, level, phase, length, names=("rope",))
+                cell: tuple[str, str, int] = (level, phase, length)
+                yield _ratio(content, "distance biases", 1.05, *cell, families=("distance bias",))
+                yield _ratio(content, "rotations", 1.05, *cell, families=("rotation",))
+                for name in ("alibi", "forget_gate"):
+                    for subject in (name, f"{name}@flex_attention"):
+                        yield _ratio(content, subject, 1.0, *cell, names=(subject,))
+                yield _ratio(content, "rope, over stock RoPE", 1.0, *cell, names=("rope",), over="to_stock")
+        for phase in ("decode", "decode_batch16"):
+            families = ("distance bias", "rotation")
+            yield _ratio(content, "distance biases and rotations", 1.05, "smollm2", phase, length, families=families)
 
 
 def _ratio(
@@ -77,7 +103,7 @@ def _ratio(
     names: tuple[str, ...] | None = None,
     over: str = "to_bare",
 ) -> Verdict:
-    target = f"{whom}: at most {limit:g}, {_LEVELS[level]}, {_PHASES[phase]}, T = {length}"
+    target = f"{whom}: at most {limit:g}, {_LEVELS[level]}, {(_PHASES | _BATCHED)[phase]}, T = {length}"
     cell = content["cells"].get(f"{level} {phase} {length}", {})
     rows = [
         row

@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.errors import BenchmarkError
-from benchmarks.machine import synchronize, within_free_memory
+from benchmarks.machine import peak_bytes, reset_peak, resident_bytes, synchronize, within_free_memory
 from benchmarks.subjects import Call, Subject
 from hf_posenc import PositionEncodingError
 
 #: Fewer would have no spread to speak of.
 MIN_ROUNDS = 3
-#: One measurement is the mean of as many calls as fit into this time, but of no more than so many.
-_SECONDS_PER_MEASUREMENT = 0.1
+#: One measurement is the mean of no more calls than this.
 _MAX_CALLS = 30
 #: A subject that is slower than this per call does not care what was in the processor's caches before it.
 _SLOW = 0.5
@@ -33,12 +32,14 @@ class Pace:
         cell_seconds: after so long no more rounds are added, once there are three.
         subject_seconds: a subject whose three rounds would take longer is left out; a baseline never is.
         seed: of the order.
+        measurement_seconds: one measurement is the mean of as many calls as fit into this time.
     """
 
     rounds: int = 10
     cell_seconds: float = 240.0
     subject_seconds: float = 90.0
     seed: int = 0
+    measurement_seconds: float = 0.1
 
     def too_slow(self, seconds: float) -> str | None:
         """Why a subject is left out that takes so many seconds per round; `None` if it is not."""
@@ -61,6 +62,7 @@ class Timings:
         seconds: of one call, in every round, by subject.
         left_out: reasons, by subject.
         lasting: those of them that hold for longer inputs too.
+        peaks: on a GPU, by how many bytes the peak of a call and of what it needs exceeds what was held before.
     """
 
     rounds: int = 0
@@ -68,6 +70,7 @@ class Timings:
     seconds: dict[str, list[float]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     lasting: set[str] = field(default_factory=set)
+    peaks: dict[str, int] = field(default_factory=dict)
 
 
 def time_subjects(
@@ -104,7 +107,7 @@ def time_subjects(
                 timings.lasting.add(name)
         running = [subject for subject in subjects if subject.name not in timings.left_out]
         timings.seconds = {subject.name: [] for subject in running}
-        timings.calls = {subject.name: calls_for(quick[subject.name]) for subject in running}
+        timings.calls = {subject.name: calls_for(quick[subject.name], pace.measurement_seconds) for subject in running}
         order = random.Random(f"{pace.seed} {phase} {length}")
         end = min(time.monotonic() + pace.cell_seconds, deadline)
         while timings.rounds < pace.rounds and (timings.rounds < MIN_ROUNDS or time.monotonic() < end):
@@ -126,9 +129,9 @@ def time_subjects(
     return timings
 
 
-def calls_for(seconds: float) -> int:
-    """How many calls make one measurement."""
-    return max(1, min(_MAX_CALLS, math.ceil(_SECONDS_PER_MEASUREMENT / seconds)))
+def calls_for(seconds: float, measurement_seconds: float) -> int:
+    """How many calls of so many seconds make one measurement."""
+    return max(1, min(_MAX_CALLS, math.ceil(measurement_seconds / seconds)))
 
 
 def _warm_up(
@@ -137,16 +140,21 @@ def _warm_up(
     """Seconds of one call of each subject that can be run, everything lazy behind it; the others are left out."""
     quick: dict[str, float] = {}
     for subject in subjects:
+        before = resident_bytes(device)
+        reset_peak(device)
         try:
             with subject.ready(phase, length) as call:
                 seconds = _timed(call, device)
-                if seconds < _SLOW:
+                # On a GPU the first call may have compiled its kernels.
+                if seconds < _SLOW or device == "cuda":
                     seconds = _timed(call, device)
         # As above.
         except Exception as error:
             _leave_out(subject, error, baselines, timings)
         else:
             quick[subject.name] = seconds
+            if device == "cuda":
+                timings.peaks[subject.name] = peak_bytes(device) - before
     _drop_those_without_baseline(subjects, timings)
     return quick
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import Dataset
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase
 
@@ -84,6 +83,8 @@ def load_corpus(
         raise SettingsError(f"The dataset {source!r} holds no document with text.")
     division = None
     if len(dataset) == 1:
+        from datasets import Dataset
+
         texts, division = _divided(dataset[0][column], settings.validation_fraction, source)
         dataset = Dataset.from_dict({column: texts})
     order = np.random.default_rng(settings.split_seed).permutation(len(dataset))

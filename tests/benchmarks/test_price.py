@@ -111,7 +111,11 @@ def test_a_file_that_was_cut_off_is_refused(tmp_path):
 
 def test_what_was_too_slow_at_one_length_is_not_tried_at_the_next(tmp_path):
     options = tiny_options(
-        tmp_path, levels=("model",), phases=("forward",), schemes=("rope",), pace=Pace(3, 1.0, subject_seconds=1e-9)
+        tmp_path,
+        levels=("model",),
+        phases=("forward",),
+        schemes=("rope",),
+        pace=Pace(3, 1.0, subject_seconds=1e-9, measurement_seconds=0.004),
     )
     book = price.measure(options, "x")
     first, second = book.cells["model forward 16"], book.cells["model forward 32"]

@@ -104,7 +104,7 @@ def test_every_step_sees_the_same_cache(scheme):
     subject = named("model", scheme)[scheme]
     lengths = []
     original = subject.filled_cache
-    subject.filled_cache = lambda length: lengths.append(original(length)) or lengths[-1]  # type: ignore[method-assign]
+    subject.filled_cache = lambda *given: lengths.append(original(*given)) or lengths[-1]  # type: ignore[method-assign]
     with subject.ready("decode", 21) as call:
         call.run()
         assert lengths[0].get_seq_length() == 22

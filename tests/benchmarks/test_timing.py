@@ -14,7 +14,9 @@ from benchmarks.timing import MIN_ROUNDS, Pace, calls_for, time_subjects
 from hf_posenc import UnsupportedError
 from tests.benchmarks.tiny import Sleeper
 
-_PACE = Pace(rounds=4, cell_seconds=5.0, subject_seconds=20.0)
+#: A measurement is one call or two, since no figure of a test is looked at closely.
+_SHORT = 0.004
+_PACE = Pace(rounds=4, cell_seconds=5.0, subject_seconds=20.0, measurement_seconds=_SHORT)
 
 
 def test_a_slow_subject_has_a_ratio_well_above_one():
@@ -31,9 +33,13 @@ def test_a_slow_subject_has_a_ratio_well_above_one():
 
 def test_no_round_is_added_after_the_time_but_three_are_run():
     subjects = [Sleeper("bare", 0.05, family="bare")]
-    timings = time_subjects(subjects, "forward", 16, Pace(rounds=9, cell_seconds=0.01), "cpu")
+    timings = time_subjects(
+        subjects, "forward", 16, Pace(rounds=9, cell_seconds=0.01, measurement_seconds=_SHORT), "cpu"
+    )
     assert timings.rounds == MIN_ROUNDS
-    timings = time_subjects(subjects, "forward", 16, Pace(rounds=9), "cpu", deadline=time.monotonic() - 1)
+    timings = time_subjects(
+        subjects, "forward", 16, Pace(rounds=9, measurement_seconds=_SHORT), "cpu", deadline=time.monotonic() - 1
+    )
     assert timings.rounds == MIN_ROUNDS
 
 
@@ -47,7 +53,9 @@ def test_subjects_that_fail_are_left_out_with_the_reason():
         Sleeper("slow", 0.2),
         Sleeper("own", 0.001, baseline="broken"),
     ]
-    timings = time_subjects(subjects, "forward", 16, Pace(rounds=3, subject_seconds=0.5), "cpu")
+    timings = time_subjects(
+        subjects, "forward", 16, Pace(rounds=3, subject_seconds=0.5, measurement_seconds=_SHORT), "cpu"
+    )
     assert set(timings.seconds) == {"bare"}
     assert timings.left_out["broken"] == "failed with ZeroDivisionError: by zero"
     assert timings.left_out["large"].startswith("does not fit into the memory that is free: ")
@@ -68,7 +76,7 @@ def test_order_is_drawn_and_repeatable():
         subjects = [Sleeper(name, 0.005) for name in ("bare", "one", "two", "three")]
         for subject in subjects:
             subject.calls = _Told(told, subject.name)  # type: ignore[assignment]
-        time_subjects(subjects, "forward", 16, Pace(rounds=3, seed=seed), "cpu")
+        time_subjects(subjects, "forward", 16, Pace(rounds=3, seed=seed, measurement_seconds=_SHORT), "cpu")
         return told
 
     assert order(0) == order(0)
@@ -100,7 +108,7 @@ def test_ratios_are_taken_within_rounds():
 
 @pytest.mark.parametrize(("seconds", "calls"), [(10.0, 1), (0.002, 2), (1e-6, 30)])
 def test_short_calls_are_repeated(seconds, calls):
-    assert calls_for(seconds) == calls
+    assert calls_for(seconds, 0.004) == calls
 
 
 def test_an_allocation_beyond_the_machine_is_an_error_and_not_the_end_of_the_process():

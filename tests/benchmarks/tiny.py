@@ -41,7 +41,7 @@ def tiny_options(folder: Path, **changes: object) -> Options:
     defaults: dict[str, object] = {
         "output_dir": folder,
         "setting": TINY,
-        "pace": Pace(rounds=3, cell_seconds=1.0, subject_seconds=30.0),
+        "pace": Pace(rounds=3, cell_seconds=1.0, subject_seconds=30.0, measurement_seconds=0.004),
         "lengths": (16, 32),
         "levels": ("attention", "model"),
         "phases": ("forward", "decode"),

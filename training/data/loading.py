@@ -6,9 +6,6 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-import datasets
-from datasets.exceptions import DatasetsError
-
 from hf_posenc.errors import close_names
 from training.errors import SettingsError
 
@@ -45,6 +42,7 @@ def load_named_dataset(
     Raises:
         SettingsError: if it cannot be found or read.
     """
+    datasets = _datasets()
     if name is None:
         return _cut(_load_files(_packaged_files(), "text", sample_by), first), f"Python package {DEFAULT_PACKAGE}"
     path = Path(name)
@@ -61,11 +59,24 @@ def load_named_dataset(
         return datasets.load_dataset(name, config_name, split=split), name
     except SettingsError:
         raise
-    except (OSError, ConnectionError, ValueError, DatasetsError) as error:
+    except (OSError, ConnectionError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise SettingsError(
             f"Cannot load the dataset {name!r}: {_reason(error)} Check --dataset_name (a local file or folder, or a "
             "hub name), --dataset_config_name and --dataset_split."
         ) from error
+
+
+def _datasets() -> Any:
+    """The package, which studies of made-up or ready tokens do without."""
+    try:
+        import datasets
+        import datasets.exceptions
+    except ImportError as error:
+        raise SettingsError(
+            f"Text is read with the package 'datasets', which cannot be imported ({error}): pip install "
+            "'hf-posenc[train]'."
+        ) from error
+    return datasets
 
 
 def _reason(error: Exception) -> str:
@@ -89,6 +100,7 @@ def _cut(dataset: Any, first: int | None) -> Any:
 
 
 def _load_folder(path: Path, split: str, sample_by: str) -> Any:
+    datasets = _datasets()
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         loaded = datasets.load_from_disk(str(path))
         if not isinstance(loaded, datasets.DatasetDict):
@@ -106,7 +118,7 @@ def _load_folder(path: Path, split: str, sample_by: str) -> Any:
 
 def _load_files(files: list[Path], loader: str, sample_by: str) -> Any:
     options = {"sample_by": sample_by} if loader == "text" else {}
-    return datasets.load_dataset(loader, data_files=[str(file) for file in files], split="train", **options)
+    return _datasets().load_dataset(loader, data_files=[str(file) for file in files], split="train", **options)
 
 
 def _packaged_files() -> list[Path]:

@@ -35,8 +35,9 @@ def model_class(task: StudyTask) -> type[PreTrainedModel]:
     """
     classes = MODEL_FOR_CAUSAL_LM_MAPPING if task.causal else MODEL_FOR_MASKED_LM_MAPPING
     model_type = _model_type(task)
-    known = [name for name in CONFIG_MAPPING if CONFIG_MAPPING[name] in classes]
-    if model_type not in known:
+    if model_type not in CONFIG_MAPPING or CONFIG_MAPPING[model_type] not in classes:
+        # Only here, because it imports every architecture there is.
+        known = [name for name in CONFIG_MAPPING if CONFIG_MAPPING[name] in classes]
         kind = "causal" if task.causal else "masked"
         raise SettingsError(
             f"--model_type: {UnknownNameError('architecture', model_type, known, owner=f'{kind} language models')}"
