@@ -16,7 +16,7 @@ from hf_posenc.patching.fingerprint import Sample
 from hf_posenc.patching.instance import InstancePatches
 from hf_posenc.patching.layer_call import LayerEncoding
 from hf_posenc.patching.lengths import Lengths
-from hf_posenc.patching.mark import NOT_STRICT, disagreement, is_sharded, mark_of, marked_scheme
+from hf_posenc.patching.mark import NOT_STRICT, disagreement, mark_of, marked_scheme, placed_mark
 from hf_posenc.patching.placement import build_context, with_layout
 from hf_posenc.patching.report import PatchReport
 from hf_posenc.patching.runtime import StackRuntime
@@ -203,8 +203,8 @@ class PositionEncoding(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if is_sharded(self.__dict__.get("holder", self)):
-            destination.pop(prefix + MARK)
+        key = prefix + MARK
+        destination[key] = placed_mark(destination[key], self.__dict__.get("holder", self))
 
     def _load_from_state_dict(
         self,
@@ -226,8 +226,6 @@ class PositionEncoding(nn.Module):
         key, found = prefix + MARK, self.loaded_scheme()
         if key in missing_keys:
             missing_keys.remove(key)
-        if found is None and is_sharded(self.__dict__.get("holder", self)):
-            return
         problem = disagreement(found, self.config)
         if problem is not None:
             (missing_keys if found is None else unexpected_keys).append(f"{key}: {problem}. {NOT_STRICT}")

@@ -38,6 +38,16 @@ class LogitSite(PlacedForward):
         self.runtime = runtime
         self.encoding = encoding
 
+    def check_share(self, query: Tensor) -> None:
+        """Requires the heads that this process was found to have, where a scheme goes by which they are.
+
+        Raises:
+            UnsupportedError: if the module computes others.
+        """
+        encoding = self.encoding
+        if query.shape[1] != encoding.num_heads and (encoding.shard is not None or encoding.learns):
+            check_heads(encoding.num_heads, query.shape[1])
+
     def new_features(self, call: LayerCall) -> Tensor:
         """`(batch, heads, query_len, num_features)` float32 of the new tokens."""
         bias = self.encoding.logit_bias
