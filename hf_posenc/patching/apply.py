@@ -24,6 +24,7 @@ from hf_posenc.patching.encoding import (
 )
 from hf_posenc.patching.fingerprint import samples
 from hf_posenc.patching.generation import check_generation
+from hf_posenc.patching.head_shards import split_heads
 from hf_posenc.patching.install import install_stack
 from hf_posenc.patching.lengths import settle_lengths
 from hf_posenc.patching.placed_forward import forward_on_instance
@@ -32,7 +33,6 @@ from hf_posenc.patching.recomputed_queries import refuse_recomputed_queries
 from hf_posenc.patching.report import PatchReport
 from hf_posenc.patching.scheme_name import mark_names
 from hf_posenc.patching.sites import Stack
-from hf_posenc.patching.head_shards import split_heads
 from hf_posenc.patching.table_site import table_origin
 from hf_posenc.schemes.config import SchemeConfig
 

@@ -97,12 +97,20 @@ def _shard(site: AttentionSite, path: str, plan: dict[str, str], mesh: Any) -> H
     if not split:
         return None
     heads, key_heads = site.encoding.num_heads, site.encoding.num_key_value_heads
-    shared_keys = key_heads == 1 and not any(name.startswith("k") for name in split)
-    for count, what in ((heads, "query"), (key_heads, "key")):
-        if count % mesh.size() and not (what == "key" and shared_keys):
+    keys = [name for name, child in site.module.named_children() if name[0] == "k" and hasattr(child, "in_features")]
+    shared_keys = bool(keys) and not set(keys) & set(split)
+    kind = type(site.module).__name__
+    if shared_keys and key_heads > 1:
+        raise UnsupportedError(
+            f"The tensor-parallel plan splits the queries of {kind} over {mesh.size()} processes and leaves all "
+            f"{key_heads} key heads in each, so a query head does not say which key head it reads. Split "
+            f"{keys[0]!r} and the values as well (style 'colwise')."
+        )
+    for count, what in ((heads, "query"), (mesh.size() if shared_keys else key_heads, "key")):
+        if count % mesh.size():
             raise UnsupportedError(
-                f"{type(site.module).__name__} has {count} {what} heads, which {mesh.size()} processes cannot share "
-                "evenly under its tensor-parallel plan. Use a number of processes that divides them."
+                f"{kind} has {count} {what} {'head' if count == 1 else 'heads'}, which {mesh.size()} processes cannot "
+                "share evenly under this tensor-parallel plan. Use a number of processes that divides them."
             )
     return HeadShard(mesh, shared_keys)
 

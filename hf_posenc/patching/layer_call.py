@@ -40,7 +40,6 @@ class LayerEncoding:
         """How many numbers per head and token the bias keeps beside the keys."""
         return self.logit_bias.num_features if isinstance(self.logit_bias, PairwiseBias) else 0
 
-
     @property
     def learns(self) -> bool:
         """Whether a part has parameters."""

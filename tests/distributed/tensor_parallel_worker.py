@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -36,8 +37,35 @@ SAVED: dict[str, Any] = {
     "transformer_xl": "transformer_xl",
     "composed": ComposedConfig((AlibiConfig(), CopeConfig(initial_std=0.5), ForgetGateConfig())),
 }
-#: Number of query heads and of key heads: one key head per process, one head per process, and what cannot be shared.
-HEADS = {"grouped": (4, 2), "single": (2, 2), "odd": (3, 3), "one_key": (4, 1)}
+#: Numbers of query heads and of key heads: one key head per process, and one head per process.
+HEADS = {"grouped": (4, 2), "single": (2, 2), "one_head": (1, 1), "one_key": (4, 1)}
+_KEYS_WHOLE = {f"model.layers.*.self_attn.{name}_proj": "colwise_gather_output" for name in "kv"}
+#: Plans by name: numbers of heads, and the rules.
+PLANS: dict[str, tuple[str, Any]] = {
+    "one head for two": ("one_head", "auto"),
+    "one key head for two": ("one_key", "auto"),
+    "one key head in both": ("one_key", _KEYS_WHOLE),
+    "two key heads in both": ("grouped", _KEYS_WHOLE),
+    "sequences": ("grouped", {"model.layers.*.input_layernorm": "sequence_parallel"}),
+}
+_LLAMA = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+_EXPERTS = _LLAMA | {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+#: Plans with a projection that is gathered, with norms of heads, with experts.
+BUILDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", _LLAMA),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", _LLAMA | {"head_dim": 8}),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", _EXPERTS),
+}
+TENSORS, EXPERTS = {"tp_size": 2, "tp_plan": "auto"}, {"ep_size": 2}
+#: Architectures, and how two processes share them.
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, TENSORS) for name in (*BUILDS, "gemma3_two_rotaries", "gpt_neox_partial", "deepseek_v3_mla")},
+    "heads and experts": ("mixtral", TENSORS | EXPERTS),
+    "experts": ("mixtral", {"fsdp_size": 2} | EXPERTS),
+}
 
 
 def loaded(folder: Path, plan: Any = "auto") -> Any:
@@ -80,9 +108,10 @@ def gradients(model: Any) -> dict[str, Tensor]:
 def largest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
     """The largest difference of gradients, as a share of the expected one, and where it is."""
     assert found.keys() == expected.keys()
-    # Gradients that are rounding themselves (a bias of all keys alike) have no share.
+    # What softmax does not see (a bias of all keys alike) has a gradient that is rounding itself.
+    least = 1e-3 * max(float(value.norm()) for value in expected.values())
     shares = {
-        name: float((found[name] - value).norm() / max(float(value.norm()), 1e-4)) for name, value in expected.items()
+        name: float((found[name] - value).norm() / max(float(value.norm()), least)) for name, value in expected.items()
     }
     worst = max(shares, key=lambda name: shares[name])
     return shares[worst], worst
@@ -148,41 +177,80 @@ def saved(scheme: Any, folder: Path) -> dict[str, Any]:
     return result
 
 
-def stock_in(folder: Path, name: str) -> Path:
-    """A stock model with some number of heads, written by the first process."""
-    query, key = HEADS[name]
+def stock(name: str) -> Any:
+    """A stock model of one build."""
+    if name not in BUILDS:
+        return patched(name, None)
+    model_class, config, settings = BUILDS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, model_class)(getattr(transformers, config)(**settings))
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.normal_(std=0.2)
+    return model.eval()
+
+
+def written(folder: Path, name: str, build: Any) -> Path:
+    """A stock model that the first process has written for both."""
     if dist.get_rank() == 0:
-        whole = patched("llama_gqa", None, num_attention_heads=query, num_key_value_heads=key, head_dim=8)
-        whole.save_pretrained(folder / name)
+        build().save_pretrained(folder / name)
     dist.barrier()
     return folder / name
 
 
-def main(folder: Path) -> None:
-    """Runs every scheme every way."""
+def compared(folder: Path, config: dict[str, Any], schemes: tuple[Any, ...]) -> dict[str, Any]:
+    """The difference of logits for some schemes, placed in a model that is split; `None` is the stock model."""
+    result: dict[str, Any] = {}
+    for scheme in schemes:
+        whole = AutoModelForCausalLM.from_pretrained(folder).eval()
+        try:
+            split = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**config)).eval()
+            for model in (whole, split) if scheme is not None else ():
+                torch.manual_seed(7)
+                patch_model(model, scheme)
+                strengthen(model)
+            result[str(scheme)] = distance(logits(split), logits(whole))
+        except (UnsupportedError, RuntimeError) as error:
+            result[str(scheme)] = str(error)
+        dist.barrier()
+    return result
+
+
+def main(folder: Path, *, everything: bool) -> None:
+    """Runs every scheme every way.
+
+    Args:
+        folder: takes models, and what each process finds.
+        everything: every variant with every number of heads, which takes minutes.
+    """
     warnings.simplefilter("ignore")
+    transformers.utils.logging.disable_progress_bar()
     dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    found: dict[str, Any] = {}
-    for heads in sys.argv[2:] or ("grouped", "single"):
-        path = stock_in(folder, heads)
+    found: dict[str, Any] = {"placed": {}, "saved": {}, "plans": {}, "architectures": {}}
+    for heads, (query, key) in HEADS.items():
+        shape = {"num_attention_heads": query, "num_key_value_heads": key, "head_dim": 8}
+        path = written(folder, heads, lambda shape=shape: patched("llama_gqa", None, **shape))
+        if heads not in ("grouped", "single"):
+            continue
         split, whole = loaded(path), AutoModelForCausalLM.from_pretrained(path).eval()
         for name, config, case in VARIANTS:
-            if heads == "single" and case != f"{name}-0":
-                continue
-            print(rank, case, __import__("time").time(), file=sys.stderr, flush=True)
-            try:
-                found[f"{heads}/{case}"] = placed(split, whole, config)
-            except Exception as error:
-                found[f"{heads}/{case}"] = {"error": f"{type(error).__name__}: {error}"}
-        (folder / f"rank{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+            first = case == f"{name}-0" and (heads == "grouped" or name in SAVED)
+            if everything or first:
+                found["placed"][f"{heads} {case}"] = placed(split, whole, config)
     for name, scheme in SAVED.items():
-        found[f"saved/{name}"] = saved(scheme, folder / f"saved-{name}")
-    (folder / f"rank{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+        found["saved"][name] = saved(scheme, folder / f"saved-{name}")
+    for name, (heads, plan) in PLANS.items():
+        schemes = (None, "alibi", "learned_rope", "grape", "pope")
+        found["plans"][name] = compared(folder / heads, TENSORS | {"tp_plan": plan}, schemes)
+    for name, (build, config) in ARCHITECTURES.items():
+        path = written(folder, name, lambda build=build: stock(build))
+        found["architectures"][name] = compared(path, config, (None, "alibi", "forget_gate", "pope"))
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), everything="everything" in sys.argv)
     os._exit(0)
