@@ -243,9 +243,9 @@ def main(folder: Path, *, everything: bool) -> None:
     for name, (heads, plan) in PLANS.items():
         schemes = (None, "alibi", "learned_rope", "grape", "pope")
         found["plans"][name] = compared(folder / heads, TENSORS | {"tp_plan": plan}, schemes)
-    for name, (build, config) in ARCHITECTURES.items():
+    for name, (build, shares) in ARCHITECTURES.items():
         path = written(folder, name, lambda build=build: stock(build))
-        found["architectures"][name] = compared(path, config, (None, "alibi", "forget_gate", "pope"))
+        found["architectures"][name] = compared(path, shares, (None, "alibi", "forget_gate", "pope"))
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
