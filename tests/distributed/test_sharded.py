@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from tests.distributed.processes import run_two
-from tests.distributed.sharded_worker import COMPILED, SCHEMES, WAYS
+from tests.distributed.sharded_worker import FEWER, SCHEMES, WAYS
 
 Found = list[dict[str, Any]]
 
 #: Sums in another order, and a mean of two means.
 CLOSE = 1e-5
-#: bfloat16 has 8 bits: gradients of half a batch are rounded before their mean is taken, and parameters by a step of
-#: 0.1 times a gradient; those of one process are rounded to bfloat16 themselves, by 2^-9 of up to 4.
-ROUNDED, ROUNDED_PARAMETERS = 1e-2, 1e-2
+#: bfloat16 has 8 bits: gradients of half a batch are rounded before their mean is taken. Parameters stay float32 in
+#: two processes only, so those of one are no measure.
+ROUNDED = 1e-2
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +27,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_training_step_of_two_processes_is_that_of_one(found: Found, way: str) -> None:
     for rank in found:
-        for scheme in COMPILED if "compiled" in way else SCHEMES:
+        for scheme in FEWER.get(way, SCHEMES):
             step = rank["trained"][f"{way} {scheme}"]
             rounded = "bfloat16" in way
             assert step["loss"] <= (ROUNDED if rounded else CLOSE), (scheme, step)
             assert step["gradients"] <= (ROUNDED if rounded else CLOSE), (scheme, step)
-            assert step["parameters"] <= (ROUNDED_PARAMETERS if rounded else CLOSE), (scheme, step)
+            assert rounded or step["parameters"] <= CLOSE, (scheme, step)
 
 
 def test_transformers_shards_a_patched_folder_and_writes_the_same_file(found: Found) -> None:
