@@ -22,7 +22,7 @@ _ONE_WAY = {
     "batch_eval_metrics": (False, "The evaluation loss is a mean over all tokens."),
     "eval_do_concat_batches": (True, "The evaluation loss is a mean over all tokens."),
     "do_predict": (False, "There is nothing to predict; --do_train and --do_eval are there."),
-    "deepspeed": (None, "It was never tried here; use DDP or FSDP (training/accelerate)."),
+    "deepspeed": (None, "This script was never run with it; use DDP or FSDP (training/accelerate)."),
 }
 
 

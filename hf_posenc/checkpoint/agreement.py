@@ -13,7 +13,7 @@ from hf_posenc.checkpoint.weight_files import named_schemes, schemes_of_older_ve
 from hf_posenc.entry import MARK, find_mark, find_marks, find_position_weight
 from hf_posenc.patching.apply import encodings
 from hf_posenc.patching.encoding import PositionEncoding
-from hf_posenc.patching.mark import NOT_STRICT, disagreement, is_sharded, marked_scheme
+from hf_posenc.patching.mark import NOT_STRICT, disagreement, marked_scheme
 
 
 class SchemeMismatchError(CheckpointError, RuntimeError):
@@ -113,8 +113,6 @@ def check_file(model: Any, file: str | os.PathLike[str], remedy: str = "") -> No
 
 
 def _problem(model: Any, named: Mapping[str, dict[str, Any]]) -> str | None:
-    if not named and is_sharded(model):
-        return None
     found = encodings(model)
     placed = {
         f"{path}.{MARK}": module.config

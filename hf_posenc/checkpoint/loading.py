@@ -72,7 +72,7 @@ def from_pretrained(
     from hf_posenc.checkpoint.agreement import check_loaded_mark
     from hf_posenc.checkpoint.configuration import CheckpointError
     from hf_posenc.checkpoint.stored_weights import check_scheme_fits, stored_position_weights
-    from hf_posenc.patching.split_heads import refuse_split_heads
+    from hf_posenc.patching.head_shards import split_heads
 
     built: list[_Built] = []
     stored = stored_position_weights(source, kwargs)
@@ -93,7 +93,7 @@ def from_pretrained(
     check_loaded_mark(model, info, str(source), built[-1].entry_format)
     _check_loaded(model, info, str(source))
     # Transformers splits a model over processes after it was built, and so after it was patched.
-    refuse_split_heads(model.position_encoding, model)
+    split_heads(model.position_encoding, model)
     built.pop().follow(model)
     if is_patched(str(model.config._name_or_path), kwargs):
         from hf_posenc.patching.scheme_name import unmark_names

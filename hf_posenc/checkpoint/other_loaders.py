@@ -4,7 +4,8 @@
 
 - `accelerate.load_checkpoint_in_model`, and with it `load_checkpoint_and_dispatch` and `load_and_quantize_model`;
 - `transformers.trainer_utils.load_sharded_checkpoint` and `safetensors.torch.load_model`, where they are strict;
-- `optimum.quanto.requantize`, and with it `QuantizedModelForCausalLM.from_pretrained`.
+- `optimum.quanto.requantize`, and with it `QuantizedModelForCausalLM.from_pretrained`;
+- `torch.distributed.checkpoint.load` (`distributed_checkpoint.py`).
 
 Each refuses weights that were trained with another scheme than that of the model, before anything is copied. For
 models and weights without a scheme, each is the stock function.
@@ -19,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from hf_posenc.checkpoint.distributed_checkpoint import wrap_loader
 from hf_posenc.checkpoint.wrapping import wrap
 from hf_posenc.entry import find_marks
 from hf_posenc.when_imported import when_imported
@@ -33,6 +35,7 @@ def install() -> None:
     when_imported("transformers.trainer_utils", _wrap_trainer_utils)
     when_imported("safetensors.torch", _wrap_safetensors)
     when_imported("optimum.quanto.quantize", _wrap_quanto)
+    when_imported("torch.distributed.checkpoint.state_dict_loader", wrap_loader)
 
 
 def _wrap_accelerate(module: ModuleType) -> None:

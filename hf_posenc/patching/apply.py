@@ -24,6 +24,7 @@ from hf_posenc.patching.encoding import (
 )
 from hf_posenc.patching.fingerprint import samples
 from hf_posenc.patching.generation import check_generation
+from hf_posenc.patching.head_shards import split_heads
 from hf_posenc.patching.install import install_stack
 from hf_posenc.patching.lengths import settle_lengths
 from hf_posenc.patching.placed_forward import forward_on_instance
@@ -32,7 +33,6 @@ from hf_posenc.patching.recomputed_queries import refuse_recomputed_queries
 from hf_posenc.patching.report import PatchReport
 from hf_posenc.patching.scheme_name import mark_names
 from hf_posenc.patching.sites import Stack
-from hf_posenc.patching.split_heads import refuse_split_heads
 from hf_posenc.patching.table_site import table_origin
 from hf_posenc.schemes.config import SchemeConfig
 
@@ -202,7 +202,7 @@ def install(encoding: PositionEncoding, model: PreTrainedModel) -> None:
         report.adopted = adopted
         reports.append(report)
     encoding.report = PatchReport(encoding.config.name, type(model).__name__, parameter_count(encoding), reports)
-    refuse_split_heads(encoding, model)
+    split_heads(encoding, model)
     settle_lengths(encoding, model, stacks)
     encoding.base_weights = encoding.base_weights or samples(model, read_offloaded=False)
     mark_names(model, encoding)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Hashable, Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.entry import MARK
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.context_parallel import needs_all_tokens
 from hf_posenc.patching.fingerprint import Sample
 from hf_posenc.patching.instance import InstancePatches
 from hf_posenc.patching.layer_call import LayerEncoding
 from hf_posenc.patching.lengths import Lengths
-from hf_posenc.patching.mark import NOT_STRICT, disagreement, is_sharded, mark_of, marked_scheme
+from hf_posenc.patching.mark import NOT_STRICT, disagreement, mark_of, marked_scheme, placed_mark
 from hf_posenc.patching.placement import build_context, with_layout
 from hf_posenc.patching.report import PatchReport
 from hf_posenc.patching.runtime import StackRuntime
@@ -84,7 +85,15 @@ class StackEncoding(nn.Module):
         self._built.clear()
         self.additive = _one_additive(additive_layers)
         self._check_shared_keys(stack)
+        self.runtime.needs_all_tokens = needs_all_tokens(self._acting())
         self.runtime.reads_coordinates = any(getattr(module, "reads_coordinates", False) for module in self.modules())
+
+    def _acting(self) -> Iterator[Part]:
+        """The parts that act somewhere, once for each layer."""
+        if self.additive is not None:
+            yield self.additive
+        for layer in self.layers:
+            yield from (part for part in (layer.query_key_map, layer.logit_bias, layer.logit_scale) if part is not None)
 
     def _parts(self, config: SchemeConfig, context: BuildContext, path: str, side: str = "") -> SchemeParts:
         """The parts at one layer: those of an earlier one, unless the scheme wants its own in every layer.
@@ -169,13 +178,8 @@ class PositionEncoding(nn.Module):
 
     def parts(self) -> list[Part]:
         """The parts that act somewhere; one that is made of others stands for all of them."""
-        found: list[Part | None] = []
-        for stack in self.stacks.values():
-            assert isinstance(stack, StackEncoding)
-            found.append(stack.additive)
-            for layer in stack.layers:
-                found += (layer.query_key_map, layer.logit_bias, layer.logit_scale)
-        return list({id(part): part for part in found if part is not None}.values())
+        found = [part for stack in self.stacks.values() for part in cast("StackEncoding", stack)._acting()]
+        return list({id(part): part for part in found}.values())
 
     def reach(self) -> Reach:
         """How long a sequence the scheme can encode, and the length it was made for."""
@@ -203,8 +207,8 @@ class PositionEncoding(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if is_sharded(self.__dict__.get("holder", self)):
-            destination.pop(prefix + MARK)
+        key = prefix + MARK
+        destination[key] = placed_mark(destination[key], self.__dict__.get("holder", self))
 
     def _load_from_state_dict(
         self,
@@ -226,8 +230,6 @@ class PositionEncoding(nn.Module):
         key, found = prefix + MARK, self.loaded_scheme()
         if key in missing_keys:
             missing_keys.remove(key)
-        if found is None and is_sharded(self.__dict__.get("holder", self)):
-            return
         problem = disagreement(found, self.config)
         if problem is not None:
             (missing_keys if found is None else unexpected_keys).append(f"{key}: {problem}. {NOT_STRICT}")

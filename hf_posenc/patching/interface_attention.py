@@ -133,6 +133,7 @@ class InterfaceAttention(AttentionSite):
         names = ("module", "query", "key", "value", "attention_mask")
         given = dict(zip(names, args, strict=False)) | {name: kwargs.pop(name) for name in names if name in kwargs}
         rest = args[len(names) :]
+        self.check_share(given["query"])
         self.check_rotated(call, given["query"])
         query, key = self.mapped_late(call, given["query"], given["key"])
         if self.drop_native_bias:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from hf_posenc.patching.split_parts import HeadShard
 from hf_posenc.patching.state import ForwardState
 from hf_posenc.schemes.parts import LogitBias, LogitScale, PairwiseBias, QueryKeyMap
 
@@ -22,6 +23,7 @@ class LayerEncoding:
         num_heads: number of query heads.
         num_key_value_heads: number of key heads.
         head_dim: width of the heads the scores are computed from.
+        shard: which heads of the layer these are, where processes share them.
     """
 
     query_key_map: QueryKeyMap | None
@@ -31,6 +33,7 @@ class LayerEncoding:
     num_heads: int
     num_key_value_heads: int
     head_dim: int
+    shard: HeadShard | None = None
 
     @property
     def num_features(self) -> int:
@@ -42,6 +45,12 @@ class LayerEncoding:
         """Whether keys in pages (continuous batching) have to be read before the attention function."""
         widens = self.query_key_map is not None and self.query_key_map.width_factor != 1
         return widens or self.logit_bias is not None
+
+    @property
+    def learns(self) -> bool:
+        """Whether a part has parameters."""
+        parts = (self.query_key_map, self.logit_bias, self.logit_scale)
+        return any(part is not None and next(part.parameters(), None) is not None for part in parts)
 
 
 @dataclass

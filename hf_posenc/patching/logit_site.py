@@ -38,6 +38,16 @@ class LogitSite(PlacedForward):
         self.runtime = runtime
         self.encoding = encoding
 
+    def check_share(self, query: Tensor) -> None:
+        """Requires the heads that this process was found to have, where a scheme goes by which they are.
+
+        Raises:
+            UnsupportedError: if the module computes others.
+        """
+        encoding = self.encoding
+        if query.shape[1] != encoding.num_heads and (encoding.shard is not None or encoding.learns):
+            check_heads(encoding.num_heads, query.shape[1])
+
     def new_features(self, call: LayerCall) -> Tensor:
         """`(batch, heads, query_len, num_features)` float32 of the new tokens."""
         bias = self.encoding.logit_bias
@@ -220,8 +230,9 @@ def check_heads(of_scheme: int, of_layer: int) -> None:
     if of_scheme != of_layer:
         raise UnsupportedError(
             f"The scheme has numbers of its own for each of {of_scheme} heads, and this layer computes {of_layer}. "
-            "Where the heads of a layer are split over processes (tensor parallelism), such a scheme cannot run: load "
-            "the model without tp_plan. Otherwise it was built for another architecture: call patch_model again."
+            "Which heads a process has is known where transformers splits them (from_pretrained with tp_plan); those "
+            "that something else has split (torch's parallelize_module, weights cut by hand) cannot be told apart. "
+            "Where nothing is split, the scheme was built for another architecture: call patch_model again."
         )
 
 

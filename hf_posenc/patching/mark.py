@@ -29,7 +29,8 @@ def mark_of(config: SchemeConfig) -> Tensor:
 def marked_scheme(mark: Any) -> dict[str, Any]:
     """The scheme dictionary in a mark; `{"scheme": "?"}` for bytes that are none, which equals no scheme."""
     try:
-        entry = json.loads(bytes(mark.detach().cpu().to(torch.uint8).flatten().tolist()))
+        local = mark.to_local() if hasattr(mark, "to_local") else mark
+        entry = json.loads(bytes(local.detach().cpu().to(torch.uint8).flatten().tolist()))
     except (AttributeError, ValueError, RuntimeError):
         entry = None
     return entry["scheme"] if is_entry(entry) else {"scheme": "?"}
@@ -87,6 +88,14 @@ def disagreement(found: Mapping[str, Any] | None, config: SchemeConfig | None) -
 NOT_STRICT = "To take over the weights alone, pass strict=False"
 
 
-def is_sharded(module: nn.Module) -> bool:
-    """Whether parameters are `DTensor`s; what shards a state dict (accelerate's FSDP2) then takes nothing else."""
-    return any(hasattr(parameter, "device_mesh") for parameter in module.parameters())
+def placed_mark(mark: Tensor, module: nn.Module) -> Tensor:
+    """A mark among the weights of a module: a `DTensor` where they are, because what loads those takes nothing else.
+
+    Every process has the whole of it, so nothing is sent.
+    """
+    mesh = next((parameter.device_mesh for parameter in module.parameters() if hasattr(parameter, "device_mesh")), None)
+    if mesh is None:
+        return mark
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(mark, mesh, [Replicate()] * mesh.ndim, run_check=False)

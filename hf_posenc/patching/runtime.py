@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.cached_positions import is_followed, recorded, seal
+from hf_posenc.patching.context_parallel import refuse_context_parallel
 from hf_posenc.patching.per_thread import PerThread
 from hf_posenc.patching.placed_forward import PlacedForward
 from hf_posenc.patching.recomputation import Recomputation
@@ -45,6 +46,8 @@ class StackRuntime:
         self.channels_first = False
         #: Whether a part of the scheme reads positions on several axes.
         self.reads_coordinates = False
+        #: Why the scheme needs all tokens of a sequence in one process; empty where it does not.
+        self.needs_all_tokens = ""
         self.slots = SlotBuffers()
         #: Makes sure that every module of the stack carries its site; set while the scheme is in place.
         self.watch: Watch | None = None
@@ -158,6 +161,8 @@ class StackForward(PlacedForward):
         offset = _cached_length(cache)
         if isinstance(offset, int):
             self.runtime.slots.reach(stack, offset + query_length)
+        implementation = getattr(stack.config, "_attn_implementation", None)
+        refuse_context_parallel(self.runtime.needs_all_tokens, arguments.get("position_ids"), implementation)
         position_ids, coordinates = self._split_axes(arguments.get("position_ids"))
         token_ids = arguments.get("input_ids")
         mask = arguments.get("attention_mask")

@@ -56,6 +56,7 @@ class ScoresAttention(AttentionSite):
 
         def pair_map(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
             heads = self._as_heads(query, key)
+            self.check_share(heads[0])
             self.check_rotated(call, heads[0])
             heads = self.mapped_late(call, *heads)
             seen[:] = [heads]

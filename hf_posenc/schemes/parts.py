@@ -21,6 +21,7 @@ that places it inside a model lives in `hf_posenc.patching`.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -63,6 +64,14 @@ class Part(nn.Module):
     def adopt(self, native: Tensor) -> bool:
         """Takes over the weight of the stock mechanism this part replaces; returns whether it could."""
         return False
+
+
+def take_declarations(part: Part, inner: Part) -> None:
+    """Declares about `part` all that its kind of part declares about `inner`, but for names of parameters."""
+    for kind in type(part).__mro__:
+        for name in inspect.get_annotations(kind) if issubclass(kind, Part) else ():
+            if name != "no_weight_decay" and hasattr(kind, name):
+                setattr(part, name, getattr(inner, name, getattr(kind, name)))
 
 
 class AdditiveEncoding(Part):
@@ -117,6 +126,10 @@ class QueryKeyMap(Part):
 
 class LogitBias(Part):
     """A number added to every attention logit. Subclass `DistanceBias` or `PairwiseBias`."""
+
+    #: False where every head is treated like any other, so that the bias of a few heads needs these heads only.
+    #: Processes that share the heads of a layer (tensor parallelism) then compute nothing for those of the others.
+    whole_heads: bool = True
 
 
 class DistanceBias(LogitBias):

@@ -12,6 +12,7 @@ import accelerate
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 from accelerate import init_empty_weights, load_checkpoint_and_dispatch, load_checkpoint_in_model
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -176,6 +177,47 @@ def test_quanto_refuses_quantised_weights_of_another_scheme(tmp_path: Path) -> N
         unchanged(model := made(kind), lambda m=model: quanto.requantize(m, state, kinds))
     quantised.save_pretrained(tmp_path)
     assert torch.equal(outputs(quanto.QuantizedModelForCausalLM.from_pretrained(tmp_path)), outputs(source))
+
+
+@pytest.mark.parametrize(("into", "source", "message"), PAIRS)
+def test_torch_refuses_a_distributed_checkpoint_of_another_scheme(
+    tmp_path: Path, into: Any, source: Any, message: str
+) -> None:
+    dcp.save(made(source).state_dict(), checkpoint_id=tmp_path / "flat")
+    dcp.save({"model": made(source), "step": 3}, checkpoint_id=tmp_path / "nested")
+    model = made(into)
+    words = unchanged(model, lambda: dcp.load(model.state_dict(), checkpoint_id=tmp_path / "flat"), message)
+    assert "allow_partial_load=True" in words
+    unchanged(model, lambda: dcp.load({"model": model, "step": 0}, checkpoint_id=tmp_path / "nested"), message)
+    loaded = model.state_dict()
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    marks = [name for name in loaded if name.endswith("_extra_state")]
+    dcp.load(
+        {name: value for name, value in loaded.items() if name not in marks},
+        checkpoint_id=tmp_path / "flat",
+        planner=planner,
+    )
+    assert torch.equal(model.model.embed_tokens.weight, made(source).model.embed_tokens.weight)
+
+
+def test_torch_loads_a_distributed_checkpoint_of_the_same_scheme(tmp_path: Path) -> None:
+    source, model = made(T5), made(T5)
+    dcp.save({"model": source.state_dict()}, checkpoint_id=tmp_path)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.zero_()
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path)
+    model.load_state_dict(state["model"])
+    assert torch.equal(outputs(model), outputs(source))
+    # Some weights without the mark beside them are those of a stock model; an optimizer has none.
+    step = {"model": {"model.norm.weight": torch.zeros_like(model.model.norm.weight)}}
+    with pytest.raises(CheckpointError):
+        dcp.load(step, checkpoint_id=tmp_path)
+    dcp.save({"model": source.state_dict(), "optimizer": {"step": torch.ones(2)}}, checkpoint_id=tmp_path / "more")
+    optimizer = {"optimizer": {"step": torch.zeros(2)}}
+    dcp.load(optimizer, checkpoint_id=tmp_path / "more")
+    assert bool(optimizer["optimizer"]["step"].all())
 
 
 def test_functions_imported_by_name_before_the_plugin_are_reached(tmp_path: Path) -> None:

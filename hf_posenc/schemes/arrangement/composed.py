@@ -86,6 +86,7 @@ class SummedPairwiseBias(_PartSum[LogitBias], PairwiseBias):
 
     def __init__(self, parts: list[LogitBias]) -> None:
         super().__init__(parts)
+        self.whole_heads = any(part.whole_heads for part in parts)
         pairwise = [part for part in parts if isinstance(part, PairwiseBias)]
         self.num_features = sum(part.num_features for part in pairwise)
         self.reads_heads = any(part.reads_heads for part in pairwise)

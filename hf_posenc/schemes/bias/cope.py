@@ -26,6 +26,7 @@ class CopeBias(PairwiseBias):
         initial_std: standard deviation of new entries.
     """
 
+    whole_heads = False
     reads_later_keys = False
     reads_heads = True
     reads_positions = False

@@ -47,6 +47,7 @@ class ShawBias(PairwiseBias):
         self, num_heads: int, head_dim: int, behind: int, ahead: int, per_head: bool, initializer_range: float
     ) -> None:
         super().__init__()
+        self.whole_heads = per_head
         self.behind = behind
         self.ahead = ahead
         self.initializer_range = initializer_range
@@ -79,6 +80,7 @@ class SinusoidalShawBias(PairwiseBias):
         head_dim: width of a query.
     """
 
+    whole_heads = False
     reads_later_keys = False
     reads_heads = True
 

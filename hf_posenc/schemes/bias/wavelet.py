@@ -29,6 +29,7 @@ class WaveletBias(PairwiseBias):
         shifts: of each dimension of a head, in tokens.
     """
 
+    whole_heads = False
     reads_later_keys = False
     reads_heads = True
 

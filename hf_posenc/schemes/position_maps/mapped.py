@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
 
@@ -21,6 +20,7 @@ from hf_posenc.schemes.parts import (
     Part,
     QueryKeyMap,
     SchemeParts,
+    take_declarations,
 )
 from hf_posenc.schemes.positions import AttentionPairs, Positions
 from hf_posenc.schemes.reach import Reach, shortest
@@ -85,18 +85,11 @@ class _MappedPart(Part, Generic[PartType]):
         super().__init__()
         self.position_map = position_map
         self.inner = inner
-        self._say_the_same()
+        take_declarations(self, inner)
         self.length_reach = shortest((position_map.length_reach, inner.length_reach.under(position_map.last_position)))
         self.length_dependent = inner.length_dependent or position_map.length_dependent
         self.needs_whole_sequence = inner.needs_whole_sequence or position_map.needs_whole_sequence
         self.reads_positions = inner.reads_positions and position_map.reads_positions
-
-    def _say_the_same(self) -> None:
-        """Takes over all that the kind of part declares about itself, but for the names of parameters of its own."""
-        for kind in type(self).__mro__:
-            for name in inspect.get_annotations(kind) if issubclass(kind, Part) else ():
-                if name != "no_weight_decay" and hasattr(kind, name):
-                    setattr(self, name, getattr(self.inner, name, getattr(kind, name)))
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
         """Refuses where the map or the part does."""

@@ -58,6 +58,7 @@ class FarRotation(PairwiseBias):
         far: the far positions.
     """
 
+    whole_heads = False
     reads_heads = True
     replaces_logits = True
     reads_later_keys = False

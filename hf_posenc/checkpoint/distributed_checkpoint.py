@@ -1,0 +1,93 @@
+"""`torch.distributed.checkpoint.load`: the scheme that a checkpoint names, before a weight of it is read.
+
+torch reads the entries that the state dict to be filled has, and passes over all others, so the weights of a patched
+model would go into a stock one. The marks of a checkpoint stand in its metadata; a small load of its own reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from hf_posenc.checkpoint.wrapping import wrap
+from hf_posenc.entry import ATTRIBUTE, MARK, find_marks
+
+_REMEDY = (
+    " To take over the weights alone, pass planner=DefaultLoadPlanner(allow_partial_load=True) from "
+    "torch.distributed.checkpoint."
+)
+
+
+def wrap_loader(module: ModuleType) -> None:
+    """Wraps what every way of loading a distributed checkpoint goes through."""
+    wrap(module, "_load_state_dict", _load)
+
+
+def _load(
+    original: Callable[..., Any],
+    state_dict: dict[str, Any],
+    storage_reader: Any,
+    process_group: Any = None,
+    coordinator_rank: int = 0,
+    no_dist: bool = False,
+    planner: Any = None,
+) -> Any:
+    how = (process_group, coordinator_rank, no_dist)
+    if not getattr(planner, "allow_partial_load", False):
+
+        def read(names: Mapping[str, Any]) -> dict[str, Any]:
+            marks: dict[str, Any] = {name: torch.empty(entry.size, dtype=torch.uint8) for name, entry in names.items()}
+            if marks:
+                original(marks, storage_reader, *how)
+            return marks
+
+        _compare(state_dict, storage_reader, read)
+    return original(state_dict, storage_reader, *how, planner)
+
+
+def _compare(
+    state_dict: Mapping[str, Any], storage_reader: Any, read: Callable[[Mapping[str, Any]], dict[str, Any]]
+) -> None:
+    """Compares the marks of a checkpoint with those of the state dict that it is about to fill.
+
+    Raises:
+        SchemeMismatchError: naming both schemes, if they differ.
+    """
+    here = dict(_entries(state_dict))
+    try:
+        stored = storage_reader.read_metadata().state_dict_metadata
+    except Exception:
+        return  # torch reports a checkpoint that cannot be read, on all processes.
+    found = {name: stored[name] for name in find_marks(stored) if _weights_beside(name, here.keys() & stored.keys())}
+    placed = [name for name in find_marks(here) if _weights_beside(name, here.keys() & stored.keys())]
+    if not found and not placed:
+        return
+    from hf_posenc.checkpoint.agreement import SchemeMismatchError
+    from hf_posenc.patching.mark import disagreement, marked_scheme
+    from hf_posenc.schemes.registry import scheme_from_dict
+
+    marks = read(found)
+    for name in {**found, **dict.fromkeys(placed)}:
+        scheme = marked_scheme(marks[name]) if name in marks else None
+        config = scheme_from_dict(marked_scheme(here[name])) if name in here else None
+        problem = disagreement(scheme, config)
+        if problem is not None:
+            raise SchemeMismatchError(f"This checkpoint does not belong to this state dict: {problem}.{_REMEDY}")
+
+
+def _weights_beside(mark: str, names: Any) -> bool:
+    """Whether other weights of the model that a mark belongs to are among these."""
+    model = mark.removesuffix(f"{ATTRIBUTE}.{MARK}")
+    return any(name.startswith(model) and name != mark for name in names)
+
+
+def _entries(state_dict: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """The entries under the names that torch saves them by."""
+    for name, value in state_dict.items():
+        if isinstance(value, Mapping):
+            yield from _entries(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", value

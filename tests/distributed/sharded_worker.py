@@ -1,0 +1,244 @@
+"""One of two processes that train a model on half of a batch each; writes how far each way is from one process.
+
+`torchrun --nproc_per_node 2 -m tests.distributed.sharded_worker FOLDER`
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.experimental import context_parallel
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+from hf_posenc import AlibiConfig, ComposedConfig, LearnedConfig, PopeConfig, T5Config, UnsupportedError
+from hf_posenc.checkpoint.configuration import CheckpointError
+from tests.matrix.running import distance, patched, tokens
+
+LENGTH = 16
+LEARNING_RATE = 0.1
+#: Parameters per layer and shared ones, before, in and behind the rotary function, added ones, and none.
+SCHEMES: dict[str, Any] = {
+    "t5": T5Config(shared=False),
+    "forget_gate": "forget_gate",
+    "learned": ComposedConfig((LearnedConfig(num_positions=64), AlibiConfig())),
+    "learned_rope": "learned_rope",
+    # In the middle of its range: at the edge each process keeps the gradients that lead back, which their mean is not.
+    "pope": PopeConfig(initial_delta="uniform"),
+    "shaw": "shaw",
+    "ssmax": "ssmax",
+}
+WAYS = ("ddp", "ddp compiled", "fsdp2", "fsdp2 checkpointed", "fsdp2 bfloat16")
+#: Ways that take one scheme of each kind of place.
+FEWER = {
+    "ddp compiled": ("t5",),
+    "fsdp2 checkpointed": ("t5", "forget_gate", "pope"),
+    "fsdp2 bfloat16": ("t5", "forget_gate", "pope"),
+}
+
+
+def full(tensor: Tensor) -> Tensor:
+    """A tensor of which this process may have a part."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def stepped(model: Any, ids: Tensor) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
+    """Loss, gradients and parameters of one step."""
+    optimizer = torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad], LEARNING_RATE)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    names = {name.removeprefix("_orig_mod.").removeprefix("module."): one for name, one in model.named_parameters()}
+    gradients = {name: full(one.grad).float() for name, one in names.items() if one.grad is not None}
+    optimizer.step()
+    return float(loss), gradients, {name: full(one.detach()).float() for name, one in names.items()}
+
+
+def shared(model: Any, way: str) -> Any:
+    """The model as it is trained by two processes."""
+    if way == "ddp":
+        return DistributedDataParallel(model)
+    if way == "ddp compiled":
+        return torch.compile(DistributedDataParallel(model), backend="aot_eager")
+    if "checkpointed" in way:
+        model.gradient_checkpointing_enable()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = policy if "bfloat16" in way else MixedPrecisionPolicy()
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def trained(scheme: Any, way: str) -> dict[str, Any]:
+    """One step of two processes beside one step of one."""
+    whole = patched("llama_gqa", scheme).train()
+    model = shared(copy.deepcopy(whole), way)
+    ids = tokens(4, LENGTH)
+    if "bfloat16" in way:
+        whole = whole.to(torch.bfloat16)
+    loss, expected, after = stepped(whole, ids)
+    own, found, stepped_to = stepped(model, ids[2 * dist.get_rank() :][:2])
+    losses = torch.tensor(own)
+    dist.all_reduce(losses)
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    assert any("position_encoding" in name for name in expected)
+    least = 1e-3 * max(float(value.norm()) for value in expected.values())
+    shares = {
+        name: float((found[name] - value).norm() / max(float(value.norm()), least)) for name, value in expected.items()
+    }
+    worst = max(shares, key=lambda name: shares[name])
+    return {
+        "loss": abs(float(losses) / 2 - loss),
+        "gradients": shares[worst],
+        "where": worst,
+        "parameters": max(float((stepped_to[name] - value).abs().max()) for name, value in after.items()),
+    }
+
+
+def distributed_checkpoints(folder: Path) -> dict[str, Any]:
+    """What `torch.distributed.checkpoint` makes of sharded models of other schemes."""
+
+    def sharded(scheme: Any) -> Any:
+        return shared(patched("llama_gqa", scheme), "fsdp2")
+
+    model = sharded("t5")
+    written = get_model_state_dict(model)
+    dcp.save({"model": written}, checkpoint_id=folder / "t5")
+    dcp.save({"model": get_model_state_dict(sharded(None))}, checkpoint_id=folder / "stock")
+    result: dict[str, Any] = {"marks": sum("_extra_state" in name for name in written)}
+    for name, scheme, source in (
+        ("same", "t5", "t5"),
+        ("stock model", None, "t5"),
+        ("stock weights", "t5", "stock"),
+        ("another scheme", "alibi", "t5"),
+        ("other options", T5Config(max_distance=64), "t5"),
+    ):
+        into = sharded(scheme)
+        with torch.no_grad():
+            for weight in into.parameters():
+                weight.zero_()
+        state = {"model": get_model_state_dict(into)}
+        try:
+            dcp.load(state, checkpoint_id=folder / source)
+            set_model_state_dict(into, state["model"])
+            ids = tokens()
+            result[name] = float((into(ids).logits - model(ids).logits).abs().max())
+        except CheckpointError as error:
+            touched = any(bool(full(weight).any()) for weight in into.parameters())
+            result[name] = f"{'weights were read: ' if touched else ''}{error}"
+        dist.barrier()
+    gathered = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if dist.get_rank() == 0:
+        alone = patched("llama_gqa", "t5")
+        alone.load_state_dict(gathered)
+        result["gathered"] = distance(alone(tokens()).logits, patched("llama_gqa", "t5")(tokens()).logits)
+    dist.barrier()
+    return result
+
+
+def loaded_by_transformers(folder: Path) -> dict[str, Any]:
+    """A patched folder that transformers shards while it reads it, and gathers when it saves it."""
+    whole = patched("llama_gqa", "forget_gate")
+    if dist.get_rank() == 0:
+        whole.save_pretrained(folder / "one")
+    dist.barrier()
+    model = AutoModelForCausalLM.from_pretrained(folder / "one", distributed_config=DistributedConfig(fsdp_size=2))
+    result = {"forward": distance(model.eval()(tokens()).logits, whole(tokens()).logits)}
+    model.save_pretrained(folder / "two", is_main_process=dist.get_rank() == 0)
+    dist.barrier()
+    one, two = (load_file(folder / name / "model.safetensors") for name in ("one", "two"))
+    result["files"] = float(one.keys() != two.keys() or any(not torch.equal(one[name], two[name]) for name in one))
+    return result
+
+
+def ring(original: Any, positions: Tensor) -> Any:
+    """What torch's ring of processes computes, which it has for accelerators only: every query reads all keys."""
+
+    def gathered(tensor: Tensor) -> Tensor:
+        parts = [torch.empty_like(tensor) for _ in range(2)]
+        dist.all_gather(parts, tensor.contiguous())
+        return torch.cat(parts, -2)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, **kwargs: Any) -> Tensor:
+        at = gathered(positions[0].unsqueeze(-1)).squeeze(-1)
+        seen = positions[0].unsqueeze(-1) >= at
+        kwargs |= {"attn_mask": seen, "is_causal": False}
+        return original(query, gathered(key), gathered(value), **kwargs)
+
+    return attend
+
+
+@torch.no_grad()
+def contexts(scheme: Any, *, given: bool = True, implementation: str = "sdpa") -> float | str:
+    """Two processes with half of the tokens each.
+
+    Args:
+        scheme: to patch with.
+        given: whether positions are passed.
+        implementation: the attention function.
+    """
+    model = patched("llama_gqa", scheme)
+    model.set_attn_implementation(implementation)
+    ids = tokens(2, LENGTH)
+    positions = torch.arange(LENGTH).repeat(2, 1)
+    expected = model(ids).logits
+    attend = torch.nn.functional.scaled_dot_product_attention
+    try:
+        with context_parallel(init_device_mesh("cpu", (2,)), buffers=[ids, positions], buffer_seq_dims=[1, 1]):
+            replaced = torch.nn.functional.scaled_dot_product_attention
+            assert replaced is not attend
+            torch.nn.functional.scaled_dot_product_attention = ring(attend, positions.clone())
+            try:
+                found = model(ids, **({"position_ids": positions} if given else {})).logits
+            finally:
+                torch.nn.functional.scaled_dot_product_attention = replaced
+            own = positions.clone()
+    except UnsupportedError as error:
+        return str(error)
+    return distance(found, expected.gather(1, own.unsqueeze(-1).expand(-1, -1, expected.shape[-1])))
+
+
+CONTEXTS = ("rope", "sinusoidal", "pope", "ssmax", "alibi", "forget_gate", "normalized_integer")
+
+
+def main(folder: Path) -> None:
+    """Runs every way."""
+    warnings.simplefilter("ignore")
+    transformers.utils.logging.disable_progress_bar()
+    dist.init_process_group("gloo")
+    found: dict[str, Any] = {"trained": {}, "contexts": {}}
+    for way in WAYS:
+        for name in FEWER.get(way, SCHEMES):
+            found["trained"][f"{way} {name}"] = trained(SCHEMES[name], way)
+    found["checkpoints"] = distributed_checkpoints(folder)
+    found["transformers"] = loaded_by_transformers(folder)
+    for scheme in CONTEXTS:
+        found["contexts"][scheme] = contexts(scheme)
+    found["contexts"] |= {
+        "no positions": contexts("rope", given=False),
+        "eager": contexts("rope", implementation="eager"),
+    }
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+    os._exit(0)

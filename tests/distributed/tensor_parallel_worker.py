@@ -1,0 +1,256 @@
+"""One of two processes that share the heads of a model; writes how far each scheme is from one process.
+
+`torchrun --nproc_per_node 2 -m tests.distributed.tensor_parallel_worker FOLDER`
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+from hf_posenc import AlibiConfig, ComposedConfig, CopeConfig, ForgetGateConfig, UnsupportedError, patch_model
+from tests.matrix.running import distance, patched, strengthen, tokens
+from tests.schemes.table import VARIANTS
+
+YARN = {"scheme": "rope", "scaling": {"type": "yarn", "factor": 4.0, "original_max_positions": 16}}
+#: One scheme for each way in which heads are cut; saved, loaded by two processes, and saved by them.
+SAVED: dict[str, Any] = {
+    "native": "native",
+    "rope": YARN,
+    "learned": {"scheme": "learned", "num_positions": 64},
+    "t5": "t5",
+    "forget_gate": "forget_gate",
+    "ssmax": "ssmax",
+    "pope": "pope",
+    "transformer_xl": "transformer_xl",
+    "composed": ComposedConfig((AlibiConfig(), CopeConfig(initial_std=0.5), ForgetGateConfig())),
+}
+#: Numbers of query heads and of key heads: one key head per process, and one head per process.
+HEADS = {"grouped": (4, 2), "single": (2, 2), "one_head": (1, 1), "one_key": (4, 1)}
+_KEYS_WHOLE = {f"model.layers.*.self_attn.{name}_proj": "colwise_gather_output" for name in "kv"}
+#: Plans by name: numbers of heads, and the rules.
+PLANS: dict[str, tuple[str, Any]] = {
+    "one head for two": ("one_head", "auto"),
+    "one key head for two": ("one_key", "auto"),
+    "one key head in both": ("one_key", _KEYS_WHOLE),
+    "two key heads in both": ("grouped", _KEYS_WHOLE),
+    "sequences": ("grouped", {"model.layers.*.input_layernorm": "sequence_parallel"}),
+}
+_LLAMA = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+_EXPERTS = _LLAMA | {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+#: Plans with a projection that is gathered, with norms of heads, with experts.
+BUILDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", _LLAMA),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", _LLAMA | {"head_dim": 8}),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", _EXPERTS),
+}
+TENSORS, EXPERTS = {"tp_size": 2, "tp_plan": "auto"}, {"ep_size": 2}
+#: Architectures, and how two processes share them.
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, TENSORS) for name in (*BUILDS, "gemma3_two_rotaries", "gpt_neox_partial", "deepseek_v3_mla")},
+    "heads and experts": ("mixtral", TENSORS | EXPERTS),
+    "experts": ("mixtral", {"fsdp_size": 2} | EXPERTS),
+}
+
+
+def loaded(folder: Path, plan: Any = "auto") -> Any:
+    """The model of a folder, split between the two processes."""
+    config = DistributedConfig(tp_plan=plan, tp_size=2)
+    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, attn_implementation="sdpa").eval()
+
+
+def full(tensor: Tensor) -> Tensor:
+    """A tensor of which this process may have a part."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    """Of the whole sequences."""
+    return model(tokens(2, 11)).logits
+
+
+@torch.no_grad()
+def decoded(model: Any) -> Tensor:
+    """The same, the last tokens one by one, if the scheme can extend a cache."""
+    ids = tokens(2, 11)
+    out = model(ids[:, :8], use_cache=True)
+    found = [out.logits]
+    for step in range(8, 11):
+        out = model(ids[:, step : step + 1], past_key_values=out.past_key_values)
+        found.append(out.logits)
+    return torch.cat(found, 1)
+
+
+def gradients(model: Any) -> dict[str, Tensor]:
+    """Of every parameter, after two backward passes: the second one is added to the first."""
+    model.zero_grad()
+    for _ in range(2):
+        model(tokens(2, 11), labels=tokens(2, 11)).loss.backward()
+    return {name: full(weight.grad) for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+def largest(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
+    """The largest difference of gradients, as a share of the expected one, and where it is."""
+    assert found.keys() == expected.keys()
+    # What softmax does not see (a bias of all keys alike) has a gradient that is rounding itself.
+    least = 1e-3 * max(float(value.norm()) for value in expected.values())
+    shares = {
+        name: float((found[name] - value).norm() / max(float(value.norm()), least)) for name, value in expected.items()
+    }
+    worst = max(shares, key=lambda name: shares[name])
+    return shares[worst], worst
+
+
+def refusal(run: Any) -> str:
+    """The words of a refusal, empty where there is none."""
+    try:
+        run()
+    except UnsupportedError as error:
+        return str(error)
+    return ""
+
+
+def placed(split: Any, whole: Any, scheme: Any) -> dict[str, Any]:
+    """A scheme put into a model that is split already, beside one that is not."""
+    # Every process draws other parameters; the first one's count.
+    torch.manual_seed(7 + dist.get_rank())
+    patch_model(split, scheme)
+    torch.manual_seed(7)
+    patch_model(whole, scheme)
+    names = {name for name, _ in whole.named_parameters() if "position_encoding" in name}
+    same = all(
+        torch.equal(weight, dict(split.named_parameters())[name])
+        for name, weight in whole.named_parameters()
+        if name in names
+    )
+    for model in (split, whole):
+        strengthen(model)
+    result: dict[str, Any] = {"same": same, "forward": distance(logits(split), logits(whole))}
+    words = refusal(lambda: decoded(whole))
+    if words:
+        assert refusal(lambda: decoded(split)) == words
+    else:
+        result["decoded"] = distance(decoded(split), decoded(whole))
+    for model in (split, whole):
+        model.train()
+    torch.manual_seed(11)
+    expected = gradients(whole)
+    torch.manual_seed(11)
+    result["gradients"], result["where"] = largest(gradients(split), expected)
+    result["trained"] = sum(name in expected for name in names)
+    for model in (split, whole):
+        model.eval()
+    return result
+
+
+def saved(scheme: Any, folder: Path) -> dict[str, Any]:
+    """A patched checkpoint that two processes load and save again."""
+    first = dist.get_rank() == 0
+    whole = patched("llama_gqa", scheme)
+    if first:
+        whole.save_pretrained(folder / "one")
+    dist.barrier()
+    split = loaded(folder / "one")
+    result = {"forward": distance(logits(split), logits(whole))}
+    split.save_pretrained(folder / "two", is_main_process=first)
+    dist.barrier()
+    one, two = (load_file(folder / name / "model.safetensors") for name in ("one", "two"))
+    result["files"] = float(one.keys() != two.keys() or any(not torch.equal(one[name], two[name]) for name in one))
+    again = AutoModelForCausalLM.from_pretrained(folder / "two").eval()
+    result["again"] = distance(logits(again), logits(whole))
+    return result
+
+
+def stock(name: str) -> Any:
+    """A stock model of one build."""
+    if name not in BUILDS:
+        return patched(name, None)
+    model_class, config, settings = BUILDS[name]
+    torch.manual_seed(0)
+    model = getattr(transformers, model_class)(getattr(transformers, config)(**settings))
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.normal_(std=0.2)
+    return model.eval()
+
+
+def written(folder: Path, name: str, build: Any) -> Path:
+    """A stock model that the first process has written for both."""
+    if dist.get_rank() == 0:
+        build().save_pretrained(folder / name)
+    dist.barrier()
+    return folder / name
+
+
+def compared(folder: Path, config: dict[str, Any], schemes: tuple[Any, ...]) -> dict[str, Any]:
+    """The difference of logits for some schemes, placed in a model that is split; `None` is the stock model."""
+    result: dict[str, Any] = {}
+    for scheme in schemes:
+        whole = AutoModelForCausalLM.from_pretrained(folder).eval()
+        try:
+            split = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**config)).eval()
+            for model in (whole, split) if scheme is not None else ():
+                torch.manual_seed(7)
+                patch_model(model, scheme)
+                strengthen(model)
+            result[str(scheme)] = distance(logits(split), logits(whole))
+        except (UnsupportedError, RuntimeError) as error:
+            result[str(scheme)] = str(error)
+        dist.barrier()
+    return result
+
+
+def main(folder: Path, *, everything: bool) -> None:
+    """Runs every scheme every way.
+
+    Args:
+        folder: takes models, and what each process finds.
+        everything: every variant with every number of heads, which takes minutes.
+    """
+    warnings.simplefilter("ignore")
+    transformers.utils.logging.disable_progress_bar()
+    dist.init_process_group("gloo")
+    found: dict[str, Any] = {"placed": {}, "saved": {}, "plans": {}, "architectures": {}}
+    for heads, (query, key) in HEADS.items():
+        shape = {"num_attention_heads": query, "num_key_value_heads": key, "head_dim": 8}
+        path = written(folder, heads, lambda shape=shape: patched("llama_gqa", None, **shape))
+        if heads not in ("grouped", "single"):
+            continue
+        split, whole = loaded(path), AutoModelForCausalLM.from_pretrained(path).eval()
+        for name, config, case in VARIANTS:
+            first = case == f"{name}-0" and (heads == "grouped" or name in SAVED)
+            if everything or first:
+                found["placed"][f"{heads} {case}"] = placed(split, whole, config)
+    for name, scheme in SAVED.items():
+        found["saved"][name] = saved(scheme, folder / f"saved-{name}")
+    for name, (heads, plan) in PLANS.items():
+        schemes = (None, "alibi", "learned_rope", "grape", "pope")
+        found["plans"][name] = compared(folder / heads, TENSORS | {"tp_plan": plan}, schemes)
+    for name, (build, shares) in ARCHITECTURES.items():
+        path = written(folder, name, lambda build=build: stock(build))
+        found["architectures"][name] = compared(path, shares, (None, "alibi", "forget_gate", "pope"))
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), everything="everything" in sys.argv)
+    os._exit(0)

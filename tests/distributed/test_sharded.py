@@ -1,0 +1,86 @@
+"""Two processes that share a batch, the weights, or the tokens of a sequence: equal to one process, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.processes import run_two
+from tests.distributed.sharded_worker import FEWER, SCHEMES, WAYS
+
+Found = list[dict[str, Any]]
+
+#: Sums in another order, and a mean of two means.
+CLOSE = 1e-5
+#: bfloat16 has 8 bits: gradients of half a batch are rounded before their mean is taken. Parameters stay float32 in
+#: two processes only, so those of one are no measure.
+ROUNDED = 1e-2
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What both processes found."""
+    return run_two("sharded_worker", tmp_path_factory.mktemp("sharded"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_training_step_of_two_processes_is_that_of_one(found: Found, way: str) -> None:
+    for rank in found:
+        for scheme in FEWER.get(way, SCHEMES):
+            step = rank["trained"][f"{way} {scheme}"]
+            rounded = "bfloat16" in way
+            assert step["loss"] <= (ROUNDED if rounded else CLOSE), (scheme, step)
+            assert step["gradients"] <= (ROUNDED if rounded else CLOSE), (scheme, step)
+            assert rounded or step["parameters"] <= CLOSE, (scheme, step)
+
+
+def test_transformers_shards_a_patched_folder_and_writes_the_same_file(found: Found) -> None:
+    for rank in found:
+        assert rank["transformers"]["forward"] <= CLOSE
+        assert rank["transformers"]["files"] == 0
+
+
+def test_sharded_weights_name_their_scheme(found: Found) -> None:
+    for rank in found:
+        assert rank["checkpoints"]["marks"] == 1
+        assert rank["checkpoints"]["same"] <= CLOSE
+    assert found[0]["checkpoints"]["gathered"] <= CLOSE
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("stock model", "trained with the position encoding t5, and this model has its stock positions"),
+        ("stock weights", "name no position encoding"),
+        ("another scheme", "trained with the position encoding t5, and this model has the position encoding alibi"),
+        ("other options", "this model has the position encoding t5(max_distance=64)"),
+    ],
+)
+def test_distributed_checkpoints_of_another_scheme_are_refused_unread(found: Found, case: str, words: str) -> None:
+    for rank in found:
+        message = rank["checkpoints"][case]
+        assert message.startswith("This checkpoint does not belong to this state dict")
+        assert words in message
+
+
+@pytest.mark.parametrize("scheme", ["rope", "sinusoidal", "pope", "ssmax"])
+def test_tokens_with_given_positions_may_be_dealt_out(found: Found, scheme: str) -> None:
+    """Queries and keys are those of one process; the exchange of keys itself is torch's, on accelerators only."""
+    for rank in found:
+        assert rank["contexts"][scheme] <= CLOSE
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("alibi", "AlibiBias would be computed for the keys of this process alone"),
+        ("forget_gate", "ForgetGateBias would be computed for the keys of this process alone"),
+        ("normalized_integer", "NormalizedEncoding goes by all tokens of a sequence"),
+        ("no positions", "nothing says where those of this process stand. Pass position_ids"),
+        ("eager", "this model runs 'eager'. Call model.set_attn_implementation('sdpa')"),
+    ],
+)
+def test_other_schemes_refuse_context_parallelism(found: Found, case: str, words: str) -> None:
+    for rank in found:
+        assert words in rank["contexts"][case]

@@ -1,0 +1,100 @@
+"""Two processes that share the heads of each layer: equal to one process, or refused on both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_posenc import UnsupportedError
+from tests.distributed.processes import run_two
+from tests.distributed.tensor_parallel_worker import ARCHITECTURES, PLANS, SAVED
+from tests.matrix.running import patched, tokens
+from tests.schemes.table import TABLE, VARIANTS
+
+#: Sums in another order: 1e-6, beside differences of 1 between schemes.
+CLOSE = 1e-5
+#: The same for gradients, as a share of each. A process that kept its own heads' would be off by half.
+CLOSE_GRADIENTS = 1e-3
+
+Found = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What both processes found. One pair for all tests, because starting it takes longer than a scheme."""
+    return run_two("tensor_parallel_worker", tmp_path_factory.mktemp("tensor_parallel"))
+
+
+def check_placed(ranks: Found, cases: list[str]) -> None:
+    for rank in ranks:
+        for case in cases:
+            one = rank["placed"][case]
+            assert one["same"], (case, "parameters are those of the first process")
+            assert one["forward"] <= CLOSE, (case, one)
+            assert one.get("decoded", 0) <= CLOSE, (case, one)
+            assert one["gradients"] <= CLOSE_GRADIENTS, (case, one)
+
+
+def test_every_scheme_gives_the_outputs_and_gradients_of_one_process(found: Found) -> None:
+    check_placed(found, [f"grouped {name}-0" for name in TABLE])
+    trained = [one["trained"] for one in found[0]["placed"].values()]
+    assert sum(count > 0 for count in trained) > 10
+
+
+def test_a_process_may_have_a_single_head(found: Found) -> None:
+    check_placed(found, [f"single {name}-0" for name in SAVED if name in TABLE])
+
+
+@pytest.mark.slow
+def test_every_variant_of_every_scheme_does(tmp_path: Any) -> None:
+    ranks = run_two("tensor_parallel_worker", tmp_path, "everything")
+    check_placed(ranks, [f"{heads} {case}" for heads in ("grouped", "single") for _, _, case in VARIANTS])
+
+
+def test_two_processes_save_the_file_of_one(found: Found) -> None:
+    for rank in found:
+        assert rank["saved"].keys() == SAVED.keys()
+        for name, one in rank["saved"].items():
+            assert one["files"] == 0, name
+            assert max(one["forward"], one["again"]) <= CLOSE, (name, one)
+
+
+def test_architectures_with_other_plans_and_experts_are_equal(found: Found) -> None:
+    for rank in found:
+        assert rank["architectures"].keys() == ARCHITECTURES.keys()
+        for name, by_scheme in rank["architectures"].items():
+            for scheme, difference in by_scheme.items():
+                assert isinstance(difference, float), (name, scheme, difference)
+                assert difference <= CLOSE, (name, scheme, difference)
+
+
+REFUSED = {
+    "one head for two": "LlamaAttention has 1 query head, which 2 processes cannot share evenly",
+    "one key head for two": "LlamaAttention has 1 key head, which 2 processes cannot share evenly",
+    "two key heads in both": "leaves all 2 key heads in each, so a query head does not say which key head it reads",
+    "sequences": "splits sequences between processes ('model.layers.*.input_layernorm': 'sequence_parallel')",
+}
+
+
+def test_plans_are_followed_or_refused_on_both_processes(found: Found) -> None:
+    for rank in found:
+        for name in PLANS:
+            for scheme, words in rank["plans"][name].items():
+                if name not in REFUSED:
+                    assert words <= CLOSE, (name, scheme, words)
+                elif scheme != "None":
+                    assert REFUSED[name] in words, (name, scheme)
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "ssmax", "learned_rope"])
+def test_heads_that_somebody_else_has_split_are_noticed(scheme: str) -> None:
+    """Half of the projections, as a hand-written plan leaves them."""
+    model = patched("llama_gqa", scheme)
+    for layer in model.model.layers:
+        for name in ("q_proj", "k_proj", "v_proj"):
+            projection = getattr(layer.self_attn, name)
+            projection.weight = torch.nn.Parameter(projection.weight[: len(projection.weight) // 2])
+    with pytest.raises(UnsupportedError, match="for each of 4 heads, and this layer computes 2"):
+        model(tokens())
