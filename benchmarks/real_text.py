@@ -46,9 +46,9 @@ class TextSetting(Setting):
 
     stream: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
-    def tokens(self, length: int) -> Tensor:
-        """`(1, length)`, the end of the stream, on which no model is trained."""
-        return self.stream[-length:].unsqueeze(0)
+    def tokens(self, length: int, batch: int = 1) -> Tensor:
+        """`(batch, length)`, the end of the stream, on which no model is trained."""
+        return self.stream[-length:].expand(batch, -1)
 
 
 def main(arguments: list[str] | None = None) -> int:
