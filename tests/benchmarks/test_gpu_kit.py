@@ -252,7 +252,7 @@ def test_a_cell_that_is_out_of_time_has_no_row_and_is_the_last_one(capsys):
     rows = {}
     assert worker.run_cells(_Cells(one=OK, two=OutOfTimeError(), three=OK), rows, lambda: 1.0, "cpu")
     assert list(rows) == ["one"]
-    told = [json.loads(line[1:])["event"] for line in capsys.readouterr().out.strip().split("\n")]
+    told = [json.loads(line[1:])["event"] for line in capsys.readouterr().out.rstrip("\n").split("\n")]
     assert told == ["begin", "row", "begin", "paused"]
 
 
