@@ -5,6 +5,10 @@ of key j is `scaling * |q_i| * max |k| + bias_ij`, so all keys up to key j toget
 `exp(scaling * |q_i| * max |k| + logsumexp(bias_i0 ... bias_ij) - l_ii)` of the row. Where that is less than a quarter
 of a rounding step of the result, these keys are not looked at. Adaptive Computation Pruning (arXiv:2504.06949,
 section 3) does the same for forget gates. Here it serves every bias that decays: nothing but the bias is needed.
+
+Gradients are bounded in the same way: what is left out is small beside the gradient of a whole tensor. A key whose own
+gradient is much smaller than that of most others, because the queries near it hardly count in the loss, may lose digits
+that far queries would have added.
 """
 
 from __future__ import annotations

@@ -243,3 +243,18 @@ def test_an_additive_mask_has_no_windows() -> None:
     query, key, value = inputs()
     mask = torch.zeros(1, 1, LENGTH, LENGTH)
     assert call_of(query, key, value, mask, SCALING, False) is None
+
+
+def test_a_padding_query_behind_a_cutoff_has_no_gradient() -> None:
+    """All keys that it sees are -inf away."""
+    query, key, value = (tensor.requires_grad_() for tensor in inputs())
+    cutoff = torch.zeros(HEADS, 2 * LENGTH - 1).masked_fill(distances().abs() > 5, -torch.inf)
+    mask = visible(True).expand(2, 1, -1, -1).clone()
+    mask[1, ..., 40:] = False
+    found = distance_attention.distance_attention(query, key, value, cutoff, mask, SCALING, False)
+    weight = torch.ones(2, LENGTH, 1, 1)
+    weight[1, 40:] = 0.0
+    (found * weight).sum().backward()
+    for tensor in (query, key, value):
+        assert tensor.grad is not None
+        assert bool(tensor.grad.isfinite().all())
