@@ -222,8 +222,8 @@ def blockwise_backward(
     # Blocks differ in size, and memory that is taken anew for each would pile up in pieces that are a little too small.
     sizes = [block.items_and_heads * (block.stop - block.start) for block in divided]
     buffers = [keys.new_empty(max(sizes, default=0) * key_length) for _ in range(2)]
-    # A mask, and a bias that is -inf beyond some distance, may hide all keys of a padding query: softmax makes no number
-    # of that.
+    # A mask, and a bias that is -inf beyond some distance, may hide all keys of a padding query. Softmax makes no
+    # number of that.
     may_be_empty = mask is not None
     with torch.autocast(query.device.type, enabled=False):
         for block in divided:
