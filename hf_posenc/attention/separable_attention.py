@@ -17,6 +17,7 @@ from hf_posenc.attention.blockwise import (
     Block,
     additive_mask,
     autocast_inputs,
+    blocks,
     blockwise_backward,
     fitting_mask,
     for_each_query_head,
@@ -27,6 +28,11 @@ from hf_posenc.attention.blockwise import (
 from hf_posenc.attention.distance_attention import attend_by_rows
 from hf_posenc.attention.folding import fold
 from hf_posenc.attention.windows import call_of, windows_of_terms
+
+#: Up to this many queries a bias per block costs a processor less than wider heads do.
+_SHORT = 1024
+#: Rows of such a block.
+_SHORT_ROWS = 128
 
 
 def separable_attention(
@@ -77,6 +83,8 @@ def _separable_attention(
     causal: bool,
 ) -> Tensor:
     heads = query.shape[1]
+    if query.device.type == "cpu" and query.shape[2] < _SHORT:
+        return _attend_short(query, key, value, _TermRows(terms, query_slots, mask, causal), mask, scaling, causal)
     wide_query, wide_key = fold(query, key, terms, query_slots, scaling)
     wide_value = pad(value, (0, wide_query.shape[-1] - value.shape[-1]))
     windows = windows_of_terms(call_of(query, key, value, mask, scaling, causal), terms)
@@ -126,25 +134,14 @@ def _separable_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     of_terms = torch.zeros_like(terms, memory_format=torch.contiguous_format)
     of_queries = terms.new_zeros(*terms.shape[:2], query.shape[2])
-    own = terms.index_select(-1, query_slots)
-
-    def bias_of(block: Block) -> Tensor:
-        rows = own[block.items, block.heads, block.start : block.stop].flip(-1)
-        bias = terms[block.items, block.heads, block.keys].unsqueeze(-2) - rows.unsqueeze(-1)
-        if mask is not None:
-            return bias.add_(mask_of_block(mask, block, bias.dtype))
-        if causal:
-            queries = torch.arange(block.stop - 1, block.start - 1, -1, device=bias.device).unsqueeze(-1)
-            later = torch.arange(block.first, block.last, device=bias.device) > queries
-            return bias.add_(additive_mask(~later, bias.dtype))
-        return bias
+    bias = _TermRows(terms, query_slots, mask, causal)
 
     def add(scores: Tensor, block: Block) -> None:
         of_terms[block.items, block.heads, block.keys] += scores.sum(-2)
         of_queries[block.items, block.heads, block.start : block.stop] = scores.sum(-1).flip(-1)
 
     windows = windows_of_terms(call_of(query, key, value, mask, scaling, causal, gradient), terms)
-    found = blockwise_backward(gradient, query, key, value, mask, scaling, causal, bias_of, add, windows)
+    found = blockwise_backward(gradient, query, key, value, mask, scaling, causal, bias.of, add, windows)
     return *found, of_terms.index_add_(-1, query_slots, of_queries, alpha=-1)
 
 
@@ -176,3 +173,54 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
 
 _separable_attention.register_autograd(_backward, setup_context=_save)
 _separable_attention_backward.register_autograd(refuse_second_derivative)
+
+
+class _TermRows:
+    """The bias of a block, mask included.
+
+    Args:
+        terms: `(batch, heads, key_len)` float32.
+        query_slots: `(query_len,)` int64.
+        mask: as `fitting_mask` returns it.
+        causal: whether query i sees no key behind key i.
+    """
+
+    def __init__(self, terms: Tensor, query_slots: Tensor, mask: Tensor | None, causal: bool) -> None:
+        self.terms = terms
+        self.own = terms.index_select(-1, query_slots)
+        self.mask = mask
+        self.causal = causal
+
+    def of(self, block: Block) -> Tensor:
+        """`(items, heads, rows, keys)` float32, queries reversed."""
+        rows = self.own[block.items, block.heads, block.start : block.stop].flip(-1)
+        bias = self.terms[block.items, block.heads, block.keys].unsqueeze(-2) - rows.unsqueeze(-1)
+        if self.mask is not None:
+            return bias.add_(mask_of_block(self.mask, block, bias.dtype))
+        if self.causal:
+            # Only the queries' own keys, the last ones, can be later than one of them.
+            count = block.stop - block.start
+            later = torch.ones(count, count, dtype=torch.bool, device=bias.device).tril(-1).flip(-1)
+            bias[..., block.start - block.first :].add_(additive_mask(~later, bias.dtype))
+        return bias
+
+
+def _attend_short(
+    query: Tensor, key: Tensor, value: Tensor, bias: _TermRows, mask: Tensor | None, scaling: float, causal: bool
+) -> Tensor:
+    """The forward pass in blocks of rows, whose bias stays in the processor's cache."""
+    batch, heads, query_length, _ = query.shape
+    key, value = for_each_query_head(key, heads), for_each_query_head(value, heads)
+    output = query.new_empty(batch, query_length, heads, value.shape[-1])
+    # Autocast would round the bias.
+    with torch.autocast(query.device.type, enabled=False):
+        for block in blocks(query, key.shape[2], mask, causal, _SHORT_ROWS, True):
+            result = scaled_dot_product_attention(
+                query[block.items, block.heads, block.start : block.stop].flip(2),
+                key[block.items, block.heads, block.keys],
+                value[block.items, block.heads, block.keys],
+                attn_mask=for_kernel(bias.of(block), query),
+                scale=scaling,
+            )
+            output[block.items, block.start : block.stop, block.heads] = result.flip(2).transpose(1, 2)
+    return output

@@ -160,11 +160,14 @@ class InterfaceAttention(AttentionSite):
         """Adds scale and bias to mapped queries and keys, and calls the attention function."""
         arguments = (self.module, self.scaled(call.state, query), key, value, mask, *args)
         attend = function
-        if self.encoding.logit_bias is not None:
+        flash = "flash" in (implementation or "")
+        # A flash kernel refuses a bias of pairs. It is to do so in the first call, and not in that of a far pair.
+        if self.encoding.logit_bias is not None and (flash or not self.bias_is_zero(call.state, query.device)):
             scaling = kwargs.get("scaling")
             # Flash kernels are told where documents begin, for rows of one batch item.
-            flash = "flash" in (implementation or "") and mask is None and query.shape[0] == 1
-            bias = self.bias(call, query, key, self._scaling if scaling is None else scaling, mask, flash)
+            separates_restarts = flash and mask is None and query.shape[0] == 1
+            factor = self._scaling if scaling is None else scaling
+            bias = self.bias(call, query, key, factor, mask, separates_restarts)
             attend = functools.partial(attend_with_bias, implementation, function, bias)
         if self._widens_heads and implementation not in (None, "eager") and query.shape[2] > 1:
             return attend_with_wide_values(attend, *arguments, **kwargs)

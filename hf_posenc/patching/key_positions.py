@@ -17,6 +17,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.cached_positions import CachedPositions, record, recorded
 from hf_posenc.patching.state import ForwardState, counted_tokens
 from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.rotary.turning import traced
 
 #: How many pairs are compared at a time.
 _PAIRS = 2**24
@@ -74,6 +75,28 @@ def key_positions(state: ForwardState, first_slot: int | Tensor, key_length: int
 
     keys: Positions = state.shared("keys", resolve, key_length)
     return keys
+
+
+def all_stand_before(state: ForwardState, end: int, device: torch.device) -> bool:
+    """Whether every new token stands before `end`, so that no token it sees is as far as that behind it.
+
+    Found out once for all layers. A compiled or exported graph serves all lengths, so there it is `False`.
+
+    Raises:
+        UnsupportedError: if the caller's `position_ids` leave open where cached tokens stand.
+    """
+    if traced() or device.type == "meta":
+        return False
+
+    def look() -> bool:
+        # What cannot be right later is refused now, and the positions that a caller gave are kept with the cache.
+        standing(state, device)
+        if state.position_ids is None and isinstance(state.offset, int):
+            return state.offset + state.query_length <= end
+        return bool((state.positions(device).ids < end).all())
+
+    found: bool = state.shared(("all stand before", end), look)
+    return found
 
 
 def distances_are_of_slots(

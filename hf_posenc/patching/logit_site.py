@@ -11,7 +11,12 @@ from hf_posenc.attention.distances import distance_form, first_key_slot
 from hf_posenc.attention.forms import BiasForm, DistanceForm, RowsForm, SeparableForm
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.decoding_memo import remembered_row
-from hf_posenc.patching.key_positions import distances_are_of_slots, key_positions, never_falls
+from hf_posenc.patching.key_positions import (
+    all_stand_before,
+    distances_are_of_slots,
+    key_positions,
+    never_falls,
+)
 from hf_posenc.patching.layer_call import LayerCall, LayerEncoding
 from hf_posenc.patching.length_checks import check_cache
 from hf_posenc.patching.offloading import weights_at_hand
@@ -86,6 +91,13 @@ class LogitSite(PlacedForward):
             form = _pairwise_form(bias, self._pairs(call, query, key, scaling))
         check_heads(form.heads, query.shape[1])
         return form if self.encoding.logit_scale is None else self._scaled_form(form, state, query, key.shape[-2])
+
+    def bias_is_zero(self, state: ForwardState, device: torch.device) -> bool:
+        """Whether the bias of all pairs of a call is known to be 0."""
+        bias = self.encoding.logit_bias
+        if not isinstance(bias, PairwiseBias) or not bias.zero_within:
+            return False
+        return all_stand_before(state, bias.zero_within, device)
 
     def _distance_form(
         self, bias: DistanceBias, state: ForwardState, query: Tensor, key: Tensor, mask: Any, separates_restarts: bool

@@ -162,6 +162,8 @@ class PairwiseBias(LogitBias):
     #: False where the number of a pair is the same whatever stands behind its query; where no query sees later keys,
     #: they are then left out before anything is computed.
     reads_later_keys: bool = True
+    #: Pairs less than this many positions apart have the number 0. A call without any others needs no bias.
+    zero_within: int = 0
 
     def key_features(self, hidden_states: Tensor) -> Tensor:
         """`(batch, length, hidden)` -> `(batch, heads, length, num_features)` float32, before the cache."""

@@ -136,6 +136,8 @@ class MappedBias(_MappedPart[LogitBias], PairwiseBias):
         super().__init__(position_map, inner)
         # A map may place a token by all that is there: randomized positions are drawn for the last one.
         self.reads_later_keys = True
+        # It counts other positions than the tokens have.
+        self.zero_within = 0
 
     def key_features(self, hidden_states: Tensor) -> Tensor:
         """`(batch, heads, length, num_features)` of the inner bias."""

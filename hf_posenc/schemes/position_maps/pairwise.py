@@ -67,6 +67,7 @@ class FarRotation(PairwiseBias):
         super().__init__()
         self.rotation = rotation
         self.far = far
+        self.zero_within = far.window
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32; zero for near pairs."""
