@@ -20,7 +20,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hf_posenc.checkpoint.distributed_checkpoint import wrap_loader
 from hf_posenc.checkpoint.wrapping import wrap
 from hf_posenc.entry import find_marks
 from hf_posenc.when_imported import when_imported
@@ -35,7 +34,7 @@ def install() -> None:
     when_imported("transformers.trainer_utils", _wrap_trainer_utils)
     when_imported("safetensors.torch", _wrap_safetensors)
     when_imported("optimum.quanto.quantize", _wrap_quanto)
-    when_imported("torch.distributed.checkpoint.state_dict_loader", wrap_loader)
+    when_imported("torch.distributed.checkpoint.state_dict_loader", _wrap_distributed)
 
 
 def _wrap_accelerate(module: ModuleType) -> None:
@@ -53,6 +52,13 @@ def _wrap_safetensors(module: ModuleType) -> None:
 
 def _wrap_quanto(module: ModuleType) -> None:
     wrap(module, "requantize", _requantize)
+
+
+def _wrap_distributed(module: ModuleType) -> None:
+    # It needs torch, which is there by now, and which importing this package must not load.
+    from hf_posenc.checkpoint.distributed_checkpoint import wrap_loader
+
+    wrap_loader(module)
 
 
 def _load_checkpoint(original: Callable[..., Any], model: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
