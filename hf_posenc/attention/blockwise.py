@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from hf_posenc.attention.windows import Windows
 from hf_posenc.errors import UnsupportedError
@@ -20,6 +21,8 @@ aten = torch.ops.aten
 
 #: Rows of a backward block: enough for the matrix products to be efficient, few enough to stay in the caches.
 _BACKWARD_ROWS = 128
+#: Rows of a forward block where only the keys in a window count, at least.
+_WINDOW_ROWS = 320
 #: How many scores a block may hold, 4 bytes each.
 _BLOCK_SCORES = 2**23
 
@@ -181,6 +184,58 @@ def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
+
+
+def rows_of_window_blocks() -> int:
+    """Rows of a forward block where only the keys in a window count.
+
+    It is of few heads, so each thread gets a tile of 64 rows.
+    """
+    return max(_WINDOW_ROWS, 64 * torch.get_num_threads())
+
+
+def blockwise_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    causal: bool,
+    bias_of: Callable[[Block], Tensor],
+    rows: int,
+    windows: Windows | None = None,
+) -> Tensor:
+    """The forward pass, a few rows at a time, without the keys that none of them sees, or needs.
+
+    Args:
+        query: `(batch, heads, query_len, head_dim)`.
+        key: `(batch, key_value_heads, key_len, head_dim)`.
+        value: `(batch, key_value_heads, key_len, value_dim)`.
+        mask: as `fitting_mask` returns it.
+        scaling: factor of `query . key`.
+        causal: whether query i sees no key behind key i.
+        bias_of: the bias of a block, `(batch or 1, heads, rows, keys)`, queries reversed, the mask included.
+        rows: queries of a block.
+        windows: which keys count.
+
+    Returns:
+        `(batch, query_len, heads, value_dim)`.
+    """
+    batch, heads, query_length, _ = query.shape
+    key, value = for_each_query_head(key, heads), for_each_query_head(value, heads)
+    output = query.new_empty(batch, query_length, heads, value.shape[-1])
+    # Autocast would round the bias.
+    with torch.autocast(query.device.type, enabled=False):
+        for block in blocks(query, key.shape[2], mask, causal, rows, mask is not None, windows):
+            result = scaled_dot_product_attention(
+                query[block.items, block.heads, block.start : block.stop].flip(2),
+                key[block.items, block.heads, block.keys],
+                value[block.items, block.heads, block.keys],
+                attn_mask=for_kernel(bias_of(block), query),
+                scale=scaling,
+            )
+            output[block.items, block.start : block.stop, block.heads] = result.flip(2).transpose(1, 2)
+    return output
 
 
 def blockwise_backward(

@@ -15,26 +15,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from hf_posenc.attention.blockwise import (
     Block,
     autocast_inputs,
-    blocks,
     blockwise_backward,
+    blockwise_forward,
     fitting_mask,
-    for_each_query_head,
-    for_kernel,
     mask_of_block,
     refuse_second_derivative,
+    rows_of_window_blocks,
 )
 from hf_posenc.attention.windows import Windows, call_of, windows_of_distance
 
 #: Rows of a forward block, below and from `_LONG` queries on. Torch's CPU kernel divides 192 to 767 rows into tiles of
 #: 64 and more into tiles of 256; the smaller block skips more of a causal layer's invisible keys.
 _SHORT_ROWS, _LONG_ROWS, _LONG = 256, 768, 4096
-#: Rows of a block where only the keys in a window count. It is of few heads, so each thread gets a tile of 64 rows.
-_WINDOW_ROWS = 320
 
 
 def distance_attention(
@@ -76,51 +72,11 @@ def _distance_attention(
     query: Tensor, key: Tensor, value: Tensor, vector: Tensor, mask: Tensor | None, scaling: float, causal: bool
 ) -> Tensor:
     windows = windows_of_distance(call_of(query, key, value, mask, scaling, causal), vector)
-    return attend_by_rows(query, key, value, vector, mask, scaling, causal, windows)
-
-
-def attend_by_rows(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    vector: Tensor,
-    mask: Tensor | None,
-    scaling: float,
-    causal: bool,
-    windows: Windows | None,
-) -> Tensor:
-    """The forward pass, in blocks of rows that skip the keys that none of them sees, or needs.
-
-    Args:
-        query: as `distance_attention` takes it.
-        key: likewise.
-        value: likewise.
-        vector: likewise.
-        mask: as `fitting_mask` returns it.
-        scaling: factor of `query . key`.
-        causal: whether query i sees no key behind key i.
-        windows: which keys count, or `None` for all.
-    """
-    batch, heads, query_length, _ = query.shape
-    key, value = for_each_query_head(key, heads), for_each_query_head(value, heads)
-    bias = _DistanceRows(vector, mask, query_length, causal, windows)
-    output = query.new_empty(batch, query_length, heads, value.shape[-1])
-    if windows is None:
-        rows = _SHORT_ROWS if query_length < _LONG else _LONG_ROWS
-    else:
-        rows = max(_WINDOW_ROWS, 64 * torch.get_num_threads())
-    # Autocast would round the bias.
-    with torch.autocast(query.device.type, enabled=False):
-        for block in blocks(query, key.shape[2], mask, causal, rows, mask is not None, windows):
-            result = scaled_dot_product_attention(
-                query[block.items, block.heads, block.start : block.stop].flip(2),
-                key[block.items, block.heads, block.keys],
-                value[block.items, block.heads, block.keys],
-                attn_mask=for_kernel(bias.of(block), query),
-                scale=scaling,
-            )
-            output[block.items, block.start : block.stop, block.heads] = result.flip(2).transpose(1, 2)
-    return output
+    rows = _SHORT_ROWS if query.shape[2] < _LONG else _LONG_ROWS
+    if windows is not None:
+        rows = rows_of_window_blocks()
+    bias = _DistanceRows(vector, mask, query.shape[2], causal, windows)
+    return blockwise_forward(query, key, value, mask, scaling, causal, bias.of, rows, windows)
 
 
 @_distance_attention.register_fake

@@ -1,4 +1,7 @@
-"""Attention with a number per key: folded into the heads on the way forward, exact on the way back.
+"""Attention with a number per key: exact in blocks, or folded into the heads on the way forward.
+
+On a CPU, short calls and calls whose far keys do not count go through the kernel in blocks, each with its own bias.
+A long call that sees all keys, and every call elsewhere, has the numbers folded into its queries and keys.
 
 The kernel's own backward pass would round the gradient of the folded dimension to the dtype of the heads, and sums of
 gradients over all tokens, as those of a forget gate are, would consist of nothing else. So the backward pass sums the
@@ -17,15 +20,15 @@ from hf_posenc.attention.blockwise import (
     Block,
     additive_mask,
     autocast_inputs,
-    blocks,
     blockwise_backward,
+    blockwise_forward,
     fitting_mask,
     for_each_query_head,
     for_kernel,
     mask_of_block,
     refuse_second_derivative,
+    rows_of_window_blocks,
 )
-from hf_posenc.attention.distance_attention import attend_by_rows
 from hf_posenc.attention.folding import fold
 from hf_posenc.attention.windows import call_of, windows_of_terms
 
@@ -83,16 +86,14 @@ def _separable_attention(
     causal: bool,
 ) -> Tensor:
     heads = query.shape[1]
-    if query.device.type == "cpu" and query.shape[2] < _SHORT:
-        return _attend_short(query, key, value, _TermRows(terms, query_slots, mask, causal), mask, scaling, causal)
+    windows = windows_of_terms(call_of(query, key, value, mask, scaling, causal), terms)
+    short = query.device.type == "cpu" and query.shape[2] < _SHORT
+    if short or windows is not None:
+        rows = _SHORT_ROWS if windows is None else rows_of_window_blocks()
+        bias = _TermRows(terms, query_slots, mask, causal)
+        return blockwise_forward(query, key, value, mask, scaling, causal, bias.of, rows, windows)
     wide_query, wide_key = fold(query, key, terms, query_slots, scaling)
     wide_value = pad(value, (0, wide_query.shape[-1] - value.shape[-1]))
-    windows = windows_of_terms(call_of(query, key, value, mask, scaling, causal), terms)
-    if windows is not None:
-        # What is left beside the folded terms is a bias of distance: 0, and the mask of a causal layer.
-        vector = query.new_zeros(heads, query.shape[2] + key.shape[2] - 1, dtype=torch.float32)
-        output = attend_by_rows(wide_query, wide_key, wide_value, vector, mask, scaling, causal, windows)
-        return output[..., : value.shape[-1]].contiguous()
     added = None if mask is None else for_kernel(additive_mask(mask, torch.float32), query)
     with torch.autocast(query.device.type, enabled=False):
         output = scaled_dot_product_attention(
@@ -203,24 +204,3 @@ class _TermRows:
             later = torch.ones(count, count, dtype=torch.bool, device=bias.device).tril(-1).flip(-1)
             bias[..., block.start - block.first :].add_(additive_mask(~later, bias.dtype))
         return bias
-
-
-def _attend_short(
-    query: Tensor, key: Tensor, value: Tensor, bias: _TermRows, mask: Tensor | None, scaling: float, causal: bool
-) -> Tensor:
-    """The forward pass in blocks of rows, whose bias stays in the processor's cache."""
-    batch, heads, query_length, _ = query.shape
-    key, value = for_each_query_head(key, heads), for_each_query_head(value, heads)
-    output = query.new_empty(batch, query_length, heads, value.shape[-1])
-    # Autocast would round the bias.
-    with torch.autocast(query.device.type, enabled=False):
-        for block in blocks(query, key.shape[2], mask, causal, _SHORT_ROWS, True):
-            result = scaled_dot_product_attention(
-                query[block.items, block.heads, block.start : block.stop].flip(2),
-                key[block.items, block.heads, block.keys],
-                value[block.items, block.heads, block.keys],
-                attn_mask=for_kernel(bias.of(block), query),
-                scale=scaling,
-            )
-            output[block.items, block.start : block.stop, block.heads] = result.flip(2).transpose(1, 2)
-    return output

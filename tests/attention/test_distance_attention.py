@@ -102,13 +102,13 @@ def test_a_budget_for_scores_divides_the_batch(monkeypatch: pytest.MonkeyPatch) 
 def test_the_kernel_is_given_a_view_of_the_vector(monkeypatch: pytest.MonkeyPatch) -> None:
     """And no key that none of its queries sees."""
     seen: list[tuple[int, torch.Size]] = []
-    original = module.scaled_dot_product_attention
+    original = blockwise.scaled_dot_product_attention
 
     def watched(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, **options: Any) -> Tensor:
         seen.append((attn_mask.untyped_storage().nbytes(), attn_mask.shape))
         return original(query, key, value, attn_mask=attn_mask, **options)
 
-    monkeypatch.setattr(module, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(blockwise, "scaled_dot_product_attention", watched)
     query, key, value, vector = (tensor.detach() for tensor in tensors(1, 4, 1, 17, 17, torch.float32))
     distance_attention(query, key, value, vector, None, 0.3, True)
     assert [shape[-1] for _, shape in seen] == [5, 10, 15, 17]

@@ -21,7 +21,7 @@ SLOPES = torch.tensor([4.0, 1.0, 0.25, 0.0])
 def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(windows, "SHORTEST", 8)
     monkeypatch.setattr(windows, "_TILE", 8)
-    monkeypatch.setattr(distance_attention, "_WINDOW_ROWS", 32)
+    monkeypatch.setattr(blockwise, "_WINDOW_ROWS", 32)
     monkeypatch.setattr(blockwise, "_BACKWARD_ROWS", 24)
 
 
