@@ -95,6 +95,7 @@ class Declares(PairwiseBias):
     reads_heads = replaces_logits = True
     reads_positions = False
     num_features = 3
+    zero_within = 4
     no_weight_decay = frozenset({"weight"})
     length_reach = Reach(10, "of a table.", made_for=10)
 
@@ -107,7 +108,9 @@ def test_a_mapped_part_declares_what_the_part_does():
     assert mapped.reads_later_keys
     # The map takes one of the positions, and the length that the part was made for is none of the mapped part's.
     assert mapped.length_reach == Reach(9, "of a table.")
-    for name in declared - {"no_weight_decay", "reads_later_keys", "length_reach"}:
+    # Tokens that stand near each other may be far apart at their mapped positions.
+    assert mapped.zero_within == 0
+    for name in declared - {"no_weight_decay", "reads_later_keys", "length_reach", "zero_within"}:
         assert getattr(Declares, name) != getattr(PairwiseBias, name)
         assert getattr(mapped, name) == getattr(Declares, name)
 
