@@ -12,17 +12,17 @@ from torch.nn.functional import pad
 from hf_posenc.attention.forms import DistanceForm, SeparableForm
 from hf_posenc.attention.windows import Call, Windows, every_window_of_distance, every_window_of_terms, pays
 
-#: How much larger the gradient of one query may be than that of others, without which a key would lose some of its own.
-#: The block mask is made before any gradient is known, and serves the backward pass too.
+#: How much larger the gradient of one query may be than that of the others before a key loses digits of its gradient.
+#: The block mask is also used in the backward pass, and is made before any gradient is known.
 _GRADIENTS_DIFFER = 2.0**10
 
 
 def narrowed(
     mask: Any, form: DistanceForm | SeparableForm, query: Tensor, key: Tensor, value: Tensor, scaling: float
 ) -> Any:
-    """A block mask that leaves out what cannot change a result, or what was given where that cannot be known.
+    """A block mask without the blocks that cannot change a result, or the given mask where that cannot be known.
 
-    No number is looked at on the way, so an accelerator is not waited for, and a compiler sees no branch.
+    No value is read on the host, so nothing waits for an accelerator and a compiled graph has no branch here.
 
     Args:
         mask: what the model gives to flex attention.

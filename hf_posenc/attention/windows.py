@@ -111,7 +111,7 @@ def call_of(
         causal: likewise.
         gradient: likewise.
     """
-    # Reading bounds from an accelerator would hold it up in every layer.
+    # Reading the bounds from an accelerator would stall it in every layer.
     if query.device.type != "cpu" or not pays(query, key):
         return None
     sees_itself = None
@@ -159,12 +159,12 @@ def windows_of_terms(call: Call | None, terms: Tensor) -> Windows | None:
 
 
 def _may_end(bias: Tensor, own: Tensor, call: Call) -> bool:
-    """Whether the farthest key can be one that does not count. No bound of it is below its bias."""
+    """Whether the farthest key can be left out. Its bias is a lower bound of every bound of its weight."""
     return bool((bias[..., :1] - own < math.log(call.share)).any())
 
 
 def every_window_of_distance(call: Call, vector: Tensor) -> Windows:
-    """As `windows_of_distance`, without a look at any number, which an accelerator would have to be waited for."""
+    """As `windows_of_distance`, but reads no values on the host, which would wait for an accelerator to finish."""
     query_length, key_length = call.query.shape[2], call.key.shape[2]
     vector, own = vector.detach(), key_length - 1
     needed = _needed(call).to(vector.dtype) + vector[:, own].view(1, -1, 1)
@@ -179,7 +179,7 @@ def every_window_of_distance(call: Call, vector: Tensor) -> Windows:
 
 
 def every_window_of_terms(call: Call, terms: Tensor) -> Windows:
-    """As `windows_of_terms`, without a look at any number, which an accelerator would have to be waited for."""
+    """As `windows_of_terms`, but reads no values on the host, which would wait for an accelerator to finish."""
     terms = terms.detach()
     needed = _needed(call).to(terms.dtype) + terms[..., call.key.shape[2] - call.query.shape[2] :]
     first = _first_that_counts(terms, needed).minimum(call.own_keys)
@@ -188,7 +188,7 @@ def every_window_of_terms(call: Call, terms: Tensor) -> Windows:
 
 
 def _needed(call: Call) -> Tensor:
-    """What the bias of the keys up to one must add up to, as a log-sum-exp less the own key's bias, for them to count.
+    """The log-sum-exp that the biases of the first keys must reach, relative to the own key's bias, to count.
 
     `(batch, heads, query_len)` float32.
     """
@@ -199,7 +199,7 @@ def _needed(call: Call) -> Tensor:
     lengths, sizes = keys.norm(dim=-1), values.norm(dim=-1)
     longest, largest = lengths.amax(-1, keepdim=True), sizes.amax(-1, keepdim=True)
     own_logit = call.scaling * torch.linalg.vecdot(heads, keys[..., own, :])
-    # What is left out is small beside what the own key adds, also where a far value is much larger.
+    # What is left out has to be small beside the own key's contribution, even if a far value is much larger.
     needed = own_logit - abs(call.scaling) * longest * heads.norm(dim=-1) + (sizes[..., own] / largest).log()
     if call.gradient is not None:
         needed += (lengths[..., own] / longest).log()
@@ -211,7 +211,7 @@ def _needed(call: Call) -> Tensor:
         needed -= (logs - typical).clamp(min=0)
     if call.sees_itself is not None:
         needed = needed.masked_fill(~call.sees_itself, -torch.inf)
-    # Whatever is no number has to be seen.
+    # A query whose bound is NaN or infinite gets all keys.
     return needed.nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
 
 
@@ -223,7 +223,7 @@ def _first_that_counts(bias: Tensor, needed: Tensor) -> Tensor:
         needed: `(batch, heads, query_len)`.
     """
     sums = bias.logcumsumexp(-1)
-    # One key that is no number makes every sum behind it none. Then all keys count.
+    # One NaN makes every later sum NaN. Then all keys count.
     usable = sums[..., -1:].isfinite()
     sums, needed = torch.where(usable, sums, 0.0), torch.where(usable, needed, -torch.inf)
     if bias.shape[0] == needed.shape[0]:
