@@ -21,7 +21,8 @@ CONFIG_FILE = "adapter_config.json"
 FORMAT = 1
 SENTENCE = (
     "hf_posenc: this adapter was trained on a model with a position encoding of the package hf_posenc, which this "
-    "process did not import. Run `pip install hf-posenc`, and `import hf_posenc` before loading it"
+    "process did not import. Install it (`pip install hf-posenc`, or `pip install .` in a clone of its repository), "
+    "and `import hf_posenc` before loading the adapter"
 )
 #: What programs look up to find the base model.
 _LEFT_IN_PLACE = ("base_model_name_or_path", "revision")

@@ -31,9 +31,11 @@ from hf_posenc.version import __version__
 
 ARCHITECTURE_PREFIX = "hf_posenc."
 WEIGHTS_KEY = "transformers_weights"
+_WEIGHTS_SENTENCE_START = "this checkpoint has a position encoding of the package hf_posenc"
 WEIGHTS_SENTENCE = (
-    "this checkpoint has a position encoding of the package hf_posenc, which this process did not import. "
-    "Run `pip install hf-posenc`, and `import hf_posenc` before loading it"
+    f"{_WEIGHTS_SENTENCE_START}, which this process did not import. "
+    "Install it (`pip install hf-posenc`, or `pip install .` in a clone of its repository), and `import hf_posenc` "
+    "before loading the checkpoint"
 )
 
 
@@ -62,7 +64,8 @@ def attach_entry(config: PreTrainedConfig, scheme: dict[str, Any]) -> None:
 def carry_entry(config: PreTrainedConfig) -> None:
     """Gives a config that has an entry the class that also saves it."""
     for part in (config, *(getattr(config, key, None) for key in config.sub_configs)):
-        if getattr(part, WEIGHTS_KEY, None) == WEIGHTS_SENTENCE:
+        # A later version may have written another remedy.
+        if str(getattr(part, WEIGHTS_KEY, "")).startswith(_WEIGHTS_SENTENCE_START):
             delattr(part, WEIGHTS_KEY)
     stock: Any = stock_class(type(config))
     config.__class__ = carrier_class(stock)
