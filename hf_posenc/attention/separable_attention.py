@@ -28,6 +28,7 @@ from hf_posenc.attention.blockwise import (
     mask_of_block,
     refuse_second_derivative,
     rows_of_window_blocks,
+    without_autocast,
 )
 from hf_posenc.attention.folding import fold
 from hf_posenc.attention.windows import call_of, windows_of_terms
@@ -95,7 +96,7 @@ def _separable_attention(
     wide_query, wide_key = fold(query, key, terms, query_slots, scaling)
     wide_value = pad(value, (0, wide_query.shape[-1] - value.shape[-1]))
     added = None if mask is None else for_kernel(additive_mask(mask, torch.float32), query)
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device):
         output = scaled_dot_product_attention(
             wide_query,
             for_each_query_head(wide_key, heads),
