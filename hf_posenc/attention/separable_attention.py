@@ -103,15 +103,16 @@ def _separable_attention(
         some = torch.tensor([one == by_blocks for one in large])
         if not some.any():
             continue
-        heads = [tensor[:, some] for tensor in (query, key, value, terms)]
+        own_query, own_key, own_value, own_terms = (tensor[:, some] for tensor in (query, key, value, terms))
+        heads = (own_query, own_key, own_value, own_terms, query_slots)
         own_mask = mask[:, some] if mask is not None and mask.shape[1] > 1 else mask
         if by_blocks:
             # Large numbers leave out enough for bounds to pay in shorter calls, too.
-            call = call_of(*heads[:3], own_mask, scaling, causal, shortest=_SHORT)
-            windows = windows_of_terms(call, heads[3])
-            output[:, :, some] = _by_blocks(*heads, query_slots, own_mask, scaling, causal, windows)
+            call = call_of(own_query, own_key, own_value, own_mask, scaling, causal, shortest=_SHORT)
+            windows = windows_of_terms(call, own_terms)
+            output[:, :, some] = _by_blocks(*heads, own_mask, scaling, causal, windows)
         else:
-            output[:, :, some] = _folded(*heads, query_slots, own_mask, scaling, causal)
+            output[:, :, some] = _folded(*heads, own_mask, scaling, causal)
     return output
 
 
