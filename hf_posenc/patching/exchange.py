@@ -12,6 +12,7 @@ from hf_posenc.patching.discovery import find_stacks
 from hf_posenc.patching.encoding import PositionEncoding
 from hf_posenc.patching.placed_forward import refuse_foreign_forward
 from hf_posenc.patching.running_batches import drop_kept_pages, refuse_running_batches
+from hf_posenc.patching.sharded_weights import refuse_late_parameters
 from hf_posenc.patching.sites import FoundAttention, FoundModule
 
 
@@ -23,6 +24,7 @@ def exchange(model: PreTrainedModel, encoding: PositionEncoding) -> None:
             while continuous batching runs on the model.
     """
     refuse_running_batches(model)
+    refuse_late_parameters(model, encoding)
     before = current_encoding(model)
     check_forwards(model)
     try:
