@@ -19,6 +19,7 @@ from hf_posenc.patching.hidden_positions import refuse_hidden_positions
 from hf_posenc.patching.native import native_scheme
 from hf_posenc.patching.observed_causality import refuse_misread_causality
 from hf_posenc.patching.plan import SchemeLike, schedule, scheme_config
+from hf_posenc.patching.running_batches import refuse_running_batches
 from hf_posenc.patching.sites import Stack
 from hf_posenc.patching.verify import verify_adopted_tables
 from hf_posenc.schemes import LayeredConfig
@@ -65,6 +66,8 @@ def patch_model(
     config = scheme_config(scheme, options)
     if elsewhere is not None and layers is None:
         raise ValueError("`elsewhere` says what the layers outside `layers` do: give `layers` as well.")
+    # Before the model is run, too, which its thread would run into.
+    refuse_running_batches(target)
     previous = current_encoding(target)
     config, stacks, encoding = _built(target, config, layers, elsewhere)
     _warn_if_invisible(config, stacks)
@@ -101,7 +104,11 @@ def _layer_types(stacks: list[Stack]) -> list[str | None]:
 
 
 def unpatch_model(model: ModelType) -> ModelType:
-    """Gives the stock model back, bit for bit. A model that is not patched is returned as it is."""
+    """Gives the stock model back, bit for bit. A model that is not patched is returned as it is.
+
+    Raises:
+        UnsupportedError: while continuous batching runs on the model.
+    """
     take_out(unwrapped(model))
     return model
 
