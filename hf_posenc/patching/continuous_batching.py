@@ -22,6 +22,7 @@ from hf_posenc.patching.paged_requests import PREFIX
 from hf_posenc.patching.running_batches import KEPT_MANAGER
 from hf_posenc.patching.scores_attention import ScoresAttention
 from hf_posenc.patching.wide_pages import WidePages, page_width, width_of_pages
+from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.parts import DistanceBias, SeparableBias
 
 _CONFIG = "continuous_batching_config"
@@ -149,7 +150,7 @@ def refuse_pages(encoding: PositionEncoding, model: nn.Module) -> None:
 
 
 def _cannot(encoding: PositionEncoding, model: nn.Module) -> str:
-    return f"Continuous batching cannot run the scheme {encoding.config.name!r} in this {type(model).__name__}"
+    return f"Continuous batching cannot run the scheme {scheme_label(encoding.config)!r} in this {type(model).__name__}"
 
 
 def _decoder_layers(encoding: PositionEncoding) -> list[LayerEncoding]:

@@ -25,6 +25,7 @@ from hf_posenc.patching.verify import verify_adopted_tables
 from hf_posenc.schemes import LayeredConfig
 from hf_posenc.schemes.arrangement.native import NativeConfig, names_native, with_native
 from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.labels import scheme_label
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
 
@@ -172,9 +173,9 @@ def _warn_if_invisible(config: SchemeConfig, stacks: list[Stack]) -> None:
 def _warn_if_uncacheable(encoding: PositionEncoding, model: PreTrainedModel) -> None:
     if is_length_dependent(encoding) and getattr(model, "generation_config", None) is not None:
         warnings.warn(
-            f"Scheme {encoding.config.name!r} encodes a token by the length of the sequence, or by tokens that a cache "
-            "does not keep, so no cache can be extended. generate() recomputes the whole sequence for every token "
-            "(generation_config.use_cache=False).",
+            f"Scheme {scheme_label(encoding.config)!r} encodes a token by the length of the sequence, or by tokens "
+            "that a cache does not keep, so no cache can be extended. generate() recomputes the whole sequence for "
+            "every token (generation_config.use_cache=False).",
             UserWarning,
             stacklevel=3,
         )

@@ -1,7 +1,8 @@
-"""Continuous batching that somebody has started or kept, when the scheme of its model is exchanged."""
+"""Continuous batching that runs, or is kept for later, while the scheme of its model is exchanged."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any
 
@@ -16,14 +17,14 @@ KEPT_MANAGER = "_cached_continuous_batching_manager"
 def refuse_running_batches(model: nn.Module) -> None:
     """Refuses to exchange the scheme of a model that a thread of continuous batching calls at the same time.
 
-    One call would run some layers with the old scheme and some with the new one, and the keys in the pages stay those
-    of the old one, in a pause of the manager too.
+    One call would run some layers with the old scheme and some with the new one. While the manager pauses, its pages
+    still hold keys of the old scheme.
 
     Raises:
         UnsupportedError: while such a thread is alive.
     """
     for thread in threading.enumerate():
-        # What `threading.Thread` runs, and drops when it ends.
+        # The function that a `threading.Thread` runs. The thread drops it when it ends.
         manager = getattr(getattr(thread, "_target", None), "__self__", None)
         if manager is not None and _is_manager(manager) and _share_modules(manager.model, model):
             raise UnsupportedError(
@@ -34,9 +35,10 @@ def refuse_running_batches(model: nn.Module) -> None:
 
 
 def drop_kept_pages(model: nn.Module) -> None:
-    """Lets a manager that the model keeps make new pages when it starts again.
+    """Makes a manager that the model keeps allocate new pages when it starts again.
 
-    Requests with a common beginning share pages, those of earlier starts too, whose keys are of another scheme.
+    Requests with a common beginning share pages, also with requests from before the exchange, whose keys have another
+    scheme.
     """
     manager: Any = model.__dict__.get(KEPT_MANAGER)
     if manager is not None:
@@ -45,9 +47,8 @@ def drop_kept_pages(model: nn.Module) -> None:
 
 
 def _is_manager(owner: Any) -> bool:
-    from transformers.generation.continuous_batching import ContinuousBatchingManager
-
-    return isinstance(owner, ContinuousBatchingManager)
+    module = sys.modules.get("transformers.generation.continuous_batching")
+    return module is not None and isinstance(owner, module.ContinuousBatchingManager)
 
 
 def _share_modules(first: nn.Module, second: nn.Module) -> bool:
