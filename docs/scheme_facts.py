@@ -12,7 +12,7 @@ from scheme_pages import Page, default_config
 
 from hf_posenc.plots.schemes import Subject, applicable_kinds, subject_of
 from hf_posenc.plots.schemes.subject import standard_places
-from hf_posenc.schemes import BuildContext, PairwiseBias, Positions, SchemeConfig, SchemeParts
+from hf_posenc.schemes import BuildContext, PairwiseBias, Positions, SchemeConfig, SchemeParts, SeparableBias
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.logits import positional_logits
 
@@ -61,7 +61,12 @@ def facts_text(page: Page) -> str:
         )
     bias = parts.logit_bias
     if isinstance(bias, PairwiseBias):
-        facts.append(f"The bias reads {_what_a_bias_reads(page.subject)}, and is computed for every pair of tokens.")
+        how = (
+            "is one number per key, less that of the query's own token"
+            if isinstance(bias, SeparableBias)
+            else "is computed for every pair of tokens"
+        )
+        facts.append(f"The bias reads {_what_a_bias_reads(page.subject)}, and {how}.")
         if bias.num_features:
             facts.append(f"Cached beside each key: {bias.num_features} number(s) per head.")
     elif bias is not None:
