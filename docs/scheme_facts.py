@@ -12,9 +12,10 @@ from scheme_pages import Page, default_config
 
 from hf_posenc.plots.schemes import Subject, applicable_kinds, subject_of
 from hf_posenc.plots.schemes.subject import standard_places
-from hf_posenc.schemes import BuildContext, PairwiseBias, Positions, SchemeConfig, SchemeParts, SeparableBias
+from hf_posenc.schemes import BuildContext, PairwiseBias, Positions, SchemeConfig, SchemeParts
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.logits import positional_logits
+from hf_posenc.schemes.parts import SeparableBias
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Where learned parameters are counted: the sizes of BERT-base and GPT-2 small.
