@@ -10,7 +10,9 @@ _LEFT_OUT = {
     "price": "in price the shape of SmolLM2-135M and inputs of 1,024 tokens and more, which the targets are about",
     "study": "in the study everything but a few steps of tiny models",
 }
-_NO_COMPILER = "on a CPU the compiler, without which FlexAttention runs as plain operations and CUDA graphs not at all"
+_NO_COMPILER = (
+    "on a CPU the code that torch.compile generates (models are traced, FlexAttention runs as plain operations)"
+)
 
 
 def smoke_line(content: dict[str, Any]) -> str:

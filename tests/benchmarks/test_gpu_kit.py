@@ -76,6 +76,7 @@ def test_the_table_names_the_machine_and_every_part(smoke):
     # Only what was run has a row, under its own name.
     assert "SmolLM2-135M, " not in text
     assert "not measured" not in text
+    assert "in float16" not in text
     assert "| - |" not in text.split("## Price")[1]
 
 
