@@ -8,11 +8,26 @@ import pytest
 
 #: Files that take longest, the longest first. One of them begun last would leave the other workers idle.
 LONGEST = (
-    "tests/patching/test_ecosystem.py",
-    "tests/matrix/test_behaviour.py",
     "tests/tools/test_tools.py",
     "tests/training/test_compare.py",
+    "tests/patching/test_ecosystem.py",
+    "tests/matrix/test_behaviour.py",
     "tests/checkpoint/test_other_loaders.py",
+    "tests/distributed/test_tensor_parallel.py",
+    "tests/distributed/test_sharded.py",
+    "tests/training/test_run_processes.py",
+    "tests/checkpoint/test_reload.py",
+    "tests/metrics/test_properties.py",
+    "tests/benchmarks/test_gpu_kit.py",
+    "tests/real/test_pretrained.py",
+    "tests/patching/test_given_positions.py",
+    "tests/schemes/test_all_schemes.py",
+    "tests/training/test_run_clm.py",
+    "tests/training/test_run_hub.py",
+    "tests/training/test_healing.py",
+    "tests/training/test_trainer.py",
+    "tests/test_lm_eval.py",
+    "tests/architectures/test_architectures.py",
 )
 _RANK = {path: rank for rank, path in enumerate(LONGEST)}
 
