@@ -145,7 +145,7 @@ def test_saved_models_come_back_in_a_fresh_process(finished):
     )
     done = subprocess.run(
         [sys.executable, "-c", script, str(finished / "models" / "masked-rope-seed1")],
-        capture_output=True, text=True, timeout=120, check=True,
+        capture_output=True, text=True, timeout=600, check=True,
     )  # fmt: skip
     assert done.stdout.split() == ["BertForMaskedLM", "rope"]
     assert (finished / "models" / "masked-rope-seed1" / "README.md").exists()

@@ -55,7 +55,7 @@ def push() -> Iterator[Pushes]:
     with serving(Place(Hub())) as place:
         pushes = Pushes(place)
         yield pushes
-        pushes.process.communicate(timeout=60)
+        pushes.process.communicate(timeout=600)
 
 
 def test_a_model_is_pushed_with_its_card(push: Pushes, texts: Path, tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_hub_that_is_not_there_is_found_out_before_training(texts: Path, tmp_p
     # The port that discards; nothing listens there.
     nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_nothing"}
     process = start(words(texts, tmp_path / "out", push_to_hub="true"), more=nowhere)
-    said = process.communicate(timeout=120)[1].decode()
+    said = process.communicate(timeout=600)[1].decode()
     assert process.returncode == 2
     assert "Traceback" not in said
     assert "--push_to_hub" in said
