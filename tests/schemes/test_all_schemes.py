@@ -223,8 +223,7 @@ def test_parts_trace_without_a_graph_break(name, config):
         assert name == "none"
         return
     torch.compiler.reset()
-    # Of any length at once: a graph for each would be traced twice, and shows no more.
-    compiled = torch.compile(lambda *given: outputs(parts, *given), backend="eager", fullgraph=True, dynamic=True)
+    compiled = torch.compile(lambda *given: outputs(parts, *given), backend="eager", fullgraph=True)
     for length in (12, 30):
         positions = positions_of(length)
         heads = heads_of(positions)
