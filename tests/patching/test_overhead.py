@@ -212,7 +212,7 @@ def test_no_more_is_compiled_than_for_the_stock_model(family, scheme):
 @pytest.mark.parametrize("scheme", ["none", "rope", "sinusoidal", "learned"])
 @torch.no_grad()
 def test_decoding_with_a_static_cache_is_one_graph(scheme):
-    model, ids = model_of("LlamaForCausalLM", scheme), tokens(1, 10)
+    model, ids = model_of("LlamaForCausalLM", scheme, num_hidden_layers=1), tokens(1, 10)
     cache = StaticCache(config=model.config, max_cache_len=16)
     model(ids[:, :6], past_key_values=cache, use_cache=True)
     torch._dynamo.reset()
