@@ -80,10 +80,10 @@ def _introduction(content: dict[str, Any]) -> str:
     commands = "\n".join(content["commands"])
     return f"""# What position encoding costs
 
-Time over that of the same model with no position at all (`bare`), measured side by side: in every round each subject
-runs once, in a drawn order; a figure is the median over rounds of the ratio within a round, in parentheses the first
-and third quartile. `{CONTROL}` is a second copy of the bare model: what it differs from 1 is what this machine cannot
-tell apart. `stock` is the unpatched model with its own positions.
+Time over that of the same model with no position at all (`bare`), measured side by side. In every round each subject
+runs once, in random order. A figure is the median over rounds of the ratio within a round, with the first and third
+quartile in parentheses. `{CONTROL}` is a second copy of the bare model: its distance from 1 is the noise of this
+machine. `stock` is the unpatched model with its own positions.
 
 {place(machine)}; {versions}, {library}; {settings["dtype"]}, batch 1 where no other is named.
 Models with random weights: {shape};
@@ -127,7 +127,7 @@ def _noise(content: dict[str, Any]) -> str:
     distance, ratio, key = max(found)
     text = f"The second bare model was furthest from 1 in `{key}`: {ratio:.3f}."
     if distance > _QUIET:
-        text += "\n**That is not a quiet machine: differences of that size mean nothing here.**"
+        text += "\n**The machine was not quiet: smaller differences mean nothing here.**"
     return text
 
 
@@ -166,7 +166,7 @@ def _ratios(cells: list[dict[str, Any]], over: str = BARE) -> str:
     unit = [f"{one[length]['milliseconds']:.4g} ms" if length in one else "-" for length in lengths]
     rounds = [str(cell["rounds"]) for cell in cells]
     head = ("scheme", "kind", *(f"T = {length}" for length in lengths))
-    return _table(head, [(f"`{over}`", "1 is", *unit), *rows, ("rounds", "", *rounds)])
+    return _table(head, [(f"`{over}`", "1.00 =", *unit), *rows, ("rounds", "", *rounds)])
 
 
 def _peers(cells: list[dict[str, Any]]) -> str:

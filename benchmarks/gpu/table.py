@@ -66,7 +66,8 @@ def _correctness(part: dict[str, Any]) -> list[str]:
     tolerances = ", ".join(f"{settings['tolerances'][dtype]:g} in {dtype}" for dtype in dtypes)
     explained = (
         "Tiny models with random weights on this device, against the same models on the CPU in float64 with eager "
-        "attention. The error is the largest of any token's logits over their mean length. Tolerated is "
+        "attention. The error of a token is the norm of the difference of its logits over the mean norm of all logits; "
+        "the largest one counts. Tolerated is "
         f"{tolerances}, or {settings['factor']:g} times the error of the CPU in the same dtype where that is more."
     )
     counts: dict[tuple[str, str], Counter[str]] = {}

@@ -151,7 +151,7 @@ def test_a_busy_machine_is_told(finished):
     for ratio, busy in ((1.01, False), (0.8, True)):
         for cell in content["cells"].values():
             next(row for row in cell["rows"] if row["subject"] == "bare again")["to_bare"]["median"] = ratio
-        assert ("not a quiet machine" in write_tables(content)) is busy
+        assert ("The machine was not quiet" in write_tables(content)) is busy
 
 
 def test_targets_are_judged_by_the_worst_scheme(finished):
