@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
             times = time_subjects(subjects, phase, length, pace, "cpu").seconds
             base = times["none"]
             ratios = {name: median(one / other for one, other in zip(times[name], base, strict=True)) for name in times}
-            share = f"{mean(kept):.2f}" if kept else "all"
+            share = f"{mean(kept):.3f}" if kept else "all"
             print(
                 f"| {phase} | {length} | {1e3 * median(base):.0f} | {ratios['none again']:.2f} | "
                 f"{ratios[found.scheme]:.2f} | {share} |",
