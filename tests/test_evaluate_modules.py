@@ -11,7 +11,7 @@ from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 from hf_posenc import patch_model
 from hf_posenc.cli.errors import UsageError
 from hf_posenc.metrics import MeasurementError
-from hf_posenc.metrics.generalization import exact_match
+from hf_posenc.metrics.generalization import compare_generalization
 from hf_posenc.metrics.language_modeling import text_losses
 from hf_posenc.metrics.minimal_pairs import minimal_pairs_accuracy
 from hf_posenc.metrics.sensitivity import ENGLISH, sensitivity_test
@@ -83,8 +83,8 @@ def test_position_sensitivity(load, model):
 def test_length_generalization(load, folder, model, tokenizer):
     found = load("length_generalization").compute(data=["copy", "parity"], model=folder, lengths=[3, 5], samples=8)
     assert set(found) == {"copy", "parity"}
-    expected = exact_match(model, tokenizer, "parity", [3, 5], samples=8)
-    assert as_json(found["parity"]["rows"][0]["value"]) == as_json(expected.to_dict())
+    expected = compare_generalization(model, tokenizer, "parity", [3, 5], samples=8)
+    assert as_json(found["parity"]) == as_json(expected.to_dict())
 
 
 def test_minimal_pairs(load, tmp_path, model, tokenizer):
