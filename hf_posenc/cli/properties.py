@@ -19,7 +19,7 @@ def add_properties(tests: argparse._SubParsersAction[argparse.ArgumentParser], s
     parser.add_argument("--schemes", nargs="+", metavar="SCHEME", help=f"{scheme_help} (default: every scheme)")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON: every number, threshold and reason")
-    form.add_argument("--markdown", action="store_true", help="print a Markdown page")
+    form.add_argument("--markdown", action="store_true", help="print Markdown")
     parser.set_defaults(run="properties.eval_properties", parser=parser)
 
 
@@ -36,5 +36,5 @@ def eval_properties(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(result.to_dict(), indent=2, allow_nan=False))
     else:
-        print(result.page() if options.markdown else result.table())
+        print(result.table(markdown=options.markdown))
     return 0

@@ -11,7 +11,6 @@ from hf_posenc.metrics.probe import AttentionProbe, build_for_probe, probe_dista
 from hf_posenc.metrics.properties import (
     Measurement,
     PropertiesRow,
-    PropertiesTable,
     Specimen,
     build_specimen,
     decay_curve,
@@ -43,7 +42,6 @@ __all__ = [
     "MeasurementError",
     "OrderSensitivity",
     "PropertiesRow",
-    "PropertiesTable",
     "Specimen",
     "SyntheticExamples",
     "TokenizedPair",

@@ -23,7 +23,7 @@ class Quantity:
         heading: of its columns, a format string of what `Record.at` holds: `"layer {layer}"`.
         meaning: one sentence for a reader of the table.
         style: how a value is written: "number" (three significant digits), "signed" (the same with its sign), "loss"
-            (four digits), "fraction" (three decimals), "count", or "verdict" (yes or no, then the value if any).
+            (four digits), "fraction" (three decimals), "count", "text", or "verdict" (yes or no, then the number).
     """
 
     name: str
@@ -65,6 +65,8 @@ class Record:
         count: how many things the number is a mean of, if that is known.
         passed: the verdict, where there is one.
         note: why there is no number, or what a reader has to know.
+        shown: what a table shows in place of the value.
+        details: further numbers and words, such as the threshold of a verdict. JSON-ready.
     """
 
     subject: str
@@ -76,6 +78,8 @@ class Record:
     count: int | None = None
     passed: bool | None = None
     note: str = ""
+    shown: str = ""
+    details: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -172,15 +176,14 @@ class Result:
         return self.record(scheme, quantity, **at).value
 
     def frame(self) -> pandas.DataFrame:
-        """One row per record, with a column for each key of `at` and the scheme's name. Needs pandas."""
+        """One row per record, with columns for its scheme and for each key of `at`. Needs pandas."""
         import pandas
 
         schemes = {subject.label: subject.scheme for subject in self.subjects}
-        rows = [
-            {"task": self.task, "scheme": schemes[record.subject]} | {**asdict(record), "at": None} | dict(record.at)
-            for record in self.records
-        ]
-        return pandas.DataFrame(rows).drop(columns="at", errors="ignore")
+        rows = [asdict(record) for record in self.records]
+        return pandas.DataFrame(
+            {"task": self.task, "scheme": schemes[row["subject"]]} | row.pop("at") | row for row in rows
+        )
 
     def table(self, *, markdown: bool = False) -> str:
         """The result for a reader.

@@ -103,8 +103,11 @@ def format_value(record: Record, quantity: Quantity) -> str:
     """The value of a record in the style of its quantity; `-` if it has none."""
     value = record.value
     if quantity.style == "verdict":
-        words = [{True: "yes", False: "no", None: _MISSING}[record.passed]]
-        return " ".join([*words, *([] if value is None else [format_number(value)])])
+        verdict = {True: "yes", False: "no", None: _MISSING}[record.passed]
+        number = record.shown or ("" if value is None else format_number(value))
+        return f"{verdict} {number}".strip()
+    if record.shown:
+        return record.shown
     if value is None:
         return _MISSING
     if quantity.style == "count":
