@@ -4,7 +4,7 @@
     python -m benchmarks.price --quick
     python -m benchmarks.price --device cuda --dtype bfloat16 --lengths 4096 16384
 
-In every round each subject runs once, in a drawn order, and a ratio is the median over rounds of a subject's time over
+In every round each subject runs once, in random order, and a ratio is the median over rounds of a subject's time over
 that of the bare model in the same round. The output folder gets `results.json`, `table.md` and `price.png`. Run the
 same command again to go on where a run was stopped.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -46,6 +46,16 @@ SMOLLM2 = Sizes(
     vocab_size=49152,
     num_key_value_heads=3,
 )
+_SMOLLM2_SIZES = dataclasses.asdict(SMOLLM2)
+
+
+def has_smollm2_shape(settings: Mapping[str, Any]) -> bool:
+    """Whether the level "smollm2" of a run has that shape, and not a smaller one that only shows that it runs.
+
+    Args:
+        settings: of the run, JSON-ready; without sizes of that level they are those of `SMOLLM2`.
+    """
+    return bool(settings.get("smollm2", _SMOLLM2_SIZES) == _SMOLLM2_SIZES)
 
 
 @dataclass(frozen=True)

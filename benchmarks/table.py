@@ -6,9 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks.lineup import BARE, CONTROL, SMOLLM2_LEVEL, STOCK
+from benchmarks.subjects import has_smollm2_shape
 from benchmarks.subnormals import subnormal_line
 from benchmarks.targets import verdicts
 
+_SMOLLM2 = "The shape of SmolLM2-135M"
 _TITLES = {
     ("attention", "forward"): "One attention call, forward",
     ("attention", "train"): "One attention call, forward and backward",
@@ -16,15 +18,16 @@ _TITLES = {
     ("model", "train"): "A small Llama, training step",
     ("model", "decode"): "A small Llama, one token behind a cache of T",
     ("model", "decode_batch16"): "A small Llama, a token for each of 16 sequences behind a cache of T",
-    ("smollm2", "forward"): "The shape of SmolLM2-135M, forward",
-    ("smollm2", "train"): "The shape of SmolLM2-135M, training step",
-    ("smollm2", "decode"): "The shape of SmolLM2-135M, one token behind a cache of T",
-    ("smollm2", "decode_batch16"): "The shape of SmolLM2-135M, a token for each of 16 sequences behind a cache of T",
+    ("smollm2", "forward"): f"{_SMOLLM2}, forward",
+    ("smollm2", "train"): f"{_SMOLLM2}, training step",
+    ("smollm2", "decode"): f"{_SMOLLM2}, one token behind a cache of T",
+    ("smollm2", "decode_batch16"): f"{_SMOLLM2}, a token for each of 16 sequences behind a cache of T",
     ("encoder", "forward"): "A small BERT, forward",
     ("encoder", "train"): "A small BERT, training step",
 }
 
 
+_MOST_NAMES = 6
 #: The control of a machine that does nothing else stays this near to 1.
 _QUIET = 0.03
 
@@ -46,10 +49,10 @@ def figure_tables(content: dict[str, Any]) -> list[str]:
         content: of `results.json`.
     """
     parts = [_noise(content), _targets(content)]
-    for (level, phase), title in _TITLES.items():
+    for level, phase in _TITLES:
         cells = _cells(content, level, phase)
         if any(cell["rows"] for cell in cells):
-            parts.append(f"## {title}\n\n{_ratios(cells)}")
+            parts.append(f"## {_title(content, level, phase)}\n\n{_ratios(cells)}")
             if level == SMOLLM2_LEVEL:
                 parts.append(f"### Over stock\n\n{_ratios(cells, STOCK)}")
             if level == "attention" and any(row["family"] == "peer" for cell in cells for row in cell["rows"]):
@@ -57,20 +60,30 @@ def figure_tables(content: dict[str, Any]) -> list[str]:
     return [*parts, _peaks(content), _memory(content), _left_out(content)]
 
 
+def _title(content: dict[str, Any], level: str, phase: str) -> str:
+    """Of a table; models that are smaller than SmolLM2-135M do not have its name."""
+    title = _TITLES[level, phase]
+    if level != SMOLLM2_LEVEL or has_smollm2_shape(content["settings"]):
+        return title
+    sizes = content["settings"][SMOLLM2_LEVEL]
+    return title.replace(_SMOLLM2, f"A Llama with {sizes['num_layers']} layers of width {sizes['hidden_size']}")
+
+
 def _introduction(content: dict[str, Any]) -> str:
     machine, settings = content["machine"], content["settings"]
     shape = _shape(settings["sizes"])
     if any(cell["level"] == SMOLLM2_LEVEL for cell in content["cells"].values()):
-        shape += f";\nthose of the shape of SmolLM2-135M: {_shape(settings[SMOLLM2_LEVEL])}"
+        named = "those of the shape of SmolLM2-135M" if has_smollm2_shape(settings) else "those at the level smollm2"
+        shape += f";\n{named}: {_shape(settings[SMOLLM2_LEVEL])}"
     versions = f"torch {machine['torch']}, transformers {machine['transformers']}"
     library = f"hf-posenc {machine['hf-posenc']} (source\n`{machine['hf-posenc source']}`)"
     commands = "\n".join(content["commands"])
     return f"""# What position encoding costs
 
-Time over that of the same model with no position at all (`bare`), measured side by side: in every round each subject
-runs once, in a drawn order; a figure is the median over rounds of the ratio within a round, in parentheses the first
-and third quartile. `{CONTROL}` is a second copy of the bare model: what it differs from 1 is what this machine cannot
-tell apart. `stock` is the unpatched model with its own positions.
+Time over that of the same model with no position at all (`bare`), measured side by side. In every round each subject
+runs once, in random order. A figure is the median over rounds of the ratio within a round, with the first and third
+quartile in parentheses. `{CONTROL}` is a second copy of the bare model: its distance from 1 is the noise of this
+machine. `stock` is the unpatched model with its own positions.
 
 {place(machine)}; {versions}, {library}; {settings["dtype"]}, batch 1 where no other is named.
 Models with random weights: {shape};
@@ -114,14 +127,22 @@ def _noise(content: dict[str, Any]) -> str:
     distance, ratio, key = max(found)
     text = f"The second bare model was furthest from 1 in `{key}`: {ratio:.3f}."
     if distance > _QUIET:
-        text += "\n**That is not a quiet machine: differences of that size mean nothing here.**"
+        text += "\n**The machine was not quiet: smaller differences mean nothing here.**"
     return text
 
 
 def _targets(content: dict[str, Any]) -> str:
-    words = {True: "yes", False: "**no**", None: "-"}
-    rows = [(one.target, one.measured, words[one.met]) for one in verdicts(content)]
-    return "## Targets\n\n" + _table(("target", "measured", "met"), rows)
+    """What was judged, and one line on the rest."""
+    found = verdicts(content)
+    rows = [(one.target, one.measured, "yes" if one.met else "**no**") for one in found if one.met is not None]
+    missing = [one.measured for one in found if one.met is None]
+    parts = [_table(("target", "measured", "met"), rows)] if rows else []
+    if missing:
+        cells = list(dict.fromkeys(missing))
+        named = ", ".join(f"`{cell}`" for cell in cells[:_MOST_NAMES])
+        more = f" and {len(cells) - _MOST_NAMES} more" if len(cells) > _MOST_NAMES else ""
+        parts.append(f"Not judged, because nothing was measured for them: {len(missing)} targets ({named}{more}).")
+    return "\n\n".join(["## Targets", *parts]) if parts else ""
 
 
 def _ratios(cells: list[dict[str, Any]], over: str = BARE) -> str:
@@ -145,7 +166,7 @@ def _ratios(cells: list[dict[str, Any]], over: str = BARE) -> str:
     unit = [f"{one[length]['milliseconds']:.4g} ms" if length in one else "-" for length in lengths]
     rounds = [str(cell["rounds"]) for cell in cells]
     head = ("scheme", "kind", *(f"T = {length}" for length in lengths))
-    return _table(head, [(f"`{over}`", "1 is", *unit), *rows, ("rounds", "", *rounds)])
+    return _table(head, [(f"`{over}`", "1.00 =", *unit), *rows, ("rounds", "", *rounds)])
 
 
 def _peers(cells: list[dict[str, Any]]) -> str:
@@ -172,13 +193,14 @@ def _peers(cells: list[dict[str, Any]]) -> str:
 def _peaks(content: dict[str, Any]) -> str:
     """What a GPU counted while the calls above ran."""
     parts = []
-    for (level, phase), title in _TITLES.items():
+    for level, phase in _TITLES:
         cells = [cell for cell in _cells(content, level, phase) if any("peak_bytes" in row for row in cell["rows"])]
         if not cells:
             continue
         by_cell = [{row["subject"]: row["peak_bytes"] for row in cell["rows"] if "peak_bytes" in row} for cell in cells]
         names = dict.fromkeys(name for peaks in by_cell for name in peaks)
         rows = [(f"`{name}`", *(_peak(peaks, name) for peaks in by_cell)) for name in names if name != CONTROL]
+        title = _title(content, level, phase)
         parts.append(f"### {title}\n\n" + _table(("scheme", *(f"T = {cell['length']}" for cell in cells)), rows))
     explained = "How far the peak of the GPU's memory rose above what was held before, and in parentheses over bare."
     return "\n\n".join(["## Peak memory on the GPU", explained, *parts]) if parts else ""
@@ -210,7 +232,7 @@ def _memory(content: dict[str, Any]) -> str:
             for name, one in sorted(entries.items(), key=lambda item: item[1].get("phase_bytes", 0))
             if "phase_bytes" in one
         ]
-        title = f"### {_TITLES[level, phase]}, T = {length}"
+        title = f"### {_title(content, level, phase)}, T = {length}"
         parts.append(
             f"{title}\n\n" + _table(("scheme", "peak of the call", "over bare", "whole process over bare"), rows)
         )

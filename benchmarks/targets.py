@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.lineup import BARE
+from benchmarks.lineup import BARE, SMOLLM2_LEVEL
+from benchmarks.subjects import has_smollm2_shape
 
 _LEVELS = {
     "attention": "one attention call",
@@ -25,7 +26,7 @@ class Verdict:
 
     Args:
         target: in words.
-        measured: the figure of the worst scheme.
+        measured: the figure of the worst scheme, or what would have to be measured.
         met: `None` where nothing was measured.
     """
 
@@ -105,6 +106,8 @@ def _ratio(
 ) -> Verdict:
     target = f"{whom}: at most {limit:g}, {_LEVELS[level]}, {(_PHASES | _BATCHED)[phase]}, T = {length}"
     cell = content["cells"].get(f"{level} {phase} {length}", {})
+    if level == SMOLLM2_LEVEL and not has_smollm2_shape(content["settings"]):
+        cell = {}
     rows = [
         row
         for row in cell.get("rows", ())
@@ -114,7 +117,7 @@ def _ratio(
         and over in row
     ]
     if not rows:
-        return Verdict(target, "not measured", None)
+        return Verdict(target, f"{level} {phase} {length}", None)
     worst = max(rows, key=lambda row: row[over]["median"])
     found = worst[over]
     kept = sum(row[over]["median"] <= limit for row in rows)
@@ -135,7 +138,7 @@ def _memory(content: dict[str, Any], whom: str, limit: float, phase: str, length
     biases = _distance_biases(content)
     found = {one["subject"]: one["phase_bytes"] for one in entries if one["subject"] in biases}
     if bare is None or not found:
-        return Verdict(target, "not measured", None)
+        return Verdict(target, f"memory of model {phase} {length}", None)
     worst = max(found, key=lambda name: found[name])
     ratio = found[worst] / bare["phase_bytes"]
     return Verdict(target, f"worst {worst} {ratio:.3f}", ratio <= limit)
@@ -156,7 +159,7 @@ def _runs_long(content: dict[str, Any]) -> Verdict:
     }
     found = {name: entries[name] for name in sorted(_distance_biases(content) & set(entries))}
     if BARE not in entries or not found:
-        return Verdict(target, "not measured", None)
+        return Verdict(target, f"memory of model train {_LONG}", None)
     told = [f"{name} {_gigabytes(one)}" for name, one in {BARE: entries[BARE], **found}.items()]
     ran = all("phase_bytes" in one for one in found.values()) or "phase_bytes" not in entries[BARE]
     return Verdict(target, ", ".join(told), ran)

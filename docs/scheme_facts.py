@@ -15,6 +15,7 @@ from hf_posenc.plots.schemes.subject import standard_places
 from hf_posenc.schemes import BuildContext, PairwiseBias, Positions, SchemeConfig, SchemeParts
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.logits import positional_logits
+from hf_posenc.schemes.parts import SeparableBias
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Where learned parameters are counted: the sizes of BERT-base and GPT-2 small.
@@ -61,7 +62,12 @@ def facts_text(page: Page) -> str:
         )
     bias = parts.logit_bias
     if isinstance(bias, PairwiseBias):
-        facts.append(f"The bias reads {_what_a_bias_reads(page.subject)}, and is computed for every pair of tokens.")
+        how = (
+            "is one number per key, less that of the query's own token"
+            if isinstance(bias, SeparableBias)
+            else "is computed for every pair of tokens"
+        )
+        facts.append(f"The bias reads {_what_a_bias_reads(page.subject)}, and {how}.")
         if bias.num_features:
             facts.append(f"Cached beside each key: {bias.num_features} number(s) per head.")
     elif bias is not None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+import os
+from typing import Any
 
 import pytest
 import torch
+
+from tests.schedule import longest_first, whole_files
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -14,12 +18,27 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Sets the device before any module of tests is imported."""
+    """Sets threads and the device before any module of tests is imported."""
+    if hasattr(config, "workerinput"):
+        # There are as many workers as cores, and each starts processes of its own.
+        torch.set_num_threads(1)
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     device = config.getoption("--device")
     if device == "cpu":
         return
     torch.set_default_device(device)
     torch.Generator = _generator_of(device)  # type: ignore[misc]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files come first."""
+    longest_first(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`-n` deals out whole files, unless `--dist` asks for something else."""
+    return whole_files(config, log) if config.getoption("dist") == "load" else None
 
 
 def pytest_collection_finish() -> None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 #: Statuses of a row. What is WRONG was computed and is another result than the reference; what crashed raised an error
-#: that is not the library's own refusal.
-OK, WRONG, REFUSED, CRASHED, SKIPPED = "ok", "WRONG", "refused", "crashed", "skipped"
-STATUSES = (WRONG, CRASHED, REFUSED, SKIPPED, OK)
+#: that is not the library's own refusal. A check that would not notice a missing scheme cannot tell.
+OK, WRONG, REFUSED, CRASHED, SKIPPED, CANNOT_TELL = "ok", "WRONG", "refused", "crashed", "skipped", "cannot tell"
+STATUSES = (WRONG, CRASHED, REFUSED, SKIPPED, CANNOT_TELL, OK)
 
 Row = dict[str, Any]
 

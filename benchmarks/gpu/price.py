@@ -37,7 +37,8 @@ class Price:
 
     def settings(self) -> dict[str, Any]:
         """What all rows depend on."""
-        return asdict(self.options.setting) | {"schemes": self.options.schemes, "peers": self.options.peers}
+        settings = asdict(self.options.setting) | {"schemes": self.options.schemes, "peers": self.options.peers}
+        return settings | ({"smoke": True} if self.setup.smoke else {})
 
     def cells(self) -> list[str]:
         """Level, phase and length, short ones first."""

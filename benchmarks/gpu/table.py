@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from benchmarks.gpu.part import CRASHED, OK, REFUSED, SKIPPED, STATUSES, WRONG
+from benchmarks.gpu.part import CANNOT_TELL, CRASHED, OK, REFUSED, SKIPPED, STATUSES, WRONG
+from benchmarks.gpu.smoke import smoke_line
 from benchmarks.gpu.store import cells_left
 
 _MOST_NAMES = 6
@@ -46,12 +47,11 @@ def _introduction(content: dict[str, Any]) -> str:
     commands = "\n".join(content["commands"])
     left = {name: cells_left(part) for name, part in content["parts"].items()}
     unfinished = [f"- {len(cells)} cells of {name} were not run yet" for name, cells in left.items() if cells]
-    smoke = any(part["settings"].get("smoke") for part in content["parts"].values())
     parts = [
         "# hf_posenc on this machine",
         "\n".join(where),
         subnormal_line(content["subnormals"]) if "subnormals" in content else "",
-        "**A smoke run: it shows that everything runs, and its figures mean nothing.**" if smoke else "",
+        smoke_line(content),
         f"```bash\n{commands}\n```",
         "\n".join([*missing, *unfinished]),
     ]
@@ -61,10 +61,13 @@ def _introduction(content: dict[str, Any]) -> str:
 def _correctness(part: dict[str, Any]) -> list[str]:
     rows = part["rows"]
     settings = part["settings"]
-    tolerances = ", ".join(f"{value:g} in {dtype}" for dtype, value in settings["tolerances"].items())
+    run = {words[3] for words in (cell.split(" ") for cell in rows) if len(words) > 3}
+    dtypes = [dtype for dtype in settings["tolerances"] if dtype in run]
+    tolerances = ", ".join(f"{settings['tolerances'][dtype]:g} in {dtype}" for dtype in dtypes)
     explained = (
         "Tiny models with random weights on this device, against the same models on the CPU in float64 with eager "
-        "attention. The error is the largest of any token's logits over their mean length. Tolerated is "
+        "attention. The error of a token is the norm of the difference of its logits over the mean norm of all logits; "
+        "the largest one counts. Tolerated is "
         f"{tolerances}, or {settings['factor']:g} times the error of the CPU in the same dtype where that is more."
     )
     counts: dict[tuple[str, str], Counter[str]] = {}
@@ -76,7 +79,6 @@ def _correctness(part: dict[str, Any]) -> list[str]:
             errors = worst.setdefault(place, {})
             dtype = cell.split(" ")[3]
             errors[dtype] = max(errors.get(dtype, 0.0), row["error"] / row["tolerance"])
-    dtypes = tuple(settings["tolerances"])
     lines = []
     for place, found in counts.items():
         shares = (_share(worst.get(place, {}), dtype) for dtype in dtypes)
@@ -134,10 +136,10 @@ def _named(cells: Sequence[str]) -> str:
 
 
 def _blind(rows: dict[str, Any]) -> str:
-    """Rows whose tolerance is larger than what the scheme does."""
+    """Rows whose tolerance is at least as large as what the scheme does."""
     found: dict[str, set[str]] = {}
     for cell, row in rows.items():
-        if row.get("blind"):
+        if row["status"] == CANNOT_TELL:
             words = cell.split(" ")
             found.setdefault(f"{words[1]}, {words[3]}", set()).add(words[2])
     if not found:
@@ -156,8 +158,8 @@ def _price(part: dict[str, Any]) -> list[str]:
     content = {"settings": settings, "cells": measured, "memory": {}, "not_begun": cells_left(part)}
     explained = (
         f"{part['settings']['dtype']}. Time over that of the same model with no position at all (`bare`), as in "
-        "[what position costs](../../performance.md). Behind an `@` stands the attention back-end, which is sdpa "
-        "otherwise. Called from Python, without CUDA graphs: where a model is small, that is part of the time."
+        "[what position costs](../../performance.md). Behind an `@` stands the attention back-end; without one it is "
+        "sdpa. Called from Python, without CUDA graphs: where a model is small, that is part of the time."
     )
     # The headings of the other table are those of a page of its own.
     tables = [table.replace("\n## ", "\n### ").replace("## ", "### ", 1) for table in figure_tables(content) if table]
@@ -166,7 +168,8 @@ def _price(part: dict[str, Any]) -> list[str]:
 
 def _study(part: dict[str, Any]) -> list[str]:
     rows = [row for row in part["rows"].values() if row["status"] == OK]
-    sections = ["## Study", "`training/studies/gpu.yaml`, on the pages and code of this repository, as bytes."]
+    what = "Tiny models, a few steps each" if part["settings"].get("smoke") else "`training/studies/gpu.yaml`"
+    sections = ["## Study", f"{what}, on the pages and code of this repository, as bytes."]
     for task in dict.fromkeys(row["task"] for row in rows):
         found = [row for row in rows if row["task"] == task]
         kind = "loss" if "loss" in found[0] else "accuracy"

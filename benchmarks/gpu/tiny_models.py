@@ -29,12 +29,12 @@ _WEIGHTS = 0.125
 _SMALL, _TABLE = 0.1, 0.5
 
 
-def build(kind: str, scheme: str) -> Any:
+def build(kind: str, scheme: str | None) -> Any:
     """A model on the CPU in float32, patched, without dropout, with eager attention; always the same weights.
 
     Args:
         kind: `DECODER`, a Llama with two heads of keys and values, or `ENCODER`, a BERT.
-        scheme: a name of `list_schemes()`.
+        scheme: a name of `list_schemes()`; `None` leaves the model its own positions.
 
     Raises:
         PositionEncodingError: if the model cannot take the scheme.
@@ -51,6 +51,12 @@ def build(kind: str, scheme: str) -> Any:
         for parameter in model.parameters():
             if parameter.dim() >= 2:
                 parameter.normal_(std=_WEIGHTS)
+    if scheme is not None:
+        _patch(model, scheme)
+    return model.eval()
+
+
+def _patch(model: Any, scheme: str) -> None:
     with warnings.catch_warnings():
         # They speak of trained weights; here are none.
         warnings.simplefilter("ignore", UserWarning)
@@ -60,7 +66,6 @@ def build(kind: str, scheme: str) -> Any:
         for parameter in model.position_encoding.parameters():
             if parameter.dim() == 2 and parameter.std() < _SMALL:
                 parameter.normal_(std=_TABLE, generator=generator)
-    return model.eval()
 
 
 def tokens(length: int, batch: int = 2) -> Tensor:

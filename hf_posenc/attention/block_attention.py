@@ -19,6 +19,7 @@ from hf_posenc.attention.blockwise import (
     for_each_query_head,
     for_kernel,
     refuse_second_derivative,
+    without_autocast,
 )
 
 aten = torch.ops.aten
@@ -65,7 +66,7 @@ class _BlockAttention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value, bias, mask)
         masked = for_kernel(bias if mask is None else bias + mask, query).expand(query.shape[0], -1, -1, -1)
         # Autocast would round the bias.
-        with torch.autocast(query.device.type, enabled=False):
+        with without_autocast(query.device):
             return scaled_dot_product_attention(query, key, value, attn_mask=masked, scale=scaling)
 
     @staticmethod
@@ -74,7 +75,7 @@ class _BlockAttention(torch.autograd.Function):
             refuse_second_derivative()
         query, key, value, bias, mask = ctx.saved_tensors
         heads, dtype = query.shape[1], torch.promote_types(query.dtype, torch.float32)
-        with torch.autocast(query.device.type, enabled=False):
+        with without_autocast(query.device):
             queries, keys, values, outputs = (
                 tensor.to(dtype).flatten(0, 1) for tensor in (query.to(dtype) * ctx.scaling, key, value, gradient)
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -186,6 +187,13 @@ def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
 
 
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """Where autocast is not enabled, nothing is switched off: torch's context manager costs as much as an operator."""
+    if not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
 def rows_of_window_blocks() -> int:
     """Rows of a forward block where only the keys in a window count.
 
@@ -225,7 +233,7 @@ def blockwise_forward(
     key, value = for_each_query_head(key, heads), for_each_query_head(value, heads)
     output = query.new_empty(batch, query_length, heads, value.shape[-1])
     # Autocast would round the bias.
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device):
         for block in blocks(query, key.shape[2], mask, causal, rows, mask is not None, windows):
             result = scaled_dot_product_attention(
                 query[block.items, block.heads, block.start : block.stop].flip(2),
@@ -280,7 +288,7 @@ def blockwise_backward(
     # A mask, and a bias that is -inf beyond some distance, may hide all keys of a padding query. Softmax makes no
     # number of that.
     may_be_empty = mask is not None
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device):
         for block in divided:
             items, some, rows = block.items, block.heads, slice(block.start, block.stop)
             query_rows = (query[items, some, rows].to(dtype) * scaling).flip(2).flatten(0, 1)

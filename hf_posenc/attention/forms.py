@@ -46,7 +46,8 @@ class DistanceForm:
     def rows(self, start: int, stop: int, key_count: int | None = None) -> Tensor:
         """`(1, heads, rows, keys)` float32 of the queries `[start, stop)` and the first `key_count` keys."""
         if self.query_length == 1:
-            return self.vector[None, :, None, :key_count]
+            row = self.vector[None, :, None]
+            return row if key_count is None else row[..., :key_count]
         if torch.compiler.is_exporting():
             # A view would hold the length that the model was exported with.
             keys = torch.arange(self.key_length, device=self.vector.device)[:key_count]
@@ -120,6 +121,11 @@ class SeparableForm:
 
     def rows(self, start: int, stop: int, key_count: int | None = None) -> Tensor:
         """`(batch or 1, heads, rows, keys)` float32 of the queries `[start, stop)` and the first `key_count` keys."""
+        if len(self.query_slots) == 1:
+            # The fewest operators for a decoding step, where each costs more than what it computes.
+            own = self.terms.index_select(-1, self.query_slots)
+            terms = self.terms if key_count is None else self.terms[..., :key_count]
+            return (terms - own).unsqueeze(-2)
         own = self.terms.index_select(-1, self.query_slots[start:stop])
         return self.terms[..., :key_count].unsqueeze(-2) - own.unsqueeze(-1)
 

@@ -27,11 +27,16 @@ def append_features(key: Tensor, features: Tensor) -> Tensor:
     Returns:
         `(batch, key_value_heads, length, width + channels)` in the dtype of the key.
     """
-    grouped = features.unflatten(1, (key.shape[1], -1)).transpose(2, 3).flatten(3)
-    channels, rest = [], grouped
-    for _ in range(channels_per_number(key.dtype)):
-        channels.append(rest.to(key.dtype))
+    batch, _, length, _ = features.shape
+    if length == 1:
+        grouped = features.reshape(batch, key.shape[1], 1, -1)
+    else:
+        grouped = features.unflatten(1, (key.shape[1], -1)).transpose(2, 3).flatten(3)
+    channels = [grouped.to(key.dtype)]
+    rest = grouped
+    for _ in range(channels_per_number(key.dtype) - 1):
         rest = rest - channels[-1].float()
+        channels.append(rest.to(key.dtype))
     return torch.cat((key, *channels), dim=-1)
 
 
@@ -39,8 +44,8 @@ def split_features(key: Tensor, num_heads: int, num_features: int) -> tuple[Tens
     """The inverse of `append_features`: `(batch, key_value_heads, length, width)` and `(batch, heads, length, n)`."""
     per_key = num_heads // key.shape[1] * num_features
     count = channels_per_number(key.dtype)
-    plain = key[..., : key.shape[-1] - count * per_key]
-    channels = key[..., plain.shape[-1] :].float()
+    plain, channels = key.split((key.shape[-1] - count * per_key, count * per_key), dim=-1)
+    channels = channels.float()
     if count > 1:
         channels = channels.unflatten(-1, (count, per_key)).sum(-2)
     features = channels.unflatten(-1, (-1, num_features)).transpose(2, 3).flatten(1, 2)

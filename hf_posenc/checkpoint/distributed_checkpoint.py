@@ -7,6 +7,7 @@ model would go into a stock one. The marks of a checkpoint stand in its metadata
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -36,16 +37,39 @@ def _load(
     planner: Any = None,
 ) -> Any:
     how = (process_group, coordinator_rank, no_dist)
-    if not getattr(planner, "allow_partial_load", False):
+    if getattr(planner, "allow_partial_load", False):
+        # The weights alone are asked for. Marks of two schemes differ in size, which torch refuses.
+        with _without_marks(state_dict):
+            return original(state_dict, storage_reader, *how, planner)
 
-        def read(names: Mapping[str, Any]) -> dict[str, Any]:
-            marks: dict[str, Any] = {name: torch.empty(entry.size, dtype=torch.uint8) for name, entry in names.items()}
-            if marks:
-                original(marks, storage_reader, *how)
-            return marks
+    def read(names: Mapping[str, Any]) -> dict[str, Any]:
+        marks: dict[str, Any] = {name: torch.empty(entry.size, dtype=torch.uint8) for name, entry in names.items()}
+        if marks:
+            original(marks, storage_reader, *how)
+        return marks
 
-        _compare(state_dict, storage_reader, read)
+    _compare(state_dict, storage_reader, read)
     return original(state_dict, storage_reader, *how, planner)
+
+
+@contextmanager
+def _without_marks(state_dict: dict[str, Any]) -> Iterator[None]:
+    """Takes the marks out of a state dict, nested ones too, and puts them back."""
+    taken: list[tuple[dict[str, Any], str, Any]] = []
+
+    def take(entries: dict[str, Any]) -> None:
+        for name in find_marks(entries):
+            taken.append((entries, name, entries.pop(name)))
+        for value in entries.values():
+            if isinstance(value, dict):
+                take(value)
+
+    take(state_dict)
+    try:
+        yield
+    finally:
+        for entries, name, mark in taken:
+            entries[name] = mark
 
 
 def _compare(

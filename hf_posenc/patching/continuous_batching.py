@@ -19,13 +19,15 @@ from hf_posenc.patching.checked_method import CheckedMethod
 from hf_posenc.patching.encoding import PositionEncoding, StackEncoding, is_length_dependent
 from hf_posenc.patching.layer_call import LayerEncoding
 from hf_posenc.patching.paged_requests import PREFIX
+from hf_posenc.patching.running_batches import KEPT_MANAGER
 from hf_posenc.patching.scores_attention import ScoresAttention
-from hf_posenc.patching.wide_pages import WidePages, page_width
+from hf_posenc.patching.wide_pages import WidePages, page_width, width_of_pages
+from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.parts import DistanceBias, SeparableBias
 
-#: A manager that `generate_batch(persistent_manager=True)` leaves on the model for later calls.
-_KEPT = "_cached_continuous_batching_manager"
 _CONFIG = "continuous_batching_config"
+#: On a cache: the check that it has passed.
+_CHECKED_FOR = "_hf_posenc_checked_for"
 _REMEDY = "Use model.generate() with a batch that is padded on the left."
 
 
@@ -39,7 +41,11 @@ class CheckedContinuousBatching(CheckedMethod):
         """Puts it on a model that has the method, and away a manager whose pages hold keys of another scheme."""
         super().place(encoding, model)
         if hasattr(model, cls.method):
-            encoding.journal.put_aside(model, _KEPT)
+            encoding.journal.put_aside(model, KEPT_MANAGER)
+            check = PagesCheck(encoding, model)
+            for stack in encoding.stacks.values():
+                assert isinstance(stack, StackEncoding)
+                stack.runtime.pages = check
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Starts continuous batching.
@@ -57,7 +63,7 @@ class CheckedContinuousBatching(CheckedMethod):
         if any(layer.reads_pages for layer in layers):
             given[_CONFIG] = self._settings(given)
         manager = self.__wrapped__(**given)
-        width = max((page_width(layer, self.model.dtype) for layer in layers), default=0)
+        width = _needed_width(self.encoding, self.model)
         if any(width > layer.head_dim for layer in layers) and manager.batch_processor is None:
             manager._create_batch_processor = WidePages(manager, width)
         return manager
@@ -91,6 +97,47 @@ class CheckedContinuousBatching(CheckedMethod):
         return settings
 
 
+class PagesCheck:
+    """Checks the pages of a call once, for managers that were made before the scheme was placed.
+
+    Args:
+        encoding: what is in force.
+        model: the patched model.
+    """
+
+    def __init__(self, encoding: PositionEncoding, model: Any) -> None:
+        self.encoding = encoding
+        self.model = model
+
+    def check(self, cache: Any) -> None:
+        """Checks the cache of a call, in a thread of the manager, which hands an error to the caller of every request.
+
+        Raises:
+            UnsupportedError: for a scheme that pages of keys cannot serve, or not these.
+        """
+        if vars(cache).get(_CHECKED_FOR) is self:
+            return
+        refuse_pages(self.encoding, self.model)
+        layers, needed = _decoder_layers(self.encoding), _needed_width(self.encoding, self.model)
+        found = width_of_pages(cache, min((layer.head_dim for layer in layers), default=0))
+        reads_pages = any(layer.reads_pages for layer in layers)
+        if found is not None and found < needed:
+            problem = f"the keys of this scheme are {needed} numbers wide, and its pages have {found}"
+        elif reads_pages and self.model.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            problem = "this scheme reads the lengths of the requests in a batch, which a CUDA graph does not know"
+        else:
+            setattr(cache, _CHECKED_FOR, self)
+            return
+        raise UnsupportedError(
+            f"{_cannot(self.encoding, self.model)} with this manager, which was made before the scheme was placed: "
+            f"{problem}. Make another one with model.init_continuous_batching()."
+        )
+
+
+def _needed_width(encoding: PositionEncoding, model: Any) -> int:
+    return max((page_width(layer, model.dtype) for layer in _decoder_layers(encoding)), default=0)
+
+
 def refuse_pages(encoding: PositionEncoding, model: nn.Module) -> None:
     """Refuses a scheme that cannot be computed from the keys in pages.
 
@@ -103,7 +150,7 @@ def refuse_pages(encoding: PositionEncoding, model: nn.Module) -> None:
 
 
 def _cannot(encoding: PositionEncoding, model: nn.Module) -> str:
-    return f"Continuous batching cannot run the scheme {encoding.config.name!r} in this {type(model).__name__}"
+    return f"Continuous batching cannot run the scheme {scheme_label(encoding.config)!r} in this {type(model).__name__}"
 
 
 def _decoder_layers(encoding: PositionEncoding) -> list[LayerEncoding]:

@@ -11,6 +11,8 @@ from hf_posenc.patching.apply import current_encoding, encodings, install, unins
 from hf_posenc.patching.discovery import find_stacks
 from hf_posenc.patching.encoding import PositionEncoding
 from hf_posenc.patching.placed_forward import refuse_foreign_forward
+from hf_posenc.patching.running_batches import drop_kept_pages, refuse_running_batches
+from hf_posenc.patching.sharded_weights import refuse_late_parameters
 from hf_posenc.patching.sites import FoundAttention, FoundModule
 
 
@@ -18,8 +20,11 @@ def exchange(model: PreTrainedModel, encoding: PositionEncoding) -> None:
     """Puts an encoding into a model, in place of the one in force. If that fails, the model is left as it was.
 
     Raises:
-        UnsupportedError: if the encoding cannot be placed, or the one in force cannot be taken out to come back.
+        UnsupportedError: if the encoding cannot be placed, or the one in force cannot be taken out to come back, or
+            while continuous batching runs on the model.
     """
+    refuse_running_batches(model)
+    refuse_late_parameters(model, encoding)
     before = current_encoding(model)
     check_forwards(model)
     try:
@@ -30,7 +35,12 @@ def exchange(model: PreTrainedModel, encoding: PositionEncoding) -> None:
 
 
 def take_out(model: PreTrainedModel) -> None:
-    """Leaves a model without any encoding, even if it is interrupted."""
+    """Leaves a model without any encoding, even if it is interrupted.
+
+    Raises:
+        UnsupportedError: while continuous batching runs on the model.
+    """
+    refuse_running_batches(model)
     try:
         _put(model, None)
     except BaseException:
@@ -43,12 +53,14 @@ def temporarily(model: PreTrainedModel, encoding: PositionEncoding | None) -> It
     """A model with another encoding, or none, for the length of a `with` block. What it had before is back afterwards.
 
     Raises:
-        UnsupportedError: if the encoding cannot be placed, or the one in force cannot be taken out to come back.
+        UnsupportedError: if the encoding cannot be placed, or the one in force cannot be taken out to come back, or
+            while continuous batching runs on the model.
     """
     before = current_encoding(model)
     if before is encoding:
         yield
         return
+    refuse_running_batches(model)
     check_forwards(model)
     try:
         _put(model, encoding)
@@ -76,6 +88,7 @@ def check_forwards(model: PreTrainedModel) -> None:
 
 def _put(model: PreTrainedModel, encoding: PositionEncoding | None) -> None:
     """Takes out what a model has, whole or in part, and puts the encoding in; it may be called again to finish."""
+    drop_kept_pages(model)
     for found in encodings(model):
         uninstall(found)
     if encoding is not None:

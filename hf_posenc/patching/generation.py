@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.checked_method import CheckedMethod
 from hf_posenc.patching.encoding import PositionEncoding, is_length_dependent
+from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.parts import Part
 
 _DEPTH = "num_hidden_layers"
@@ -64,7 +65,7 @@ def refuse_growing_caches(call: GenerateCall) -> None:
     """
     if not is_length_dependent(call.encoding):
         return
-    scheme = call.encoding.config.name
+    scheme = scheme_label(call.encoding.config)
     if call.drafts:
         tokens = call.arguments.get("input_ids")
         length = tokens.shape[1] if isinstance(tokens, torch.Tensor) else 1

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.attention.blockwise import without_autocast
 from hf_posenc.attention.distances import distance_form, first_key_slot
 from hf_posenc.attention.forms import BiasForm, DistanceForm, RowsForm, SeparableForm
 from hf_posenc.errors import UnsupportedError
@@ -57,7 +58,7 @@ class LogitSite(PlacedForward):
         """`(batch, heads, query_len, num_features)` float32 of the new tokens."""
         bias = self.encoding.logit_bias
         assert isinstance(bias, PairwiseBias)
-        with weights_at_hand(bias), torch.autocast(call.hidden_states.device.type, enabled=False):
+        with weights_at_hand(bias), without_autocast(call.hidden_states.device):
             features: Tensor = bias.key_features(call.hidden_states)
         return features
 
@@ -147,7 +148,7 @@ class LogitSite(PlacedForward):
 
         def compute(start: int, stop: int, key_count: int) -> Tensor:
             own = keys.ids.index_select(-1, query_slots[start:stop])
-            with torch.autocast(device.type, enabled=False):
+            with without_autocast(device):
                 per_head: Tensor = bias(keys.ids[:, None, :key_count] - own.unsqueeze(-1))
             return per_head.transpose(0, 1)
 
@@ -174,10 +175,16 @@ class LogitSite(PlacedForward):
         keys = key_positions(call.state, key_start, key.shape[-2], query.device)
         assert self.encoding.logit_bias is not None
         refuse_cached_coordinates(self.encoding.logit_bias, call.state, keys)
+        query_slots: Tensor = call.state.shared(
+            "query slots",
+            lambda: torch.arange(query.shape[-2], device=query.device) + (query_start - key_start),
+            query.shape[-2],
+            key.shape[-2],
+        )
         return AttentionPairs(
             query=query,
             key=key,
-            query_slots=torch.arange(query.shape[-2], device=query.device) + (query_start - key_start),
+            query_slots=query_slots,
             keys=keys,
             scaling=scaling,
             hidden_states=call.hidden_states,
@@ -214,7 +221,7 @@ class LogitSite(PlacedForward):
 
 def _pairwise_form(bias: LogitBias, pairs: AttentionPairs) -> BiasForm:
     if isinstance(bias, SeparableBias):
-        with torch.autocast(pairs.query.device.type, enabled=False):
+        with without_autocast(pairs.query.device):
             return SeparableForm(bias.key_terms(pairs), pairs.query_slots)
 
     key_length = pairs.key.shape[-2]
@@ -225,7 +232,7 @@ def _pairwise_form(bias: LogitBias, pairs: AttentionPairs) -> BiasForm:
         if crops and key_count < key_length:
             own = own.of_first_keys(key_count)
         # A bias is float32 in any model; autocast would round what it is made of.
-        with torch.autocast(own.query.device.type, enabled=False):
+        with without_autocast(own.query.device):
             result: Tensor = bias(own)
         check_heads(result.shape[1], pairs.query.shape[1])
         return result[..., :key_count]

@@ -85,7 +85,10 @@ def disagreement(found: Mapping[str, Any] | None, config: SchemeConfig | None) -
 
 
 #: What a strict `load_state_dict` adds to a disagreement.
-NOT_STRICT = "To take over the weights alone, pass strict=False"
+NOT_STRICT = (
+    "To take over the weights alone, pass strict=False (options=StateDictOptions(strict=False) to the functions of "
+    "torch.distributed.checkpoint.state_dict)"
+)
 
 
 def placed_mark(mark: Tensor, module: nn.Module) -> Tensor:

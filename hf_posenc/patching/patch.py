@@ -19,11 +19,13 @@ from hf_posenc.patching.hidden_positions import refuse_hidden_positions
 from hf_posenc.patching.native import native_scheme
 from hf_posenc.patching.observed_causality import refuse_misread_causality
 from hf_posenc.patching.plan import SchemeLike, schedule, scheme_config
+from hf_posenc.patching.running_batches import refuse_running_batches
 from hf_posenc.patching.sites import Stack
 from hf_posenc.patching.verify import verify_adopted_tables
 from hf_posenc.schemes import LayeredConfig
 from hf_posenc.schemes.arrangement.native import NativeConfig, names_native, with_native
 from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.labels import scheme_label
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
 
@@ -65,6 +67,8 @@ def patch_model(
     config = scheme_config(scheme, options)
     if elsewhere is not None and layers is None:
         raise ValueError("`elsewhere` says what the layers outside `layers` do: give `layers` as well.")
+    # Before the model is run, too, which its thread would run into.
+    refuse_running_batches(target)
     previous = current_encoding(target)
     config, stacks, encoding = _built(target, config, layers, elsewhere)
     _warn_if_invisible(config, stacks)
@@ -101,7 +105,11 @@ def _layer_types(stacks: list[Stack]) -> list[str | None]:
 
 
 def unpatch_model(model: ModelType) -> ModelType:
-    """Gives the stock model back, bit for bit. A model that is not patched is returned as it is."""
+    """Gives the stock model back, bit for bit. A model that is not patched is returned as it is.
+
+    Raises:
+        UnsupportedError: while continuous batching runs on the model.
+    """
     take_out(unwrapped(model))
     return model
 
@@ -165,9 +173,9 @@ def _warn_if_invisible(config: SchemeConfig, stacks: list[Stack]) -> None:
 def _warn_if_uncacheable(encoding: PositionEncoding, model: PreTrainedModel) -> None:
     if is_length_dependent(encoding) and getattr(model, "generation_config", None) is not None:
         warnings.warn(
-            f"Scheme {encoding.config.name!r} encodes a token by the length of the sequence, or by tokens that a cache "
-            "does not keep, so no cache can be extended. generate() recomputes the whole sequence for every token "
-            "(generation_config.use_cache=False).",
+            f"Scheme {scheme_label(encoding.config)!r} encodes a token by the length of the sequence, or by tokens "
+            "that a cache does not keep, so no cache can be extended. generate() recomputes the whole sequence for "
+            "every token (generation_config.use_cache=False).",
             UserWarning,
             stacklevel=3,
         )

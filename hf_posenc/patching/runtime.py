@@ -36,6 +36,13 @@ class Watch(Protocol):
         """What is wrong; empty for nothing."""
 
 
+class PagesCheck(Protocol):
+    """What a stack asks before every call of continuous batching."""
+
+    def check(self, cache: Any) -> None:
+        """Raises where the pages of the call's cache cannot serve the scheme."""
+
+
 class StackRuntime:
     """Holds the `ForwardState` of the call in progress of one stack."""
 
@@ -51,6 +58,8 @@ class StackRuntime:
         self.slots = SlotBuffers()
         #: Makes sure that every module of the stack carries its site; set while the scheme is in place.
         self.watch: Watch | None = None
+        #: Checks the pages of continuous batching; set while the scheme is in place.
+        self.pages: PagesCheck | None = None
 
     def batch_first(self, hidden_states: Tensor) -> Tensor:
         """`(batch, length, hidden)`, from the order of axes of this architecture's layers."""
@@ -158,6 +167,8 @@ class StackForward(PlacedForward):
             tokens = next((value for value in args if isinstance(value, Tensor)), None)
         query_length = 0 if tokens is None else tokens.shape[1]
         cache = _cache_among(arguments)
+        if self.runtime.pages is not None and arguments.get("cu_seq_lens_k") is not None and cache is not None:
+            self.runtime.pages.check(cache)
         offset = _cached_length(cache)
         if isinstance(offset, int):
             self.runtime.slots.reach(stack, offset + query_length)

@@ -23,6 +23,24 @@ def page_width(layer: LayerEncoding, dtype: torch.dtype) -> int:
     return layer.head_dim * factor + numbers * channels_per_number(dtype)
 
 
+def width_of_pages(cache: Any, head_dim: int) -> int | None:
+    """How wide the pages of a cache are.
+
+    Args:
+        cache: of a call.
+        head_dim: width of the model's heads.
+
+    Returns:
+        `None` for a cache that is not transformers' own.
+    """
+    from transformers.generation.continuous_batching import PagedAttentionCache
+
+    update = vars(cache).get("update")
+    if isinstance(update, _PaddedUpdate):
+        return update.width
+    return head_dim if isinstance(cache, PagedAttentionCache) else None
+
+
 class WidePages:
     """Stands in for a manager's `_create_batch_processor`: makes a cache with wide pages.
 

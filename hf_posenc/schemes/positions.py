@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,30 @@ class Positions:
     coordinates: Tensor | None = None
     token_ids: Tensor | None = None
     memo: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def padding(self) -> Tensor:
+        """`(batch or 1, 1, length)` bool: which tokens are padding, for all heads."""
+        return self.remembered("padding", lambda: (self.ids < 0).unsqueeze(1), self.ids)
+
+    def remembered(self, name: str, compute: Callable[[], Tensor], *sources: Tensor) -> Tensor:
+        """`compute()`, once per forward call for all layers that have the very same sources.
+
+        A compiled graph serves all lengths, and an entry for each would make it serve one only, so there each layer
+        computes its own.
+
+        Args:
+            name: what is computed.
+            compute: computes it from the sources and from nothing else.
+            *sources: kept beside the result, so that no other tensor can take the place of one of them.
+        """
+        if torch.compiler.is_compiling():
+            return compute()
+        key = (name, *map(id, sources), torch.is_inference_mode_enabled())
+        known: tuple[Tensor, tuple[Tensor, ...]] | None = self.memo.get(key)
+        if known is None:
+            known = self.memo[key] = compute(), sources
+        return known[0]
 
     def first(self, count: int) -> Positions:
         """Those of the first `count` tokens; lengths are still those of the whole sequences."""
@@ -69,6 +93,8 @@ class AttentionPairs:
 
     def of_queries(self, start: int, stop: int) -> AttentionPairs:
         """The queries `[start, stop)` with all keys."""
+        if start == 0 and stop == self.query.shape[-2]:
+            return self
         return dataclasses.replace(
             self,
             query=self.query[..., start:stop, :],
@@ -88,18 +114,36 @@ class AttentionPairs:
     @property
     def query_positions(self) -> Tensor:
         """`(batch or 1, query_len)`."""
-        return self.keys.ids.index_select(-1, self.query_slots)
+        return self.remembered("query positions", lambda: self.keys.ids.index_select(-1, self.query_slots))
 
     @property
     def distance(self) -> Tensor:
         """`(batch or 1, query_len, key_len)`: key position minus query position, negative in the past."""
-        return self.keys.ids.unsqueeze(-2) - self.query_positions.unsqueeze(-1)
+        return self.remembered("distance", lambda: self.keys.ids.unsqueeze(-2) - self.query_positions.unsqueeze(-1))
+
+    @property
+    def steps(self) -> Tensor:
+        """`(batch or 1, query_len, key_len)` float32: how far apart query and key are, to whichever side."""
+        return self.remembered("steps", lambda: self.distance.abs().float())
 
     @property
     def slot_distance(self) -> Tensor:
         """`(query_len, key_len)` int64: the same, counted in slots; positive exactly where a key comes later."""
-        slots = torch.arange(self.key.shape[-2], device=self.key.device)
-        return slots - self.query_slots.unsqueeze(-1)
+
+        def compute() -> Tensor:
+            slots = torch.arange(self.key.shape[-2], device=self.key.device)
+            return slots - self.query_slots.unsqueeze(-1)
+
+        return self.remembered("slot distance", compute)
+
+    def remembered(self, name: str, compute: Callable[[], Tensor]) -> Tensor:
+        """`compute()`, which reads nothing but where queries and keys stand: for one query once for all layers.
+
+        For many queries it would be a tensor of all pairs, held until the forward call ends.
+        """
+        if self.query_slots.shape[0] != 1:
+            return compute()
+        return self.keys.remembered(name, compute, self.keys.ids, self.query_slots)
 
     @property
     def expanded_key(self) -> Tensor:

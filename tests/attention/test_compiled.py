@@ -12,7 +12,8 @@ from transformers import StaticCache
 from tests.matrix.running import patched, tokens
 from tests.thinning import mostly_slow
 
-LENGTHS = (32, 48, 64, 80)
+#: The second one compiles for any length, and the third one shows it.
+LENGTHS = (32, 48, 64)
 #: One for each form of a bias.
 SCHEMES = ["alibi", "t5", "forget_gate", "shaw"]
 
@@ -26,7 +27,7 @@ def fresh_dynamo() -> Any:
 
 def graphs(scheme: str | None, train: bool) -> int:
     """How many graphs a model compiles to at several lengths, in one piece each."""
-    model = patched("llama_gqa", scheme, attn_implementation="sdpa", max_position_embeddings=128)
+    model = patched("llama_gqa", scheme, attn_implementation="sdpa", max_position_embeddings=128, num_hidden_layers=1)
     counter = CompileCounterWithBackend("aot_eager" if train else "eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)
     for length in LENGTHS:
@@ -61,7 +62,7 @@ def test_training_steps_too(scheme: str) -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_static_cache_is_decoded_in_one_graph(scheme: str) -> None:
-    model = patched("llama_gqa", scheme, attn_implementation="sdpa")
+    model = patched("llama_gqa", scheme, attn_implementation="sdpa", num_hidden_layers=1)
     input_ids = tokens(batch=1, length=12)
     counter = CompileCounterWithBackend("eager")
     compiled = torch.compile(model, backend=counter, fullgraph=True)

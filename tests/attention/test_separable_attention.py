@@ -46,6 +46,28 @@ def test_masks(kind: str, groups: int) -> None:
         torch.testing.assert_close(one, other, atol=2e-5 * float(other.abs().max().clamp(min=1)), rtol=1e-4)
 
 
+@pytest.mark.parametrize("largest", [(120.0, 16.0), (513.0, 16.0), (7600.0, 7600.0)])
+def test_wide_heads_keep_their_digits_beside_large_terms(largest: tuple[float, float]) -> None:
+    """A call too short for windows, of heads whose folded products would not be summed in order.
+
+    The bounds are 2**-17 of the largest numbers: the rounding of a folded term of 128, and some steps of sums over 128
+    dimensions and a thousand keys.
+    """
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 1024, 128, generator=generator).requires_grad_() for _ in range(3))
+    steps = torch.rand(1, 2, 1024, generator=generator)
+    terms = (steps.cumsum(-1) * (torch.tensor(largest).view(1, 2, 1) / 512)).requires_grad_()
+    slots = torch.arange(1024)
+    found = separable_attention(query, key, value, terms, slots, None, 128**-0.5, True)
+    wanted = plain_attention(query, key, value, SeparableForm(terms, slots).dense(), None, 128**-0.5, True)
+    torch.testing.assert_close(found.double(), wanted, atol=2**-17, rtol=0)
+    weights = torch.randn(wanted.shape, dtype=torch.float64, generator=generator)
+    given = (query, key, value, terms)
+    gradients = torch.autograd.grad((found.double() * weights).sum(), given)
+    for one, other in zip(gradients, torch.autograd.grad((wanted * weights).sum(), given), strict=True):
+        torch.testing.assert_close(one, other, atol=2**-17 * float(other.abs().max()), rtol=0)
+
+
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float32, 1e-3), (torch.bfloat16, 0.1), (torch.float16, 0.02)], ids=str
 )

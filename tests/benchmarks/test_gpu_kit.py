@@ -17,11 +17,11 @@ from benchmarks.gpu import correctness, requirements, worker
 from benchmarks.gpu.arguments import PARTS, parse_options
 from benchmarks.gpu.checks import CHECKS
 from benchmarks.gpu.correctness import Correctness
-from benchmarks.gpu.part import CRASHED, OK, REFUSED, SKIPPED, WRONG, OutOfTimeError, Setup
+from benchmarks.gpu.part import CANNOT_TELL, CRASHED, OK, REFUSED, SKIPPED, WRONG, OutOfTimeError, Setup
 from benchmarks.gpu.plan import Case, plan
 from benchmarks.gpu.store import Store
 from benchmarks.gpu.suites import read_report
-from benchmarks.gpu.table import format_kit
+from benchmarks.gpu.table import _correctness, format_kit
 from hf_posenc import get_scheme, list_schemes
 
 
@@ -48,8 +48,7 @@ def test_a_smoke_run_goes_through_every_part(smoke):
         "reason": "CUDA graphs need a GPU",
         "seconds": 0,
     }
-    # Only where there are no positions nothing could be told.
-    assert {cell.split(" ")[2] for cell, row in rows.items() if row.get("blind")} == {"none"}
+    assert {row["status"] for row in rows.values()} == {OK, REFUSED, SKIPPED}
     losses = [row["loss"] for row in content["parts"]["study"]["rows"].values()]
     assert len(losses) == 3
     assert all(len(one) == 2 and 4 < one[0] < 8 for one in losses)
@@ -67,12 +66,18 @@ def test_the_table_names_the_machine_and_every_part(smoke):
         "A smoke run",
         "| forward | flex_attention |",
         "### What is refused",
-        "### The shape of SmolLM2-135M, a token for each of 16 sequences behind a cache of T",
-        "alibi: at most 1, the shape of SmolLM2-135M, forward, T = 4096",
+        "### A Llama with 2 layers of width 32, a token for each of 16 sequences behind a cache of T",
+        "Left out to save time: in correctness most schemes",
+        "Not judged, because nothing was measured for them: ",
         "| `alibi` | 0 |",
     ):
         assert expected in text
     assert "FlashAttention`: not installed" in text
+    # Only what was run has a row, under its own name.
+    assert "SmolLM2-135M, " not in text
+    assert "not measured" not in text
+    assert "in float16" not in text
+    assert "| - |" not in text.split("## Price")[1]
 
 
 def test_the_same_command_goes_on_with_what_is_missing(smoke, tmp_path, capsys):
@@ -184,6 +189,20 @@ def test_a_scheme_that_does_nothing_on_the_device_is_wrong(part, monkeypatch):
     row = part.run(_CELL)
     assert row["status"] == WRONG
     assert row["error"] == pytest.approx(row["effect"], rel=1e-3)
+
+
+def test_a_check_that_would_not_notice_a_missing_scheme_cannot_tell(part, monkeypatch):
+    assert part.run(_CELL)["status"] == OK
+    # A model that `none` has left its own positions would be noticed, too.
+    assert part.run(_CELL.replace("rope", "none"))["status"] == OK
+    monkeypatch.setitem(correctness.TOLERANCES, "float32", 10.0)
+    for cell in (_CELL, _CELL.replace("rope", "none")):
+        row = part.run(cell) | {"seconds": 0.0}
+        assert row["status"] == CANNOT_TELL
+        content = {"settings": part.settings(), "rows": {cell: row}}
+        text = "\n".join(_correctness(content))
+        assert "| forward | sdpa | - | - | - | - | 1 | - |" in text
+        assert "### Cannot tell" in text
 
 
 def test_what_is_not_a_number_is_wrong(part, broken):

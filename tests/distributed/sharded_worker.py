@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from hf_posenc import AlibiConfig, ComposedConfig, LearnedConfig, PopeConfig, T5Config, UnsupportedError
+from hf_posenc import AlibiConfig, ComposedConfig, LearnedConfig, PopeConfig, T5Config, UnsupportedError, patch_model
 from hf_posenc.checkpoint.configuration import CheckpointError
 from tests.matrix.running import distance, patched, tokens
 
@@ -152,6 +152,17 @@ def distributed_checkpoints(folder: Path) -> dict[str, Any]:
     return result
 
 
+def patched_late(scheme: Any) -> float | str:
+    """A scheme that is placed in a stock model after it was sharded."""
+    whole = patched("llama_gqa", scheme)
+    model = shared(patched("llama_gqa", None), "fsdp2")
+    try:
+        return distance(patch_model(model, scheme)(tokens()).logits, whole(tokens()).logits)
+    except UnsupportedError as error:
+        untouched = distance(model(tokens()).logits, patched("llama_gqa", None)(tokens()).logits)
+        return f"{'' if untouched <= 1e-5 else 'the model was changed: '}{error}"
+
+
 def loaded_by_transformers(folder: Path) -> dict[str, Any]:
     """A patched folder that transformers shards while it reads it, and gathers when it saves it."""
     whole = patched("llama_gqa", "forget_gate")
@@ -228,6 +239,7 @@ def main(folder: Path) -> None:
             found["trained"][f"{way} {name}"] = trained(SCHEMES[name], way)
     found["checkpoints"] = distributed_checkpoints(folder)
     found["transformers"] = loaded_by_transformers(folder)
+    found["late"] = {scheme: patched_late(scheme) for scheme in ("alibi", "t5", "pope")}
     for scheme in CONTEXTS:
         found["contexts"][scheme] = contexts(scheme)
     found["contexts"] |= {

@@ -48,6 +48,9 @@ PLANS: dict[str, tuple[str, Any]] = {
     "two key heads in both": ("grouped", _KEYS_WHOLE),
     "sequences": ("grouped", {"model.layers.*.input_layernorm": "sequence_parallel"}),
 }
+#: One scheme for each place from which a decoding step reads what earlier ones left.
+GENERATED = ("alibi", "t5", "forget_gate", "pope")
+COMPILED = ("alibi", "t5", "forget_gate", "pope")
 _LLAMA = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 64, "pad_token_id": 0,
@@ -191,6 +194,47 @@ def stock(name: str) -> Any:
     return model.eval()
 
 
+def generated(folder: Path, scheme: Any) -> dict[str, bool]:
+    """Whether two processes generate the tokens of one, with padding, by ways that keep, reorder and fix a cache."""
+    models = [loaded(folder), AutoModelForCausalLM.from_pretrained(folder).eval()]
+    mask = torch.ones(2, 11, dtype=torch.long)
+    mask[0, :4] = 0
+    ways: dict[str, dict[str, Any]] = {
+        "greedy": {}, "beams": {"num_beams": 3}, "static cache": {"cache_implementation": "static"},
+    }  # fmt: skip
+    for model in models:
+        torch.manual_seed(7)
+        patch_model(model, scheme)
+        strengthen(model)
+    result: dict[str, bool] = {}
+    for way, settings in ways.items():
+        split, whole = (
+            model.generate(tokens(2, 11), attention_mask=mask, max_new_tokens=5, pad_token_id=0, **settings)
+            for model in models
+        )
+        result[way] = torch.equal(split, whole)
+    return result
+
+
+def compiled(folder: Path, scheme: Any) -> dict[str, Any]:
+    """The difference of logits and gradients between two processes in one graph each and one process without."""
+    split, whole = loaded(folder), AutoModelForCausalLM.from_pretrained(folder).eval()
+    for model in (split, whole):
+        torch.manual_seed(7)
+        patch_model(model, scheme)
+        strengthen(model)
+    torch.compiler.reset()
+    graph = torch.compile(split, backend="aot_eager")
+    graph(tokens(2, 11), labels=tokens(2, 11)).loss.backward()
+    whole(tokens(2, 11), labels=tokens(2, 11)).loss.backward()
+    found, expected = (
+        {name: full(weight.grad) for name, weight in model.named_parameters() if weight.grad is not None}
+        for model in (split, whole)
+    )
+    share, where = largest(found, expected)
+    return {"forward": distance(logits(graph), logits(whole)), "gradients": share, "where": where}
+
+
 def written(folder: Path, name: str, build: Any) -> Path:
     """A stock model that the first process has written for both."""
     if dist.get_rank() == 0:
@@ -246,6 +290,8 @@ def main(folder: Path, *, everything: bool) -> None:
     for name, (build, shares) in ARCHITECTURES.items():
         path = written(folder, name, lambda build=build: stock(build))
         found["architectures"][name] = compared(path, shares, (None, "alibi", "forget_gate", "pope"))
+    found["generated"] = {scheme: generated(folder / "grouped", scheme) for scheme in GENERATED}
+    found["compiled"] = {scheme: compiled(folder / "grouped", scheme) for scheme in COMPILED}
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()

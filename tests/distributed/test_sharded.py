@@ -41,6 +41,14 @@ def test_transformers_shards_a_patched_folder_and_writes_the_same_file(found: Fo
         assert rank["transformers"]["files"] == 0
 
 
+def test_a_sharded_model_takes_no_new_parameters(found: Found) -> None:
+    for rank in found:
+        assert rank["late"]["alibi"] <= CLOSE
+        for scheme in ("t5", "pope"):
+            assert rank["late"][scheme].startswith("The weights of this"), rank["late"][scheme]
+            assert "Call patch_model before fully_shard" in rank["late"][scheme]
+
+
 def test_sharded_weights_name_their_scheme(found: Found) -> None:
     for rank in found:
         assert rank["checkpoints"]["marks"] == 1

@@ -9,7 +9,7 @@ import torch
 
 from hf_posenc import UnsupportedError
 from tests.distributed.processes import run_two
-from tests.distributed.tensor_parallel_worker import ARCHITECTURES, PLANS, SAVED
+from tests.distributed.tensor_parallel_worker import ARCHITECTURES, COMPILED, GENERATED, PLANS, SAVED
 from tests.matrix.running import patched, tokens
 from tests.schemes.table import TABLE, VARIANTS
 
@@ -68,6 +68,22 @@ def test_architectures_with_other_plans_and_experts_are_equal(found: Found) -> N
             for scheme, difference in by_scheme.items():
                 assert isinstance(difference, float), (name, scheme, difference)
                 assert difference <= CLOSE, (name, scheme, difference)
+
+
+def test_two_processes_generate_the_tokens_of_one(found: Found) -> None:
+    for rank in found:
+        assert rank["generated"].keys() == set(GENERATED)
+        for scheme, ways in rank["generated"].items():
+            assert len(ways) == 3
+            assert all(ways.values()), (scheme, ways)
+
+
+def test_compiled_processes_give_outputs_and_gradients_of_one_process(found: Found) -> None:
+    for rank in found:
+        assert rank["compiled"].keys() == set(COMPILED)
+        for scheme, one in rank["compiled"].items():
+            assert one["forward"] <= CLOSE, (scheme, one)
+            assert one["gradients"] <= CLOSE_GRADIENTS, (scheme, one)
 
 
 REFUSED = {

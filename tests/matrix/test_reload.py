@@ -16,7 +16,7 @@ from .architectures import ARCHITECTURES
 from .running import outputs, patched, tokens
 from .test_behaviour import SCHEMES, cells
 
-EVERY_CELL = cells(ARCHITECTURES)
+every_cell = cells(ARCHITECTURES, turn=0)
 
 _LOAD_ALL = "import sys; from tests.matrix.test_reload import load_all; load_all(sys.argv[1])"
 
@@ -35,9 +35,13 @@ def load_all(folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def reloaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reloaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with every cell of this run."""
     folder = tmp_path_factory.mktemp("reload")
-    for architecture, scheme in EVERY_CELL.args[1]:
+    for item in request.session.items:
+        if item.path != request.path:
+            continue
+        architecture, scheme = (item.callspec.params[name] for name in ("architecture", "scheme"))
         model, place = patched(architecture, SCHEMES[scheme]), folder / f"{architecture}--{scheme}"
         model.save_pretrained(place)
         (place / "class.txt").write_text(type(model).__name__)
@@ -57,7 +61,7 @@ def reloaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@EVERY_CELL
+@every_cell
 def test_reload_in_a_fresh_process(reloaded: Path, architecture: str, scheme: str) -> None:
     place = reloaded / f"{architecture}--{scheme}"
     assert torch.equal(torch.load(place / "reloaded.pt"), torch.load(place / "saved.pt"))

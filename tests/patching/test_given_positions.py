@@ -243,7 +243,8 @@ def hole() -> Tensor:
 
 @torch.no_grad()
 def test_a_compiled_call_has_no_gaps_or_says_so() -> None:
-    model, ids = patched("llama_gqa", "t5", attn_implementation="sdpa"), tokens(2, LENGTH)
+    model = patched("llama_gqa", "t5", attn_implementation="sdpa", num_hidden_layers=1)
+    ids = tokens(2, LENGTH)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     left = hole()
@@ -262,7 +263,8 @@ def test_a_compiled_call_has_no_gaps_or_says_so() -> None:
 @torch.no_grad()
 def test_compiled_decoding_behind_a_gap(scheme: str) -> None:
     """One row of the bias is cheap at any distance, so that a graph needs no look at the positions."""
-    model, ids, mask = patched("llama_gqa", scheme, attn_implementation="sdpa"), tokens(2, LENGTH), hole()
+    model = patched("llama_gqa", scheme, attn_implementation="sdpa", num_hidden_layers=1)
+    ids, mask = tokens(2, LENGTH), hole()
     full = model(ids, attention_mask=mask).logits
     cache = StaticCache(config=model.config, max_cache_len=LENGTH)
     model(ids[:, :16], attention_mask=mask[:, :16], past_key_values=cache)
@@ -276,7 +278,7 @@ def test_compiled_decoding_behind_a_gap(scheme: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("scheme", ["alibi", "fire"])
 def test_a_compiled_call_behind_a_cache_with_gaps_is_not_one_graph_and_right(scheme: str) -> None:
-    model, ids = patched("llama_gqa", scheme), tokens(1, 8)
+    model, ids = patched("llama_gqa", scheme, num_hidden_layers=1), tokens(1, 8)
 
     def filled() -> DynamicCache:
         cache = DynamicCache(config=model.config)
@@ -296,7 +298,7 @@ def test_a_compiled_call_behind_a_cache_with_gaps_is_not_one_graph_and_right(sch
 @pytest.mark.parametrize("own_cache", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_cache_that_a_compiled_call_filled_with_gaps_is_refused(own_cache: bool) -> None:
     """A compiled graph cannot decide what to record, so it records that somebody has to look."""
-    model, ids = patched("llama_gqa", "fire"), tokens(1, 8)
+    model, ids = patched("llama_gqa", "fire", num_hidden_layers=1), tokens(1, 8)
     compiled, ones = torch.compile(model, backend="eager"), torch.ones(1, 6)
     gaps, contiguous = torch.tensor([[0, 1, 2, 20, 21, 22]]), torch.arange(6)[None]
     torch._dynamo.reset()

@@ -61,7 +61,7 @@ def test_packed_rows_of_a_length_dependent_scheme_are_refused_under_such_a_mask_
 @torch.no_grad()
 def test_a_window_and_padding_in_a_static_cache(scheme: Any, compiled: bool) -> None:
     """generate() prepares the mask, which shows the window and hides the padding; positions still count back."""
-    model = patched("mistral_sliding", scheme, sliding_window=12)
+    model = patched("mistral_sliding", scheme, sliding_window=12, **({"num_hidden_layers": 1} if compiled else {}))
     ids = tokens(1, 10)
     padded = torch.cat((torch.zeros(1, 5, dtype=torch.int64), ids), dim=1)
     mask = (torch.arange(15) >= 5).long().unsqueeze(0)

@@ -178,7 +178,7 @@ def llama_that_rotates_by_length(parameters: dict[str, Any]) -> Any:
     return patched("llama_gqa", None, rope_parameters=copy.deepcopy(parameters), max_position_embeddings=16)
 
 
-@pytest.mark.filterwarnings("ignore:Scheme 'rope' encodes a token by the length")
+@pytest.mark.filterwarnings("ignore:Scheme 'rope.* encodes a token by the length")
 @pytest.mark.parametrize(("parameters", "change"), LENGTH_DEPENDENT)
 @torch.no_grad()
 def test_the_config_of_the_rotary_module_decides(parameters: dict[str, Any], change: dict[str, Any]) -> None:
@@ -190,7 +190,7 @@ def test_the_config_of_the_rotary_module_decides(parameters: dict[str, Any], cha
     assert float((model(ids, use_cache=False).logits - expected).abs().max()) <= 1e-4
 
 
-@pytest.mark.filterwarnings("ignore:Scheme 'rope' encodes a token by the length")
+@pytest.mark.filterwarnings("ignore:Scheme 'rope.* encodes a token by the length")
 @torch.no_grad()
 def test_frequencies_for_long_sequences_that_a_module_keeps_are_compared_with_its_config() -> None:
     model, ids = llama_that_rotates_by_length(_LONGROPE), tokens(1, 40)

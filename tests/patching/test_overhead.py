@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import product
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 import transformers
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, StaticCache
 
 from hf_posenc import UnsupportedError, patch_model, unpatch_model
@@ -209,7 +212,7 @@ def test_no_more_is_compiled_than_for_the_stock_model(family, scheme):
 @pytest.mark.parametrize("scheme", ["none", "rope", "sinusoidal", "learned"])
 @torch.no_grad()
 def test_decoding_with_a_static_cache_is_one_graph(scheme):
-    model, ids = model_of("LlamaForCausalLM", scheme), tokens(1, 10)
+    model, ids = model_of("LlamaForCausalLM", scheme, num_hidden_layers=1), tokens(1, 10)
     cache = StaticCache(config=model.config, max_cache_len=16)
     model(ids[:, :6], past_key_values=cache, use_cache=True)
     torch._dynamo.reset()
@@ -219,3 +222,33 @@ def test_decoding_with_a_static_cache_is_one_graph(scheme):
     assert counter.frame_count == 1
     expected = model(ids, use_cache=False).logits[:, 6:]
     torch.testing.assert_close(torch.cat(steps, dim=1), expected, atol=1e-5, rtol=1e-5)
+
+
+class IntegerOperators(TorchDispatchMode):
+    """Counts the operators that compute integers and truth values from nothing else, as those of positions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+        self.counts[str(function)] += not any(tensor.is_floating_point() for tensor in tensors)
+        return result
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("scheme", ["alibi", "forget_gate", "grape", "pope", "rope", "ssmax", "t5"])
+@torch.no_grad()
+def test_layers_share_what_a_decoding_step_finds_out_about_positions(scheme, masked):
+    counts = []
+    for layers in (2, 4):
+        model, ids = model_of("LlamaModel", scheme, num_hidden_layers=layers), tokens(1, 12)
+        masks = [torch.ones(1, length, dtype=torch.int64) if masked else None for length in (11, 12)]
+        cache = DynamicCache(config=model.config)
+        model(ids[:, :11], attention_mask=masks[0], past_key_values=cache)
+        with IntegerOperators() as operators:
+            model(ids[:, 11:], attention_mask=masks[1], past_key_values=cache)
+        counts.append(operators.counts)
+    assert counts[0] == counts[1]

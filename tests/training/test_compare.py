@@ -19,7 +19,7 @@ from tests.thinning import mostly_slow
 from tests.training.run_cases import CONFIGS, REPOSITORY, launch
 from training import compare
 from training.checkpoints import latest_complete_checkpoint
-from training.study import run, workers
+from training.study import outputs, run, workers
 
 STRETCHED = {"stretched": {"scheme": "rope", "from": "rope", "training": {"max_steps": 0}, "theta": 500.0}}
 
@@ -32,6 +32,12 @@ def curves(folder: Path) -> dict[str, object]:
         f"{found['task']}-{found['scheme']}-{found['seed']}": [found.get(name) for name in figures]
         for found in results["runs"]
     }
+
+
+@pytest.fixture(autouse=True)
+def _no_figures(monkeypatch):
+    """They take longer than a training. The study that all tests share has them, and test_report.py checks them."""
+    monkeypatch.setattr(outputs, "draw_figures", lambda *_: [])
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +69,7 @@ def results(finished):
 
 def test_results_hold_settings_versions_and_every_training(finished, results):
     assert len((finished / "results.json").read_text()) < 80_000
+    assert len(list((finished / "plots").glob("*.png"))) > 5
     assert results["settings"]["train_length"] == 16
     assert results["command"].startswith("python training/compare.py --dataset_name=")
     assert str(finished) not in results["command"]
@@ -138,7 +145,7 @@ def test_saved_models_come_back_in_a_fresh_process(finished):
     )
     done = subprocess.run(
         [sys.executable, "-c", script, str(finished / "models" / "masked-rope-seed1")],
-        capture_output=True, text=True, timeout=120, check=True,
+        capture_output=True, text=True, timeout=600, check=True,
     )  # fmt: skip
     assert done.stdout.split() == ["BertForMaskedLM", "rope"]
     assert (finished / "models" / "masked-rope-seed1" / "README.md").exists()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +13,8 @@ import pytest
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
-from tests.training.hub_server import Hub, serving
-from tests.training.run_cases import results, run, start, words, write_texts
+from tests.training.hub_server import Hub, Place, serving
+from tests.training.run_cases import environment, results, run, start, words, write_texts
 
 
 @pytest.fixture(scope="module")
@@ -18,17 +22,46 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_texts(tmp_path_factory.mktemp("texts"))
 
 
-def push(hub: Hub, arguments: list[str]) -> tuple[int, str]:
-    """A run in a process whose hub is that server. Returns its status and what it said."""
-    process = start(arguments, more={"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_nothing"})
-    _, said = process.communicate(timeout=120)
-    return process.returncode, said.decode()
+class Pushes:
+    """Runs in one other process, whose hub is a server on this machine: hubs are chosen when a process begins.
+
+    Args:
+        place: the address.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.training.run_one_by_one"],
+            env=environment() | {"HF_ENDPOINT": place.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_nothing"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __call__(self, hub: Hub, arguments: list[str]) -> tuple[int, str]:
+        """A run while this hub is there. Returns its status and what it said."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.place.hub = hub
+        self.process.stdin.write(json.dumps(arguments) + "\n")
+        self.process.stdin.flush()
+        status, said = json.loads(self.process.stdout.readline())
+        return status, said
 
 
-def test_a_model_is_pushed_with_its_card(texts: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def push() -> Iterator[Pushes]:
+    with serving(Place(Hub())) as place:
+        pushes = Pushes(place)
+        yield pushes
+        pushes.process.communicate(timeout=600)
+
+
+def test_a_model_is_pushed_with_its_card(push: Pushes, texts: Path, tmp_path: Path) -> None:
     output = tmp_path / "alibi"
-    with serving(Hub()) as hub:
-        status, said = push(hub, words(texts, output, scheme="alibi", push_to_hub="true", save_steps=5))
+    hub = Hub()
+    status, said = push(hub, words(texts, output, scheme="alibi", push_to_hub="true", save_steps=5))
     assert status == 0, said
     assert hub.repositories == ["someone/alibi"]
     messages = [message for message, _ in hub.commits]
@@ -49,7 +82,9 @@ def test_a_model_is_pushed_with_its_card(texts: Path, tmp_path: Path) -> None:
     assert str(tmp_path) not in card.content
 
 
-def test_a_merged_model_is_pushed_without_its_adapter_in_the_way(texts: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_merged_model_is_pushed_without_its_adapter_in_the_way(
+    push: Pushes, texts: Path, tmp_path: Path, capsys: Any
+) -> None:
     base, output = tmp_path / "base", tmp_path / "tuned"
     assert run(words(texts, base, max_steps=1)) == 0
     options: dict[str, Any] = {
@@ -59,8 +94,8 @@ def test_a_merged_model_is_pushed_without_its_adapter_in_the_way(texts: Path, tm
     assert run(words(texts, output, **options)) == 2
     assert "With --lora give --hub_strategy end" in capsys.readouterr().err
     assert not output.exists()
-    with serving(Hub()) as hub:
-        status, said = push(hub, words(texts, output, **options, hub_strategy="end"))
+    hub = Hub()
+    status, said = push(hub, words(texts, output, **options, hub_strategy="end"))
     assert status == 0, said
     assert len(hub.commits) == 1
     assert "model.safetensors" in hub.files
@@ -70,29 +105,29 @@ def test_a_merged_model_is_pushed_without_its_adapter_in_the_way(texts: Path, tm
     assert AutoModelForCausalLM.from_pretrained(output).position_encoding.config.name == "kerple"
 
 
-def test_a_hub_that_refuses_leaves_the_model(texts: Path, tmp_path: Path) -> None:
+def test_a_hub_that_refuses_leaves_the_model(push: Pushes, texts: Path, tmp_path: Path) -> None:
     """The model is a stock one, whose card is that of Trainer."""
     output = tmp_path / "out"
     arguments = words(texts, output, push_to_hub="true", max_steps=2, hub_strategy="end", save_steps=1)
-    with serving(Hub(refuse=("/commit/",))) as hub:
-        status, said = push(hub, arguments)
+    status, said = push(Hub(refuse=("/commit/",)), arguments)
     assert status == 1
     assert "Traceback" not in said
     assert f"The model is complete in {output}, but could not be pushed to the hub: " in said
     assert results(output)["eval_loss"] > 0
     weights = (output / "model.safetensors").read_bytes()
-    with serving(Hub()) as hub:
-        status, said = push(hub, arguments)
+    hub = Hub()
+    status, said = push(hub, arguments)
     assert status == 0, said
     assert hub.files["model.safetensors"] == weights
     assert "generated_from_trainer" in hub.files["README.md"].decode()
 
 
 def test_a_hub_that_is_not_there_is_found_out_before_training(texts: Path, tmp_path: Path) -> None:
-    hub = Hub()
-    hub.url = "http://127.0.0.1:9"  # the port that discards; nothing listens there
-    status, said = push(hub, words(texts, tmp_path / "out", push_to_hub="true"))
-    assert status == 2
+    # The port that discards; nothing listens there.
+    nowhere = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_nothing"}
+    process = start(words(texts, tmp_path / "out", push_to_hub="true"), more=nowhere)
+    said = process.communicate(timeout=600)[1].decode()
+    assert process.returncode == 2
     assert "Traceback" not in said
     assert "--push_to_hub" in said
     assert not (tmp_path / "out/run_settings.json").exists()

@@ -61,7 +61,10 @@ class CopeBias(PairwiseBias):
         key = pairs.expanded_key[..., first:, :].float()
         gates = torch.sigmoid(pairs.query.float() @ key.transpose(-1, -2) * pairs.scaling)
         # Slots decide what lies between two tokens; neither a later key nor padding must be counted.
-        uncounted = (pairs.slot_distance[:, first:] > 0) | (pairs.keys.ids[:, None, None, first:] < 0)
+        uncounted = pairs.remembered(
+            f"uncounted from {first}",
+            lambda: (pairs.slot_distance[:, first:] > 0) | pairs.keys.padding[:, None, :, first:],
+        )
         gates = gates.masked_fill(uncounted, 0.0)
         return gates.flip(-1).cumsum(dim=-1).flip(-1).clamp(max=self.weight.shape[0] - 1)
 
@@ -74,6 +77,8 @@ class CopeBias(PairwiseBias):
         """
         if torch.compiler.is_compiling() or pairs.query.device.type != "cpu" or pairs.query.numel() == 0:
             # The answer is a number that a graph cannot hold, and that an accelerator would have to be waited for.
+            return 0
+        if 4 * self.weight.shape[0] >= pairs.key.shape[-2]:
             return 0
         oldest, newest = int(pairs.query_slots[0]), int(pairs.query_slots[-1]) + 1
         # With half of the gates open, and some to spare, this far before the oldest of these queries.

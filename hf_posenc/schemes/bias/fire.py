@@ -66,8 +66,7 @@ class FireBias(PairwiseBias):
         farthest = pairs.query_positions if self.causal else pairs.keys.lengths - 1
         # A padding query has a negative position; the threshold stands in for it as for every early query.
         normalizer = torch.maximum(farthest.float(), self.threshold)
-        distance = pairs.distance.abs().float()
-        return self._compressed(distance) / (self._compressed(normalizer) + self.config.epsilon).unsqueeze(-1)
+        return self._compressed(pairs.steps) / (self._compressed(normalizer) + self.config.epsilon).unsqueeze(-1)
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32."""

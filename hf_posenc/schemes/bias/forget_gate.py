@@ -62,7 +62,7 @@ class ForgetGateBias(SeparableBias):
                 "none. Use ForgetGateConfig(gate='bias_only'), which reads no tokens."
             )
         # What stands before both tokens cancels in the difference; padding between them must not make them forget.
-        gates = pairs.key_features.squeeze(-1).float().masked_fill(pairs.keys.ids.unsqueeze(1) < 0, 0.0)
+        gates = pairs.key_features.squeeze(-1).float().masked_fill(pairs.keys.padding, 0.0)
         return -gates.cumsum(dim=-1)
 
 

@@ -55,7 +55,7 @@ class GrapeBias(PairwiseBias):
             direction = nn.functional.normalize(direction, dim=-1, eps=1e-6)
         gate = nn.functional.softplus((key * direction.unsqueeze(-2)).sum(dim=-1) * key.shape[-1] ** -0.5)
         slope = nn.functional.softplus(self.rate.float()) * self._slopes.on(key.device)
-        return -pairs.distance.abs().float().unsqueeze(1) * (slope.unsqueeze(-1) * gate).unsqueeze(-2)
+        return -pairs.steps.unsqueeze(1) * (slope.unsqueeze(-1) * gate).unsqueeze(-2)
 
 
 @register_scheme

@@ -37,6 +37,7 @@ class PopeMap(QueryKeyMap):
     def __init__(self, theta: float, num_key_heads: int, head_dim: int, initial_delta: str) -> None:
         super().__init__()
         self.rotary_dim = head_dim
+        self.theta = theta
         self.initial_delta = initial_delta
         # RoPE spreads its frequencies over pairs, PoPE the same range over single dimensions.
         self._inverse_frequencies = DeviceConstant(rope_inverse_frequencies(theta, 2 * head_dim))
@@ -56,9 +57,14 @@ class PopeMap(QueryKeyMap):
         The first two are `(batch or 1, query_len, head_dim)`, the others `(batch or 1, query_len, key_value_heads,
         head_dim)`.
         """
-        angles = positions.ids.unsqueeze(-1).float() * self._inverse_frequencies.on(positions.ids.device)
+        ids, frequencies = positions.ids, self._inverse_frequencies.on(positions.ids.device)
+        # Only what is added for keys is a layer's own.
+        name = f"pope, {self.theta}, {len(frequencies)}"
+        angles = positions.remembered(name, lambda: ids.unsqueeze(-1).float() * frequencies, ids)
+        cosine = positions.remembered(f"cosine of {name}", angles.cos, ids)
+        sine = positions.remembered(f"sine of {name}", angles.sin, ids)
         key_angles = angles.unsqueeze(-2) + projected(self.delta.float(), -2 * math.pi, 0.0)
-        return angles.cos(), angles.sin(), key_angles.cos(), key_angles.sin()
+        return cosine, sine, key_angles.cos(), key_angles.sin()
 
     def map_query(self, query: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
         """`(batch, heads, query_len, head_dim)` -> `(batch, heads, query_len, 2 * head_dim)` of the same dtype."""

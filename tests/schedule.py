@@ -1,0 +1,46 @@
+"""How the workers of pytest-xdist share the tests: whole files, the longest first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+#: Files that take longest, the longest first. One of them begun last would leave the other workers idle.
+LONGEST = (
+    "tests/tools/test_tools.py",
+    "tests/training/test_compare.py",
+    "tests/patching/test_ecosystem.py",
+    "tests/matrix/test_behaviour.py",
+    "tests/checkpoint/test_other_loaders.py",
+    "tests/distributed/test_tensor_parallel.py",
+    "tests/distributed/test_sharded.py",
+    "tests/training/test_run_processes.py",
+    "tests/checkpoint/test_reload.py",
+    "tests/metrics/test_properties.py",
+    "tests/benchmarks/test_gpu_kit.py",
+    "tests/real/test_pretrained.py",
+    "tests/patching/test_given_positions.py",
+    "tests/schemes/test_all_schemes.py",
+    "tests/training/test_run_clm.py",
+    "tests/training/test_run_hub.py",
+    "tests/training/test_healing.py",
+    "tests/training/test_trainer.py",
+    "tests/test_lm_eval.py",
+    "tests/architectures/test_architectures.py",
+)
+_RANK = {path: rank for rank, path in enumerate(LONGEST)}
+
+
+def longest_first(items: list[pytest.Item]) -> None:
+    """Sorts the tests of a run in place; those of all other files keep their order."""
+    items.sort(key=lambda item: _RANK.get(item.nodeid.split("::")[0], len(LONGEST)))
+
+
+def whole_files(config: pytest.Config, log: Any) -> Any:
+    """The scheduler of a run with `-n`: a file belongs to one worker, so what its tests share is made once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    # It would begin with the files of most tests.
+    config.option.loadscopereorder = False
+    return LoadFileScheduling(config, log)

@@ -1,0 +1,22 @@
+"""The order in which a run takes the files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+from tests.schedule import LONGEST, longest_first
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_the_files_it_names_exist() -> None:
+    assert [path for path in LONGEST if not (ROOT / path).is_file()] == []
+
+
+def test_long_files_come_first_and_all_others_stay_in_their_order() -> None:
+    names = ["tests/b.py::one", "tests/a.py::one[x::y]", f"{LONGEST[1]}::Class::two", f"{LONGEST[0]}::one"]
+    items = [SimpleNamespace(nodeid=name) for name in [*names, f"{LONGEST[1]}::one"]]
+    longest_first(items)  # type: ignore[arg-type]
+    found = [item.nodeid for item in items]
+    assert found == [names[3], names[2], f"{LONGEST[1]}::one", names[0], names[1]]
