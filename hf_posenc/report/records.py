@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import pandas
 
 FORMAT = 1
+STYLES = ("number", "signed", "loss", "fraction", "count", "text", "verdict")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,10 @@ class Quantity:
     heading: str
     meaning: str = ""
     style: str = "number"
+
+    def __post_init__(self) -> None:
+        if self.style not in STYLES:
+            raise ValueError(f"The style of the quantity {self.name!r} is {self.style!r}; it is one of {STYLES}.")
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from hf_posenc.report.records import Quantity, Record, Result, Subject, View
@@ -101,21 +102,23 @@ def _interval(record: Record | None) -> str:
 
 def format_value(record: Record, quantity: Quantity) -> str:
     """The value of a record in the style of its quantity; `-` if it has none."""
-    value = record.value
-    if quantity.style == "verdict":
-        verdict = {True: "yes", False: "no", None: _MISSING}[record.passed]
-        number = record.shown or ("" if value is None else format_number(value))
-        return f"{verdict} {number}".strip()
-    if record.shown:
-        return record.shown
-    if value is None:
-        return _MISSING
-    if quantity.style == "count":
-        return f"{value:.0f}"
-    if quantity.style == "fraction":
-        return f"{value:.3f}"
-    if quantity.style == "loss":
-        return f"{value:.4g}"
-    if quantity.style == "signed":
-        return ("+" if value > 0 else "") + format_number(value)
-    return format_number(value)
+    text = record.shown or (_MISSING if record.value is None else _FORMATS[quantity.style](record.value))
+    if quantity.style != "verdict":
+        return text
+    verdict = {True: "yes", False: "no", None: _MISSING}[record.passed]
+    return verdict if text == _MISSING else f"{verdict} {text}"
+
+
+def _signed(value: float) -> str:
+    return ("+" if value > 0 else "") + format_number(value)
+
+
+_FORMATS: dict[str, Callable[[float], str]] = {
+    "number": format_number,
+    "signed": _signed,
+    "loss": "{:.4g}".format,
+    "fraction": "{:.3f}".format,
+    "count": "{:.0f}".format,
+    "text": str,
+    "verdict": format_number,
+}

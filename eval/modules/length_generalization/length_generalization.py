@@ -24,7 +24,7 @@ Args:
     options: those of `hf_posenc.metrics.generalization.compare_generalization`.
 
 Returns:
-    for each task `GeneralizationComparison.to_dict()`.
+    for each task `hf_posenc.report.Result.to_dict()`.
 """
 
 _CITATION = "Kazemnejad et al. 2023, The Impact of Positional Encoding on Length Generalization in Transformers"

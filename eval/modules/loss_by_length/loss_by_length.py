@@ -24,7 +24,7 @@ Args:
     options: those of `hf_posenc.metrics.language_modeling.text_losses`.
 
 Returns:
-    `TextLosses.to_dict()`.
+    `hf_posenc.report.Result.to_dict()`.
 """
 
 _CITATION = ""

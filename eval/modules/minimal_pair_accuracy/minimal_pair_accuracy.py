@@ -24,7 +24,7 @@ Args:
     options: those of `hf_posenc.metrics.minimal_pairs.minimal_pairs_accuracy`.
 
 Returns:
-    for each path `MinimalPairsResult.to_dict()`.
+    for each path `hf_posenc.report.Result.to_dict()`.
 """
 
 _CITATION = "Srivastava et al. 2022, Beyond the Imitation Game"

@@ -24,7 +24,7 @@ Args:
     options: those of `hf_posenc.metrics.sensitivity.sensitivity_test`.
 
 Returns:
-    `SensitivityResult.to_dict()`.
+    `hf_posenc.report.Result.to_dict()`.
 """
 
 _CITATION = ""
