@@ -41,7 +41,7 @@ def test_json_holds_what_the_function_returns(capsys, trained):
 
 def test_one_model_is_a_table_of_lengths_and_several_schemes_one_line_each(capsys, trained):
     words = ["eval", "generalization", trained, "--task", "copy", "--lengths", "2", "30", "--samples", "3"]
-    assert main([*words, "--generate"]) == 0
+    assert main([*words, "--method", "generate"]) == 0
     out = capsys.readouterr().out
     assert "task 'copy' (generate, seed 0)" in out
     assert "alibi" in out

@@ -79,8 +79,8 @@ def _result(capsys, arguments):
 
 
 def test_loss_by_length_of_a_causal_model(folders, text, capsys, tmp_path):
-    words = ["eval", "loss", folders["llama"], "--text", text, "--lengths", "16", "32", "--samples", "4"]
-    words += ["--window", "16", "--schemes", "native,none", "alibi"]
+    words = ["eval", "loss", folders["llama"], "--text", text, "--lengths", "16", "32", "--max-windows", "4"]
+    words += ["--sliding-window", "16", "--schemes", "native,none", "alibi"]
     result = _result(capsys, [*words, "--plot", str(tmp_path / "loss.png")])
     assert (tmp_path / "loss.png").stat().st_size > 0
     assert [subject.scheme for subject in result.subjects] == ["native", "none", "alibi"]
@@ -99,7 +99,7 @@ def test_loss_by_length_of_a_causal_model(folders, text, capsys, tmp_path):
 
 
 def test_loss_by_length_of_a_masked_model_says_which_length_it_has_no_positions_for(folders, text, capsys):
-    words = ["eval", "loss", folders["bert"], "--text", text, "--lengths", "32", "128", "--samples", "4"]
+    words = ["eval", "loss", folders["bert"], "--text", text, "--lengths", "32", "128", "--max-windows", "4"]
     result = _result(capsys, [*words, "--schemes", "native", "none", "forget_gate"])
     assert not result.settings["causal"]
     assert result.settings["special_tokens"] == 2
@@ -120,8 +120,8 @@ def test_loss_by_length_of_a_masked_model_says_which_length_it_has_no_positions_
     [
         (["--text", "nowhere.txt"], "nowhere.txt"),
         (["--text", "{text}", "--lengths", "5000"], "Give more text"),
-        (["--text", "{text}", "--lengths", "16", "--stride", "4"], "--window too"),
-        (["--text", "{text}", "--lengths", "16", "--window", "8", "--stride", "9"], "leaves tokens out"),
+        (["--text", "{text}", "--lengths", "16", "--stride", "4"], "sliding_window too"),
+        (["--text", "{text}", "--lengths", "16", "--sliding-window", "8", "--stride", "9"], "leaves tokens out"),
         (["--text", "{text}", "--lengths", "16", "--plot", "nowhere/x.png"], "does not exist"),
         (["--text", "{text}", "--lengths", "16", "--plot", "x.xyz"], "figures end in"),
         (["--text", "{empty}", "--lengths", "16"], "nothing to predict"),
@@ -168,7 +168,7 @@ def test_sensitivity_with_a_text_that_is_too_short_says_so(folders, capsys, tmp_
 
 
 def test_quantised_positions_of_a_causal_and_of_a_masked_model(folders, text, capsys):
-    words = ["--text", text, "--length", "16", "--samples", "2", "--variants", "ids bfloat16", "encodings int8"]
+    words = ["--text", text, "--length", "16", "--max-windows", "2", "--variants", "ids bfloat16", "encodings int8"]
     words += ["--positions", "0", "4000"]
     result = _result(capsys, ["eval", "quantized", folders["llama"], *words])
     assert {record.at["held in"] for record in result.of("native", "loss")} == {

@@ -63,7 +63,7 @@ def test_a_file_holds_everything(result, tmp_path):
 
 
 def test_a_style_that_does_not_exist_is_refused():
-    with pytest.raises(ValueError, match="'los'.*one of"):
+    with pytest.raises(ValueError, match=r"'los'.*one of"):
         Quantity("loss", "loss", style="los")
 
 

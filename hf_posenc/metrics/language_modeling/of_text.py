@@ -30,7 +30,7 @@ def text_losses(
     model: Any,
     tokenizer: Any,
     texts: Iterable[str],
-    lengths: Sequence[int],
+    lengths: Sequence[int] = (128, 512, 1024),
     schemes: Sequence[str | SchemeConfig] | None = None,
     *,
     max_windows: int | None = 16,
@@ -76,6 +76,8 @@ def text_losses(
     lengths = sorted(set(lengths))
     if not lengths:
         raise MeasurementError("There is no length to evaluate at.")
+    if stride is not None and sliding_window is None:
+        raise MeasurementError("stride is that of the sliding window; give sliding_window too.")
     stream = token_stream(tokenizer, texts)
     if stream.shape[0] < 2:
         raise MeasurementError(f"The text has {stream.shape[0]} token(s): there is nothing to predict. Give more text.")

@@ -11,6 +11,7 @@ from hf_posenc.metrics.language_modeling.text import causal_targets, masked_targ
 from hf_posenc.metrics.language_modeling.token_losses import TOKENS_PER_BATCH, predicts_next_token
 from hf_posenc.metrics.quantization.measure import POSITIONS, VARIANTS, quantized_positions
 from hf_posenc.metrics.quantization.result import QuantizedLosses
+from hf_posenc.metrics.sensitivity.material import ENGLISH
 from hf_posenc.report.records import Quantity, Record, Result, View
 from hf_posenc.schemes.config import SchemeConfig
 
@@ -23,7 +24,7 @@ _QUANTITIES = (
 def quantization_test(
     model: Any,
     tokenizer: Any,
-    texts: Iterable[str],
+    texts: Iterable[str] | None = None,
     schemes: Sequence[str | SchemeConfig] | None = None,
     *,
     length: int = 128,
@@ -38,7 +39,7 @@ def quantization_test(
     Args:
         model: a causal or masked language model, patched or not; left as it was found.
         tokenizer: its tokenizer.
-        texts: documents to read.
+        texts: documents to read; by default a short English text.
         schemes: to patch into the stock model one after the other; `"native"` is the stock model, `None` the model as
             it is.
         length: tokens per window.
@@ -56,7 +57,7 @@ def quantization_test(
         MeasurementError: for text that is too short, or a masked model whose tokenizer has no mask token.
         UnsupportedError: for a model that is no language model.
     """
-    stream = token_stream(tokenizer, texts)
+    stream = token_stream(tokenizer, [ENGLISH.passage] if texts is None else texts)
     windows = stream_windows(stream, length, max_windows=max_windows)
     causal = predicts_next_token(model, windows)
     if causal:
