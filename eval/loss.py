@@ -1,20 +1,14 @@
 """Loss by length of a model: `accelerate launch eval/loss.py MODEL --text FILE --lengths 128 512 1024`.
 
-The same as `hf-posenc eval loss`, on the device that accelerate chose. The first process measures, the
-others leave.
+The same as `hf-posenc eval loss`, on the device that accelerate chose.
 """
-
-from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-if __package__ in (None, ""):
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from hf_posenc.cli import main
-from training.launched import first_process_device
+from training.launched import run_evaluation
 
 if __name__ == "__main__":
-    device = first_process_device()
-    sys.exit(0 if device is None else main(["eval", "loss", "--device", str(device), *sys.argv[1:]]))
+    sys.exit(run_evaluation("loss"))

@@ -62,3 +62,7 @@ class UnsupportedError(PositionEncodingError, ValueError):
 
 class SequenceLengthError(PositionEncodingError, IndexError):
     """A sequence that is longer than the encoding can represent."""
+
+
+class UsageError(Exception):
+    """A request of a command or a script that cannot be carried out; the message says why and what to do."""

@@ -1,4 +1,4 @@
-"""The modules below eval/modules, as `evaluate.load` takes them without a network."""
+"""eval/position_encoding, as `evaluate.load` takes it without a network."""
 
 import json
 from pathlib import Path
@@ -9,14 +9,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_posenc import patch_model
-from hf_posenc.cli.errors import UsageError
+from hf_posenc.errors import UsageError
+from hf_posenc.evaluations import EVALUATIONS
 from hf_posenc.metrics import MeasurementError
-from hf_posenc.metrics.generalization import exact_match
+from hf_posenc.metrics.generalization import compare_generalization
 from hf_posenc.metrics.language_modeling import text_losses
 from hf_posenc.metrics.minimal_pairs import minimal_pairs_accuracy
 from hf_posenc.metrics.sensitivity import ENGLISH, sensitivity_test
 
-MODULES = Path(__file__).parents[1] / "eval" / "modules"
+MODULE = Path(__file__).parents[1] / "eval" / "position_encoding"
 TEXT = "the dog chased another dog and the cat, quick as ever, ran after a small red ball in the garden. " * 6
 
 
@@ -27,12 +28,12 @@ def _one_thread():
 
 @pytest.fixture
 def load(tmp_path, monkeypatch):
-    """`evaluate.load` of a module, offline and with caches of its own."""
+    """`evaluate.load` of an evaluation, offline and with caches of its own."""
     import evaluate
 
     monkeypatch.setattr(evaluate.config, "HF_EVALUATE_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    return lambda name: evaluate.load(str(MODULES / name), cache_dir=str(tmp_path / "cache"))
+    return lambda name: evaluate.load(str(MODULE), name, cache_dir=str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def as_json(value):
 
 def test_loss_by_length(load, folder, model, tokenizer):
     options = {"lengths": [16, 64], "max_windows": 2, "tail": 8}
-    found = load("loss_by_length").compute(data=[TEXT], model=folder, **options)
+    found = load("loss").compute(data=[TEXT], model=folder, **options)
     assert as_json(found) == as_json(text_losses(model, tokenizer, [TEXT], **options).to_dict())
 
 
@@ -76,39 +77,44 @@ def test_position_sensitivity(load, model):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="[UNK]", pad_token="[UNK]")
     text = " ".join(words * 3)
     options = {"gaps": [4], "offsets": [16], "context": 16}
-    found = load("position_sensitivity").compute(data=[text], model=model, tokenizer=tokenizer, **options)
+    found = load("sensitivity").compute(data=[text], model=model, tokenizer=tokenizer, **options)
     assert as_json(found) == as_json(sensitivity_test(model, tokenizer, text=text, **options).to_dict())
 
 
 def test_length_generalization(load, folder, model, tokenizer):
-    found = load("length_generalization").compute(data=["copy", "parity"], model=folder, lengths=[3, 5], samples=8)
+    found = load("generalization").compute(data=["copy", "parity"], model=folder, lengths=[3, 5], samples=8)
     assert set(found) == {"copy", "parity"}
-    expected = exact_match(model, tokenizer, "parity", [3, 5], samples=8)
-    assert as_json(found["parity"]["rows"][0]["value"]) == as_json(expected.to_dict())
+    expected = compare_generalization(model, tokenizer, "parity", [3, 5], samples=8)
+    assert as_json(found["parity"]) == as_json(expected.to_dict())
 
 
 def test_minimal_pairs(load, tmp_path, model, tokenizer):
     path = str(tmp_path / "task.json")
     examples = [{"input": f"the {noun} ", "target_scores": {"sees": 1, "see": 0}} for noun in ("cat", "dog")]
     Path(path).write_text(json.dumps({"name": "tiny", "examples": examples}))
-    found = load("minimal_pair_accuracy").compute(data=[path], model=model, tokenizer=tokenizer)
+    found = load("minimal-pairs").compute(data=[path], model=model, tokenizer=tokenizer)
     assert as_json(found[path]) == as_json(minimal_pairs_accuracy(model, tokenizer, path).to_dict())
 
 
 def test_errors_of_the_library_come_through(load, model, tokenizer, tmp_path):
-    module = load("length_generalization")
+    module = load("generalization")
     with pytest.raises(MeasurementError, match="whole number"):
         module.compute(data=["copy"], model=model, tokenizer=tokenizer, lengths=[0])
     with pytest.raises(ValueError, match="which tokenizer"):
-        load("length_generalization").compute(data=["copy"], model=model)
+        load("generalization").compute(data=["copy"], model=model)
     with pytest.raises(UsageError, match="cannot load"):
-        load("minimal_pair_accuracy").compute(data=["x"], model=str(tmp_path))
+        load("minimal-pairs").compute(data=["x"], model=str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    "name", ["position_sensitivity", "loss_by_length", "length_generalization", "minimal_pair_accuracy"]
-)
+@pytest.mark.parametrize("name", [name for name, evaluation in EVALUATIONS.items() if evaluation.data is not None])
 def test_a_module_says_what_it_takes(load, name):
     module = load(name)
     assert "model: a transformers model" in module.inputs_description
     assert module.description
+
+
+def test_an_evaluation_that_does_not_exist_is_refused(load):
+    with pytest.raises(ValueError, match=r"no evaluation 'los'.*'loss'"):
+        load("los")
+    with pytest.raises(ValueError, match="no evaluation 'properties'"):
+        load("properties")

@@ -57,6 +57,26 @@ def first_process_device() -> torch.device | None:
     return state.device if is_first_process() else None
 
 
+def run_evaluation(name: str) -> int:
+    """`hf-posenc eval NAME` with the words of the process, on the device that accelerate chose.
+
+    The first process measures. The others leave: sharing one measurement would gain nothing.
+
+    Args:
+        name: of the evaluation.
+
+    Returns:
+        The exit status.
+    """
+    from hf_posenc.cli import main
+
+    device = first_process_device()
+    if device is None:
+        return 0
+    chosen = [] if name == "properties" else ["--device", str(device)]
+    return main(["eval", name, *chosen, *sys.argv[1:]])
+
+
 def report(program: str, error: object, status: int, every_process: bool = False) -> int:
     """Prints one message; returns `status`.
 

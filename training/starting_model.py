@@ -21,10 +21,9 @@ from transformers import (
 )
 
 from hf_posenc import PositionEncodingError, patch_model, recipes
-from hf_posenc.cli.errors import UsageError
-from hf_posenc.cli.loading import missing_folder
 from hf_posenc.cli.options import parse_layers, parse_options, parse_scheme
-from hf_posenc.errors import UnknownNameError
+from hf_posenc.errors import UnknownNameError, UsageError
+from hf_posenc.loading import missing_folder
 from training.argument_files import parse_structured
 from training.arguments import LoraArguments, ModelArguments, SchemeArguments
 from training.errors import SettingsError

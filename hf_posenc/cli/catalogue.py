@@ -57,25 +57,30 @@ class Entry:
         return " ".join(self.documentation.split("\n\n")[0].split())
 
     def meanings(self) -> dict[str, str]:
-        """What the "Args" section of the documentation says about each option, in one line."""
-        _, _, section = self.documentation.partition("\nArgs:\n")
-        meanings: dict[str, str] = {}
-        name = ""
-        for line in section.splitlines():
-            if line and not line.startswith(" "):
-                break
-            indent = len(line) - len(line.lstrip())
-            if indent == 4 and ":" in line:
-                name, _, text = line.strip().partition(":")
-                meanings[name] = text.strip()
-            elif name:
-                meanings[name] = f"{meanings[name]} {line.strip()}".strip()
-        return meanings
+        """What the documentation says about each option, in one line."""
+        return meanings_of(self.documentation)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary."""
         options = {option.name: option.default for option in self.options}
         return {"name": self.name, "summary": self.summary, "arrangement": self.arrangement, "options": options}
+
+
+def meanings_of(documentation: str) -> dict[str, str]:
+    """What the "Args" section of a docstring, without its indent, says about each argument, in one line."""
+    _, _, section = documentation.partition("\nArgs:\n")
+    meanings: dict[str, str] = {}
+    name = ""
+    for line in section.splitlines():
+        if line and not line.startswith(" "):
+            break
+        indent = len(line) - len(line.lstrip())
+        if indent == 4 and ":" in line:
+            name, _, text = line.strip().partition(":")
+            meanings[name] = text.strip()
+        elif name:
+            meanings[name] = f"{meanings[name]} {line.strip()}".strip()
+    return meanings
 
 
 def entries() -> list[Entry]:

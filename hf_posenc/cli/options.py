@@ -8,8 +8,7 @@ from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from hf_posenc.cli.catalogue import entries
-from hf_posenc.cli.errors import UsageError
-from hf_posenc.errors import UnknownNameError
+from hf_posenc.errors import UnknownNameError, UsageError
 from hf_posenc.other_names import unknown_scheme
 
 if TYPE_CHECKING:

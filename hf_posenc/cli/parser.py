@@ -10,15 +10,9 @@ import select
 import sys
 from collections.abc import Sequence
 
-from hf_posenc.cli.errors import UsageError
-from hf_posenc.cli.generalization import add_generalization
-from hf_posenc.cli.losses import add_loss
-from hf_posenc.cli.minimal_pairs import add_minimal_pairs
-from hf_posenc.cli.properties import add_properties
-from hf_posenc.cli.quantized import add_quantized
+from hf_posenc.cli.evaluation import add_evaluations
 from hf_posenc.cli.running import PROGRAMS, add_run
-from hf_posenc.cli.sensitivity import add_sensitivity
-from hf_posenc.errors import PositionEncodingError
+from hf_posenc.errors import PositionEncodingError, UsageError
 from hf_posenc.extensions import import_named_modules, name_modules
 from hf_posenc.tables import fitted_to, terminal_width
 
@@ -40,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         not one of the library's keeps its traceback.
     """
     words = _arranged(list(sys.argv[1:] if arguments is None else arguments))
-    options, unknown = _parser().parse_known_args(words)
+    options, unknown = _parser(words).parse_known_args(words)
     if unknown:
         # argparse itself would show the usage of the whole command instead of the verb's.
         options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -111,7 +105,7 @@ def _reader_is_gone() -> bool:
     return True
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(words: list[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hf-posenc",
         description="Replace the position encoding of Hugging Face models, and see what it does.",
@@ -166,30 +160,7 @@ def _parser() -> argparse.ArgumentParser:
 
     evaluate = verbs.add_parser("eval", help="measure what a position encoding does")
     tests = evaluate.add_subparsers(title="tests", metavar="TEST", required=True)
-    dog = tests.add_parser("dog", help="does the model tell apart the dogs of 'The dog chased another dog'?")
-    _add_model(dog)
-    dog.add_argument(
-        "--schemes",
-        nargs="+",
-        metavar="SCHEME",
-        help=f"{_SCHEME_HELP}; 'native' is the stock model, 'all' is native and every scheme (default: as it is)",
-    )
-    dog.add_argument("--sentence", help="another sentence")
-    dog.add_argument("--word", help="another word, which the sentence holds twice")
-    dog.add_argument("--tokenizer", metavar="MODEL", help="hub id or folder of the tokenizer (default: MODEL)")
-    dog.add_argument("--device", default="cpu", help="device to run on (default: cpu)")
-    dog.add_argument("--seed", type=int, default=0, help="of the probe and of new weights (default: 0)")
-    form = dog.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print JSON")
-    form.add_argument("--markdown", action="store_true", help="print a Markdown table")
-    dog.add_argument("--plot", metavar="FILE", help="write a figure of the distances layer by layer")
-    dog.set_defaults(run="eval_dog", parser=dog)
-    add_properties(tests, _SCHEME_HELP)
-    add_loss(tests, _SCHEME_HELP)
-    add_sensitivity(tests, _SCHEME_HELP)
-    add_generalization(tests, _SCHEME_HELP)
-    add_minimal_pairs(tests, _SCHEME_HELP)
-    add_quantized(tests, _SCHEME_HELP)
+    add_evaluations(tests, _SCHEME_HELP, chosen=words[1] if words[:1] == ["eval"] and len(words) > 1 else None)
 
     plot = verbs.add_parser("plot", help="draw what a scheme does, as PNG and SVG")
     plot.add_argument("scheme", metavar="SCHEME", help=_SCHEME_HELP)

@@ -6,8 +6,7 @@ import argparse
 import itertools
 from pathlib import Path
 
-from hf_posenc.cli.errors import UsageError
-from hf_posenc.errors import PositionEncodingError
+from hf_posenc.errors import PositionEncodingError, UsageError
 
 
 def plot(options: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import hf_posenc
-from hf_posenc.cli.errors import UsageError
+from hf_posenc.errors import UsageError
 
 #: Verbs that are programs of others: the command, and how it is installed.
 PROGRAMS = {

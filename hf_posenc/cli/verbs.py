@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.cli.errors import UsageError
+from hf_posenc.errors import UsageError
 
 
 def inspect(options: argparse.Namespace) -> int:
     """`hf-posenc inspect`."""
     import hf_posenc
-    from hf_posenc.cli.loading import load_model
+    from hf_posenc.loading import load_model
 
     print(hf_posenc.inspect_model(load_model(options.model, config_only=options.config_only)))
     return 0
@@ -37,7 +36,7 @@ def patch(options: argparse.Namespace) -> int:
             schedule["elsewhere"] = parse_scheme(options.elsewhere)
 
     import hf_posenc
-    from hf_posenc.cli.loading import load_model
+    from hf_posenc.loading import load_model
     from hf_posenc.schemes.labels import scheme_label
 
     model = load_model(options.model)
@@ -66,7 +65,7 @@ def export(options: argparse.Namespace) -> int:
     output = _free_folder(options)
 
     import hf_posenc
-    from hf_posenc.cli.loading import load_model
+    from hf_posenc.loading import load_model
     from hf_posenc.schemes.labels import scheme_label
 
     model = load_model(options.model)
@@ -90,7 +89,7 @@ def _free_folder(options: argparse.Namespace) -> Path:
 
 
 def _save_tokenizer(model: str, output: Path) -> None:
-    from hf_posenc.cli.loading import load_tokenizer
+    from hf_posenc.loading import load_tokenizer
 
     try:
         load_tokenizer(model).save_pretrained(output)
@@ -98,39 +97,6 @@ def _save_tokenizer(model: str, output: Path) -> None:
         print(f"The model is saved in {output} without a tokenizer: {error}", file=sys.stderr)
     else:
         print(f"Saved the model and its tokenizer in {output}")
-
-
-def eval_dog(options: argparse.Namespace) -> int:
-    """`hf-posenc eval dog`."""
-    from hf_posenc.cli.catalogue import REQUIRED, entries
-    from hf_posenc.cli.evaluation_options import check_plot, check_tokenizer
-    from hf_posenc.cli.loading import load_model, load_tokenizer
-    from hf_posenc.cli.options import parse_scheme
-    from hf_posenc.metrics import dog_test
-
-    wanted: list[Any] | None = None
-    if options.schemes is not None:
-        complete = [
-            entry.name
-            for entry in entries()
-            if not entry.arrangement and all(option.default != REQUIRED for option in entry.options)
-        ]
-        names = itertools.chain.from_iterable(
-            ["native", *complete] if name == "all" else [name] for name in _one_by_one(options.schemes)
-        )
-        wanted = [name if name == "native" else parse_scheme(name) for name in names]
-    check_plot(options)
-    tokenizer = load_tokenizer(options.tokenizer or options.model)
-    model = load_model(options.model).to(options.device)
-    check_tokenizer(options, model, tokenizer)
-    text = {key: value for key in ("sentence", "word") if (value := getattr(options, key)) is not None}
-    result = dog_test(model, tokenizer, wanted, **text, seed=options.seed)
-    if options.plot is not None:
-        from hf_posenc.plots.dog import plot_dog
-
-        plot_dog(result, options.plot)
-    print(json.dumps(result.to_dict(), indent=2) if options.json else result.table(markdown=options.markdown))
-    return 0
 
 
 def compare(options: argparse.Namespace) -> int:
@@ -149,8 +115,3 @@ def compare(options: argparse.Namespace) -> int:
         f"There is no training/compare.py in {' or '.join(map(str, folders))}. The training scripts are not part of "
         f"the installed package: clone the repository and run this command in its root folder."
     )
-
-
-def _one_by_one(names: list[str]) -> list[str]:
-    """Schemes given with commas between them; a comma behind a colon stands between options."""
-    return [name for item in names for name in ([item] if ":" in item else item.split(",")) if name]

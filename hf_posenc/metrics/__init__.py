@@ -2,7 +2,6 @@
 
 from hf_posenc.metrics.distance import cosine_distance, relative_l2
 from hf_posenc.metrics.dog import dog_test
-from hf_posenc.metrics.dog_result import DogResult, DogRow, LayerDistance
 from hf_posenc.metrics.errors import MeasurementError
 from hf_posenc.metrics.generalization import SYNTHETIC_TASKS, SyntheticExamples, compare_generalization, exact_match
 from hf_posenc.metrics.language_modeling import loss_by_length, sliding_window_loss, text_losses, token_losses
@@ -12,7 +11,6 @@ from hf_posenc.metrics.probe import AttentionProbe, build_for_probe, probe_dista
 from hf_posenc.metrics.properties import (
     Measurement,
     PropertiesRow,
-    PropertiesTable,
     Specimen,
     build_specimen,
     decay_curve,
@@ -40,14 +38,10 @@ from hf_posenc.metrics.words import TokenizedPair, tokenize_pair
 __all__ = [
     "SYNTHETIC_TASKS",
     "AttentionProbe",
-    "DogResult",
-    "DogRow",
-    "LayerDistance",
     "Measurement",
     "MeasurementError",
     "OrderSensitivity",
     "PropertiesRow",
-    "PropertiesTable",
     "Specimen",
     "SyntheticExamples",
     "TokenizedPair",

@@ -2,38 +2,47 @@
 
 from __future__ import annotations
 
-import dataclasses
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.errors import UnsupportedError
 from hf_posenc.metrics.distance import cosine_distance, relative_l2
-from hf_posenc.metrics.dog_result import DogResult, DogRow, LayerDistance
-from hf_posenc.metrics.naming import resolve_scheme
+from hf_posenc.metrics.in_turn import Measured, check_schemes, config_in_force, measure_in_turn
 from hf_posenc.metrics.preserve import evaluation_mode, isolated_rng
 from hf_posenc.metrics.probe import AttentionProbe, build_for_probe, probe_distance, probe_heads
 from hf_posenc.metrics.representations import hidden_states, is_causal, rounding, sentence_embeddings
 from hf_posenc.metrics.words import TokenizedPair, tokenize_pair
-from hf_posenc.patching import native_scheme, patch_model, unpatch_model
-from hf_posenc.patching.apply import current_encoding, unwrapped
-from hf_posenc.patching.suspend import suspended
+from hf_posenc.report.records import Quantity, Record, Result, View
 from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.positions import Positions, integer_range
 
 SENTENCE = "The dog chased another dog"
 WORD = "dog"
-NATIVE = "native"
 
-CAUSAL_NOTE = (
+#: A distance in the probe up to this one is rounding. The probe computes in float64, and without positions the
+#: distance is exactly 0; what is left is the rounding of a scheme's own float32 numbers.
+PROBE_TOLERANCE = 1e-9
+#: Layers that the table shows; the result has all of them.
+_SHOWN_LAYERS = 8
+
+_CAUSAL_NOTE = (
     "The model is causal: the two occurrences see different prefixes, so from layer 1 on the mask alone tells them "
     "apart, with or without positions. Read the probe, which has no mask, for what the scheme adds."
 )
-ENCODER_NOTE = "Measured on the encoder of an encoder-decoder model."
+_ENCODER_NOTE = "Measured on the encoder of an encoder-decoder model."
+_QUANTITIES = (
+    Quantity(
+        "probe",
+        "probe",
+        "probe: random bidirectional attention over the same embeddings; without positions the distance is 0.",
+    ),
+    Quantity("relative_l2", "layer {layer}", "Layer 0 is the embeddings."),
+    Quantity("cosine", "layer {layer}, cosine"),
+    Quantity("identical", "identical", style="verdict"),
+    Quantity("told_apart", "apart", style="verdict"),
+)
 
 
 def dog_test(
@@ -44,7 +53,7 @@ def dog_test(
     word: str = WORD,
     *,
     seed: int = 0,
-) -> DogResult:
+) -> Result:
     """Measures how far apart a model holds two occurrences of the same word.
 
     An encoder without positions cannot tell the two apart: equal tokens attend to the same set of tokens, and
@@ -66,7 +75,15 @@ def dog_test(
         seed: of the probe and of newly created scheme weights.
 
     Returns:
-        One row per scheme. A scheme that the architecture cannot take has its reason in `error`.
+        Records of these quantities:
+
+        - `relative_l2` and `cosine`, by `layer` (0: the embeddings): distance of the two hidden states.
+        - `probe`: the relative L2 distance in the random attention.
+        - `identical`: passed if no distance in the model is larger than rounding (`settings["tolerance"]`).
+        - `told_apart`: passed if positions tell the two apart: in the model, or in the probe where a causal mask tells
+          them apart too.
+
+        A scheme that the architecture cannot take has the reason in its subject's `error`, and no records.
 
     Raises:
         UnknownNameError: for an unknown scheme, before the model is touched.
@@ -74,31 +91,39 @@ def dog_test(
             belong to the model, or a scheme given by name needs options.
         UnsupportedError: if the model returns no hidden states.
     """
-    wanted = None if schemes is None else [None if scheme == NATIVE else resolve_scheme(scheme) for scheme in schemes]
+    check_schemes(schemes)
     pair = tokenize_pair(tokenizer, sentence, word)
     embeddings = sentence_embeddings(model, pair.input_ids)
     probe = AttentionProbe(embeddings.shape[-1], probe_heads(embeddings.shape[-1]), seed=seed)
     with isolated_rng(seed), evaluation_mode(model):
         causal = is_causal(model, pair)
         test = _DogTest(pair, embeddings, probe, causal, seed)
-        if wanted is None:
-            rows = [test.as_found(model)]
-        else:
-            with suspended(model):
-                rows = [test.native(model) if config is None else test.patched(model, config) for config in wanted]
-    notes = [CAUSAL_NOTE] if causal else []
-    notes += [ENCODER_NOTE] if getattr(model.config, "is_encoder_decoder", False) else []
-    return DogResult(
-        model=type(model).__name__,
-        sentence=sentence,
-        word=word,
-        tokens=pair.tokens,
-        first=pair.first,
-        second=pair.second,
-        causal=causal,
-        probe_without_positions=probe_distance(probe, embeddings, pair.first, pair.second),
-        rows=tuple(rows),
-        notes=tuple(notes),
+        subjects, records = measure_in_turn(model, schemes, test.measure, seed=seed)
+    depth = max((record.at["layer"] for record in records if record.quantity == "relative_l2"), default=0)
+    shown = View(("probe", "relative_l2", "told_apart"), shown={"layer": _spread(depth)})
+    return Result(
+        task="dog",
+        title=f"{type(model).__name__}: {sentence!r}, distance between the two {word!r} (relative L2)",
+        quantities=_QUANTITIES,
+        subjects=subjects,
+        records=records,
+        views=(shown,),
+        settings={
+            "model": type(model).__name__,
+            "sentence": sentence,
+            "word": word,
+            "tokens": list(pair.tokens),
+            "first": list(pair.first),
+            "second": list(pair.second),
+            "causal": causal,
+            "tolerance": rounding(embeddings.dtype),
+            "probe_without_positions": probe_distance(probe, embeddings, pair.first, pair.second),
+            "seed": seed,
+        },
+        remarks=(
+            *([_CAUSAL_NOTE] if causal else []),
+            *([_ENCODER_NOTE] if getattr(model.config, "is_encoder_decoder", False) else []),
+        ),
     )
 
 
@@ -112,65 +137,38 @@ class _DogTest:
         self.causal = causal
         self.seed = seed
 
-    def as_found(self, model: Any) -> DogRow:
-        encoding = current_encoding(unwrapped(model))
-        if encoding is None:
-            return self.native(model)
-        return self.measure(model, encoding.config.name, encoding.config, [])
-
-    def native(self, model: Any) -> DogRow:
-        try:
-            config, notes = native_scheme(model), []
-        except UnsupportedError as error:
-            config, notes = None, [f"The native scheme has no name here: {error}"]
-        return self.measure(model, NATIVE, config, notes)
-
-    def patched(self, model: Any, config: SchemeConfig) -> DogRow:
-        """Patches, measures and restores a stock model."""
-        try:
-            with isolated_rng(self.seed), warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                patch_model(model, config)
-            try:
-                model.eval()
-                notes = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
-                return self.measure(model, config.name, config, notes + _adopted_notes(model))
-            finally:
-                unpatch_model(model)
-        except UnsupportedError as error:
-            tolerance = rounding(self.embeddings.dtype)
-            label = scheme_label(config)
-            return DogRow(config.name, config.to_dict(), (), None, tolerance, self.causal, label, error=str(error))
-
-    def measure(self, model: Any, name: str, config: SchemeConfig | None, notes: list[str]) -> DogRow:
-        states = hidden_states(model, self.pair.input_ids)
+    def measure(self, model: Any) -> Measured:
+        """Measures a model under its present scheme."""
+        config = config_in_force(model)
+        with evaluation_mode(model):
+            states = hidden_states(model, self.pair.input_ids)
         first, second = list(self.pair.first), list(self.pair.second)
-        layers = tuple(
-            LayerDistance(layer, relative_l2(state[first], state[second]), cosine_distance(state[first], state[second]))
-            for layer, state in enumerate(states)
-        )
-        distance = None
-        if config is not None:
-            try:
-                distance = probe_distance(
-                    self.probe, self.embeddings, self.pair.first, self.pair.second, config, seed=self.seed
-                )
-            except ValueError as error:
-                notes = [*notes, f"The probe has no number: {error}"]
-        label = name if config is None else scheme_label(config)
-        row = DogRow(
-            scheme=name,
-            config=None if config is None else config.to_dict(),
-            layers=layers,
-            probe=distance,
-            tolerance=rounding(states[0].dtype),
-            causal=self.causal,
-            label=f"{NATIVE} ({config.name})" if name == NATIVE and config is not None else label,
-            notes=tuple(notes),
-        )
-        if config is None or not row.identical or notes or not distance:
-            return row
-        return dataclasses.replace(row, notes=(self._why_invisible(model, config),))
+        distances = [relative_l2(state[first], state[second]) for state in states]
+        cosines = [cosine_distance(state[first], state[second]) for state in states]
+        identical = max(distances) <= rounding(states[0].dtype)
+        probe, probe_error = self._probe(config)
+        told_apart: bool | None = not identical
+        if self.causal:
+            told_apart = None if probe is None else probe > PROBE_TOLERANCE
+        records = [
+            *(Record("", "relative_l2", distance, {"layer": layer}) for layer, distance in enumerate(distances)),
+            *(Record("", "cosine", distance, {"layer": layer}) for layer, distance in enumerate(cosines)),
+            Record("", "probe", probe),
+            Record("", "identical", passed=identical),
+            Record("", "told_apart", passed=told_apart),
+        ]
+        invisible = self._why_invisible(model, config) if config is not None and identical and probe else ""
+        return Measured(records, (probe_error,) if probe_error else (), invisible)
+
+    def _probe(self, config: SchemeConfig | None) -> tuple[float | None, str]:
+        """The distance in the probe, or why there is none."""
+        if config is None:
+            return None, ""
+        first, second = self.pair.first, self.pair.second
+        try:
+            return probe_distance(self.probe, self.embeddings, first, second, config, seed=self.seed), ""
+        except ValueError as error:
+            return None, f"The probe has no number: {error}"
 
     def _why_invisible(self, model: nn.Module, config: SchemeConfig) -> str:
         """Why a scheme that acts in the probe has no effect in the model."""
@@ -183,19 +181,17 @@ class _DogTest:
         if uniform and any(isinstance(module, nn.LayerNorm) for module in model.modules()):
             return (
                 f"Invisible: {config.name} adds the same number to every component of a token, and LayerNorm "
-                f"subtracts the mean over the components. The distance is 0 up to rounding, as without positions."
+                "subtracts the mean over the components. The distance is 0 up to rounding, as without positions."
             )
         return (
             f"Invisible: {config.name} tells the two apart in the probe, but not in this model; the distance is 0 "
-            f"up to rounding."
+            "up to rounding."
         )
 
 
-def _adopted_notes(model: Any) -> list[str]:
-    encoding = current_encoding(unwrapped(model))
-    report = None if encoding is None else encoding.report
-    adopted = [] if report is None else [entry for stack in report.stacks for entry in stack.adopted]
-    if not adopted:
-        return []
-    shown = ", ".join(adopted[:2]) + (f" and {len(adopted) - 2} more" if len(adopted) > 2 else "")
-    return [f"Takes over weights of the stock model ({shown}); the others are newly initialised."]
+def _spread(last: int) -> list[int]:
+    """At most eight layers from 0 to the last, evenly spread, the first two and the last among them."""
+    if last < _SHOWN_LAYERS:
+        return list(range(last + 1))
+    steps = _SHOWN_LAYERS - 2
+    return sorted({0, 1} | {round(1 + step * (last - 1) / steps) for step in range(1, steps + 1)})

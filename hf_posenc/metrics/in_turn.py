@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
 from hf_posenc.metrics.naming import resolve_scheme
@@ -13,49 +14,45 @@ from hf_posenc.metrics.preserve import isolated_rng
 from hf_posenc.patching import native_scheme, patch_model, unpatch_model
 from hf_posenc.patching.apply import current_encoding, unwrapped
 from hf_posenc.patching.suspend import suspended
+from hf_posenc.report.records import Record, Subject
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.labels import scheme_label
 
 NATIVE = "native"
 
-Value = TypeVar("Value")
-
 
 @dataclass(frozen=True)
-class UnderScheme(Generic[Value]):
+class Measured:
     """What was measured under one scheme.
 
     Args:
-        scheme: its name; `"native"` for what the stock model has.
-        label: the scheme with the options that are not its defaults.
-        config: the scheme's options (`SchemeConfig.to_dict`), or `None` where they are not known.
-        value: what was measured; `None` if `error` is set.
-        notes: what a reader has to know to read the numbers.
-        error: why nothing could be measured, or `None`.
+        records: the numbers; `measure_in_turn` fills in their subject.
+        notes: what a reader has to know to read them.
+        explanation: a note that is dropped where a warning or another note has explained the numbers already.
     """
 
-    scheme: str
-    label: str
-    config: dict[str, Any] | None
-    value: Value | None
+    records: Sequence[Record]
     notes: tuple[str, ...] = ()
-    error: str | None = None
+    explanation: str = ""
 
 
 def measure_in_turn(
-    model: Any, schemes: Sequence[str | SchemeConfig] | None, measure: Callable[[Any], Value], *, seed: int = 0
-) -> list[UnderScheme[Value]]:
+    model: Any, schemes: Sequence[str | SchemeConfig] | None, measure: Callable[[Any], Measured], *, seed: int = 0
+) -> tuple[tuple[Subject, ...], tuple[Record, ...]]:
     """Patches each scheme into the stock model, measures, and takes it out again.
 
     The model is left as it was found, also after an error: its own scheme is put back with all it has learned. A scheme
-    that the model cannot take, or that cannot represent so long a sequence, has the reason in `error`.
+    that the model cannot take, or that cannot represent so long a sequence, has the reason in its subject's `error`.
 
     Args:
         model: any transformers model, patched or not.
         schemes: names or configs, newly initialised unless a scheme takes over native weights; `"native"` is the stock
-            model itself. `None` measures the model as it is.
-        measure: gets the model, in evaluation mode.
+            model itself. A scheme that is named twice is measured once. `None` measures the model as it is.
+        measure: gets the model.
         seed: of newly created scheme weights.
+
+    Returns:
+        One subject per scheme, and the records of all.
 
     Raises:
         UnknownNameError: for an unknown scheme, before the model is touched.
@@ -64,16 +61,49 @@ def measure_in_turn(
     if schemes is None:
         encoding = current_encoding(unwrapped(model))
         if encoding is None:
-            return [_native(model, measure)]
-        return [_measured(model, encoding.config.name, encoding.config, (), measure)]
-    wanted = [None if scheme == NATIVE else resolve_scheme(scheme) for scheme in schemes]
+            return _joined([_native(model, measure)])
+        return _joined([_measured(model, encoding.config.name, encoding.config, (), measure)])
+    wanted = {NATIVE if config is None else scheme_label(config): config for config in check_schemes(schemes)}.values()
     with suspended(model):
-        return [
+        return _joined(
             _native(model, measure) if config is None else _patched(model, config, measure, seed) for config in wanted
-        ]
+        )
 
 
-def adopted_notes(model: Any) -> list[str]:
+def check_schemes(schemes: Sequence[str | SchemeConfig] | None) -> list[SchemeConfig | None]:
+    """The configs of schemes, `None` for the native one.
+
+    Raises:
+        UnknownNameError: for an unknown scheme.
+        MeasurementError: if a scheme given by name needs options.
+    """
+    return [None if scheme == NATIVE else resolve_scheme(scheme) for scheme in schemes or ()]
+
+
+def config_in_force(model: Any) -> SchemeConfig | None:
+    """The scheme that a model has at the moment, its native one included; `None` if that is no known scheme."""
+    encoding = current_encoding(unwrapped(model))
+    if encoding is not None:
+        return encoding.config
+    try:
+        return native_scheme(model)
+    except UnsupportedError:
+        return None
+
+
+_Part = tuple[Subject, Sequence[Record]]
+
+
+def _joined(parts: Iterable[_Part]) -> tuple[tuple[Subject, ...], tuple[Record, ...]]:
+    subjects: list[Subject] = []
+    records: list[Record] = []
+    for subject, own in parts:
+        subjects.append(subject)
+        records += [dataclasses.replace(record, subject=subject.label) for record in own]
+    return tuple(subjects), tuple(records)
+
+
+def _adopted_notes(model: Any) -> list[str]:
     """Which weights of the stock model the scheme in force has taken over, as a sentence."""
     encoding = current_encoding(unwrapped(model))
     report = None if encoding is None else encoding.report
@@ -84,21 +114,7 @@ def adopted_notes(model: Any) -> list[str]:
     return [f"Takes over weights of the stock model ({shown}); the others are newly initialised."]
 
 
-def footnoted(rows: Sequence[UnderScheme[Any]]) -> Iterator[tuple[str, list[str]]]:
-    """The label of each row with the marks of its notes, and the notes that are new with it."""
-    footnotes: list[str] = []
-    for row in rows:
-        before = len(footnotes)
-        marks = []
-        for note in (*([f"cannot be measured: {row.error}"] if row.error else []), *row.notes):
-            if note not in footnotes:
-                footnotes.append(note)
-            marks.append(f" [{footnotes.index(note) + 1}]")
-        new = [f"[{number}] {note}" for number, note in enumerate(footnotes[before:], start=before + 1)]
-        yield row.label + "".join(marks), new
-
-
-def _native(model: Any, measure: Callable[[Any], Value]) -> UnderScheme[Value]:
+def _native(model: Any, measure: Callable[[Any], Measured]) -> _Part:
     try:
         config = native_scheme(model)
     except UnsupportedError as error:
@@ -106,28 +122,32 @@ def _native(model: Any, measure: Callable[[Any], Value]) -> UnderScheme[Value]:
     return _measured(model, NATIVE, config, (), measure)
 
 
-def _patched(model: Any, config: SchemeConfig, measure: Callable[[Any], Value], seed: int) -> UnderScheme[Value]:
+def _patched(model: Any, config: SchemeConfig, measure: Callable[[Any], Measured], seed: int) -> _Part:
     with isolated_rng(seed), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             patch_model(model, config)
         except ValueError as error:
-            return UnderScheme(config.name, scheme_label(config), config.to_dict(), None, (), str(error))
+            return Subject(scheme_label(config), config.name, config.to_dict(), error=str(error)), ()
     try:
         notes = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
-        return _measured(model, config.name, config, (*notes, *adopted_notes(model)), measure)
+        return _measured(model, config.name, config, (*notes, *_adopted_notes(model)), measure)
     finally:
         unpatch_model(model)
 
 
 def _measured(
-    model: Any, name: str, config: SchemeConfig | None, notes: tuple[str, ...], measure: Callable[[Any], Value]
-) -> UnderScheme[Value]:
-    label = NATIVE if name == NATIVE else ""
+    model: Any, name: str, config: SchemeConfig | None, notes: tuple[str, ...], measure: Callable[[Any], Measured]
+) -> _Part:
+    label = name
     if config is not None:
-        label = f"{NATIVE} ({scheme_label(config)})" if name == NATIVE else scheme_label(config)
-    options = None if config is None else config.to_dict()
+        label = f"{NATIVE} ({config.name})" if name == NATIVE else scheme_label(config)
+    subject = Subject(label, name, None if config is None else config.to_dict(), notes)
     try:
-        return UnderScheme(name, label, options, measure(model), notes)
+        found = measure(model)
     except (UnsupportedError, SequenceLengthError) as error:
-        return UnderScheme(name, label, options, None, notes, str(error))
+        return dataclasses.replace(subject, error=str(error)), ()
+    notes = (*notes, *found.notes)
+    if found.explanation and not notes:
+        notes = (found.explanation,)
+    return dataclasses.replace(subject, notes=notes), found.records

@@ -2,23 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, TypeVar
-
 from hf_posenc.metrics.errors import MeasurementError
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.registry import get_scheme
-
-
-class SchemeRow(Protocol):
-    """What was measured for one scheme."""
-
-    @property
-    def scheme(self) -> str:
-        """Its name."""
-
-
-RowType = TypeVar("RowType", bound=SchemeRow)
 
 
 def resolve_scheme(scheme: str | SchemeConfig) -> SchemeConfig:
@@ -38,20 +24,3 @@ def resolve_scheme(scheme: str | SchemeConfig) -> SchemeConfig:
             f"The scheme {scheme!r} cannot be built from its name alone ({error}). Pass a config, "
             f"{config_class.__name__}(...), in its place."
         ) from error
-
-
-def first_row(rows: Sequence[RowType], scheme: str, measured: str) -> RowType:
-    """The first row of a scheme.
-
-    Args:
-        rows: of a result.
-        scheme: its name.
-        measured: what the rows are of, for the error.
-
-    Raises:
-        KeyError: if there is none.
-    """
-    for row in rows:
-        if row.scheme == scheme:
-            return row
-    raise KeyError(f"No row for {scheme!r}; the {measured} covers {[row.scheme for row in rows]}.")

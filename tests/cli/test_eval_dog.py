@@ -39,7 +39,7 @@ class TestEvalDog:
         import hf_posenc
 
         assert main(["eval", "dog", bert, "--schemes", "all", "--json"]) == 0
-        names = [row["scheme"] for row in json.loads(capsys.readouterr().out)["rows"]]
+        names = [subject["scheme"] for subject in json.loads(capsys.readouterr().out)["subjects"]]
         assert names[0] == "native"
         assert set(hf_posenc.list_schemes()) - set(names) == {"third_party"}
 

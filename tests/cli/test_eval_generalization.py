@@ -8,7 +8,7 @@ from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_posenc import patch_model
 from hf_posenc.cli import main
-from hf_posenc.metrics.generalization import exact_match
+from hf_posenc.metrics.generalization import compare_generalization
 from tests.cli.running import refused
 
 
@@ -34,21 +34,22 @@ def test_json_holds_what_the_function_returns(capsys, trained):
     assert main([*words, "--seed", "4"]) == 0
     printed = json.loads(capsys.readouterr().out)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(trained), AutoTokenizer.from_pretrained(trained)
-    expected = exact_match(model, tokenizer, "parity", [3, 6], samples=20, seed=4)
-    assert printed["lengths"] == [3, 6]
-    assert printed["rows"][0]["scheme"] == "alibi"
-    assert printed["rows"][0]["value"] == json.loads(json.dumps(expected.to_dict()))
+    expected = compare_generalization(model, tokenizer, "parity", [3, 6], samples=20, seed=4)
+    assert expected.labels == ["alibi"]
+    assert printed == json.loads(json.dumps(expected.to_dict()))
 
 
 def test_one_model_is_a_table_of_lengths_and_several_schemes_one_line_each(capsys, trained):
     words = ["eval", "generalization", trained, "--task", "copy", "--lengths", "2", "30", "--samples", "3"]
-    assert main([*words, "--generate"]) == 0
+    assert main([*words, "--method", "generate"]) == 0
     out = capsys.readouterr().out
-    assert "with alibi, task 'copy' (generate, seed 0)" in out
+    assert "task 'copy' (generate, seed 0)" in out
+    assert "alibi" in out
     assert main([*words, "--schemes", "native", "learned:num_positions=20", "--markdown"]) == 0
     out = capsys.readouterr().out
     assert "| native (rope" in out
-    assert "learned(num_positions=20), length 30:" in out
+    assert "learned(num_positions=20)" in out
+    assert "length 30: " in out
 
 
 def test_bad_requests(capsys, trained, bert):

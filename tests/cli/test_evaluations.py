@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from hf_posenc.cli import main
+from hf_posenc.report import Result
 
 TEXT = (
     "the dog another a chases pig cat horse boy girl man woman and then with old small red house garden near over "
@@ -72,24 +73,25 @@ def text(tmp_path_factory):
     return str(path)
 
 
-def _json(capsys, arguments):
+def _result(capsys, arguments):
     assert main([*arguments, "--json"]) == 0, capsys.readouterr().err
-    return json.loads(capsys.readouterr().out)
+    return Result.from_dict(json.loads(capsys.readouterr().out))
 
 
 def test_loss_by_length_of_a_causal_model(folders, text, capsys, tmp_path):
-    words = ["eval", "loss", folders["llama"], "--text", text, "--lengths", "16", "32", "--samples", "4"]
-    words += ["--window", "16", "--schemes", "native,none", "alibi"]
-    result = _json(capsys, [*words, "--plot", str(tmp_path / "loss.png")])
+    words = ["eval", "loss", folders["llama"], "--text", text, "--lengths", "16", "32", "--max-windows", "4"]
+    words += ["--sliding-window", "16", "--schemes", "native,none", "alibi"]
+    result = _result(capsys, [*words, "--plot", str(tmp_path / "loss.png")])
     assert (tmp_path / "loss.png").stat().st_size > 0
-    assert [row["scheme"] for row in result["rows"]] == ["native", "none", "alibi"]
-    assert result["causal"]
-    assert result["special_tokens"] == 0
-    losses = [row["losses"] for row in result["rows"]]
-    assert all(entry["lengths"] == [16, 32] and entry["sliding"]["window"] == 16 for entry in losses)
-    # 4 windows of 32 tokens: the first of each piece has no context.
-    assert all(entry["targets"] == [4 * 2 * 15, 4 * 31] for entry in losses)
-    assert losses[0]["loss"] != losses[1]["loss"]
+    assert [subject.scheme for subject in result.subjects] == ["native", "none", "alibi"]
+    assert result.settings["causal"]
+    assert result.settings["special_tokens"] == 0
+    for label in result.labels:
+        # 4 windows of 32 tokens: the first of each piece has no context.
+        counts = {record.at["length"]: record.count for record in result.of(label, "loss")}
+        assert counts == {16: 4 * 2 * 15, 32: 4 * 31}
+        assert result.value(label, "sliding_loss", window=16) is not None
+    assert result.value("native", "loss", length=32) != result.value("none", "loss", length=32)
     assert main([*words, "--markdown"]) == 0
     page = capsys.readouterr().out
     assert "| alibi" in page
@@ -97,20 +99,20 @@ def test_loss_by_length_of_a_causal_model(folders, text, capsys, tmp_path):
 
 
 def test_loss_by_length_of_a_masked_model_says_which_length_it_has_no_positions_for(folders, text, capsys):
-    words = ["eval", "loss", folders["bert"], "--text", text, "--lengths", "32", "128", "--samples", "4"]
-    result = _json(capsys, [*words, "--schemes", "native", "none", "forget_gate"])
-    assert not result["causal"]
-    assert result["special_tokens"] == 2
-    native, none, refused = result["rows"]
-    assert native["losses"]["loss"][1] is None
-    assert "64 positions" in native["losses"]["reasons"][1]
-    assert None not in none["losses"]["loss"]
-    assert refused["losses"] is None
-    assert "bidirectional" in refused["error"]
+    words = ["eval", "loss", folders["bert"], "--text", text, "--lengths", "32", "128", "--max-windows", "4"]
+    result = _result(capsys, [*words, "--schemes", "native", "none", "forget_gate"])
+    assert not result.settings["causal"]
+    assert result.settings["special_tokens"] == 2
+    too_long = result.record("native", "loss", length=128)
+    assert too_long.value is None
+    assert "64 positions" in too_long.note
+    assert all(record.value is not None for record in result.of("none", "loss"))
+    assert list(result.of("forget_gate")) == []
+    assert "bidirectional" in result.subject("forget_gate").error
     assert main([*words, "--schemes", "native", "forget_gate"]) == 0
     table = capsys.readouterr().out
     assert "length 128: A sequence of length 128" in table
-    assert "[1] cannot be measured" in table
+    assert "[2] cannot be measured" in table
 
 
 @pytest.mark.parametrize(
@@ -118,8 +120,8 @@ def test_loss_by_length_of_a_masked_model_says_which_length_it_has_no_positions_
     [
         (["--text", "nowhere.txt"], "nowhere.txt"),
         (["--text", "{text}", "--lengths", "5000"], "Give more text"),
-        (["--text", "{text}", "--lengths", "16", "--stride", "4"], "--window too"),
-        (["--text", "{text}", "--lengths", "16", "--window", "8", "--stride", "9"], "leaves tokens out"),
+        (["--text", "{text}", "--lengths", "16", "--stride", "4"], "sliding_window too"),
+        (["--text", "{text}", "--lengths", "16", "--sliding-window", "8", "--stride", "9"], "leaves tokens out"),
         (["--text", "{text}", "--lengths", "16", "--plot", "nowhere/x.png"], "does not exist"),
         (["--text", "{text}", "--lengths", "16", "--plot", "x.xyz"], "figures end in"),
         (["--text", "{empty}", "--lengths", "16"], "nothing to predict"),
@@ -147,12 +149,13 @@ def test_loss_needs_a_language_model_and_a_mask_token(folders, text, capsys):
 def test_sensitivity_under_several_schemes(folders, text, capsys):
     words = ["eval", "sensitivity", folders["bert"], "--schemes", "native,none", "--gaps", "2", "8", "--offsets", "1"]
     words += ["--context", "16", "--text", text]
-    native, none = _json(capsys, words)["rows"]
-    assert native["value"]["repeated"]["gaps"] == [2, 8]
-    assert native["value"]["repeated"]["distances"][0][-1] > 1e-3
-    assert none["value"]["repeated"]["distances"][0][-1] <= 1e-5
-    assert [shift["offset"] for shift in none["value"]["shifted"]["shifts"]] == [1, 0]
-    assert none["value"]["permuted"]["context"] == 16
+    result = _result(capsys, words)
+    last = {scheme: [*result.of(scheme, "repeated", gap=2)][-1].value for scheme in ("native", "none")}
+    assert last["native"] > 1e-3
+    assert last["none"] <= 1e-5
+    assert {record.at["gap"] for record in result.of("none", "repeated")} == {2, 8}
+    assert [record.at["offset"] for record in result.of("none", "shift")] == [1]
+    assert result.settings["context"] == 16
     assert main([*words, "--markdown"]) == 0
     assert "| gap 2 |" in capsys.readouterr().out
 
@@ -165,18 +168,21 @@ def test_sensitivity_with_a_text_that_is_too_short_says_so(folders, capsys, tmp_
 
 
 def test_quantised_positions_of_a_causal_and_of_a_masked_model(folders, text, capsys):
-    words = ["--text", text, "--length", "16", "--samples", "2", "--variants", "ids bfloat16", "encodings int8"]
+    words = ["--text", text, "--length", "16", "--max-windows", "2", "--variants", "ids bfloat16", "encodings int8"]
     words += ["--positions", "0", "4000"]
-    [native] = _json(capsys, ["eval", "quantized", folders["llama"], *words])["rows"]
-    assert native["value"]["positions"] == [0, 4000]
-    assert [row["variant"] for row in native["value"]["rows"]] == ["float32", "ids bfloat16", "encodings int8"]
-    assert native["value"]["rows"][1]["changes"][0] == 0
-    assert native["value"]["rows"][1]["changes"][1] != 0
+    result = _result(capsys, ["eval", "quantized", folders["llama"], *words])
+    assert {record.at["held in"] for record in result.of("native", "loss")} == {
+        "float32", "ids bfloat16", "encodings int8",
+    }  # fmt: skip
+    changes = [record for record in result.of("native", "change") if record.at["held in"] == "ids bfloat16"]
+    assert [record.at["position"] for record in changes] == [0, 4000]
+    assert changes[0].value == 0
+    assert changes[1].value != 0
     assert main(["eval", "quantized", folders["bert"], *words, "--schemes", "native,none", "--markdown"]) == 0
     page = capsys.readouterr().out
     assert "| encodings int8" in page
     assert "64 positions" in page
-    assert "none cannot be measured" in page
+    assert "cannot be measured" in page
 
 
 def test_an_unknown_variant_is_refused(folders, text, capsys):

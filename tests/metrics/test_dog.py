@@ -9,6 +9,7 @@ from hf_posenc import patch_model
 from hf_posenc.errors import UnknownNameError
 from hf_posenc.metrics import MeasurementError, dog_test
 from hf_posenc.metrics import dog as dog_module
+from hf_posenc.report import Result
 from hf_posenc.schemes import (
     AdditiveEncoding,
     AlibiConfig,
@@ -39,48 +40,62 @@ def assert_same(before, after):
     assert all(torch.equal(before[0][name], after[0][name]) for name in before[0])
 
 
+def layers(result, scheme):
+    return [record.value for record in result.of(scheme, "relative_l2")]
+
+
+def told_apart(result, scheme):
+    return result.record(scheme, "told_apart").passed
+
+
+def identical(result, scheme):
+    return result.record(scheme, "identical").passed
+
+
 def test_a_stock_bert_tells_the_dogs_apart_by_its_table(tiny_bert, word_tokenizer):
     result = dog_test(tiny_bert(), word_tokenizer)
-    (row,) = result.rows
-    assert row.scheme == "native"
-    assert row.config["scheme"] == "learned"
-    assert [distance.layer for distance in row.layers] == [0, 1, 2, 3]
-    assert all(distance.relative_l2 > 1e-2 and distance.cosine > 1e-4 for distance in row.layers)
-    assert row.told_apart
-    assert not row.identical
-    assert not result.causal
-    assert result.probe_without_positions == 0.0
-    assert (result.first, result.second) == ((2,), (5,))
+    (subject,) = result.subjects
+    assert subject.scheme == "native"
+    assert subject.config["scheme"] == "learned"
+    assert [record.at["layer"] for record in result.of("native", "relative_l2")] == [0, 1, 2, 3]
+    assert min(layers(result, "native")) > 1e-2
+    assert min(record.value for record in result.of("native", "cosine")) > 1e-4
+    assert told_apart(result, "native")
+    assert not identical(result, "native")
+    assert not result.settings["causal"]
+    assert result.settings["probe_without_positions"] == 0.0
+    assert (result.settings["first"], result.settings["second"]) == ([2], [5])
 
 
 def test_distances_are_those_of_the_hidden_states(tiny_bert, word_tokenizer):
     model = tiny_bert()
-    row = dog_test(model, word_tokenizer).rows[0]
+    result = dog_test(model, word_tokenizer)
     with torch.no_grad():
         ids = torch.tensor([word_tokenizer("The dog chased another dog")["input_ids"]])
         states = model(ids, output_hidden_states=True).hidden_states
-    for distance, state in zip(row.layers, states, strict=True):
+    for distance, state in zip(layers(result, "native"), states, strict=True):
         first, second = state[0, 2].double(), state[0, 5].double()
         scale = (first.norm() + second.norm()) / 2
-        assert distance.relative_l2 == pytest.approx(((first - second).norm() / scale).item(), rel=1e-5)
+        assert distance == pytest.approx(((first - second).norm() / scale).item(), rel=1e-5)
 
 
 def test_a_bert_without_positions_holds_the_dogs_for_the_same_at_every_layer(tiny_bert, word_tokenizer):
-    row = dog_test(patch_model(tiny_bert(), "none"), word_tokenizer).rows[0]
-    assert row.scheme == "none"
-    assert max(distance.relative_l2 for distance in row.layers) <= 1e-6
-    assert row.identical
-    assert not row.told_apart
-    assert row.probe == 0.0
+    result = dog_test(patch_model(tiny_bert(), "none"), word_tokenizer)
+    assert result.labels == ["none"]
+    assert max(layers(result, "none")) <= 1e-6
+    assert identical(result, "none")
+    assert not told_apart(result, "none")
+    assert result.value("none", "probe") == 0.0
 
 
 @pytest.mark.parametrize("scheme", ["integer", "normalized_integer"])
 def test_integer_positions_are_invisible_under_layer_norm_and_reported_as_zero(tiny_bert, word_tokenizer, scheme):
-    row = dog_test(tiny_bert(), word_tokenizer, [scheme]).row(scheme)
-    assert row.identical
-    assert not row.told_apart
-    assert row.probe > 1e-3  # no LayerNorm there
-    assert any("LayerNorm" in note for note in row.notes)
+    result = dog_test(tiny_bert(), word_tokenizer, [scheme])
+    assert identical(result, scheme)
+    assert not told_apart(result, scheme)
+    assert result.value(scheme, "probe") > 1e-3  # no LayerNorm there
+    (note,) = result.subject(scheme).notes
+    assert "LayerNorm" in note
 
 
 @pytest.fixture
@@ -103,73 +118,72 @@ def uniform(monkeypatch):
 
 
 def test_the_reason_for_a_zero_is_found_by_measuring(tiny_bert, word_tokenizer, uniform):
-    row = dog_test(tiny_bert(), word_tokenizer, ["uniform"]).row("uniform")
-    assert row.identical
-    assert row.probe > 1e-3
-    assert row.notes[0].startswith("Invisible: uniform adds the same number to every component")
+    result = dog_test(tiny_bert(), word_tokenizer, ["uniform"])
+    assert identical(result, "uniform")
+    assert result.value("uniform", "probe") > 1e-3
+    assert result.subject("uniform").notes[0].startswith("Invisible: uniform adds the same number to every component")
 
 
 def test_a_zero_for_another_reason_is_noted_too(tiny_bert, word_tokenizer):
     faint = IntegerConfig(direction="random", scale=1e-6)
     object.__setattr__(faint, "scale", 1e-9)  # below what the option may be
-    row = dog_test(tiny_bert(), word_tokenizer, [faint]).rows[0]
-    assert row.identical
-    assert 0 < row.probe < 1e-6
-    assert "but not in this model" in row.notes[0]
+    result = dog_test(tiny_bert(), word_tokenizer, [faint])
+    assert identical(result, "integer")
+    assert 0 < result.value("integer", "probe") < 1e-6
+    assert "but not in this model" in result.subject("integer").notes[0]
 
 
 def test_a_schedule_has_no_probe_and_says_why(tiny_llama, word_tokenizer):
     model = patch_model(tiny_llama(), "rope", layers=[0], elsewhere="none")
-    row = dog_test(model, word_tokenizer).rows[0]
-    assert row.scheme == "schedule"
-    assert row.probe is None
-    assert row.told_apart is None
-    assert "The probe has no number" in row.notes[0]
+    result = dog_test(model, word_tokenizer)
+    assert result.value("schedule", "probe") is None
+    assert told_apart(result, "schedule") is None
+    assert "The probe has no number" in result.subject("schedule").notes[0]
 
 
 def test_integer_positions_along_another_direction_are_visible(tiny_bert, word_tokenizer):
-    row = dog_test(tiny_bert(), word_tokenizer, [IntegerConfig(direction="one_hot")]).rows[0]
-    assert row.told_apart
-    assert row.notes == ()
+    result = dog_test(tiny_bert(), word_tokenizer, [IntegerConfig(direction="one_hot")])
+    assert told_apart(result, "integer")
+    assert result.subject("integer").notes == ()
 
 
 @pytest.mark.parametrize("scheme", ENCODER_SCHEMES)
 def test_every_scheme_sets_the_dogs_apart_in_an_encoder(tiny_bert, word_tokenizer, scheme):
-    row = dog_test(tiny_bert(), word_tokenizer, [scheme]).rows[0]
-    assert row.told_apart
-    assert row.layers[-1].relative_l2 > 1e-3
-    assert row.probe > 1e-5
+    result = dog_test(tiny_bert(), word_tokenizer, [scheme])
+    assert told_apart(result, scheme)
+    assert layers(result, scheme)[-1] > 1e-3
+    assert result.value(scheme, "probe") > 1e-5
     additive = scheme in ("binary", "sinusoidal", "learned")
-    assert (row.layers[0].relative_l2 > 1e-3) == additive  # a bias or a rotation acts in the attention only
+    assert (layers(result, scheme)[0] > 1e-3) == additive  # a bias or a rotation acts in the attention only
 
 
 def test_in_a_causal_model_the_mask_alone_tells_the_dogs_apart_after_the_embeddings(tiny_llama, word_tokenizer):
     result = dog_test(tiny_llama(), word_tokenizer, ["native", "none", "alibi", "integer"])
-    assert result.causal
+    assert result.settings["causal"]
     assert "the mask alone" in result.table()
-    none = result.row("none")
-    assert none.layers[0].relative_l2 == 0.0
-    assert all(distance.relative_l2 > 1e-3 for distance in none.layers[1:])
-    assert not none.identical
-    assert none.probe == 0.0
-    assert not none.told_apart
+    embeddings, *others = layers(result, "none")
+    assert embeddings == 0.0
+    assert min(others) > 1e-3
+    assert not identical(result, "none")
+    assert result.value("none", "probe") == 0.0
+    assert not told_apart(result, "none")
     for scheme in ("native", "alibi", "integer"):
-        assert result.row(scheme).told_apart
-    assert result.row("integer").layers[0].relative_l2 > 0.1  # nothing normalises it away
+        assert told_apart(result, scheme)
+    assert layers(result, "integer")[0] > 0.1  # nothing normalises it away
 
 
 def test_a_learned_scheme_takes_over_the_native_table_and_says_so(tiny_bert, word_tokenizer):
     result = dog_test(tiny_bert(), word_tokenizer, ["native", "learned", "alibi"])
-    assert result.row("learned").layers == result.row("native").layers
-    assert any("position_embeddings" in note for note in result.row("learned").notes)
-    assert result.row("alibi").notes == ()
+    assert layers(result, "learned") == layers(result, "native")
+    assert any("position_embeddings" in note for note in result.subject("learned").notes)
+    assert result.subject("alibi").notes == ()
 
 
 def test_words_of_several_tokens_are_compared_as_a_whole(tiny_bert, word_tokenizer):
     result = dog_test(tiny_bert(), word_tokenizer, ["none", "rope"], "The fox chased another fox", "fox")
-    assert len(result.first) == len(result.second) == 3
-    assert result.row("none").identical
-    assert result.row("rope").told_apart
+    assert len(result.settings["first"]) == len(result.settings["second"]) == 3
+    assert identical(result, "none")
+    assert told_apart(result, "rope")
 
 
 def test_of_an_encoder_decoder_the_encoder_is_measured(word_tokenizer):
@@ -178,10 +192,10 @@ def test_of_an_encoder_decoder_the_encoder_is_measured(word_tokenizer):
     torch.manual_seed(0)
     config = T5Config(vocab_size=80, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0)
     result = dog_test(T5ForConditionalGeneration(config), word_tokenizer, ["native", "none"])
-    assert not result.causal
-    assert any("encoder-decoder" in note for note in result.notes)
-    assert result.row("native").told_apart
-    assert result.row("none").identical
+    assert not result.settings["causal"]
+    assert any("encoder-decoder" in remark for remark in result.remarks)
+    assert told_apart(result, "native")
+    assert identical(result, "none")
 
 
 def test_a_stock_model_is_left_as_it_was(tiny_llama, word_tokenizer):
@@ -207,7 +221,7 @@ def test_a_patched_model_keeps_its_scheme_and_the_weights_it_has_learned(tiny_ll
     ids = torch.arange(4, 12).unsqueeze(0)
     before, logits = fingerprint(model), model(ids).logits
     result = dog_test(model, word_tokenizer, ["native", "alibi"])
-    assert result.row("native").config["scheme"] == "rope"
+    assert result.subject("native").config["scheme"] == "rope"
     assert_same(before, fingerprint(model))
     assert torch.equal(model(ids).logits, logits)
     assert model.position_encoding.config.name == "learned"
@@ -239,12 +253,10 @@ def test_a_scheme_the_architecture_cannot_take_is_a_row_with_the_reason(word_tok
     model = FNetModel(config).eval()
     before = fingerprint(model)
     result = dog_test(model, word_tokenizer, ["alibi"])
-    row = result.row("alibi")
-    assert row.error
-    assert row.told_apart is None
-    assert row.identical is None
-    assert row.layers == ()
-    assert f"cannot be applied: {row.error}" in result.table()
+    error = result.subject("alibi").error
+    assert error
+    assert list(result.of("alibi")) == []
+    assert f"cannot be measured: {error}" in result.table()
     assert_same(before, fingerprint(model))
 
 
@@ -254,27 +266,31 @@ def test_results_do_not_depend_on_the_order_or_the_company(tiny_bert, word_token
     together = dog_test(model, word_tokenizer, ["t5", "learned", "rope"])
     torch.manual_seed(2)
     alone = dog_test(model, word_tokenizer, ["learned"])
-    assert together.row("learned") == alone.row("learned")
+    assert list(together.of("learned")) == list(alone.of("learned"))
 
 
-def test_configs_and_names_give_the_same(tiny_bert, word_tokenizer):
-    result = dog_test(tiny_bert(), word_tokenizer, ["alibi", AlibiConfig()])
-    assert result.rows[0] == result.rows[1]
+def test_a_config_and_its_name_are_one_subject(tiny_bert, word_tokenizer):
+    both = dog_test(tiny_bert(), word_tokenizer, ["alibi", AlibiConfig()])
+    assert both == dog_test(tiny_bert(), word_tokenizer, ["alibi"])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_dtypes(tiny_bert, word_tokenizer, dtype):
     model = tiny_bert().to(dtype)
     result = dog_test(model, word_tokenizer, ["none", "sinusoidal"])
-    assert result.row("none").identical
-    assert result.row("sinusoidal").told_apart
+    assert identical(result, "none")
+    assert told_apart(result, "sinusoidal")
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
 
 
 def test_labels_tell_two_variants_of_a_scheme_apart(tiny_llama, word_tokenizer):
     wanted = ["native", "rope", RopeConfig(theta=300.0), AlibiConfig(learnable=True)]
-    labels = [row.label for row in dog_test(tiny_llama(), word_tokenizer, wanted).rows]
-    assert labels == ["native (rope)", "rope", "rope(theta=300)", "alibi(learnable=True)"]
+    assert dog_test(tiny_llama(), word_tokenizer, wanted).labels == [
+        "native (rope)",
+        "rope",
+        "rope(theta=300)",
+        "alibi(learnable=True)",
+    ]
 
 
 def test_unknown_schemes_are_refused_before_anything_else(tiny_bert, word_tokenizer):
@@ -286,7 +302,7 @@ def test_a_scheme_with_required_options_is_refused_by_name_and_taken_as_a_config
     with pytest.raises(MeasurementError, match=r"'composed' cannot be built from its name alone.*parts"):
         dog_test(tiny_bert(), word_tokenizer, ["composed"])
     config = ComposedConfig((AlibiConfig(), IntegerConfig(direction="one_hot")))
-    assert dog_test(tiny_bert(), word_tokenizer, [config]).row("composed").told_apart
+    assert told_apart(dog_test(tiny_bert(), word_tokenizer, [config]), "composed")
 
 
 def test_the_tokenizer_of_another_model_is_refused(tiny_bert, byte_tokenizer):
@@ -294,19 +310,17 @@ def test_the_tokenizer_of_another_model_is_refused(tiny_bert, byte_tokenizer):
         dog_test(tiny_bert(), byte_tokenizer)
 
 
-def test_a_row_that_was_not_asked_for(tiny_bert, word_tokenizer):
+def test_a_scheme_that_was_not_asked_for(tiny_bert, word_tokenizer):
     with pytest.raises(KeyError, match="covers \\['none'\\]"):
-        dog_test(tiny_bert(), word_tokenizer, ["none"]).row("rope")
+        dog_test(tiny_bert(), word_tokenizer, ["none"]).subject("rope")
 
 
 def test_the_result_is_json_and_a_table(tiny_bert, word_tokenizer):
     result = dog_test(tiny_bert(), word_tokenizer, ["native", "none", "integer"])
-    entry = json.loads(json.dumps(result.to_dict()))
-    assert [row["scheme"] for row in entry["rows"]] == ["native", "none", "integer"]
-    assert [row["told_apart"] for row in entry["rows"]] == [True, False, False]
-    assert entry["rows"][0]["layers"][0]["relative_l2"] == result.rows[0].layers[0].relative_l2
+    assert Result.from_dict(json.loads(json.dumps(result.to_dict()))).to_dict() == result.to_dict()
+    assert [told_apart(result, scheme) for scheme in ("native", "none", "integer")] == [True, False, False]
     lines = result.table().splitlines()
-    assert lines[2].split() == ["scheme", "probe", "embeddings", "layer", "1", "layer", "2", "layer", "3", "apart"]
+    assert lines[2].split() == ["scheme", "probe", "layer", "0", "layer", "1", "layer", "2", "layer", "3", "apart"]
     assert lines[4].split()[0] == "native"
     assert result.table(markdown=True).splitlines()[2].startswith("| scheme")
 
@@ -316,8 +330,8 @@ def test_deep_models_show_some_of_their_layers(word_tokenizer, tiny_bert):
     model.encoder.layer = torch.nn.ModuleList([*model.encoder.layer] * 4)
     model.config.num_hidden_layers = 12
     result = dog_test(model, word_tokenizer)
-    assert len(result.rows[0].layers) == 13
+    assert len(layers(result, "native")) == 13
     header = result.table().splitlines()[2]
-    assert header.count("layer ") == 7
+    assert header.count("layer ") == 8
     assert "layer 1 " in header
     assert "layer 12" in header

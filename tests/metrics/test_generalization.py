@@ -26,12 +26,14 @@ from hf_posenc.metrics.generalization import (
     SYNTHETIC_TASKS,
     Example,
     SyntheticExamples,
+    compare_generalization,
     encode_example,
     exact_match,
     get_task,
     held_out_examples,
 )
 from hf_posenc.metrics.generalization.examples import is_held_out, is_split
+from hf_posenc.report import Result
 from tests.metrics.conftest import build_byte_tokenizer, build_word_tokenizer
 
 TASKS = sorted(SYNTHETIC_TASKS)
@@ -303,15 +305,18 @@ class TestExactMatch:
         half_trained.eval()
 
     def test_the_result_as_table_and_as_data(self, tokenizer, half_trained):
-        result = exact_match(half_trained, tokenizer, "repeated_copy", [1, 40, 2], samples=10)
-        assert [row.length for row in result.rows] == [1, 2, 40]
-        assert not result.rows[0].held_out
+        result = compare_generalization(half_trained, tokenizer, "repeated_copy", [1, 40, 2], samples=10)
+        assert [record.at["length"] for record in result.of("rope", "exact_match")] == [1, 2, 40]
+        assert result.record("rope", "held_out", length=1).passed is False
         table = result.table(markdown=True)
-        assert "with rope, task 'repeated_copy'" in table
+        assert "task 'repeated_copy'" in table
         assert table.count("\n| ") == 5  # headers, rule, three lengths
-        assert result.to_dict()["rows"][2]["length"] == 40
-        with pytest.raises(KeyError, match="covered"):
-            result.row(3)
+        assert Result.from_dict(result.to_dict()) == result
+        row = exact_match(half_trained, tokenizer, "repeated_copy", [40], samples=10).row(40)
+        record = result.record("rope", "exact_match", length=40)
+        assert (record.value, (record.low, record.high), record.count) == (row.exact_match, row.interval, row.samples)
+        with pytest.raises(KeyError, match="0 records"):
+            result.value("rope", "exact_match", length=3)
 
     def test_a_length_past_the_table_has_a_reason(self, tokenizer):
         model = build_llama(tokenizer, "learned", num_positions=16)
@@ -319,7 +324,8 @@ class TestExactMatch:
         assert result.row(3).exact_match is not None
         assert result.row(30).exact_match is None
         assert "16" in result.row(30).reason
-        assert "[1] no number" in result.table()
+        shown = compare_generalization(model, tokenizer, "copy", [3, 30], samples=4)
+        assert f"[1] length 30: {result.row(30).reason}" in shown.table()
 
     @pytest.mark.parametrize("method", ["teacher_forced", "generate"])
     def test_a_stock_table_that_ends_has_a_reason_too(self, tokenizer, method):

@@ -23,6 +23,7 @@ from hf_posenc.metrics.language_modeling import (
 from hf_posenc.metrics.language_modeling.sliding import scored_spans
 from hf_posenc.metrics.language_modeling.text import special_frame
 from hf_posenc.plots.losses import plot_losses
+from hf_posenc.report import Result
 
 IGNORED = -100
 
@@ -146,8 +147,6 @@ def test_a_length_without_positions_has_its_reason_and_the_others_their_loss(mas
     assert "32 positions" in result.row(64).reason
     assert [loss is None for loss in result.position_loss] == [False, False, True, True]
     assert result.sliding.loss is not None
-    assert "32 positions" in result.table()
-    assert json.loads(json.dumps(result.to_dict(), allow_nan=False))["loss"][2] is None
     with pytest.raises(SequenceLengthError, match="32 positions"):
         token_losses(masked_model, shown, labels)
 
@@ -295,13 +294,25 @@ def test_schemes_are_measured_in_turn_and_the_model_is_left_as_it_was(tiny_llama
     result = text_losses(model, word_tokenizer, text, [16, 32], ["native", "none", "learned"], special_tokens=False)
     assert model.position_encoding.config.name == "t5"
     assert all(value.equal(before[name]) for name, value in model.state_dict().items())
-    assert [row.scheme for row in result.rows] == ["native", "none", "learned"]
+    assert [subject.scheme for subject in result.subjects] == ["native", "none", "learned"]
     stock = text_losses(tiny_llama(), word_tokenizer, text, [16, 32], special_tokens=False)
-    assert result.row("native").value == stock.rows[0].value
-    assert result.row("none").value != stock.rows[0].value
+    assert list(result.of("native")) == list(stock.of("native"))
+    losses = {scheme: result.value(scheme, "loss", length=32) for scheme in ("native", "none", "learned")}
+    assert losses["none"] != losses["native"]
     as_found = text_losses(model, word_tokenizer, text, [16, 32], special_tokens=False)
-    assert as_found.rows[0].scheme == "t5"
-    assert as_found.rows[0].value not in [row.value for row in result.rows]
+    assert as_found.labels == ["t5"]
+    assert as_found.value("t5", "loss", length=32) not in losses.values()
+
+
+def test_a_length_without_positions_is_a_footnote(masked_model, word_tokenizer):
+    word_tokenizer.add_special_tokens({"mask_token": "[MASK]"})
+    patch_model(masked_model, "learned", num_positions=32)
+    text = ["the dog chased another cat after a dog ran " * 20]
+    result = text_losses(masked_model, word_tokenizer, text, [32, 64])
+    record = result.record("learned(num_positions=32)", "loss", length=64)
+    assert record.value is None
+    assert record.note in result.table()
+    assert Result.from_dict(json.loads(json.dumps(result.to_dict(), allow_nan=False))) == result
 
 
 def test_the_figure_needs_something_to_draw(tiny_llama, word_tokenizer, tmp_path):
@@ -310,7 +321,7 @@ def test_the_figure_needs_something_to_draw(tiny_llama, word_tokenizer, tmp_path
     figure = plot_losses(result, tmp_path / "losses.svg")
     assert "position in pieces of 32 tokens" in (tmp_path / "losses.svg").read_text()
     first = figure.axes[0].get_lines()[0]
-    assert first.get_ydata() == pytest.approx([row.loss for row in result.rows[0].value.rows])
-    empty = dataclasses.replace(result, rows=(dataclasses.replace(result.rows[0], value=None, error="no"),))
+    assert first.get_ydata() == pytest.approx([record.value for record in result.of("native", "loss")])
+    empty = dataclasses.replace(result, records=())
     with pytest.raises(ValueError, match="Nothing to plot"):
         plot_losses(empty)

@@ -21,8 +21,10 @@ from hf_posenc.metrics.minimal_pairs import (
     minimal_pairs_accuracy,
     read_minimal_pairs,
 )
+from hf_posenc.metrics.minimal_pairs.accuracy import ALL
 from hf_posenc.metrics.minimal_pairs.scoring import causal_scores, encode_pairs, masked_scores
 from hf_posenc.metrics.word_boundaries import continues_word
+from hf_posenc.report import Result
 from tests.metrics.conftest import build_byte_tokenizer, build_word_tokenizer
 
 WORDS = ("the", "cat", "cats", "near", "dog", "dogs", "sees", "see", "it", "approve")
@@ -73,6 +75,10 @@ def pairs():
         ),
         skipped=2,
     )
+
+
+def conditions(result):
+    return [record.at["condition"] for record in result.of(quantity="accuracy")]
 
 
 class TestReading:
@@ -274,11 +280,11 @@ class TestAccuracy:
                 optimizer.step()
                 optimizer.zero_grad()
             result = minimal_pairs_accuracy(model, tokenizer, pairs)
-            scheme = result.rows[0].scheme
-            assert result.condition(scheme, "congruent").accuracy == 1
-            assert result.condition(scheme, "incongruent").accuracy == (0 if nearest else 1)
-            assert result.condition(scheme).pairs == 4
-            assert [found.condition for found in result.rows[0].value] == [
+            (scheme,) = result.labels
+            assert result.value(scheme, "accuracy", condition="congruent") == 1
+            assert result.value(scheme, "accuracy", condition="incongruent") == (0 if nearest else 1)
+            assert result.value(scheme, "pairs", condition=ALL) == 4
+            assert conditions(result) == [
                 "all", "congruent", "incongruent",
                 "plural_plural", "singular_singular", "plural_singular", "singular_plural",
             ]  # fmt: skip
@@ -292,10 +298,10 @@ class TestAccuracy:
         )
         model = build_bert(tokenizer)
         result = minimal_pairs_accuracy(model, tokenizer, exchanged, ["none", "sinusoidal", "native"])
-        assert result.scoring == "masked"
+        assert result.settings["scoring"] == "masked"
         # One of two is right: the same preference for both, whatever it is.
-        assert result.condition("none").right == 1
-        assert [row.scheme for row in result.rows] == ["none", "sinusoidal", "native"]
+        assert result.value("none", "accuracy", condition=ALL) == 0.5
+        assert [subject.scheme for subject in result.subjects] == ["none", "sinusoidal", "native"]
 
     def test_the_model_is_left_as_it_was(self, pairs):
         tokenizer = masked_tokenizer()
@@ -306,19 +312,17 @@ class TestAccuracy:
         assert model.position_encoding is before
         assert model.training
         assert torch.equal(torch.get_rng_state(), state)
-        assert [row.scheme for row in minimal_pairs_accuracy(model, tokenizer, pairs).rows] == ["alibi"]
+        assert minimal_pairs_accuracy(model, tokenizer, pairs).labels == ["alibi"]
         assert "2 examples of the file" in result.table(markdown=True)
-        entry = result.to_dict()
-        assert entry["rows"][0]["value"][0]["accuracy"] == result.condition("none").accuracy
-        json.dumps(entry)
+        assert Result.from_dict(json.loads(json.dumps(result.to_dict()))) == result
 
     def test_a_choice_of_pairs_depends_on_the_seed_alone(self, pairs):
         tokenizer = masked_tokenizer()
         model = build_bert(tokenizer)
         chosen = [minimal_pairs_accuracy(model, tokenizer, pairs, samples=2, seed=seed) for seed in (1, 1, 2, 3, 4)]
         assert chosen[0] == chosen[1]
-        assert (chosen[0].pairs, chosen[0].of) == (2, 4)
-        kinds = {tuple(found.condition for found in result.rows[0].value) for result in chosen}
+        assert (chosen[0].settings["pairs"], chosen[0].settings["of"]) == (2, 4)
+        kinds = {tuple(conditions(result)) for result in chosen}
         assert len(kinds) > 1
         assert "2 of 4 pairs, seed 1" in chosen[0].table()
 
@@ -327,17 +331,18 @@ class TestAccuracy:
         model = build_bert(tokenizer)
         model.cls.predictions.decoder.weight.data.zero_()
         model.cls.predictions.decoder.bias.data.zero_()
-        found = minimal_pairs_accuracy(model, tokenizer, pairs).rows[0].value[0]
-        assert (found.right, found.ties, found.accuracy) == (0, 4, 0)
+        result = minimal_pairs_accuracy(model, tokenizer, pairs)
+        assert result.value("native", "ties", condition=ALL) == 4
+        assert result.value("native", "accuracy", condition=ALL) == 0
 
     def test_a_scheme_that_cannot_be_applied_has_its_reason(self, pairs):
         tokenizer = masked_tokenizer()
         model = build_bert(tokenizer)
         result = minimal_pairs_accuracy(model, tokenizer, pairs, ["forget_gate", "none"])
-        assert result.row("forget_gate").value is None
+        assert list(result.of("forget_gate")) == []
         assert "[1] cannot be measured" in result.table()
         with pytest.raises(KeyError):
-            result.condition("forget_gate")
+            result.value("forget_gate", "accuracy", condition=ALL)
 
     def test_a_text_past_the_stock_table_has_its_reason(self):
         tokenizer = ByT5Tokenizer()
@@ -345,8 +350,8 @@ class TestAccuracy:
         model = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_positions=16, n_embd=32, n_layer=1, n_head=2))
         task = MinimalPairsTask("long", (MinimalPair("a cat near a dog", "sees", "see"),))
         result = minimal_pairs_accuracy(model.eval(), tokenizer, task, ["native", "alibi"])
-        assert "longer than the 16 positions" in result.row("native").error
-        assert result.row("alibi").value is not None
+        assert "longer than the 16 positions" in result.subject("native").error
+        assert result.value("alibi", "accuracy", condition=ALL) is not None
 
     def test_what_cannot_be_measured(self, tiny_llama, pairs):
         tokenizer = masked_tokenizer()

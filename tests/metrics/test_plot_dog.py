@@ -1,33 +1,39 @@
 import pytest
 
-from hf_posenc.metrics import DogResult, DogRow, LayerDistance
+from hf_posenc.report import Record, Result, Subject
 
 pytest.importorskip("matplotlib")
 from hf_posenc.plots.dog import FLOOR, plot_dog
 
 
-def result(*rows: DogRow) -> DogResult:
-    return DogResult(
-        model="BertModel",
-        sentence="The dog chased another dog",
-        word="dog",
-        tokens=("the", "dog"),
-        first=(1,),
-        second=(4,),
-        causal=False,
-        probe_without_positions=0.0,
-        rows=rows,
+def result(**distances: list[float]) -> Result:
+    """The distances of each scheme: that of the probe, then those of the layers; none for one that has an error."""
+    records = []
+    for label, (probe, *layers) in distances.items():
+        records += [Record(label, "relative_l2", value, {"layer": layer}) for layer, value in enumerate(layers)]
+        records += [Record(label, "probe", probe)] if layers else []
+    return Result(
+        task="dog",
+        title="",
+        quantities=(),
+        subjects=tuple(
+            Subject(label, label, error=None if len(given) > 1 else "-") for label, given in distances.items()
+        ),
+        records=tuple(records),
+        views=(),
+        settings={
+            "model": "BertModel",
+            "sentence": "The dog chased another dog",
+            "word": "dog",
+            "causal": False,
+            "tolerance": 1e-5,
+        },
     )
-
-
-def row(name: str, *distances: float, probe: float | None = 0.1, error: str | None = None) -> DogRow:
-    layers = tuple(LayerDistance(layer, value, value**2) for layer, value in enumerate(distances))
-    return DogRow(name, None, layers, probe, tolerance=1e-5, causal=False, label=name, error=error)
 
 
 def test_lines_hold_the_distances(tmp_path):
     path = tmp_path / "dog.png"
-    figure = plot_dog(result(row("rope", 0.0, 0.2, 0.3), row("none", 0.0, 0.0, 1e-7, probe=0.0)), path)
+    figure = plot_dog(result(rope=[0.1, 0.0, 0.2, 0.3], none=[0.0, 0.0, 0.0, 1e-7]), path)
     layers_axes, probe_axes = figure.axes
     lines = {line.get_label(): list(line.get_ydata()) for line in layers_axes.get_lines()}
     assert lines["rope"] == [FLOOR, 0.2, 0.3]
@@ -37,10 +43,10 @@ def test_lines_hold_the_distances(tmp_path):
 
 
 def test_schemes_that_could_not_be_applied_are_left_out():
-    figure = plot_dog(result(row("rope", 0.1), row("alibi", probe=None, error="no logits")))
+    figure = plot_dog(result(rope=[0.1, 0.1], alibi=[0.0]))
     assert [line.get_label() for line in figure.axes[0].get_lines()] == ["rope"]
 
 
 def test_a_result_without_a_single_number_is_refused():
     with pytest.raises(ValueError, match="none of the schemes"):
-        plot_dog(result(row("alibi", probe=None, error="no logits")))
+        plot_dog(result(alibi=[0.0]))

@@ -17,11 +17,14 @@ from hf_posenc.metrics import (
     uniqueness,
 )
 from hf_posenc.metrics.properties.result import HEADINGS
+from hf_posenc.metrics.properties.table import measure_properties
+from hf_posenc.report import Result
 from hf_posenc.schemes import (
     AlibiConfig,
     FireConfig,
     LearnedConfig,
     RopeConfig,
+    get_scheme,
     list_schemes,
 )
 from tests.schemes.table import TABLE
@@ -33,7 +36,7 @@ MARKS = {True: "+", False: "-", None: "."}
 
 @pytest.mark.parametrize("name", list_schemes())
 def test_marks_are_the_expected_ones(name):
-    rows, causal_marks = properties_table([name]).rows, TABLE[name].causal_marks
+    rows, causal_marks = measure_properties(get_scheme(name)()), TABLE[name].causal_marks
     expected = {f"{name} (causal)": causal_marks, f"{name} (bidirectional)": TABLE[name].marks}
     if not causal_marks:
         expected = {name: TABLE[name].marks}
@@ -89,26 +92,25 @@ def test_a_causal_model_is_measured_by_itself_where_it_has_another_function():
 def test_the_table_in_all_forms():
     too_wide = RopeConfig(rotary_dim=128)
     result = properties_table(["none", "learned", too_wide])
-    entry = json.loads(json.dumps(result.to_dict(), allow_nan=False))
-    assert [row["scheme"] for row in entry["rows"]] == ["none", "learned", "rope"]
-    assert set(entry["columns"]) == set(HEADINGS)
-    assert "would rotate 128 of 64 dimensions" in entry["rows"][2]["error"]
-    assert any("moved by 30000" in reason for reason in entry["rows"][1]["properties"]["relativity"]["refused"])
-    assert result.row("none").marks["relativity"] is True
+    assert Result.from_dict(json.loads(json.dumps(result.to_dict(), allow_nan=False))).to_dict() == result.to_dict()
+    assert [subject.scheme for subject in result.subjects] == ["none", "learned", "rope"]
+    assert "would rotate 128 of 64 dimensions" in result.subjects[2].error
+    refused = result.record("learned", "relativity").details["refused"]
+    assert any("moved by 30000" in reason for reason in refused)
+    assert result.record("none", "relativity").passed is True
     with pytest.raises(KeyError, match="alibi"):
-        result.row("alibi")
-    for text in (result.table(), result.page()):
+        result.subject("alibi")
+    for text in (result.table(), result.table(markdown=True)):
         assert "defined past training length" in text
         assert "rope(rotary_dim=128)" in text
         assert "longer than the 1024 positions" in text
-    lines = result.page().splitlines()
-    assert lines[0] == "# Properties of the schemes"
+    lines = result.table(markdown=True).splitlines()
     assert sum(line.startswith("| learned ") for line in lines) == 1
     assert len({line.count("|") for line in lines if line.startswith("| ")}) == 1
 
 
 def test_a_table_too_short_for_any_property_has_a_row_of_refusals():
-    row = properties_table([LearnedConfig(num_positions=8)]).rows[0]
+    (row,) = measure_properties(LearnedConfig(num_positions=8))
     applicable = {name: measurement for name, measurement in row.properties.items() if measurement.refused}
     assert set(applicable) == set(HEADINGS) - {"extensibility", "norm_preservation"}
     assert all(measurement.passed is None for measurement in applicable.values())
@@ -127,7 +129,7 @@ def test_schemes_that_cannot_be_named_are_refused():
 def test_command_line(capsys):
     assert main(["eval", "properties", "--schemes", "none,", "rope:theta=500000", "--json"]) == 0
     entry = json.loads(capsys.readouterr().out)
-    assert [row["label"] for row in entry["rows"]] == ["none", "rope(theta=500000)"]
+    assert [subject["label"] for subject in entry["subjects"]] == ["none", "rope(theta=500000)"]
     assert main(["eval", "properties", "--schemes", "none", "--markdown"]) == 0
     assert "| none " in capsys.readouterr().out
     assert main(["eval", "properties", "--schemes", "none"]) == 0

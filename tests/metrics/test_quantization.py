@@ -16,6 +16,7 @@ from hf_posenc.metrics.quantization import (
     rounded,
     rounded_ids,
 )
+from hf_posenc.report import Result
 from hf_posenc.schemes import InterleavedConfig, NoneConfig
 from hf_posenc.schemes.config import BuildContext
 from hf_posenc.schemes.positions import AttentionPairs, Positions
@@ -177,20 +178,22 @@ def test_what_has_no_keys_to_round_or_no_positions_left_says_so(llama, word_toke
         llama, word_tokenizer, text, ["native", "alibi", "learned", "none"], length=32, positions=[0, 9000],
         variants=["ids bfloat16", "keys int8 after"],
     )  # fmt: skip
-    native, alibi, learned, none = result.rows
-    assert all(change is not None for row in native.value.rows for change in row.losses)
-    assert alibi.value.rows[2].losses == (None, None)
-    assert "does not map keys" in alibi.value.rows[2].reasons[0]
-    assert learned.value.rows[0].losses[0] is not None
-    assert "8192 positions" in learned.value.rows[0].reasons[1]
-    assert "encodes no positions" in none.error
+    assert all(record.value is not None for record in result.of("native", "loss"))
+    keys = [
+        result.record("alibi", "loss", position=position, **{"held in": "keys int8 after"}) for position in (0, 9000)
+    ]
+    assert [record.value for record in keys] == [None, None]
+    assert "does not map keys" in keys[0].note
+    in_float32 = {record.at["position"]: record for record in result.of("learned", "loss", **{"held in": "float32"})}
+    assert in_float32[0].value is not None
+    assert "8192 positions" in in_float32[9000].note
+    assert "encodes no positions" in result.subject("none").error
     table = result.table(markdown=True)
     assert "| ids bfloat16" in table
-    assert "float32 at 9000" in table
-    assert "none cannot be measured" in table
-    entry = json.loads(json.dumps(result.to_dict(), allow_nan=False))
-    assert entry["rows"][0]["value"]["rows"][1]["changes"][0] == 0
-    assert entry["rows"][3]["value"] is None
+    assert "change at 9000" in table
+    assert "cannot be measured" in table
+    assert Result.from_dict(json.loads(json.dumps(result.to_dict(), allow_nan=False))) == result
+    assert result.value("native", "change", position=0, **{"held in": "ids bfloat16"}) == 0
     assert "position_encoding" not in dict(llama.named_modules())
 
 

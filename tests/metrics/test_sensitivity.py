@@ -13,6 +13,7 @@ from hf_posenc.metrics.sensitivity.permuted_context import permuted_context, shu
 from hf_posenc.metrics.sensitivity.repeated_words import repeated_sentences, repeated_words
 from hf_posenc.metrics.sensitivity.role_swaps import role_swaps
 from hf_posenc.metrics.sensitivity.shifted_positions import shifted_positions
+from hf_posenc.report import Result
 
 WORDS = tuple(dict.fromkeys((*ENGLISH.nouns, *ENGLISH.verbs, *ENGLISH.fillers, "the", "another", "today")))
 SIZES = {
@@ -65,14 +66,18 @@ def test_an_encoder_without_positions_sees_a_set(encoder, tokenizer, material):
     result = sensitivity_test(
         encoder, tokenizer, ["native", "none", "alibi", "rope", "sinusoidal"], gaps=(2, 16), material=material
     )
-    assert not result.causal
-    assert {row.scheme: result.sees_order(row.scheme) for row in result.rows} == {
+    assert not result.settings["causal"]
+    assert {one.scheme: result.record(one.label, "sees_order").passed for one in result.subjects} == {
         "native": True, "none": False, "alibi": True, "rope": True, "sinusoidal": True,
     }  # fmt: skip
-    for row in result.rows:
-        if row.scheme != "none":
-            assert row.value.largest() > 1e-3
-            assert min(row.value.repeated.at(2), row.value.roles.word[-1], row.value.roles.sentence[-1]) > 1e-4
+    for label in result.labels:
+        if label != "none":
+            last = [
+                result.value(label, "repeated", gap=2, layer=3),
+                *(result.value(label, quantity, layer=3) for quantity in ("word_role", "roles")),
+            ]
+            assert max(last) > 1e-3
+            assert min(last) > 1e-4
 
 
 def test_relative_schemes_do_not_see_a_shift_and_absolute_ones_do(encoder, tokens):
@@ -105,17 +110,15 @@ def test_positions_are_counted_as_the_model_counts_them(tokens):
 
 def test_a_causal_model_tells_words_apart_by_its_mask(decoder, tokenizer, material):
     result = sensitivity_test(decoder, tokenizer, ["native", "none"], gaps=(2, 16), material=material)
-    assert result.causal
-    none = result.row("none").value
+    assert result.settings["causal"]
     # Each occurrence sees another prefix; the embeddings are still equal.
-    assert none.repeated.distances[0][0] == 0
-    assert none.repeated.at(2) > 1e-2
+    assert result.value("none", "repeated", gap=2, layer=0) == 0
+    assert result.value("none", "repeated", gap=2, layer=3) > 1e-2
     # After one layer the last word has seen the same words in either order, and the mask tells from the second on.
-    assert none.roles.sentence[1] <= ROUNDING
-    assert none.roles.sentence[2] > 1e-3
-    assert none.roles.logits > 1e-3
-    assert result.row("native").value.roles.sentence[1] > 1e-3
-    assert result.sees_order("none") is None
+    assert result.value("none", "roles", layer=1) <= ROUNDING
+    assert result.value("none", "roles", layer=2) > 1e-3
+    assert result.value("native", "roles", layer=1) > 1e-3
+    assert result.record("none", "sees_order").passed is None
     assert "mask" in result.table()
     assert "loss" in result.table()
 
@@ -168,16 +171,16 @@ def test_changes_by_row_are_the_distances_of_the_library():
 def test_what_one_scheme_cannot_do_stands_in_its_row(encoder, tokenizer, material):
     schemes = ["native", "forget_gate"]
     result = sensitivity_test(encoder, tokenizer, schemes, gaps=(2, 600), offsets=(1,), material=material)
-    native, refused = result.rows
-    assert native.value.repeated.at(600) is None
-    assert "512 positions" in native.value.repeated.reasons[1]
-    assert refused.value is None
+    too_long = result.record("native", "repeated", gap=600)
+    assert too_long.value is None
+    assert "512 positions" in too_long.note
+    assert list(result.of("forget_gate")) == []
     table = result.table(markdown=True)
     assert "cannot be measured" in table
     assert "gap 600: Position" in table
-    assert json.loads(json.dumps(result.to_dict(), allow_nan=False))["rows"][1]["error"] == refused.error
+    assert Result.from_dict(json.loads(json.dumps(result.to_dict(), allow_nan=False))) == result
     with pytest.raises(KeyError, match="alibi"):
-        result.row("alibi")
+        result.subject("alibi")
 
 
 def test_the_model_is_left_as_it_was_found(encoder, tokenizer, material):

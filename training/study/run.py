@@ -199,13 +199,14 @@ def _dog(model: Any, tokenizer: Any) -> dict[str, Any]:
         result = dog_test(model, tokenizer)
     except (MeasurementError, SequenceLengthError) as error:
         return {"error": str(error)}
-    row = result.rows[0]
-    if row.error is not None:
-        return {"error": row.error}
+    (subject,) = result.subjects
+    if subject.error is not None:
+        return {"error": subject.error}
+    probe = result.value(subject.label, "probe")
     return {
-        "layers": [float(f"{distance.relative_l2:.4g}") for distance in row.layers],
-        "probe": None if row.probe is None else float(f"{row.probe:.4g}"),
-        "told_apart": row.told_apart,
+        "layers": [float(f"{record.value:.4g}") for record in result.of(quantity="relative_l2")],
+        "probe": None if probe is None else float(f"{probe:.4g}"),
+        "told_apart": result.record(subject.label, "told_apart").passed,
     }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_posenc.metrics.dog_result import PROBE_TOLERANCE
+from hf_posenc.metrics.dog import PROBE_TOLERANCE
 from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.registry import scheme_from_dict
 from hf_posenc.tables import format_table

@@ -1,6 +1,6 @@
 """Synthetic length generalisation: train on short problems, test on long ones, count the answers that are right."""
 
-from hf_posenc.metrics.generalization.comparison import GeneralizationComparison, compare_generalization
+from hf_posenc.metrics.generalization.comparison import compare_generalization
 from hf_posenc.metrics.generalization.encoding import IGNORED, encode_example
 from hf_posenc.metrics.generalization.exact_match import exact_match
 from hf_posenc.metrics.generalization.examples import SyntheticExamples, held_out_examples
@@ -12,7 +12,6 @@ __all__ = [
     "IGNORED",
     "SYNTHETIC_TASKS",
     "Example",
-    "GeneralizationComparison",
     "GeneralizationResult",
     "GeneralizationRow",
     "SyntheticExamples",

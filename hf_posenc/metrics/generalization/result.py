@@ -1,11 +1,8 @@
-"""What a test of length generalisation found, as data and as a table."""
+"""What a test of length generalisation found, as data."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
-
-from hf_posenc.tables import format_number, format_table
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -69,31 +66,3 @@ class GeneralizationResult:
             if row.length == length:
                 return row
         raise KeyError(f"No row for length {length}; the test covered {[row.length for row in self.rows]}.")
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready: every field."""
-        return asdict(self)
-
-    def table(self, *, markdown: bool = False) -> str:
-        """One line per length: exact match with its interval, token accuracy, number of examples.
-
-        Args:
-            markdown: as a Markdown table.
-        """
-        footnotes = list(dict.fromkeys(row.reason for row in self.rows if row.reason is not None))
-        cells = []
-        for row in self.rows:
-            mark = "" if row.reason is None else f" [{footnotes.index(row.reason) + 1}]"
-            interval = "-" if row.interval is None else f"{row.interval[0]:.2f} to {row.interval[1]:.2f}"
-            held_out = "yes" if row.held_out else "no"
-            measured = [format_number(row.exact_match) + mark, interval, format_number(row.token_accuracy)]
-            cells.append([str(row.length), *measured, str(row.samples), held_out])
-        headers = ["length", "exact match", "95 % interval", "token accuracy", "examples", "held out"]
-        paragraphs = [
-            f"{self.model} with {self.scheme}, task {self.task!r} ({self.method}, seed {self.seed})",
-            format_table(headers, cells, markdown=markdown),
-            f"length: {self.length_meaning}. A blind guess is right with probability {format_number(self.chance)}.",
-            *self.notes,
-            *(f"[{number}] no number: {reason}" for number, reason in enumerate(footnotes, start=1)),
-        ]
-        return "\n\n".join(paragraphs[:3]) + "".join(("\n\n" if markdown else "\n") + note for note in paragraphs[3:])

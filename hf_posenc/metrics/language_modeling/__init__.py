@@ -1,7 +1,7 @@
 """Loss and perplexity by length and by position, of causal and of masked language models."""
 
 from hf_posenc.metrics.language_modeling.by_length import loss_by_length
-from hf_posenc.metrics.language_modeling.of_text import TextLosses, text_losses
+from hf_posenc.metrics.language_modeling.of_text import text_losses
 from hf_posenc.metrics.language_modeling.pieces import Frame
 from hf_posenc.metrics.language_modeling.result import LengthLosses, LengthRow, SlidingLoss
 from hf_posenc.metrics.language_modeling.sliding import sliding_window_loss
@@ -13,7 +13,6 @@ __all__ = [
     "LengthLosses",
     "LengthRow",
     "SlidingLoss",
-    "TextLosses",
     "causal_targets",
     "loss_by_length",
     "masked_targets",

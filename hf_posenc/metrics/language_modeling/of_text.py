@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from hf_posenc.metrics.errors import MeasurementError
-from hf_posenc.metrics.in_turn import UnderScheme, footnoted, measure_in_turn
+from hf_posenc.metrics.in_turn import Measured, measure_in_turn
 from hf_posenc.metrics.language_modeling.by_length import TAIL, loss_by_length
 from hf_posenc.metrics.language_modeling.pieces import Frame
-from hf_posenc.metrics.language_modeling.result import LengthLosses, LengthRow, SlidingLoss, format_loss
+from hf_posenc.metrics.language_modeling.result import LengthLosses, LengthRow, SlidingLoss
 from hf_posenc.metrics.language_modeling.text import (
     causal_targets,
     masked_targets,
@@ -20,91 +20,17 @@ from hf_posenc.metrics.language_modeling.text import (
     token_stream,
 )
 from hf_posenc.metrics.language_modeling.token_losses import TOKENS_PER_BATCH, predicts_next_token
-from hf_posenc.metrics.naming import first_row
+from hf_posenc.report.records import Quantity, Record, Result, View
 from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.tables import format_table
 
-
-@dataclass(frozen=True)
-class TextLosses:
-    """Losses by length under several schemes.
-
-    Args:
-        model: name of the model's class.
-        causal: whether it predicts the next token.
-        windows: how many windows of text were read.
-        tail_tokens: how many of the last tokens of each window the tail is.
-        special_tokens: how many stand around every piece.
-        rows: one per scheme; `value` is its `LengthLosses`.
-    """
-
-    model: str
-    causal: bool
-    windows: int
-    tail_tokens: int
-    special_tokens: int
-    rows: tuple[UnderScheme[LengthLosses], ...]
-
-    def row(self, scheme: str) -> UnderScheme[LengthLosses]:
-        """The row of one scheme.
-
-        Raises:
-            KeyError: if it was not measured.
-        """
-        return first_row(self.rows, scheme, "result")
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready: every field, and for each row the dictionary of its `LengthLosses`."""
-        entry = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "rows"}
-        rows = [
-            {
-                "scheme": row.scheme,
-                "label": row.label,
-                "config": row.config,
-                "notes": list(row.notes),
-                "error": row.error,
-                "losses": None if row.value is None else row.value.to_dict(),
-            }
-            for row in self.rows
-        ]
-        return {**entry, "rows": rows}
-
-    def table(self, *, markdown: bool = False) -> str:
-        """Mean loss, perplexity and loss of the tail, each a table of schemes by lengths; then the notes.
-
-        Args:
-            markdown: as Markdown tables.
-        """
-        first = next((row.value for row in self.rows if row.value is not None), None)
-        columns = [] if first is None else [str(length) for length in first.lengths]
-        if first is not None and first.sliding is not None:
-            columns.append(f"sliding {first.sliding.window}/{first.sliding.stride}")
-        labels, notes = [], []
-        for label, new in footnoted(self.rows):
-            labels.append(label)
-            notes += new
-        paragraphs = [f"{self.model}: {first.what()}"] if first is not None else [self.model]
-        for title, quantity in (
-            ("Mean loss", "loss"),
-            ("Perplexity", "perplexity"),
-            (f"Loss of the last {self.tail_tokens} tokens of each window", "tail_loss"),
-        ):
-            cells = [
-                [label, *(_cells(row.value, quantity) if row.value else ["-"] * len(columns))]
-                for label, row in zip(labels, self.rows, strict=True)
-            ]
-            if title == "Perplexity" and not self.causal:
-                title = "Pseudo-perplexity (of masked tokens)"
-            paragraphs += [f"{title}:", format_table(["scheme", *columns], cells, markdown=markdown)]
-        notes += [f"{row.label}, {reason}" for row in self.rows if row.value for reason in _reasons(row.value)]
-        return "\n\n".join([*paragraphs, *notes])
+_SLIDING = "sliding {window}/{stride}"
 
 
 def text_losses(
     model: Any,
     tokenizer: Any,
     texts: Iterable[str],
-    lengths: Sequence[int],
+    lengths: Sequence[int] = (128, 512, 1024),
     schemes: Sequence[str | SchemeConfig] | None = None,
     *,
     max_windows: int | None = 16,
@@ -115,7 +41,7 @@ def text_losses(
     mask_probability: float = 0.15,
     tokens_per_batch: int = TOKENS_PER_BATCH,
     seed: int = 0,
-) -> TextLosses:
+) -> Result:
     """Loss and perplexity of a model on held-out text, by length and by position, under one scheme or several.
 
     Every scheme and every length reads the same text; see `loss_by_length`. Masks of a masked model are drawn once.
@@ -136,6 +62,13 @@ def text_losses(
         tokens_per_batch: tokens per forward call, which bounds memory.
         seed: of masks and of new scheme weights.
 
+    Returns:
+        Records of these quantities, in nats but for the perplexities:
+
+        - `loss`, `perplexity` and `tail_loss`, by `length`. The count is that of the targets.
+        - `sliding_loss`, `sliding_perplexity` and `sliding_tail_loss`, by `window` and `stride`.
+        - `position_loss` of the positions from `start` to before `stop`, in pieces of the longest length.
+
     Raises:
         MeasurementError: for text that is too short, or a masked model whose tokenizer has no mask token.
         UnsupportedError: for a model that is no language model.
@@ -143,6 +76,8 @@ def text_losses(
     lengths = sorted(set(lengths))
     if not lengths:
         raise MeasurementError("There is no length to evaluate at.")
+    if stride is not None and sliding_window is None:
+        raise MeasurementError("stride is that of the sliding window; give sliding_window too.")
     stream = token_stream(tokenizer, texts)
     if stream.shape[0] < 2:
         raise MeasurementError(f"The text has {stream.shape[0]} token(s): there is nothing to predict. Give more text.")
@@ -163,8 +98,8 @@ def text_losses(
         input_ids, labels = masked_targets(windows, tokenizer.mask_token_id, probability=mask_probability, seed=seed)
     tail = min(TAIL, max(1, (lengths[0] - frame.size) // 2)) if tail is None else tail
 
-    def measure(patched: Any) -> LengthLosses:
-        return loss_by_length(
+    def measure(patched: Any) -> Measured:
+        found = loss_by_length(
             patched,
             input_ids,
             labels,
@@ -176,19 +111,52 @@ def text_losses(
             frame=frame,
             tokens_per_batch=tokens_per_batch,
         )
+        return Measured(list(_records(found)))
 
-    rows = measure_in_turn(model, schemes, measure, seed=seed)
-    return TextLosses(type(model).__name__, causal, windows.shape[0], tail, frame.size, tuple(rows))
+    subjects, records = measure_in_turn(model, schemes, measure, seed=seed)
+    name, count, kind = type(model).__name__, windows.shape[0], "the next token" if causal else "masked tokens"
+    views = (
+        ("loss", "Mean loss"),
+        ("perplexity", "Perplexity" if causal else "Pseudo-perplexity (of masked tokens)"),
+        ("tail_loss", f"Loss of the last {tail} tokens of each window"),
+    )
+    return Result(
+        task="loss",
+        title=f"{name}: loss of {kind} in nats, over the same {count} x {windows.shape[1]} tokens at every length.",
+        quantities=(
+            *(Quantity(quantity, "{length}", style="loss") for quantity, _ in views),
+            *(Quantity(f"sliding_{quantity}", _SLIDING, style="loss") for quantity, _ in views),
+            Quantity("position_loss", "{start} to {stop}", style="loss"),
+        ),
+        subjects=subjects,
+        records=records,
+        views=tuple(View((quantity, f"sliding_{quantity}"), title) for quantity, title in views),
+        settings={
+            "model": name,
+            "causal": causal,
+            "lengths": list(lengths),
+            "windows": count,
+            "tail_tokens": tail,
+            "special_tokens": frame.size,
+            "seed": seed,
+        },
+    )
 
 
-def _entries(losses: LengthLosses) -> list[LengthRow | SlidingLoss]:
-    return [*losses.rows, *([] if losses.sliding is None else [losses.sliding])]
+def _records(found: LengthLosses) -> Iterator[Record]:
+    for row in found.rows:
+        yield from _of_entry(row, "", {"length": row.length}, f"length {row.length}")
+    if found.sliding is not None:
+        at = {"window": found.sliding.window, "stride": found.sliding.stride}
+        yield from _of_entry(found.sliding, "sliding_", at, "sliding window")
+    for (start, stop), loss in zip(itertools.pairwise(found.position_edges), found.position_loss, strict=True):
+        yield Record("", "position_loss", loss, {"start": start, "stop": stop})
 
 
-def _cells(losses: LengthLosses, quantity: str) -> list[str]:
-    return [format_loss(getattr(entry, quantity)) for entry in _entries(losses)]
-
-
-def _reasons(losses: LengthLosses) -> list[str]:
-    names = [f"length {row.length}" for row in losses.rows] + ["sliding window"]
-    return [f"{name}: {entry.reason}" for name, entry in zip(names, _entries(losses), strict=False) if entry.reason]
+def _of_entry(entry: LengthRow | SlidingLoss, prefix: str, at: dict[str, Any], place: str) -> Iterator[Record]:
+    # JSON has no infinity.
+    perplexity = entry.perplexity if entry.perplexity is not None and math.isfinite(entry.perplexity) else None
+    note = f"{place}: {entry.reason}" if entry.reason else ""
+    yield Record("", f"{prefix}loss", entry.loss, at, count=entry.targets, note=note)
+    yield Record("", f"{prefix}perplexity", perplexity, at)
+    yield Record("", f"{prefix}tail_loss", entry.tail_loss, at)

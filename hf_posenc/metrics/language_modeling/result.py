@@ -1,12 +1,9 @@
-"""Losses by length, as data and as a table."""
+"""Losses by length."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
-
-from hf_posenc.tables import format_table
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -100,56 +97,9 @@ class LengthLosses:
                 return row
         raise KeyError(f"No row for length {length}; the lengths are {list(self.lengths)}.")
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready, one list per quantity, in the order of `lengths`."""
-        return {
-            "causal": self.causal,
-            "windows": self.windows,
-            "window_length": self.window_length,
-            "lengths": list(self.lengths),
-            "loss": [row.loss for row in self.rows],
-            "tail_loss": [row.tail_loss for row in self.rows],
-            "targets": [row.targets for row in self.rows],
-            "reasons": [row.reason for row in self.rows],
-            "tail_tokens": self.tail_tokens,
-            "position_edges": list(self.position_edges),
-            "position_loss": list(self.position_loss),
-            "sliding": None if self.sliding is None else asdict(self.sliding),
-        }
-
-    def table(self, *, markdown: bool = False) -> str:
-        """Loss, perplexity and tail loss by length, then what the numbers are means of.
-
-        Args:
-            markdown: as a Markdown table.
-        """
-        cells, reasons = [], []
-        entries: list[LengthRow | SlidingLoss] = [*self.rows, *([] if self.sliding is None else [self.sliding])]
-        for row in entries:
-            name = str(row.length) if isinstance(row, LengthRow) else f"sliding {row.window}/{row.stride}"
-            if row.reason is not None:
-                reasons.append(f"{name}: {row.reason}")
-            cells.append([name, *map(format_loss, (row.loss, row.perplexity, row.tail_loss)), str(row.targets)])
-        headers = ["length", "loss", "perplexity", f"last {self.tail_tokens}", "targets"]
-        paragraphs = [format_table(headers, cells, markdown=markdown), *reasons, self.what()]
-        return "\n\n".join(paragraphs)
-
-    def what(self) -> str:
-        """One sentence on what was read."""
-        kind = "the next token" if self.causal else "masked tokens"
-        return (
-            f"Loss of {kind} in nats, over the same {self.windows} x {self.window_length} tokens of text at every "
-            f"length."
-        )
-
 
 def perplexity(loss: float | None) -> float | None:
     """`exp(loss)`; infinite past the largest float."""
     if loss is None:
         return None
     return math.exp(loss) if loss < 700 else math.inf
-
-
-def format_loss(value: float | None) -> str:
-    """Four significant digits, a missing value as `-`."""
-    return "-" if value is None else f"{value:.4g}"

@@ -2,12 +2,9 @@
 
 from hf_posenc.metrics.minimal_pairs.accuracy import minimal_pairs_accuracy
 from hf_posenc.metrics.minimal_pairs.pairs import MinimalPair, MinimalPairsTask, read_minimal_pairs
-from hf_posenc.metrics.minimal_pairs.result import ConditionAccuracy, MinimalPairsResult
 
 __all__ = [
-    "ConditionAccuracy",
     "MinimalPair",
-    "MinimalPairsResult",
     "MinimalPairsTask",
     "minimal_pairs_accuracy",
     "read_minimal_pairs",

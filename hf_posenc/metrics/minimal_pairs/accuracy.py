@@ -12,14 +12,23 @@ from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.metrics.errors import MeasurementError
-from hf_posenc.metrics.in_turn import measure_in_turn
+from hf_posenc.metrics.in_turn import Measured, measure_in_turn
+from hf_posenc.metrics.intervals import wilson_interval
 from hf_posenc.metrics.language_modeling.token_losses import predicts_next_token
 from hf_posenc.metrics.minimal_pairs.pairs import MinimalPair, MinimalPairsTask, read_minimal_pairs
-from hf_posenc.metrics.minimal_pairs.result import ALL, ConditionAccuracy, MinimalPairsResult
 from hf_posenc.metrics.minimal_pairs.scoring import TokenPair, causal_scores, encode_pairs, masked_scores
 from hf_posenc.metrics.preserve import evaluation_mode
 from hf_posenc.patching.apply import unwrapped
+from hf_posenc.report.records import Quantity, Record, Result, View
 from hf_posenc.schemes.config import SchemeConfig
+
+#: The condition that every pair has.
+ALL = "all"
+_QUANTITIES = (
+    Quantity("pairs", "pairs", style="count"),
+    Quantity("accuracy", "accuracy", "Chance is 0.5. Equally likely is not right.", style="fraction"),
+    Quantity("ties", "ties", style="count"),
+)
 
 
 def minimal_pairs_accuracy(
@@ -30,7 +39,7 @@ def minimal_pairs_accuracy(
     *,
     samples: int | None = None,
     seed: int = 0,
-) -> MinimalPairsResult:
+) -> Result:
     """How often a language model gives the right text of a minimal pair the higher probability.
 
     A causal model scores a pair by its log-probabilities, a masked one by its pseudo-log-likelihood; see `scoring`.
@@ -46,8 +55,9 @@ def minimal_pairs_accuracy(
         seed: of that choice, which is the same for every scheme and model, and of new weights of a scheme.
 
     Returns:
-        One row per scheme. A scheme that the architecture cannot take, or that cannot represent so long a text, has its
-        reason in `error`.
+        For each scheme and `condition` (`"all"` for every pair) the `accuracy` with its 95 % Wilson interval, and the
+        number of `pairs` and of `ties`. A scheme that the architecture cannot take, or that cannot represent so long a
+        text, has its reason in the `error` of its subject.
 
     Raises:
         UnknownNameError: for an unknown scheme, before the model is touched.
@@ -67,21 +77,30 @@ def minimal_pairs_accuracy(
     causal = predicts_next_token(model, torch.tensor([max((side for pair in tokens for side in pair), key=len)]))
     score = causal_scores if causal else masked_scores
 
-    def measure(model: Any) -> tuple[ConditionAccuracy, ...]:
+    def measure(model: Any) -> Measured:
         with evaluation_mode(model):
-            return _by_condition(pairs, score(model, tokenizer, tokens))
+            return Measured(_by_condition(pairs, score(model, tokenizer, tokens)))
 
-    rows = measure_in_turn(model, schemes, measure, seed=seed)
+    subjects, records = measure_in_turn(model, schemes, measure, seed=seed)
+    name, scoring, of = type(unwrapped(model)).__name__, "causal" if causal else "masked", len(task.pairs)
+    chosen = f"{len(pairs)} of {of} pairs, seed {seed}" if len(pairs) < of else f"{of} pairs"
     skipped = f"{task.skipped} examples of the file are no pair of a right and a wrong text, and were left out."
-    return MinimalPairsResult(
-        model=type(unwrapped(model)).__name__,
-        task=task.name,
-        scoring="causal" if causal else "masked",
-        pairs=len(pairs),
-        of=len(task.pairs),
-        seed=seed,
-        rows=tuple(rows),
-        notes=(skipped,) if task.skipped else (),
+    return Result(
+        task="minimal_pairs",
+        title=f"{name}, minimal pairs {task.name!r} ({scoring} scoring, {chosen})",
+        quantities=_QUANTITIES,
+        subjects=subjects,
+        records=records,
+        views=(View(("pairs", "accuracy", "ties"), rows=("condition",)),),
+        settings={
+            "model": name,
+            "task": task.name,
+            "scoring": scoring,
+            "pairs": len(pairs),
+            "of": of,
+            "seed": seed,
+        },
+        remarks=(skipped,) if task.skipped else (),
     )
 
 
@@ -94,7 +113,7 @@ def _chosen(pairs: Sequence[MinimalPair], samples: int | None, seed: int) -> lis
     return [pairs[index] for index in sorted(chosen)]
 
 
-def _by_condition(pairs: Sequence[MinimalPair], scores: Tensor) -> tuple[ConditionAccuracy, ...]:
+def _by_condition(pairs: Sequence[MinimalPair], scores: Tensor) -> list[Record]:
     right, tied = (scores[:, 0] > scores[:, 1]).tolist(), (scores[:, 0] == scores[:, 1]).tolist()
     groups: dict[str, list[int]] = {ALL: list(range(len(pairs)))}
     # Congruent and incongruent come before the conditions that they are made of.
@@ -102,10 +121,17 @@ def _by_condition(pairs: Sequence[MinimalPair], scores: Tensor) -> tuple[Conditi
         for index, pair in sorted(enumerate(pairs), key=lambda item: item[1].conditions):
             if depth < len(pair.conditions):
                 groups.setdefault(pair.conditions[depth], []).append(index)
-    return tuple(
-        ConditionAccuracy(name, len(group), sum(right[index] for index in group), sum(tied[index] for index in group))
-        for name, group in groups.items()
-    )
+    records = []
+    for name, group in groups.items():
+        count, at = len(group), {"condition": name}
+        hits = sum(right[index] for index in group)
+        low, high = wilson_interval(hits, count)
+        records += [
+            Record("", "pairs", count, at),
+            Record("", "accuracy", hits / count, at, low, high, count),
+            Record("", "ties", sum(tied[index] for index in group), at),
+        ]
+    return records
 
 
 def _check_vocabulary(model: Any, pairs: Sequence[TokenPair]) -> None:

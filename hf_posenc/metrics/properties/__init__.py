@@ -9,7 +9,7 @@ from hf_posenc.metrics.properties.measurement import Measurement
 from hf_posenc.metrics.properties.norms import norm_preservation
 from hf_posenc.metrics.properties.precision import logit_defect, low_precision
 from hf_posenc.metrics.properties.relativity import relativity
-from hf_posenc.metrics.properties.result import PropertiesRow, PropertiesTable
+from hf_posenc.metrics.properties.result import PropertiesRow
 from hf_posenc.metrics.properties.specimen import Specimen, build_specimen, specimen_forms
 from hf_posenc.metrics.properties.table import properties_table
 from hf_posenc.metrics.properties.uniqueness import length_consistency, uniqueness
@@ -17,7 +17,6 @@ from hf_posenc.metrics.properties.uniqueness import length_consistency, uniquene
 __all__ = [
     "Measurement",
     "PropertiesRow",
-    "PropertiesTable",
     "Specimen",
     "build_specimen",
     "decay_curve",

@@ -1,15 +1,14 @@
-"""The properties of many schemes, as data and as a table."""
+"""The properties of many schemes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_posenc.metrics.naming import first_row
 from hf_posenc.metrics.properties.measurement import Measurement
 from hf_posenc.metrics.properties.specimen import HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, TRAINING_LENGTH
-from hf_posenc.tables import format_number, format_table
+from hf_posenc.report.records import Quantity, Record, Result, Subject, View
 
 #: Heading of each property in the table, and what its number is.
 HEADINGS: dict[str, tuple[str, str]] = {
@@ -36,7 +35,7 @@ HEADINGS: dict[str, tuple[str, str]] = {
     "bfloat16": ("bfloat16", "share of the encodings of float32 that rounding leaves apart, or how far logits are off"),
 }
 
-#: Where schemes are measured, for the page.
+#: Where schemes are measured.
 PLACE = (
     f"The place is the same for all: {NUM_HEADS} heads of {HEAD_DIM} dimensions over a hidden size of {HIDDEN_SIZE}, a "
     f"training length of {TRAINING_LENGTH}, and random contents and projections that give logits a variance of 1. The "
@@ -78,98 +77,45 @@ class PropertiesRow:
         """Each property's verdict."""
         return {name: measurement.passed for name, measurement in self.properties.items()}
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return {
-            "scheme": self.scheme,
-            "label": self.label,
-            "config": self.config,
-            "acts_on": list(self.acts_on),
-            "causal_pairs": self.causal_pairs,
-            "redrawn": list(self.redrawn),
-            "properties": {name: measurement.to_dict() for name, measurement in self.properties.items()},
-            "error": self.error,
-        }
 
-
-@dataclass(frozen=True)
-class PropertiesTable:
-    """The properties of many schemes.
-
-    Args:
-        rows: one per scheme, or one for each of its two forms, the causal one first.
-    """
-
-    rows: tuple[PropertiesRow, ...]
-
-    def row(self, scheme: str) -> PropertiesRow:
-        """The first row of a scheme: the causal form, where there are two.
-
-        Raises:
-            KeyError: if the table does not include it.
-        """
-        return first_row(self.rows, scheme, "table")
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready: what the columns say, then every measurement with its threshold and its reasons."""
-        columns = {name: {"heading": heading, "value": value} for name, (heading, value) in HEADINGS.items()}
-        return {"columns": columns, "rows": [row.to_dict() for row in self.rows]}
-
-    def table(self, *, markdown: bool = False) -> str:
-        """Verdicts with the number that decided them, then what the columns mean, then reasons.
-
-        Args:
-            markdown: as a Markdown table.
-        """
-        footnotes: list[str] = []
-
-        def mark(text: str) -> str:
-            if text not in footnotes:
-                footnotes.append(text)
-            return f"[{footnotes.index(text) + 1}]"
-
-        body = [[row.label, " + ".join(row.acts_on) or "-", *self._cells(row, mark)] for row in self.rows]
-        headers = ["scheme", "acts on", *(heading for heading, _ in HEADINGS.values())]
-        item = "- " if markdown else "  "
-        paragraphs = [
-            format_table(headers, body, markdown=markdown),
+def properties_result(rows: Sequence[PropertiesRow]) -> Result:
+    """Rows as a result: a quantity for each property, with its verdict and the number that decided."""
+    quantities = (
+        Quantity("acts_on", "acts on", style="text"),
+        *(
+            Quantity(name, heading, f"{heading}: {meaning}.", "verdict")
+            for name, (heading, meaning) in HEADINGS.items()
+        ),
+    )
+    return Result(
+        task="properties",
+        title="Properties of the schemes, measured on the parts of each scheme without any model",
+        quantities=quantities,
+        subjects=tuple(Subject(row.label, row.scheme, row.config, error=row.error) for row in rows),
+        records=tuple(record for row in rows if row.error is None for record in _records(row)),
+        views=(View(tuple(quantity.name for quantity in quantities)),),
+        remarks=(
             "yes or no, and the number that decided; - where a property does not apply. Failing a property is "
             "information, not an error.",
-            "\n".join(f"{item}{heading}: {value}" for heading, value in HEADINGS.values()),
-        ]
-        if footnotes:
-            notes = (f"[{number}] {note}" for number, note in enumerate(footnotes, start=1))
-            paragraphs.append(("\n\n" if markdown else "\n").join(notes))
-        return "\n\n".join(paragraphs)
+            PLACE,
+        ),
+    )
 
-    def page(self) -> str:
-        """The table as a Markdown page: what was measured and how, then `table(markdown=True)`."""
-        return "\n\n".join(
-            (
-                "# Properties of the schemes",
-                "Measured on the parts of each scheme with its default options, without any model, by",
-                "```\nhf-posenc eval properties --markdown\n```",
-                PLACE,
-                self.table(markdown=True),
-            )
+
+def _records(row: PropertiesRow) -> Iterator[Record]:
+    yield Record(row.label, "acts_on", shown=" + ".join(row.acts_on) or "-")
+    # One reason stands for all: a scheme that ends somewhere says the same of every position past it.
+    refused = next((m.refused[0] for m in row.properties.values() if m.refused), "")
+    note = f"{row.label}: not all positions could be evaluated. {refused.partition(': ')[2]}"
+    for name, measurement in row.properties.items():
+        entry = measurement.to_dict()
+        value = entry.pop("value")
+        yield Record(
+            row.label,
+            name,
+            value=None if isinstance(value, str) else value,
+            passed=entry.pop("passed"),
+            note=note if measurement.refused else "",
+            shown=entry.pop("shown") or (value if isinstance(value, str) else ""),
+            details={key: item for key, item in entry.items() if item not in (None, [], {})},
         )
-
-    @staticmethod
-    def _cells(row: PropertiesRow, mark: Callable[[str], str]) -> list[str]:
-        if row.error is not None:
-            return ["- " + mark(row.error), *("-" for _ in list(HEADINGS)[1:])]
-        # One reason stands for all: a scheme that ends somewhere says the same of every position past it.
-        refused = next((m.refused[0] for m in row.properties.values() if m.refused), "")
-        note = f"{row.label}: not all positions could be evaluated. {refused.partition(': ')[2]}"
-        cells = []
-        for name in HEADINGS:
-            measurement = row.properties[name]
-            words = [{True: "yes", False: "no", None: "-"}[measurement.passed]]
-            if measurement.shown is not None:
-                words.append(measurement.shown)
-            elif measurement.value is not None:
-                words.append(format_number(measurement.value))
-            if measurement.refused:
-                words.append(mark(note))
-            cells.append(" ".join(words))
-        return cells

@@ -16,9 +16,10 @@ from hf_posenc.metrics.properties.measurement import Measurement, not_evaluated
 from hf_posenc.metrics.properties.norms import norm_preservation
 from hf_posenc.metrics.properties.precision import DTYPES, low_precision
 from hf_posenc.metrics.properties.relativity import relativity
-from hf_posenc.metrics.properties.result import PropertiesRow, PropertiesTable
+from hf_posenc.metrics.properties.result import PropertiesRow, properties_result
 from hf_posenc.metrics.properties.specimen import Specimen, collecting_refusals, specimen_forms
 from hf_posenc.metrics.properties.uniqueness import length_consistency, uniqueness
+from hf_posenc.report.records import Result
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.parts import SchemeParts
@@ -38,24 +39,25 @@ MEASURES: dict[str, Callable[[Specimen], Measurement]] = {
 }
 
 
-def properties_table(schemes: Sequence[str | SchemeConfig] | None = None) -> PropertiesTable:
+def properties_table(schemes: Sequence[str | SchemeConfig] | None = None) -> Result:
     """Measures every property of every scheme, at the standard place (`build_specimen`).
 
     Args:
         schemes: names or configs; `None` for all registered schemes.
 
     Returns:
-        One row per scheme, or two for one that is another function in a causal model than in a bidirectional one
-        (`specimen_forms`). A scheme that cannot be built there has the reason in `error`.
+        One subject per scheme, or two for one that is another function in a causal model than in a bidirectional one
+        (`specimen_forms`), with a record for each property: the verdict in `passed`, the number that decided in
+        `value`, threshold and reasons in `details`. A scheme that cannot be built has the reason in `error`.
 
     Raises:
         UnknownNameError: for an unknown scheme, before anything is measured.
         MeasurementError: if a scheme given by name needs options.
     """
     if schemes is None:
-        return PropertiesTable(tuple(row for name in list_schemes() for row in _measure_by_name(name)))
+        return properties_result([row for name in list_schemes() for row in _measure_by_name(name)])
     configs = [resolve_scheme(scheme) for scheme in schemes]
-    return PropertiesTable(tuple(row for config in configs for row in measure_properties(config)))
+    return properties_result([row for config in configs for row in measure_properties(config)])
 
 
 def _measure_by_name(name: str) -> list[PropertiesRow]:

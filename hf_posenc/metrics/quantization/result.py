@@ -1,11 +1,8 @@
-"""Losses in low precision, as data and as a table."""
+"""Losses in low precision."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
-
-from hf_posenc.tables import format_number, format_table
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -57,42 +54,3 @@ class QuantizedLosses:
         index = self.positions.index(position)
         loss, reference = found[variant].losses[index], found["float32"].losses[index]
         return None if loss is None or reference is None else loss - reference
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready: every field, and for each row its changes."""
-        entry = asdict(self)
-        for row, row_entry in zip(self.rows, entry["rows"], strict=True):
-            row_entry["changes"] = [self.change(row.variant, position) for position in self.positions]
-        return entry
-
-    def table(self, *, markdown: bool = False) -> str:
-        """The loss in float32, and below it how much more it is for each variant.
-
-        Args:
-            markdown: as a Markdown table.
-        """
-        reference = self.rows[0]
-        cells = [[reference.variant, *("-" if loss is None else f"{loss:.4f}" for loss in reference.losses)]]
-        for row in self.rows[1:]:
-            changes = [self.change(row.variant, position) for position in self.positions]
-            cells.append([row.variant, *("-" if change is None else _signed(change) for change in changes)])
-        headers = ["held in", *(f"at {position}" for position in self.positions)]
-        reasons: dict[str, list[str]] = {}
-        for row in self.rows:
-            for reason in dict.fromkeys(filter(None, row.reasons)):
-                where = [
-                    position for position, other in zip(self.positions, row.reasons, strict=True) if other == reason
-                ]
-                at = "" if len(where) == len(self.positions) else f" at {' and '.join(map(str, where))}"
-                reasons.setdefault(reason, []).append(row.variant + at)
-        paragraphs = [
-            f"{self.model}, {self.scheme}: loss in nats with positions in float32, and its change",
-            format_table(headers, cells, markdown=markdown),
-            f"{self.sequences} sequences of {self.length} tokens, whose first stands at the position above the column.",
-            *(f"{', '.join(where)}: {reason}" for reason, where in reasons.items()),
-        ]
-        return "\n\n".join(paragraphs)
-
-
-def _signed(change: float) -> str:
-    return ("+" if change > 0 else "") + format_number(change)

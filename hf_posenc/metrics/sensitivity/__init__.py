@@ -3,7 +3,6 @@
 from hf_posenc.metrics.sensitivity.material import ENGLISH, Material, TokenizedMaterial, tokenize_material
 from hf_posenc.metrics.sensitivity.permuted_context import PermutedContext, permuted_context
 from hf_posenc.metrics.sensitivity.repeated_words import RepeatedWords, repeated_words
-from hf_posenc.metrics.sensitivity.result import PositionSensitivity, SensitivityResult
 from hf_posenc.metrics.sensitivity.role_swaps import RoleSwaps, role_swaps
 from hf_posenc.metrics.sensitivity.shifted_positions import ShiftedPositions, shifted_positions
 from hf_posenc.metrics.sensitivity.suite import sensitivity_test
@@ -12,10 +11,8 @@ __all__ = [
     "ENGLISH",
     "Material",
     "PermutedContext",
-    "PositionSensitivity",
     "RepeatedWords",
     "RoleSwaps",
-    "SensitivityResult",
     "ShiftedPositions",
     "TokenizedMaterial",
     "permuted_context",

@@ -1,11 +1,11 @@
-"""Models and tokenizers for the command line."""
+"""Models and tokenizers by hub id or folder, for commands, scripts and modules of `evaluate`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.cli.errors import UsageError
+from hf_posenc.errors import UsageError
 
 _ARCHITECTURE_PREFIX = "hf_posenc."
 
@@ -112,3 +112,25 @@ def _load(loader: Any, model: str) -> Any:
         return loader.from_pretrained(model)
     except (OSError, ValueError) as error:
         raise UsageError(f"{loader.__name__} cannot load {model!r}. {missing_folder(model)}{error}") from error
+
+
+def model_and_tokenizer(model: Any, tokenizer: Any = None) -> tuple[Any, Any]:
+    """Loads what is given by hub id or folder, and takes what is loaded as it is.
+
+    Args:
+        model: a transformers model, or its hub id or folder; loaded with the Auto class that keeps its head.
+        tokenizer: a tokenizer, or its hub id or folder; by default the one that belongs to `model`.
+
+    Raises:
+        ValueError: if `model` is an object and no tokenizer is given.
+        UsageError: if one of them cannot be found.
+    """
+    if tokenizer is None:
+        if not isinstance(model, str):
+            raise ValueError(
+                f"A loaded {type(model).__name__} does not say which tokenizer it was trained with. Pass tokenizer=, "
+                "or the model as a hub id or folder."
+            )
+        tokenizer = model
+    loaded = load_model(model) if isinstance(model, str) else model
+    return loaded, load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer

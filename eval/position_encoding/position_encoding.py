@@ -1,0 +1,64 @@
+"""The evaluations as a module of `evaluate`, by name.
+
+`evaluate.load("eval/position_encoding", "generalization").compute(data=["copy"], model="FOLDER", lengths=[10, 20])`
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Two lines: evaluate reads the imports of a module line by line, and takes what follows `import` for one package.
+import datasets
+import evaluate
+
+from hf_posenc.evaluations import EVALUATIONS, Evaluation
+from hf_posenc.loading import model_and_tokenizer
+
+_INPUTS = """
+Args:
+    data: values of the parameter `{data}`.
+    model: a transformers model, patched or not, or its hub id or folder.
+    tokenizer: the same for its tokenizer; by default that of the model's folder.
+    options: the other parameters of `{function}`.
+
+Returns:
+    `hf_posenc.report.Result.to_dict()`{each}.
+"""
+
+
+class PositionEncodingEvaluation(evaluate.Measurement):
+    """One of `hf_posenc.evaluations.EVALUATIONS` that takes data, chosen by the name of its configuration."""
+
+    @property
+    def _evaluation(self) -> Evaluation:
+        known = {name: one for name, one in EVALUATIONS.items() if one.data is not None}
+        if self.config_name not in known:
+            raise ValueError(
+                f"There is no evaluation {self.config_name!r}. Name one of {sorted(known)} as the second argument of "
+                "evaluate.load."
+            )
+        return known[self.config_name]
+
+    def _info(self) -> evaluate.MeasurementInfo:
+        evaluation = self._evaluation
+        each = ", for each of the data" if evaluation.each else ""
+        return evaluate.MeasurementInfo(
+            module_type="measurement",
+            description=f"{self.config_name}: {evaluation.summary}",
+            citation=evaluation.reference,
+            inputs_description=_INPUTS.format(
+                data=evaluation.data, function=evaluation.function.replace(":", "."), each=each
+            ),
+            features=datasets.Features({"data": datasets.Value("string")}),
+        )
+
+    def _compute(self, data: list[str], model: Any, tokenizer: Any = None, **options: Any) -> dict[str, Any]:
+        evaluation = self._evaluation
+        assert evaluation.data is not None
+        function = evaluation.measure()
+        model, tokenizer = model_and_tokenizer(model, tokenizer)
+        if evaluation.each:
+            return {item: function(model, tokenizer, **{evaluation.data: item}, **options).to_dict() for item in data}
+        given = "\n".join(data) if evaluation.joined else list(data)
+        found: dict[str, Any] = function(model, tokenizer, **{evaluation.data: given}, **options).to_dict()
+        return found

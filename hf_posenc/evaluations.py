@@ -1,0 +1,102 @@
+"""The evaluations: one row each. The verb, the script in `eval/` and the module of `evaluate` follow from it.
+
+Nothing is imported before an evaluation is asked for, so that the shell can list them without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One evaluation.
+
+    Args:
+        summary: one line for the shell.
+        function: `"module:name"` of a function `(model, tokenizer, ..., schemes, ...)` that returns a
+            `hf_posenc.report.Result`, or of one of `schemes` alone. Its further parameters are the options.
+        data: the parameter that takes what a module of `evaluate` is given as `data`; `None` where it takes no data.
+        each: whether that module measures each of the data by itself.
+        files: a parameter that takes texts, which the shell reads from the files named by `--text`.
+        joined: whether several texts are joined to one.
+        plot: `"module:name"` of a function `(result, path)` that draws a figure.
+        reference: the paper or the data that it comes from.
+    """
+
+    summary: str
+    function: str
+    data: str | None = None
+    each: bool = False
+    files: str | None = None
+    joined: bool = False
+    plot: str | None = None
+    reference: str = ""
+
+    def measure(self) -> Callable[..., Any]:
+        """The function."""
+        return _named(self.function)
+
+    def draw(self) -> Callable[..., Any]:
+        """The function that draws a figure."""
+        assert self.plot is not None
+        return _named(self.plot)
+
+
+def _named(path: str) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
+
+
+EVALUATIONS: dict[str, Evaluation] = {
+    "dog": Evaluation(
+        "does the model tell apart the dogs of 'The dog chased another dog'?",
+        "hf_posenc.metrics.dog:dog_test",
+        data="sentence",
+        each=True,
+        plot="hf_posenc.plots.dog:plot_dog",
+    ),
+    "properties": Evaluation(
+        "is a scheme unique, relative, linear, bounded, exact in half precision ...? One table.",
+        "hf_posenc.metrics.properties.table:properties_table",
+    ),
+    "loss": Evaluation(
+        "loss and perplexity by length and by position, on held-out text",
+        "hf_posenc.metrics.language_modeling.of_text:text_losses",
+        data="texts",
+        files="texts",
+        plot="hf_posenc.plots.losses:plot_losses",
+    ),
+    "sensitivity": Evaluation(
+        "repeated words at many gaps, exchanged roles, a shuffled context, shifted positions",
+        "hf_posenc.metrics.sensitivity.suite:sensitivity_test",
+        data="text",
+        files="text",
+        joined=True,
+    ),
+    "generalization": Evaluation(
+        "exact match by length of a model that was trained on a synthetic task",
+        "hf_posenc.metrics.generalization.comparison:compare_generalization",
+        data="task",
+        each=True,
+        reference="Kazemnejad et al. 2023, The Impact of Positional Encoding on Length Generalization in Transformers",
+    ),
+    "minimal-pairs": Evaluation(
+        "does the model give the grammatical of two texts the higher probability?",
+        "hf_posenc.metrics.minimal_pairs.accuracy:minimal_pairs_accuracy",
+        data="task",
+        each=True,
+        reference="Srivastava et al. 2022, Beyond the Imitation Game",
+    ),
+    "quantized": Evaluation(
+        "the loss with only positions, encodings or keys in low precision",
+        "hf_posenc.metrics.quantization.of_text:quantization_test",
+        data="texts",
+        files="texts",
+        reference="Hooper et al. 2024, KVQuant (arXiv:2401.18079)",
+    ),
+}

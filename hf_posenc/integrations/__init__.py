@@ -1,1 +1,0 @@
-"""Programs of others that run with patched models."""

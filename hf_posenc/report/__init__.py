@@ -1,0 +1,5 @@
+"""Measurements as records, and everything that is made of records: tables, Markdown, JSON."""
+
+from hf_posenc.report.records import Quantity, Record, Result, Subject, View
+
+__all__ = ["Quantity", "Record", "Result", "Subject", "View"]

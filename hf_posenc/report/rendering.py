@@ -1,0 +1,124 @@
+"""A result as text: its tables with footnotes, and what the columns mean."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hf_posenc.report.records import Quantity, Record, Result, Subject, View
+from hf_posenc.tables import format_number, format_table
+
+_MISSING = "-"
+
+
+class _Footnotes:
+    """Numbers notes in the order of their first mark."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def mark(self, note: str) -> str:
+        if note not in self.notes:
+            self.notes.append(note)
+        return f"[{self.notes.index(note) + 1}]"
+
+    def lines(self) -> list[str]:
+        return [f"[{number}] {note}" for number, note in enumerate(self.notes, start=1)]
+
+
+def rendered(result: Result, *, markdown: bool) -> str:
+    """The title, a table for each view, the meaning of the columns, remarks and footnotes.
+
+    Args:
+        result: what is shown.
+        markdown: with Markdown tables, and an empty line between notes.
+    """
+    footnotes = _Footnotes()
+    quantities = {quantity.name: quantity for quantity in result.quantities}
+    paragraphs = [result.title]
+    for view in result.views:
+        table = _table(result, view, quantities, footnotes, markdown=markdown)
+        paragraphs.append(f"{view.title}:\n\n{table}" if view.title else table)
+    named = dict.fromkeys(name for view in result.views for name in view.quantities)
+    meanings = [quantities[name].meaning for name in named if quantities[name].meaning]
+    notes = [*meanings, *result.remarks, *footnotes.lines()]
+    return "\n\n".join(paragraphs) + ("\n\n" + ("\n\n" if markdown else "\n").join(notes) if notes else "")
+
+
+def _table(
+    result: Result, view: View, quantities: dict[str, Quantity], footnotes: _Footnotes, *, markdown: bool
+) -> str:
+    records = [record for record in result.records if record.quantity in view.quantities and _is_shown(record, view)]
+
+    def heading(record: Record) -> tuple[str, str]:
+        return record.quantity, quantities[record.quantity].heading.format(**record.at)
+
+    columns = [
+        column for name in view.quantities for column in dict.fromkeys(map(heading, records)) if column[0] == name
+    ]
+    with_interval = {heading(record) for record in records if record.low is not None}
+    rows = []
+    for subject in result.subjects:
+        own = [record for record in records if record.subject == subject.label]
+        for place in dict.fromkeys(_row(record, view) for record in own) or [(_MISSING,) * len(view.rows)]:
+            here = {heading(record): record for record in own if _row(record, view) == place}
+            cells = [_label(subject, footnotes), *map(str, place)]
+            for column in columns:
+                record = here.get(column)
+                cells.append(_cell(record, quantities[column[0]], footnotes))
+                cells += [_interval(record)] if column in with_interval else []
+            rows.append(cells)
+    headers = ["scheme", *view.rows]
+    for column in columns:
+        headers += [column[1], "95 % interval"] if column in with_interval else [column[1]]
+    return format_table(headers, rows, markdown=markdown)
+
+
+def _is_shown(record: Record, view: View) -> bool:
+    return all(record.at[key] in values for key, values in view.shown.items() if key in record.at)
+
+
+def _row(record: Record, view: View) -> tuple[Any, ...]:
+    return tuple(record.at.get(key, _MISSING) for key in view.rows)
+
+
+def _label(subject: Subject, footnotes: _Footnotes) -> str:
+    notes = [*([f"cannot be measured: {subject.error}"] if subject.error else []), *subject.notes]
+    return " ".join([subject.label, *map(footnotes.mark, notes)])
+
+
+def _cell(record: Record | None, quantity: Quantity, footnotes: _Footnotes) -> str:
+    if record is None:
+        return _MISSING
+    text = format_value(record, quantity)
+    return f"{text} {footnotes.mark(record.note)}" if record.note else text
+
+
+def _interval(record: Record | None) -> str:
+    if record is None or record.low is None or record.high is None:
+        return _MISSING
+    return f"{record.low:.3f} to {record.high:.3f}"
+
+
+def format_value(record: Record, quantity: Quantity) -> str:
+    """The value of a record in the style of its quantity; `-` if it has none."""
+    text = record.shown or (_MISSING if record.value is None else _FORMATS[quantity.style](record.value))
+    if quantity.style != "verdict":
+        return text
+    verdict = {True: "yes", False: "no", None: _MISSING}[record.passed]
+    return verdict if text == _MISSING else f"{verdict} {text}"
+
+
+def _signed(value: float) -> str:
+    return ("+" if value > 0 else "") + format_number(value)
+
+
+_FORMATS: dict[str, Callable[[float], str]] = {
+    "number": format_number,
+    "signed": _signed,
+    "loss": "{:.4g}".format,
+    "fraction": "{:.3f}".format,
+    "count": "{:.0f}".format,
+    "text": str,
+    "verdict": format_number,
+}
