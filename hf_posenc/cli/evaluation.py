@@ -154,7 +154,7 @@ def _flag(name: str) -> str:
 
 
 def _metavar(kind: Callable[[str], Any]) -> str:
-    return {int: "N", float: "X"}.get(kind, "TEXT")  # type: ignore[call-overload, no-any-return]
+    return "N" if kind is int else "X" if kind is float else "TEXT"
 
 
 def _shown(default: Any) -> str:
