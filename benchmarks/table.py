@@ -96,7 +96,7 @@ have no row: they cost what the schemes in them cost.{_subnormals(content)}
 
 
 def _shape(sizes: dict[str, Any]) -> str:
-    groups = sizes["num_key_value_heads"]
+    groups = sizes.get("num_key_value_heads")
     heads = f"{sizes['num_heads']} heads" + (f" ({groups} of keys and values)" if groups else "")
     return (
         f"{sizes['num_layers']} layers, hidden {sizes['hidden_size']}, {heads}, feed-forward "
