@@ -43,9 +43,9 @@ def evaluate(options: argparse.Namespace) -> int:
     """Runs one evaluation and prints its result."""
     evaluation = EVALUATIONS[options.evaluation]
     function = evaluation.measure()
-    given = {option.name: getattr(options, option.name) for option in _options(function)}
     # An option that was not typed keeps the default of the function.
-    arguments = {name: value for name, value in given.items() if value is not None}
+    typed = [option.name for option in _options(function) if option.name in options]
+    arguments: dict[str, Any] = {name: getattr(options, name) for name in typed}
     if evaluation.files in arguments:
         texts = _read_texts(arguments[evaluation.files])
         arguments[evaluation.files] = "\n".join(texts) if evaluation.joined else texts
@@ -98,7 +98,10 @@ def _options(function: Callable[..., Any]) -> Iterator[_Option]:
         read = _read_type(hints[name])
         if read is not None:
             required = parameter.default is inspect.Parameter.empty
-            yield _Option(name, *read, required, parameter.default, meanings.get(name, ""))
+            kind, several, choices = read
+            if not several and choices is None and type(None) in typing.get_args(hints[name]):
+                kind = _or_none(kind)
+            yield _Option(name, kind, several, choices, required, parameter.default, meanings.get(name, ""))
 
 
 def _read_type(hint: Any) -> tuple[Callable[[str], Any], bool, tuple[Any, ...] | None] | None:
@@ -112,6 +115,17 @@ def _read_type(hint: Any) -> tuple[Callable[[str], Any], bool, tuple[Any, ...] |
         item = _read_type(typing.get_args(hint)[0])
         return None if item is None else (item[0], True, item[2])
     return (hint, False, None) if hint in (bool, int, float, str) else None
+
+
+def _or_none(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    """The same type, for values that may be `none`."""
+
+    def read(text: str) -> Any:
+        return None if text.lower() == "none" else kind(text)
+
+    # argparse names the type in its errors.
+    read.__name__ = getattr(kind, "__name__", "value")
+    return read
 
 
 def _add_options(parser: argparse.ArgumentParser, evaluation: Evaluation, scheme_help: str) -> None:
@@ -138,7 +152,12 @@ def _add_option(parser: argparse.ArgumentParser, option: _Option, *, is_files: b
     shown = "" if option.required or option.default is None else f" (default: {_shown(option.default)})"
     # argparse formats help with `%`.
     meaning = (option.meaning + shown).replace("`", "").replace("%", "%%")
-    settings: dict[str, Any] = {"dest": option.name, "default": None, "help": meaning, "required": option.required}
+    settings: dict[str, Any] = {
+        "dest": option.name,
+        "default": argparse.SUPPRESS,
+        "help": meaning,
+        "required": option.required,
+    }
     if is_files:
         parser.add_argument("--text", nargs="+", metavar="FILE", **settings | {"help": f"text files: {meaning}"})
     elif option.kind is bool:
@@ -154,7 +173,7 @@ def _flag(name: str) -> str:
 
 
 def _metavar(kind: Callable[[str], Any]) -> str:
-    return "N" if kind is int else "X" if kind is float else "TEXT"
+    return {"int": "N", "float": "X"}.get(getattr(kind, "__name__", ""), "TEXT")
 
 
 def _shown(default: Any) -> str:

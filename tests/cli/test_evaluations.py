@@ -98,6 +98,12 @@ def test_loss_by_length_of_a_causal_model(folders, text, capsys, tmp_path):
     assert "Perplexity" in page
 
 
+def test_an_option_may_be_none(folders, text, capsys):
+    words = ["eval", "loss", folders["llama"], "--text", text, "--lengths", "32", "--max-windows"]
+    some, whole = (_result(capsys, [*words, count]).settings["windows"] for count in ("4", "none"))
+    assert some == 4 < whole
+
+
 def test_loss_by_length_of_a_masked_model_says_which_length_it_has_no_positions_for(folders, text, capsys):
     words = ["eval", "loss", folders["bert"], "--text", text, "--lengths", "32", "128", "--max-windows", "4"]
     result = _result(capsys, [*words, "--schemes", "native", "none", "forget_gate"])
