@@ -214,7 +214,8 @@ def test_a_page_says_what_a_bias_reads(name, read, pages):
     from scheme_facts import facts_text
 
     text = facts_text(next(page for page in pages if page.name == name))
-    assert f"The bias reads {read}, and is computed" in text
+    how = "is one number per key" if name == "forget_gate" else "is computed for every pair"
+    assert f"The bias reads {read}, and {how}" in text
 
 
 class TestDocstrings:

@@ -263,6 +263,20 @@ def compared(folder: Path, config: dict[str, Any], schemes: tuple[Any, ...]) -> 
     return result
 
 
+def loaded_patched(folder: Path, config: dict[str, Any], schemes: tuple[Any, ...]) -> dict[str, Any]:
+    """The difference of logits for patched checkpoints of a stock model, read by two processes and by one."""
+    result: dict[str, Any] = {}
+    for scheme in schemes:
+        whole = AutoModelForCausalLM.from_pretrained(folder).eval()
+        torch.manual_seed(7)
+        patch_model(whole, scheme)
+        strengthen(whole)
+        path = written(folder, str(scheme), lambda whole=whole: whole)
+        split = AutoModelForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(**config)).eval()
+        result[scheme] = distance(logits(split), logits(whole))
+    return result
+
+
 def main(folder: Path, *, everything: bool) -> None:
     """Runs every scheme every way.
 
@@ -292,6 +306,7 @@ def main(folder: Path, *, everything: bool) -> None:
     for name, (build, shares) in ARCHITECTURES.items():
         path = written(folder, name, lambda build=build: stock(build))
         found["architectures"][name] = compared(path, shares, (None, "alibi", "forget_gate", "pope"))
+    found["experts"] = loaded_patched(folder / "experts", {"fsdp_size": 2} | EXPERTS, ("forget_gate", "pope"))
     ways = WAYS if everything else {way: WAYS[way] for way in QUICK_WAYS}
     schemes = GENERATED if everything else (QUICK_SCHEME,)
     found["generated"] = {scheme: generated(folder / "grouped", scheme, ways) for scheme in schemes}

@@ -80,8 +80,13 @@ def test_architectures_with_other_plans_and_experts_are_equal(found: Found) -> N
         assert rank["architectures"].keys() == ARCHITECTURES.keys()
         for name, by_scheme in rank["architectures"].items():
             for scheme, difference in by_scheme.items():
+                if name == "experts" and scheme in ("forget_gate", "pope"):
+                    assert "Call patch_model before fully_shard" in difference, scheme
+                    continue
                 assert isinstance(difference, float), (name, scheme, difference)
                 assert difference <= CLOSE, (name, scheme, difference)
+        assert rank["experts"].keys() == {"forget_gate", "pope"}
+        assert max(rank["experts"].values()) <= CLOSE
 
 
 def test_two_processes_generate_the_tokens_of_one(found: Found) -> None:

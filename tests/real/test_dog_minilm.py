@@ -22,30 +22,39 @@ def result(minilm_folder):
     return dog_test(model, AutoTokenizer.from_pretrained(minilm_folder), ["native", *list_schemes()])
 
 
+def schemes(result, quantity):
+    """The schemes of which a verdict has passed."""
+    return {
+        subject.scheme
+        for subject in result.subjects
+        if not subject.error and result.record(subject.label, quantity).passed
+    }
+
+
 def test_the_published_form_holds_on_the_embeddings_of_a_pretrained_model(result):
-    assert result.probe_without_positions == 0.0
-    assert [result.tokens[index] for index in result.first + result.second] == ["dog", "dog"]
-    for row in result.rows:
-        if row.scheme in CAUSAL:
-            assert row.probe is None
-        else:
-            assert (row.probe == 0.0) == (row.scheme in {"none", *SCALES})
+    settings = result.settings
+    assert settings["probe_without_positions"] == 0.0
+    assert [settings["tokens"][index] for index in settings["first"] + settings["second"]] == ["dog", "dog"]
+    for subject in result.subjects:
+        if subject.scheme not in CAUSAL:
+            assert (result.value(subject.label, "probe") == 0.0) == (subject.scheme in {"none", *SCALES})
 
 
 def test_exactly_the_invisible_schemes_leave_the_dogs_identical(result):
-    assert {row.scheme for row in result.rows if row.identical} == INVISIBLE
+    assert schemes(result, "identical") == INVISIBLE
     for name in INVISIBLE - {"none", *SCALES}:
-        assert any("LayerNorm" in note for note in result.row(name).notes)
+        assert any("LayerNorm" in note for note in result.subject(name).notes)
 
 
 def test_what_positions_do_is_far_above_rounding(result):
-    for row in result.rows:
-        if row.scheme in CAUSAL:
+    for subject in result.subjects:
+        if subject.scheme in CAUSAL:
             continue
-        largest = max(distance.relative_l2 for distance in row.layers)
-        assert largest <= 1e-5 if row.scheme in INVISIBLE else largest >= 1e-3
+        largest = max(record.value for record in result.of(subject.label, "relative_l2"))
+        assert largest <= 1e-5 if subject.scheme in INVISIBLE else largest >= 1e-3
 
 
 def test_every_scheme_is_placed_or_says_why_not(result):
-    assert {row.scheme for row in result.rows if row.error} == CAUSAL
-    assert all("bidirectional" in row.error for row in result.rows if row.error)
+    assert {subject.scheme for subject in result.subjects if subject.error} == CAUSAL
+    assert all("bidirectional" in subject.error for subject in result.subjects if subject.error)
+    assert {record.subject for record in result.records}.isdisjoint(CAUSAL)
