@@ -110,19 +110,28 @@ def rotary_output(module: torch.nn.Module, *, layer_type: str | None = None) -> 
     width = 2 * frequencies.shape[-1]
     hidden = torch.zeros(1, 1, 1, device=frequencies.device)
     position_ids = torch.zeros(1, 1, dtype=torch.int64, device=frequencies.device)
-    with torch.no_grad():
-        arguments = (layer_type,) if layer_type is not None and has_layer_types(module) else ()
-        try:
-            output = type(module).forward(module, hidden, position_ids, *arguments)
-        except (TypeError, IndexError, RuntimeError) as error:
-            raise UnsupportedError(
-                f"{type(module).__name__} could not be asked for the phases of one token ({error}): its positions have "
-                "more than one axis, or it takes other arguments. Declare the architecture with "
-                "hf_posenc.register_architecture."
-            ) from error
+    arguments = (layer_type,) if layer_type is not None and has_layer_types(module) else ()
+    output = ask_rotary(module, hidden, position_ids, *arguments)
     if isinstance(output, Tensor):
         return "complex", width
     return ("half_width" if output[0].shape[-1] * 2 == width else "full"), width
+
+
+def ask_rotary(module: torch.nn.Module, hidden: Tensor, position_ids: Tensor, *arguments: Any) -> Any:
+    """What the class of a rotary module returns for positions on one axis, whatever its instance was given since.
+
+    Raises:
+        UnsupportedError: if it takes other positions or arguments.
+    """
+    try:
+        with torch.no_grad():
+            return type(module).forward(module, hidden, position_ids, *arguments)
+    except (TypeError, IndexError, RuntimeError) as error:
+        raise UnsupportedError(
+            f"{type(module).__name__} could not be asked for the phases of a token ({error}): its positions have more "
+            "than one axis, or it takes other arguments. Declare the architecture with "
+            "hf_posenc.register_architecture, or use a newer transformers."
+        ) from error
 
 
 def inverse_frequencies_of(module: torch.nn.Module, layer_type: str | None = None) -> Tensor:

@@ -17,6 +17,7 @@ from transformers import (
     Qwen2_5_VLModel,
     WhisperConfig,
     WhisperModel,
+    __version__,
 )
 
 from hf_posenc import UnsupportedError, inspect_model, native_scheme, patch_model, unpatch_model
@@ -55,7 +56,7 @@ def test_a_generated_token_with_the_id_of_the_padding_is_a_token_for_an_assistan
     )
     assert torch.equal(continued(model, ids, max_new_tokens=16, assistant_model=helper), expected)
     assert seen
-    assert all(mask is None for mask in seen)  # nothing is taken for padding
+    assert all(mask is None or mask.all() for mask in seen)  # nothing is taken for padding
     other_way = continued(helper, ids, max_new_tokens=16, use_cache=False)
     assert torch.equal(continued(helper, ids, max_new_tokens=16, assistant_model=model), other_way)
 
@@ -226,6 +227,14 @@ def test_the_text_part_of_a_composite_takes_its_native_scheme(build: Any, path: 
             parameter.normal_(std=0.25)
     ids = tokens(2, 9)
     stock = part(input_ids=ids).last_hidden_state
+    try:
+        native_scheme(part)
+    except UnsupportedError as error:
+        # The text part of an early version takes positions on three axes only.
+        known = build is qwen and "more than one axis" in str(error)
+        if not known or not __version__.startswith(("5.17.", "5.18.")):
+            raise
+        pytest.skip(f"transformers {__version__}: {error}")
     assert distance(patch_model(part, "native")(input_ids=ids).last_hidden_state, stock) <= 1e-5
     assert distance(patch_model(part, "none")(input_ids=ids).last_hidden_state, stock) > 1e-2
     assert torch.equal(unpatch_model(part)(input_ids=ids).last_hidden_state, stock)
