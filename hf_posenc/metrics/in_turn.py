@@ -14,7 +14,7 @@ from hf_posenc.metrics.preserve import isolated_rng
 from hf_posenc.patching import native_scheme, patch_model, unpatch_model
 from hf_posenc.patching.apply import current_encoding, unwrapped
 from hf_posenc.patching.suspend import suspended
-from hf_posenc.report.records import Record, Subject
+from hf_posenc.report.records import Record, Subject, distinct_labels
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.labels import scheme_label
 
@@ -63,7 +63,10 @@ def measure_in_turn(
         if encoding is None:
             return _joined([_native(model, measure)])
         return _joined([_measured(model, encoding.config.name, encoding.config, (), measure)])
-    wanted = {NATIVE if config is None else scheme_label(config): config for config in check_schemes(schemes)}.values()
+    wanted: list[SchemeConfig | None] = []
+    for config in check_schemes(schemes):
+        if config not in wanted:
+            wanted.append(config)
     with suspended(model):
         return _joined(
             _native(model, measure) if config is None else _patched(model, config, measure, seed) for config in wanted
@@ -95,12 +98,17 @@ _Part = tuple[Subject, Sequence[Record]]
 
 
 def _joined(parts: Iterable[_Part]) -> tuple[tuple[Subject, ...], tuple[Record, ...]]:
-    subjects: list[Subject] = []
-    records: list[Record] = []
-    for subject, own in parts:
-        subjects.append(subject)
-        records += [dataclasses.replace(record, subject=subject.label) for record in own]
-    return tuple(subjects), tuple(records)
+    found = list(parts)
+    labels = distinct_labels(subject.label for subject, _ in found)
+    subjects = tuple(
+        dataclasses.replace(subject, label=label) for label, (subject, _) in zip(labels, found, strict=True)
+    )
+    records = [
+        dataclasses.replace(record, subject=label)
+        for label, (_, own) in zip(labels, found, strict=True)
+        for record in own
+    ]
+    return subjects, tuple(records)
 
 
 def _adopted_notes(model: Any) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +54,16 @@ class Subject:
     config: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = ()
     error: str | None = None
+
+
+def distinct_labels(labels: Iterable[str]) -> list[str]:
+    """The same labels, with a number behind those that have come before: a label does not name every option."""
+    counts: dict[str, int] = {}
+    found = []
+    for label in labels:
+        counts[label] = counts.get(label, 0) + 1
+        found.append(label if counts[label] == 1 else f"{label} #{counts[label]}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -127,6 +137,10 @@ class Result:
     views: tuple[View, ...]
     settings: Mapping[str, Any] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(set(self.labels)) < len(self.labels):
+            raise ValueError(f"Records name their subject by its label, and labels repeat: {self.labels}.")
 
     def subject(self, scheme: str) -> Subject:
         """The first subject with this label, or else with this scheme.

@@ -18,6 +18,7 @@ from hf_posenc.schemes import (
     RopeConfig,
     SchemeConfig,
     SchemeParts,
+    YarnScaling,
     registry,
 )
 
@@ -267,6 +268,14 @@ def test_results_do_not_depend_on_the_order_or_the_company(tiny_bert, word_token
     torch.manual_seed(2)
     alone = dog_test(model, word_tokenizer, ["learned"])
     assert list(together.of("learned")) == list(alone.of("learned"))
+
+
+def test_two_configs_that_are_written_alike_are_two_subjects(tiny_llama, word_tokenizer):
+    scalings = [YarnScaling(factor=4.0, original_max_positions=length) for length in (8, 64)]
+    result = dog_test(tiny_llama(), word_tokenizer, [RopeConfig(scaling=scaling) for scaling in scalings])
+    assert result.labels == ["rope(yarn x4)", "rope(yarn x4) #2"]
+    assert [one.config["scaling"]["original_max_positions"] for one in result.subjects] == [8, 64]
+    assert result.value("rope(yarn x4) #2", "probe") is not None
 
 
 def test_a_config_and_its_name_are_one_subject(tiny_bert, word_tokenizer):

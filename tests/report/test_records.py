@@ -62,6 +62,11 @@ def test_a_file_holds_everything(result, tmp_path):
         Result.from_dict(entry | {"format": 9})
 
 
+def test_labels_that_repeat_are_refused():
+    with pytest.raises(ValueError, match="labels repeat"):
+        Result("x", "x", (), (Subject("rope", "rope"), Subject("rope", "rope")), (), ())
+
+
 def test_a_style_that_does_not_exist_is_refused():
     with pytest.raises(ValueError, match=r"'los'.*one of"):
         Quantity("loss", "loss", style="los")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from hf_posenc.metrics.properties.measurement import Measurement
 from hf_posenc.metrics.properties.specimen import HEAD_DIM, HIDDEN_SIZE, NUM_HEADS, TRAINING_LENGTH
-from hf_posenc.report.records import Quantity, Record, Result, Subject, View
+from hf_posenc.report.records import Quantity, Record, Result, Subject, View, distinct_labels
 
 #: Heading of each property in the table, and what its number is.
 HEADINGS: dict[str, tuple[str, str]] = {
@@ -80,6 +81,8 @@ class PropertiesRow:
 
 def properties_result(rows: Sequence[PropertiesRow]) -> Result:
     """Rows as a result: a quantity for each property, with its verdict and the number that decided."""
+    labels = distinct_labels(row.label for row in rows)
+    rows = [dataclasses.replace(row, label=label) for label, row in zip(labels, rows, strict=True)]
     quantities = (
         Quantity("acts_on", "acts on", style="text"),
         *(
