@@ -215,7 +215,7 @@ def _attend_folded(
     scaling = _scaling(query, kwargs)
     kwargs.pop("scaling", None)
     query, key, value = autocast_inputs(query, key, value)
-    query, key = fold(query, key, separable.terms, separable.query_slots, scaling)
+    query, key, scaling = fold(query, key, separable.terms, separable.query_slots, scaling)
     return attend_with_wide_values(function, module, query, key, value, *args, scaling=scaling, **kwargs)
 
 

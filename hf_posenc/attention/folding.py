@@ -2,14 +2,14 @@
 
 `q . k + term[j] - term[i]` is itself a product of two vectors, so any kernel computes it, flash kernels without a bias
 included, and its backward pass is that of the kernel. Terms grow with the length, and beside a large one a sum in
-float32 would lose digits of the content: the new dimensions stand in front, so that a product that is summed in order
-cancels the two terms first. A matrix product may sum in another order and then loses these digits: with heads of 128
-dimensions, terms of 500 and of 7,600 left results off by 4e-5 and 8e-4. On a CPU such terms are not folded
-(`hf_posenc.attention.separable_attention`).
+float32 would lose digits of the content. Two things keep them: the new dimensions stand in front, so that a product
+that is summed in order cancels the two terms first, and in float32 the kernel's scaling is a power of two, so that
+dividing a term by it rounds nothing.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +21,9 @@ from torch.nn.functional import pad
 _SHARE = 256.0
 
 
-def fold(query: Tensor, key: Tensor, terms: Tensor, query_slots: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+def fold(
+    query: Tensor, key: Tensor, terms: Tensor, query_slots: Tensor, scaling: float
+) -> tuple[Tensor, Tensor, float]:
     """Queries and keys whose products hold `term[j] - term[i]` beside their own.
 
     Args:
@@ -29,12 +31,17 @@ def fold(query: Tensor, key: Tensor, terms: Tensor, query_slots: Tensor, scaling
         key: `(batch, key_value_heads, key_len, head_dim)`.
         terms: `(batch or 1, heads, key_len)` float32.
         query_slots: `(query_len,)` int64, which of the keys belongs to the same token as each query.
-        scaling: the factor that `query . key` will get.
+        scaling: the factor of `query . key`.
 
     Returns:
-        Both with the same `width > head_dim`.
+        Both with the same `width > head_dim`, and the factor that the kernel is to multiply their products by.
     """
     batch, heads = query.shape[:2]
+    if query.dtype in (torch.float32, torch.float64):
+        # Queries take what is left of the scaling. In half precision that would round them.
+        fraction, exponent = math.frexp(scaling)
+        scaling = math.ldexp(1.0, exponent - 1)
+        query = query if fraction == 0.5 else query * (2 * fraction)
     groups = heads // key.shape[1]
     scaled = (terms / (scaling * _SHARE)).expand(batch, -1, -1)
     # Every logit of a query is shifted alike, which softmax does not see, and so has no gradient.
@@ -50,7 +57,7 @@ def fold(query: Tensor, key: Tensor, terms: Tensor, query_slots: Tensor, scaling
     wide_key = torch.cat((channels, ones, key), dim=-1)
     # Accelerators want heads of a multiple of 8.
     rest = 0 if query.device.type == "cpu" else -wide_query.shape[-1] % 8
-    return pad(wide_query, (0, rest)), pad(wide_key, (0, rest))
+    return pad(wide_query, (0, rest)), pad(wide_key, (0, rest)), scaling
 
 
 def attend_with_wide_values(

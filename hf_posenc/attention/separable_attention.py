@@ -1,8 +1,7 @@
-"""Attention with a number per key: exact in blocks, or folded into the heads on the way forward.
+"""Attention with a number per key: in blocks, or folded into the heads on the way forward.
 
-On a CPU, short calls, calls whose far keys do not count and, in float32, heads of large numbers go through the kernel
-in blocks, each with its own bias. The other heads of a long call, and every call elsewhere, have the numbers folded
-into their queries and keys.
+On a CPU, short calls and calls whose far keys do not count go through the kernel in blocks, each with its own bias. The
+others, and every call elsewhere, have the numbers folded into their queries and keys.
 
 The kernel's own backward pass would round the gradient of the folded dimension to the dtype of the heads, and sums of
 gradients over all tokens, as those of a forget gate are, would consist of nothing else. So the backward pass sums the
@@ -38,10 +37,6 @@ from hf_posenc.attention.windows import Windows, call_of, windows_of_terms
 _SHORT = 1024
 #: Rows of such a block.
 _SHORT_ROWS = 128
-#: The largest range of numbers that is folded in float32. A matrix product may sum in any order, and is then off by as
-#: much as such numbers are rounded: by 5e-6 here, where torch's own kernel is off by 1e-6 without a bias. In heads with
-#: more, the keys that are left out pay for the blocks, or nearly so.
-_LARGEST_FOLDED = 128.0
 
 
 def separable_attention(
@@ -94,36 +89,7 @@ def _separable_attention(
     windows = windows_of_terms(call_of(query, key, value, mask, scaling, causal), terms)
     if windows is not None or (query.device.type == "cpu" and query.shape[2] < _SHORT):
         return _by_blocks(query, key, value, terms, query_slots, mask, scaling, causal, windows)
-    large = _heads_with_large_terms(query, terms)
-    if not any(large):
-        return _folded(query, key, value, terms, query_slots, mask, scaling, causal)
-    key, value = (for_each_query_head(tensor, len(large)) for tensor in (key, value))
-    output = query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
-    for by_blocks in (True, False):
-        some = torch.tensor([one == by_blocks for one in large])
-        if not some.any():
-            continue
-        own_query, own_key, own_value, own_terms = (tensor[:, some] for tensor in (query, key, value, terms))
-        heads = (own_query, own_key, own_value, own_terms, query_slots)
-        own_mask = mask[:, some] if mask is not None and mask.shape[1] > 1 else mask
-        if by_blocks:
-            # Large numbers leave out enough for bounds to pay in shorter calls, too.
-            call = call_of(own_query, own_key, own_value, own_mask, scaling, causal, shortest=_SHORT)
-            windows = windows_of_terms(call, own_terms)
-            output[:, :, some] = _by_blocks(*heads, own_mask, scaling, causal, windows)
-        else:
-            output[:, :, some] = _folded(*heads, own_mask, scaling, causal)
-    return output
-
-
-def _heads_with_large_terms(query: Tensor, terms: Tensor) -> list[bool]:
-    """Which heads are to add their bias block by block, in a call of all keys on the CPU."""
-    # Half precision rounds more than folding does.
-    exact = query.dtype in (torch.float32, torch.float64)
-    if query.device.type != "cpu" or not exact or not terms.numel():
-        return [False] * terms.shape[1]
-    of_heads = terms.transpose(0, 1).flatten(1)
-    return (of_heads.amax(-1) - of_heads.amin(-1) > _LARGEST_FOLDED).tolist()
+    return _folded(query, key, value, terms, query_slots, mask, scaling, causal)
 
 
 def _by_blocks(
@@ -153,7 +119,7 @@ def _folded(
     causal: bool,
 ) -> Tensor:
     heads = query.shape[1]
-    wide_query, wide_key = fold(query, key, terms, query_slots, scaling)
+    wide_query, wide_key, scaling = fold(query, key, terms, query_slots, scaling)
     wide_value = pad(value, (0, wide_query.shape[-1] - value.shape[-1]))
     added = None if mask is None else for_kernel(additive_mask(mask, torch.float32), query)
     with without_autocast(query.device):

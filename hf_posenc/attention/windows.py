@@ -99,7 +99,6 @@ def call_of(
     scaling: float,
     causal: bool,
     gradient: Tensor | None = None,
-    shortest: int | None = None,
 ) -> Call | None:
     """The call of a kernel on the CPU, or `None` where looking for windows does not pay or the mask is additive.
 
@@ -111,10 +110,9 @@ def call_of(
         scaling: likewise.
         causal: likewise.
         gradient: likewise.
-        shortest: with fewer keys than these it does not pay; `SHORTEST` by default.
     """
     # Reading the bounds from an accelerator would stall it in every layer.
-    if query.device.type != "cpu" or not pays(query, key, shortest):
+    if query.device.type != "cpu" or not pays(query, key):
         return None
     sees_itself = None
     if mask is not None:
@@ -126,9 +124,9 @@ def call_of(
     return Call(query, key, value, sees_itself, scaling, causal, share, gradient)
 
 
-def pays(query: Tensor, key: Tensor, shortest: int | None = None) -> bool:
+def pays(query: Tensor, key: Tensor) -> bool:
     """Whether a call is long enough, and its queries have keys of their own."""
-    return key.shape[2] >= max(SHORTEST if shortest is None else shortest, query.shape[2]) and query.shape[2] > 1
+    return key.shape[2] >= max(SHORTEST, query.shape[2]) and query.shape[2] > 1
 
 
 def windows_of_distance(call: Call | None, vector: Tensor) -> Windows | None:

@@ -48,9 +48,9 @@ def test_masks(kind: str, groups: int) -> None:
 
 @pytest.mark.parametrize("largest", [(120.0, 16.0), (513.0, 16.0), (7600.0, 7600.0)])
 def test_wide_heads_keep_their_digits_beside_large_terms(largest: tuple[float, float]) -> None:
-    """A call too short for windows, of heads whose folded products would not be summed in order.
+    """A call too short for windows, with a scaling that is no power of two.
 
-    The bounds are 2**-17 of the largest numbers: the rounding of a folded term of 128, and some steps of sums over 128
+    The bounds are 2**-17 of the largest numbers: some steps of rounding of logits up to 10, and of sums over 128
     dimensions and a thousand keys.
     """
     generator = torch.Generator().manual_seed(0)
