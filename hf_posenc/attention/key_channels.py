@@ -44,9 +44,15 @@ def split_features(key: Tensor, num_heads: int, num_features: int) -> tuple[Tens
     """The inverse of `append_features`: `(batch, key_value_heads, length, width)` and `(batch, heads, length, n)`."""
     per_key = num_heads // key.shape[1] * num_features
     count = channels_per_number(key.dtype)
-    plain, channels = key.split((key.shape[-1] - count * per_key, count * per_key), dim=-1)
-    channels = channels.float()
+    plain, channels = torch.split_with_sizes(key, [key.shape[-1] - count * per_key, count * per_key], dim=-1)
     if count > 1:
-        channels = channels.unflatten(-1, (count, per_key)).sum(-2)
-    features = channels.unflatten(-1, (-1, num_features)).transpose(2, 3).flatten(1, 2)
-    return plain, features
+        channels = channels.float().unflatten(-1, (count, per_key)).sum(-2)
+    if num_features > 1:
+        channels = channels.unflatten(-1, (-1, num_features))
+    features = channels.transpose(2, 3).reshape(key.shape[0], num_heads, key.shape[2], num_features)
+    return plain, in_float32(features)
+
+
+def in_float32(tensor: Tensor) -> Tensor:
+    """The tensor as float32. Asked in every layer of a decoding step, where a call that changes nothing is not free."""
+    return tensor if tensor.dtype == torch.float32 else tensor.float()

@@ -242,65 +242,56 @@ class AttentionSite(LogitSite):
         self,
         call: LayerCall,
         update: Callable[..., Any],
-        key: Tensor,
-        value: Tensor,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Stands in for a cache's `update`: maps keys, and lets what the bias remembers of them travel with them."""
-        key = self._map_new_keys(call, key)
-        features = self.encoding.num_features
+        key = self._map_new_keys(call, key_states)
+        encoding = self.encoding
+        features = encoding.num_features
         if features:
             key = append_features(key, self.new_features(call))
-        if features:
-            self._refuse_rounded_features(update, *args, **kwargs)
-        if features or self._widens_keys:
-            self._check_cached_width(update, key, *args, **kwargs)
+        if features or encoding.widens_heads:
+            self._check_cached(update, key, *args, **kwargs)
         if not features:
-            return update(key, value, *args, **kwargs)
-        keys, values = update(key, value, *args, **kwargs)
-        keys, call.key_features = split_features(keys, self.encoding.num_heads, self.encoding.num_features)
+            return update(key, value_states, *args, **kwargs)
+        keys, values = update(key, value_states, *args, **kwargs)
+        keys, call.key_features = split_features(keys, encoding.num_heads, features)
         return keys, values
 
-    @property
-    def _widens_keys(self) -> bool:
-        return self.encoding.query_key_map is not None and self.encoding.query_key_map.width_factor != 1
-
-    def _refuse_rounded_features(self, update: Callable[..., Any], layer: int = 0, *_: Any, **__: Any) -> None:
-        """Refuses a cache that rounds what travels with the keys.
-
-        Raises:
-            UnsupportedError: for a quantised cache.
-        """
-        layers = getattr(getattr(update, "__self__", None), "layers", ())
-        if isinstance(layer, int) and layer < len(layers) and isinstance(layers[layer], _QUANTISED):
-            raise UnsupportedError(
-                f"{type(self.encoding.logit_bias).__name__} keeps numbers of every token beside its cached key, and "
-                "sums them over all tokens in between. A quantised cache would round them to a few bits. Use "
-                "another cache (cache_implementation='dynamic' or 'static')."
-            )
-
-    def _check_cached_width(self, update: Callable[..., Any], key: Tensor, layer: int = 0, *_: Any, **__: Any) -> None:
+    def _check_cached(self, update: Callable[..., Any], key: Tensor, layer_idx: int = 0, *_: Any, **__: Any) -> None:
         """Refuses to append to keys that did not come from here: prefix tuning, or the cache of another model.
 
         Raises:
-            UnsupportedError: if the cache holds keys of another width.
+            UnsupportedError: if the cache holds keys of another width, or rounds what travels with the keys.
         """
         layers = getattr(getattr(update, "__self__", None), "layers", ())
-        cached = getattr(layers[layer], "keys", None) if isinstance(layer, int) and layer < len(layers) else None
-        if isinstance(cached, Tensor) and cached.numel() and cached.shape[-1] != key.shape[-1]:
-            if not torch.compiler.is_compiling() and int(layers[layer].get_seq_length()) == 0:
-                # Made before its first key was known, with the width of the config; nothing is in it yet.
-                layers[layer].is_initialized = False
-                return
-            part = self.encoding.logit_bias if self.encoding.num_features else self.encoding.query_key_map
+        if not isinstance(layer_idx, int) or layer_idx >= len(layers):
+            return
+        cache, encoding = layers[layer_idx], self.encoding
+        if encoding.num_features and isinstance(cache, _QUANTISED):
             raise UnsupportedError(
-                f"The cache holds keys of width {cached.shape[-1]}, and with {type(part).__name__} the keys of this "
-                f"{type(self.module).__name__} are cached with width {key.shape[-1]}. Those in the cache did not come "
-                "from this model: prefix tuning learns keys of the model's own width, which say nothing about what "
-                "the scheme adds to each. Use LoRA or prompt tuning with this scheme, or a cache that this model has "
-                "filled."
+                f"{type(encoding.logit_bias).__name__} keeps numbers of every token beside its cached key, and "
+                "sums them over all tokens in between. A quantised cache would round them to a few bits. Use "
+                "another cache (cache_implementation='dynamic' or 'static')."
             )
+        cached = getattr(cache, "keys", None)
+        if not isinstance(cached, Tensor) or cached.shape[-1] == key.shape[-1] or not cached.numel():
+            return
+        if not torch.compiler.is_compiling() and int(cache.get_seq_length()) == 0:
+            # Made before its first key was known, with the width of the config; nothing is in it yet.
+            cache.is_initialized = False
+            return
+        part = encoding.logit_bias if encoding.num_features else encoding.query_key_map
+        raise UnsupportedError(
+            f"The cache holds keys of width {cached.shape[-1]}, and with {type(part).__name__} the keys of this "
+            f"{type(self.module).__name__} are cached with width {key.shape[-1]}. Those in the cache did not come "
+            "from this model: prefix tuning learns keys of the model's own width, which say nothing about what "
+            "the scheme adds to each. Use LoRA or prompt tuning with this scheme, or a cache that this model has "
+            "filled."
+        )
 
 
 def mapped(map_one: Any, tensor: Tensor, phases: Phases, time_axis: int) -> Tensor:

@@ -36,7 +36,7 @@ from hf_posenc.patching.per_thread import PerThread
 from hf_posenc.patching.rebinding import names_used, rebind, rotary_names
 from hf_posenc.patching.rotary_calls import rotary_call
 from hf_posenc.patching.runtime import StackRuntime
-from hf_posenc.patching.watched_cache import KeysOnTheirWay, cache_of_call
+from hf_posenc.patching.watched_cache import CacheUpdateHook, cache_of_call
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 #: The argument in which models hand their own relative biases to the attention function.
@@ -92,7 +92,7 @@ class InterfaceAttention(AttentionSite):
             calls.append(call)
             if self.watches_keys:
                 cache = cache_of_call(self.module, args, kwargs)
-                with KeysOnTheirWay(cache, functools.partial(self.update_cache, call)):
+                with CacheUpdateHook(cache, self.update_cache, call):
                     output = self._function(self.module, *args, **kwargs)
             else:
                 output = self._function(self.module, *args, **kwargs)
@@ -125,25 +125,32 @@ class InterfaceAttention(AttentionSite):
         assert call is not None
         return call
 
-    def attend(self, implementation: str | None, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def attend(
+        self,
+        implementation: str | None,
+        function: Callable[..., Any],
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """Stands in for the attention function."""
         call = self.call
         call.attended = True
-        self._check_mask(args, kwargs)
-        names = ("module", "query", "key", "value", "attention_mask")
-        given = dict(zip(names, args, strict=False)) | {name: kwargs.pop(name) for name in names if name in kwargs}
-        rest = args[len(names) :]
-        self.check_share(given["query"])
-        self.check_rotated(call, given["query"])
-        query, key = self.mapped_late(call, given["query"], given["key"])
+        self._check_mask(query, attention_mask, kwargs)
+        self.check_share(query)
+        self.check_rotated(call, query)
+        query, key = self.mapped_late(call, query, key)
         if self.drop_native_bias:
-            kwargs.pop("position_bias", None)
+            kwargs.pop(_POSITION_BIAS, None)
         if kwargs.get("scaling") is None and query.shape[-1] != self.encoding.head_dim:
             # The map has widened the heads, and a kernel goes by the width it sees.
             kwargs["scaling"] = self._scaling
         one_call = self._attend_pages if self.encoding.reads_pages and is_paged(kwargs) else self._attend
-        mask = given.get("attention_mask")
-        return one_call(call, implementation, function, query, key, given["value"], mask, *rest, **kwargs)
+        return one_call(call, implementation, function, query, key, value, attention_mask, *args, **kwargs)
 
     def _attend(
         self,
@@ -169,7 +176,7 @@ class InterfaceAttention(AttentionSite):
             factor = self._scaling if scaling is None else scaling
             bias = self.bias(call, query, key, factor, mask, separates_restarts)
             attend = functools.partial(attend_with_bias, implementation, function, bias)
-        if self._widens_heads and implementation not in (None, "eager") and query.shape[2] > 1:
+        if self.encoding.widens_heads and implementation not in (None, "eager") and query.shape[2] > 1:
             return attend_with_wide_values(attend, *arguments, **kwargs)
         return attend(*arguments, **kwargs)
 
@@ -202,7 +209,7 @@ class InterfaceAttention(AttentionSite):
             put(output, requests.queries, attended[0])
         return output, None
 
-    def _check_mask(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check_mask(self, query: Tensor, mask: Any, kwargs: dict[str, Any]) -> None:
         """Refuses a call of a causal layer that hides nothing.
 
         Without a mask an attention function goes by the module's `is_causal`. The decoder of UMT5 has neither, with
@@ -211,21 +218,16 @@ class InterfaceAttention(AttentionSite):
         Raises:
             UnsupportedError: for queries that would see later keys.
         """
-        mask = args[4] if len(args) > 4 else kwargs.get("attention_mask")
+        if mask is not None or not self.encoding.causal or query.shape[2] == 1:
+            return
         own = kwargs.get("is_causal")
         own = getattr(self.module, "is_causal", True) if own is None else own
-        query = args[1] if len(args) > 1 else kwargs["query"]
-        if self.encoding.causal and mask is None and own is False and query.shape[2] > 1:
+        if own is False:
             raise UnsupportedError(
                 f"{type(self.module).__name__} belongs to a causal stack, and hides no later key in this call: it was "
                 "given no mask and its is_causal is False. Some versions of transformers lose the mask of a decoder "
                 "that way. Load the model with attn_implementation='eager', or use another version of transformers."
             )
-
-    @property
-    def _widens_heads(self) -> bool:
-        query_key_map = self.encoding.query_key_map
-        return query_key_map is not None and query_key_map.width_factor != 1
 
     @property
     def _scaling(self) -> float:
@@ -247,8 +249,8 @@ class _Interface:
             if site.encoding.reads_pages and is_paged(kwargs):
                 # Keys that have been read out of their pages are attended to as any others.
                 plain = (implementation or _EAGER).removeprefix(PREFIX)
-                return site.attend(plain, self.interface.get_interface(plain, default), args, kwargs)
-            return site.attend(implementation, function, args, kwargs)
+                return site.attend(plain, self.interface.get_interface(plain, default), *args, **kwargs)
+            return site.attend(implementation, function, *args, **kwargs)
 
         return attention
 

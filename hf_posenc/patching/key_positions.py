@@ -16,8 +16,7 @@ from torch import Tensor
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.cached_positions import CachedPositions, record, recorded
 from hf_posenc.patching.state import ForwardState, counted_tokens
-from hf_posenc.schemes.positions import Positions
-from hf_posenc.schemes.rotary.turning import traced
+from hf_posenc.schemes.positions import Positions, traced
 
 #: How many pairs are compared at a time.
 _PAIRS = 2**24

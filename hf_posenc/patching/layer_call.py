@@ -35,16 +35,15 @@ class LayerEncoding:
     head_dim: int
     shard: HeadShard | None = None
 
-    @property
-    def num_features(self) -> int:
-        """How many numbers per head and token the bias keeps beside the keys."""
-        return self.logit_bias.num_features if isinstance(self.logit_bias, PairwiseBias) else 0
-
-    @property
-    def reads_pages(self) -> bool:
-        """Whether keys in pages (continuous batching) have to be read before the attention function."""
-        widens = self.query_key_map is not None and self.query_key_map.width_factor != 1
-        return widens or self.logit_bias is not None
+    def __post_init__(self) -> None:
+        # Asked in every layer of every call.
+        bias = self.logit_bias
+        #: How many numbers per head and token the bias keeps beside the keys.
+        self.num_features = bias.num_features if isinstance(bias, PairwiseBias) else 0
+        #: Whether mapped queries and keys are wider than the layer made them.
+        self.widens_heads = self.query_key_map is not None and self.query_key_map.width_factor != 1
+        #: Whether keys in pages (continuous batching) have to be read before the attention function.
+        self.reads_pages = self.widens_heads or bias is not None
 
     @property
     def learns(self) -> bool:

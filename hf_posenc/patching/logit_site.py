@@ -163,24 +163,24 @@ class LogitSite(PlacedForward):
         return RowsForm(compute, query.shape[-2], key_length, form.heads)
 
     def _pairs(self, call: LayerCall, query: Tensor, key: Tensor, scaling: float) -> AttentionPairs:
-        query_start, key_start = self.key_start(call.state, query.shape[-2], key.shape[-2])
+        state, query_length, key_length = call.state, query.shape[-2], key.shape[-2]
         if self.encoding.num_features and call.key_features is None:
-            if key.shape[-2] != query.shape[-2]:
+            if key_length != query_length:
                 raise UnsupportedError(
-                    f"{type(self.module).__name__} holds {key.shape[-2]} keys for {query.shape[-2]} queries, but its "
+                    f"{type(self.module).__name__} holds {key_length} keys for {query_length} queries, but its "
                     "keys did not pass through a cache that can be watched, and "
                     f"{type(self.encoding.logit_bias).__name__} has to remember something of each. Use use_cache=False."
                 )
             call.key_features = self.new_features(call)
-        keys = key_positions(call.state, key_start, key.shape[-2], query.device)
+
+        def places() -> tuple[Positions, Tensor]:
+            query_start, key_start = self.key_start(state, query_length, key_length)
+            slots = torch.arange(query_length, device=query.device) + (query_start - key_start)
+            return key_positions(state, key_start, key_length, query.device), slots
+
+        keys, query_slots = state.shared("pairs", places, query_length, key_length)
         assert self.encoding.logit_bias is not None
-        refuse_cached_coordinates(self.encoding.logit_bias, call.state, keys)
-        query_slots: Tensor = call.state.shared(
-            "query slots",
-            lambda: torch.arange(query.shape[-2], device=query.device) + (query_start - key_start),
-            query.shape[-2],
-            key.shape[-2],
-        )
+        refuse_cached_coordinates(self.encoding.logit_bias, state, keys)
         return AttentionPairs(
             query=query,
             key=key,

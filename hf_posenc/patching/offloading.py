@@ -17,9 +17,9 @@ class weights_at_hand:
     """
 
     def __init__(self, part: nn.Module) -> None:
-        self.hooked: list[nn.Module] = []
-        if part._parameters or part._modules or part._buffers:
-            self.hooked = [module for module in part.modules() if "_hf_hook" in module.__dict__]
+        # Most parts have no parts of their own, and walking over modules is slow in every layer of a decoding step.
+        modules = part.modules() if part._modules else (part,)
+        self.hooked = [module for module in modules if "_hf_hook" in module.__dict__]
 
     def __enter__(self) -> None:
         for module in self.hooked:

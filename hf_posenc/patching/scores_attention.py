@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import types
 from typing import Any
@@ -18,7 +17,7 @@ from hf_posenc.patching.per_thread import PerThread
 from hf_posenc.patching.rebinding import rebind, rotary_names
 from hf_posenc.patching.rotary_calls import rotary_call
 from hf_posenc.patching.runtime import StackRuntime
-from hf_posenc.patching.watched_cache import KeysOnTheirWay, cache_of_call
+from hf_posenc.patching.watched_cache import CacheUpdateHook, cache_of_call
 from hf_posenc.schemes.parts import QueryKeyMap
 
 _SCALINGS = ("scaling", "softmax_scale", "inv_norm_factor", "scale")
@@ -78,7 +77,7 @@ class ScoresAttention(AttentionSite):
         depth = len(calls)
         try:
             calls.append(call)
-            with KeysOnTheirWay(cache, functools.partial(self.update_cache, call)), mode:
+            with CacheUpdateHook(cache, self.update_cache, call), mode:
                 output = function(self.module, *args, **kwargs)
         finally:
             del calls[depth:]

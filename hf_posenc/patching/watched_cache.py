@@ -6,32 +6,35 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
+from hf_posenc.patching.layer_call import LayerCall
 from hf_posenc.patching.runtime import parameter_names
 
 _CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
 
 
-class KeysOnTheirWay:
-    """Context manager: keys pass `on_update` on their way into the cache and out again.
+class CacheUpdateHook:
+    """Context manager: a function stands in for the `update` of a cache.
 
     Args:
         cache: the cache of this layer's keys, or `None`.
-        on_update: `(update, key_states, value_states, args, kwargs) -> (keys, values)`.
+        on_update: `(call, update, key_states, value_states, *args, **kwargs) -> (keys, values)`.
+        call: the first argument of the function.
     """
 
-    def __init__(self, cache: Any, on_update: Callable[..., Any]) -> None:
+    def __init__(self, cache: Any, on_update: Callable[..., Any], call: LayerCall) -> None:
         self.cache = cache
         self.on_update = on_update
-        self.own_update: Any = None
+        self.call = call
 
     def __enter__(self) -> None:
         if self.cache is None:
             return
         # Another wrapper may sit on the instance already.
         self.own_update = vars(self.cache).get("update")
-        self.cache.update = _Update(self.cache.update, self.on_update)
+        self.update = self.cache.update
+        self.cache.update = self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -43,14 +46,9 @@ class KeysOnTheirWay:
         else:
             del self.cache.update
 
-
-class _Update:
-    def __init__(self, update: Callable[..., Any], on_update: Callable[..., Any]) -> None:
-        self.update = update
-        self.on_update = on_update
-
-    def __call__(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return self.on_update(self.update, key_states, value_states, args, kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Updates the cache."""
+        return self.on_update(self.call, self.update, *args, **kwargs)
 
 
 def cache_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -5,10 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+Value = TypeVar("Value")
+
+
+def traced() -> bool:
+    """Whether a compiler or an exporter is watching, which cannot read numbers from tensors."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,14 @@ class Positions:
         """`(batch or 1, 1, length)` bool: which tokens are padding, for all heads."""
         return self.remembered("padding", lambda: (self.ids < 0).unsqueeze(1), self.ids)
 
-    def remembered(self, name: str, compute: Callable[[], Tensor], *sources: Tensor) -> Tensor:
+    @property
+    def may_hold_padding(self) -> bool:
+        """False where no token is known to be padding. Asking an accelerator would stall it, and a graph cannot ask."""
+        if self.ids.device.type != "cpu" or traced():
+            return True
+        return self.remembered("any padding", lambda: bool((self.ids < 0).any()), self.ids)
+
+    def remembered(self, name: str, compute: Callable[[], Value], *sources: Tensor) -> Value:
         """`compute()`, once per forward call for all layers that have the very same sources.
 
         A compiled graph serves all lengths, and an entry for each would make it serve one only, so there each layer
@@ -52,7 +66,7 @@ class Positions:
         if torch.compiler.is_compiling():
             return compute()
         key = (name, *map(id, sources), torch.is_inference_mode_enabled())
-        known: tuple[Tensor, tuple[Tensor, ...]] | None = self.memo.get(key)
+        known: tuple[Value, tuple[Tensor, ...]] | None = self.memo.get(key)
         if known is None:
             known = self.memo[key] = compute(), sources
         return known[0]

@@ -40,7 +40,7 @@ def test_features_come_back(dtype, key_heads, groups, features, size):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @torch.no_grad()
 def test_gates_keep_their_digits_in_a_16_bit_cache(dtype):
-    """The cached forward differs from the full one by the rounding of keys only, as it does without positions."""
+    """The cached forward differs from the full one by the rounding of keys and outputs, as it does without positions."""
     differences = []
     for scheme in ("forget_gate", "none"):
         model, ids = patched("llama_gqa", scheme).to(dtype), tokens(2, 40)
@@ -48,7 +48,7 @@ def test_gates_keep_their_digits_in_a_16_bit_cache(dtype):
         cache = DynamicCache(config=model.config)
         steps = [outputs(model, LLAMA, ids[:, i : i + 1], past_key_values=cache, use_cache=True) for i in range(40)]
         differences.append(distance(torch.cat(steps, dim=1).float(), full))
-    assert differences[0] <= 3 * differences[1] + 1e-3
+    assert differences[0] <= 3 * differences[1] + 2 * torch.finfo(dtype).eps
 
 
 @torch.no_grad()

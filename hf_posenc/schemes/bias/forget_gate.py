@@ -18,6 +18,14 @@ from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import check_choice, check_number, check_numbers
 
 
+def minus_log_sigmoid(logits: Tensor) -> Tensor:
+    """`-log(sigmoid(logits))`, of any shape.
+
+    On a CPU, torch's `logsigmoid` wakes all threads for any number of logits, 0.2 ms in every layer of a decoding step.
+    """
+    return nn.functional.softplus(-logits)
+
+
 class ForgetGateBias(SeparableBias):
     """The sum of the logarithms of all forget gates after a key, up to the query.
 
@@ -46,9 +54,9 @@ class ForgetGateBias(SeparableBias):
         nn.init.constant_(self.bias, self.initial_bias)
 
     def key_features(self, hidden_states: Tensor) -> Tensor:
-        """`(batch, heads, length, 1)` float32: the logarithm of each token's forget gate."""
+        """`(batch, heads, length, 1)` float32: minus the logarithm of each token's forget gate."""
         logits = nn.functional.linear(hidden_states.float(), self.weight.float(), self.bias.float())
-        return nn.functional.logsigmoid(logits).transpose(1, 2).unsqueeze(-1)
+        return minus_log_sigmoid(logits).transpose(1, 2).unsqueeze(-1)
 
     def key_terms(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, key_len)` in float32: minus the sum of all log gates up to each key's own.
@@ -62,8 +70,10 @@ class ForgetGateBias(SeparableBias):
                 "none. Use ForgetGateConfig(gate='bias_only'), which reads no tokens."
             )
         # What stands before both tokens cancels in the difference; padding between them must not make them forget.
-        gates = pairs.key_features.squeeze(-1).float().masked_fill(pairs.keys.padding, 0.0)
-        return -gates.cumsum(dim=-1)
+        decays = pairs.key_features.squeeze(-1)
+        if pairs.keys.may_hold_padding:
+            decays = decays.masked_fill(pairs.keys.padding, 0.0)
+        return decays.cumsum(dim=-1)
 
 
 class ConstantForgetGateBias(DistanceBias):
@@ -93,7 +103,7 @@ class ConstantForgetGateBias(DistanceBias):
 
     def slopes_behind(self, device: torch.device) -> Tensor:
         """`(heads,)` float32: minus the logarithm of each gate."""
-        return -nn.functional.logsigmoid(self.bias.float())
+        return minus_log_sigmoid(self.bias.float())
 
 
 @register_scheme
@@ -107,7 +117,7 @@ class ForgetGateConfig(SchemeConfig):
         bias(i, j) = log f_(j+1) + log f_(j+2) + ... + log f_i        for j <= i
 
     `w` is `(heads, hidden)` and `b` is `(heads,)`, learned per layer. Summed in float32, as in the official code. A
-    cache keeps `log f` of each token beside its key. CABLE (arXiv:2503.08067) is the same with `-softplus(w . x)` for
+    cache keeps `-log f` of each token beside its key. CABLE (arXiv:2503.08067) is the same with `-softplus(w . x)` for
     the logarithm, that is, with the sign of `w` and `b` turned.
 
     "bias_only" has `f = sigmoid(b_h)` for all tokens: ALiBi with the learned slope `-log f`, and no bias at all as `b`

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from hf_posenc.schemes.positions import traced
+
 #: Bytes of the heads that one core turns at a time. With the result and the exchanged pairs this takes 3 MiB: more than
 #: this gains nothing, since tensors of that size come from a cache of their own, and less shows the cost of the calls.
 _PIECE_BYTES = 2**20
@@ -88,11 +90,6 @@ def turned(x: Tensor, factors: TurningFactors, layout: str) -> Tensor:
         result: Tensor = _Turn.apply(x, *factors, layout, None)
         return result
     return _kernel(x, factors, layout)
-
-
-def traced() -> bool:
-    """Whether a compiler or an exporter is watching, which fuses plain torch better than it is fused here."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def _needs_plain_torch(x: Tensor, factors: TurningFactors) -> bool:
