@@ -40,7 +40,7 @@ def test_features_come_back(dtype, key_heads, groups, features, size):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @torch.no_grad()
 def test_gates_keep_their_digits_in_a_16_bit_cache(dtype):
-    """The cached forward differs from the full one by the rounding of keys and outputs, as it does without positions."""
+    """The cached forward differs from the full one by rounding of keys and outputs only."""
     differences = []
     for scheme in ("forget_gate", "none"):
         model, ids = patched("llama_gqa", scheme).to(dtype), tokens(2, 40)
