@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, Llama
 
 from hf_posenc import patch_model, unpatch_model
 from hf_posenc.metrics.generalization import SyntheticExamples, exact_match
+from tests.fresh import run_fresh
 
 ROOT = Path(__file__).parents[1]
 TASKS = ROOT / "eval" / "lm_eval_tasks"
@@ -152,11 +153,8 @@ def test_the_synthetic_task_counts_as_the_library_does(folder, tmp_path, tokeniz
 
 @needs_lm_eval
 def test_without_the_plugin_lm_eval_stops_and_names_it(folder, local_task, tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    finished = subprocess.run(
-        [sys.executable, "-m", "lm_eval", *words(folder, "local_questions", local_task, tmp_path)],
-        capture_output=True, text=True, cwd=tmp_path, env=environment | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    program = "import runpy; runpy.run_module('lm_eval', run_name='__main__', alter_sys=True)"
+    finished = run_fresh(program, *words(folder, "local_questions", local_task, tmp_path), folder=tmp_path)
     assert finished.returncode != 0
     assert "model type `hf_posenc`" in finished.stderr
     assert not list(tmp_path.rglob("results_*.json"))

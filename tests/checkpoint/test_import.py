@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import hf_posenc
+from tests.fresh import run_fresh
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -48,7 +49,7 @@ def test_subpackages_are_attributes_after_one_import() -> None:
         "hf_posenc.schemes.get_scheme.__name__, hf_posenc.plots.__name__, {'metrics', 'plots', 'recipes'} <= "
         "set(dir(hf_posenc)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, check=True)
+    done = run_fresh(code)
     assert done.stdout.split() == ["drope", "dog_test", "get_scheme", "hf_posenc.plots", "True"]
 
 

@@ -1,11 +1,10 @@
 """A model that was patched before the package was imported again (plugins of pytest and notebooks do so)."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+
+from tests.fresh import run_fresh
 
 PROGRAM = """
 import json, sys, torch
@@ -62,10 +61,7 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("copies")
-    environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, cwd=folder, env=environment, check=False
-    )
+    done = run_fresh(PROGRAM, folder=folder)
     assert done.returncode == 0, done.stderr
     assert [path.name for path in folder.iterdir()] == ["new"]
     return json.loads(done.stdout)

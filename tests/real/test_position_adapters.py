@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, QuantoConfig
 
 from hf_posenc import CheckpointError, load_position_adapter, patch_model, save_position_adapter
+from tests.fresh import run_fresh
 
 pytestmark = pytest.mark.assets
 
@@ -47,8 +44,8 @@ def saved(smollm2_folder, tmp_path_factory):
 def test_smollm2_comes_back_in_a_fresh_process_bit_for_bit(saved, smollm2_folder, tmp_path):
     folder, model = saved
     assert sum(path.stat().st_size for path in folder.iterdir()) < 20_000
-    command = [sys.executable, "-c", SCRIPT, str(smollm2_folder), str(folder), str(tmp_path / "out"), "float32"]
-    subprocess.run(command, check=True, timeout=600, cwd=Path(__file__).parents[2])
+    done = run_fresh(SCRIPT, smollm2_folder, folder, tmp_path / "out", "float32")
+    assert done.returncode == 0, done.stderr[-3000:]
     found = torch.load(tmp_path / "out")
     for name, parameter in model.position_encoding.named_parameters():
         torch.testing.assert_close(found["table"][name], parameter, rtol=0, atol=0)
