@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import hf_posenc
-from tests.fresh import run_fresh
+from tests.fresh import run_fresh, run_together
 
 REPORT = """
 import os, sys
@@ -41,3 +41,10 @@ def test_an_error_is_that_of_the_program() -> None:
 def test_a_program_that_does_not_end_is_killed() -> None:
     with pytest.raises(TimeoutError, match="within 1 s"):
         run_fresh("import time; time.sleep(600)", timeout=1.0)
+
+
+def test_a_process_that_fails_ends_those_beside_it() -> None:
+    program = "import os, time; os.environ['RANK'] == '0' and exit(4); time.sleep(600)"
+    first, second = run_together(program, environments=[{"RANK": "0"}, {"RANK": "1"}])
+    assert first.returncode == 4
+    assert second.returncode < 0
