@@ -259,7 +259,7 @@ def test_a_compiled_call_has_no_gaps_or_says_so() -> None:
     assert distance(compiled(ids, **packed).logits, model(ids, **packed).logits) <= CLOSE
 
 
-@pytest.mark.parametrize("scheme", ["t5", "alibi"])
+@pytest.mark.parametrize("scheme", ["t5", pytest.param("alibi", marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_compiled_decoding_behind_a_gap(scheme: str) -> None:
     """One row of the bias is cheap at any distance, so that a graph needs no look at the positions."""
