@@ -47,6 +47,10 @@ EVERY_VARIANT = pytest.mark.parametrize(
     ("name", "config"), [pytest.param(name, config, id=label) for name, config, label in VARIANTS]
 )
 
+EVERY_SCHEME = pytest.mark.parametrize(
+    ("name", "config"), [pytest.param(name, row.variants[0], id=name) for name, row in TABLE.items()]
+)
+
 
 def parts_of(config: SchemeConfig) -> list[Part]:
     return list(parts_for(config))
@@ -108,13 +112,13 @@ def test_json_round_trip(name, config):
     assert type(config).from_options({key: value for key, value in entry.items() if key != "scheme"}) == config
 
 
-@EVERY_VARIANT
+@EVERY_SCHEME
 def test_configs_are_frozen(name, config):
     with pytest.raises(AttributeError):
         config.name_of_no_field = 1
 
 
-@EVERY_VARIANT
+@EVERY_SCHEME
 def test_misspelt_options_are_refused_with_a_hint(name, config):
     fields = [field for field in config.to_dict() if field != "scheme"]
     misspelt = (fields[0] + "s") if fields else "scale"
