@@ -221,15 +221,11 @@ def test_functions_imported_by_name_before_the_plugin_are_reached(tmp_path: Path
     written(made(ALIBI), tmp_path, "whole")
     code = f"""
 from accelerate import load_checkpoint_in_model, load_checkpoint_and_dispatch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tests.models import tiny
 import hf_posenc
-config = LlamaConfig(
-    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=64,
-)
 for load in (load_checkpoint_in_model, load_checkpoint_and_dispatch):
     try:
-        load(LlamaForCausalLM(config), {str(tmp_path)!r})
+        load(tiny("LlamaForCausalLM", vocab_size=64), {str(tmp_path)!r})
     except hf_posenc.PositionEncodingError as error:
         print("refused:", error)
 """

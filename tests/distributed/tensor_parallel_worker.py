@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -16,6 +15,7 @@ from transformers.distributed import DistributedConfig
 
 from hf_posenc import AlibiConfig, ComposedConfig, CopeConfig, ForgetGateConfig, UnsupportedError, patch_model
 from tests.matrix.running import distance, patched, strengthen, tokens
+from tests.models import tiny
 from tests.schemes.table import VARIANTS
 
 YARN = {"scheme": "rope", "scaling": {"type": "yarn", "factor": 4.0, "original_max_positions": 16}}
@@ -52,16 +52,12 @@ WAYS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 #: The part of them that is run by default. A graph takes both processes a minute.
 QUICK_SCHEME, QUICK_WAYS = "forget_gate", ("greedy", "beams")
-_LLAMA = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 64, "pad_token_id": 0,
-}  # fmt: skip
-_EXPERTS = _LLAMA | {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 #: Plans with a projection that is gathered, with norms of heads, with experts.
-BUILDS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "phi3": ("Phi3ForCausalLM", "Phi3Config", _LLAMA),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", _LLAMA | {"head_dim": 8}),
-    "mixtral": ("MixtralForCausalLM", "MixtralConfig", _EXPERTS),
+BUILDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3": ("Phi3ForCausalLM", {}),
+    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 8}),
+    "mixtral": ("MixtralForCausalLM", _EXPERTS),
 }
 #: Schemes that are placed under each plan, and in each architecture; `None` is the stock model.
 PLANNED = (None, "alibi", "learned_rope", "grape", "pope")
@@ -190,9 +186,9 @@ def stock(name: str) -> Any:
     """A stock model of one build."""
     if name not in BUILDS:
         return patched(name, None)
-    model_class, config, settings = BUILDS[name]
+    model_class, settings = BUILDS[name]
     torch.manual_seed(0)
-    model = getattr(transformers, model_class)(getattr(transformers, config)(**settings))
+    model = tiny(model_class, pad_token_id=0, **settings)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:

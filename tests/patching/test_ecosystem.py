@@ -12,6 +12,7 @@ import torch
 from hf_posenc import UnsupportedError, patch_model, unpatch_model
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
+from tests.models import tiny, tiny_config
 from tests.schemes.table import TABLE
 from tests.thinning import mostly_slow
 
@@ -305,10 +306,7 @@ def test_compiled_layers_under_an_eager_model(scheme: str) -> None:
 
 
 def test_a_head_that_shares_a_patched_base_is_not_saved_as_stock(tmp_path: Any) -> None:
-    from transformers import BertConfig, BertForMaskedLM, BertForTokenClassification
-
-    config = BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32, vocab_size=64)
-    first, second = BertForMaskedLM(config), BertForTokenClassification(BertConfig(**config.to_dict()))
+    first, second = tiny("BertForMaskedLM"), tiny("BertForTokenClassification")
     second.bert = first.bert
     patch_model(first, "alibi")
     with pytest.raises(UnsupportedError, match="come back with"):
@@ -318,10 +316,9 @@ def test_a_head_that_shares_a_patched_base_is_not_saved_as_stock(tmp_path: Any) 
 
 
 def test_parts_patched_on_their_own() -> None:
-    from transformers import BertConfig, EncoderDecoderConfig, EncoderDecoderModel
+    from transformers import EncoderDecoderConfig, EncoderDecoderModel
 
-    size: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 64}
-    both = EncoderDecoderConfig.from_encoder_decoder_configs(BertConfig(**size), BertConfig(**size))
+    both = EncoderDecoderConfig.from_encoder_decoder_configs(tiny_config("BertModel"), tiny_config("BertModel"))
     model = EncoderDecoderModel(config=both).eval()
     ids = torch.arange(5, 11).unsqueeze(0)
     with torch.no_grad():

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -16,22 +15,12 @@ from transformers import DynamicCache
 from hf_posenc import UnsupportedError, patch_model, unpatch_model
 
 from ..matrix.running import tokens
-
-SETTINGS: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 96,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-}
+from ..models import tiny
 
 
 def model_of(family: str, scheme: Any = None, **settings: Any) -> Any:
     torch.manual_seed(0)
-    name = family.removesuffix("ForCausalLM").removesuffix("ForMaskedLM").removesuffix("Model")
-    model = getattr(transformers, family)(getattr(transformers, f"{name}Config")(**(SETTINGS | settings))).eval()
+    model = tiny(family, pad_token_id=0, **settings).eval()
     return model if scheme is None else patch_model(model, scheme)
 
 
@@ -81,42 +70,6 @@ def test_what_stands_in_for_the_phases_looks_like_them_and_shows_if_somebody_rea
     assert other[0].isfinite().all()
     unpatch_model(model)
     torch.testing.assert_close(model.rotary_emb(hidden, position_ids=position_ids), phases)
-
-
-class WatchfulCache(DynamicCache):
-    """Notes at every update whether somebody has put an `update` of his own on this instance."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config=config)
-        self.exchanged: list[bool] = []
-
-    def update(self, *args: Any, **kwargs: Any) -> Any:
-        self.exchanged.append("update" in vars(self))
-        return super().update(*args, **kwargs)
-
-
-@pytest.mark.parametrize(
-    ("family", "scheme", "watched"),
-    [
-        ("LlamaModel", "none", False),
-        ("LlamaModel", "rope", False),
-        ("LlamaModel", ["rope", "alibi"], False),
-        ("LlamaModel", "alibi", False),
-        ("LlamaModel", "pope", True),
-        ("LlamaModel", "forget_gate", True),
-        ("OPTModel", "rope", True),
-    ],
-)
-@torch.no_grad()
-def test_a_cache_is_watched_only_where_keys_are_met_on_their_way(family, scheme, watched):
-    settings = {"word_embed_proj_dim": 32, "ffn_dim": 48} if family == "OPTModel" else {}
-    model, ids = model_of(family, scheme, **settings), tokens(1, 8)
-    model(ids, use_cache=False)  # shows where the map acts
-    cache = WatchfulCache(model.config)
-    for i in range(4):
-        model(ids[:, i : i + 1], past_key_values=cache, use_cache=True)
-    assert set(cache.exchanged) == {watched}
-    assert "update" not in vars(cache)
 
 
 @torch.no_grad()
