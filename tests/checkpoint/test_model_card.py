@@ -45,7 +45,7 @@ def test_a_card_says_scheme_loading_and_results(llama, tmp_path):
         "## Training data\n\nSome text.",
         "## Limits\n\nIt is tiny.",
         f"- hf_posenc {hf_posenc.__version__}",
-        "1 attention layers",
+        "2 attention layers",
     ):
         assert part in read.text
     assert "\n\n\n" not in read.text
