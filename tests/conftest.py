@@ -7,6 +7,10 @@ import os
 from typing import Any
 
 import pytest
+
+# Before anything reads it: a test needs no network, and a hub that cannot be reached is asked again and again.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 import torch
 
 from tests.schedule import longest_first, whole_files

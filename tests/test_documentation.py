@@ -12,9 +12,6 @@ from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
-    BertConfig,
-    BertModel,
-    LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
@@ -22,18 +19,16 @@ from transformers import (
 import hf_posenc
 from hf_posenc.patching.architectures import declaration
 from hf_posenc.schemes import registry
+from tests.models import tiny
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def small_llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=16, hidden_size=64, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2,
-            intermediate_size=32, max_position_embeddings=64,
-            rope_parameters={"rope_type": "default", "rope_theta": 500.0},
-        )
+    return tiny(
+        "LlamaForCausalLM", vocab_size=16, hidden_size=64, num_hidden_layers=4, num_attention_heads=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
     )  # fmt: skip
 
 
@@ -93,12 +88,7 @@ def test_the_code_of_the_architecture_page_runs_and_acts() -> None:
 
 
 def test_the_code_of_the_page_on_context_length_runs() -> None:
-    model = BertModel(
-        BertConfig(
-            vocab_size=16, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-            max_position_embeddings=64,
-        )
-    )  # fmt: skip
+    model = tiny("BertModel", vocab_size=16)
     words = Tokenizer(models.WordLevel({"[UNK]": 0, "dog": 1}, unk_token="[UNK]"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", model_max_length=64)
     run("docs/context_length.md", {"model": model, "tokenizer": tokenizer})

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from hf_posenc import patch_model
 from hf_posenc.errors import UsageError
@@ -16,6 +16,7 @@ from hf_posenc.metrics.generalization import compare_generalization
 from hf_posenc.metrics.language_modeling import text_losses
 from hf_posenc.metrics.minimal_pairs import minimal_pairs_accuracy
 from hf_posenc.metrics.sensitivity import ENGLISH, sensitivity_test
+from tests.models import tiny
 
 MODULE = Path(__file__).parents[1] / "eval" / "position_encoding"
 TEXT = "the dog chased another dog and the cat, quick as ever, ran after a small red ball in the garden. " * 6
@@ -44,11 +45,11 @@ def tokenizer():
 @pytest.fixture(scope="module")
 def model(tokenizer):
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
-        initializer_range=0.2, pad_token_id=0, bos_token_id=None, eos_token_id=1,
+    model = tiny(
+        "LlamaForCausalLM", vocab_size=len(tokenizer), initializer_range=0.2, pad_token_id=0, bos_token_id=None,
+        eos_token_id=1,
     )  # fmt: skip
-    return patch_model(LlamaForCausalLM(config), "alibi").eval()
+    return patch_model(model, "alibi").eval()
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, ByT5Tokenizer
 
 from hf_posenc import patch_model, unpatch_model
 from hf_posenc.metrics.generalization import SyntheticExamples, exact_match
+from tests.fresh import run_fresh
+from tests.models import tiny
 
 ROOT = Path(__file__).parents[1]
 TASKS = ROOT / "eval" / "lm_eval_tasks"
@@ -44,11 +46,11 @@ def tokenizer():
 def folder(tmp_path_factory, tokenizer):
     """A patched model that has learned to copy a few characters, saved."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
-        initializer_range=0.2, pad_token_id=0, bos_token_id=None, eos_token_id=1,
+    model = tiny(
+        "LlamaForCausalLM", vocab_size=len(tokenizer), initializer_range=0.2, pad_token_id=0, bos_token_id=None,
+        eos_token_id=1,
     )  # fmt: skip
-    model = patch_model(LlamaForCausalLM(config), "alibi")
+    model = patch_model(model, "alibi")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     examples = SyntheticExamples("repeated_copy", range(1, 5), 0, tokenizer, size=150 * 32)
     for batch in DataLoader(examples, batch_size=32):
@@ -152,11 +154,8 @@ def test_the_synthetic_task_counts_as_the_library_does(folder, tmp_path, tokeniz
 
 @needs_lm_eval
 def test_without_the_plugin_lm_eval_stops_and_names_it(folder, local_task, tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    finished = subprocess.run(
-        [sys.executable, "-m", "lm_eval", *words(folder, "local_questions", local_task, tmp_path)],
-        capture_output=True, text=True, cwd=tmp_path, env=environment | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    program = "import runpy; runpy.run_module('lm_eval', run_name='__main__', alter_sys=True)"
+    finished = run_fresh(program, *words(folder, "local_questions", local_task, tmp_path), folder=tmp_path)
     assert finished.returncode != 0
     assert "model type `hf_posenc`" in finished.stderr
     assert not list(tmp_path.rglob("results_*.json"))

@@ -16,6 +16,7 @@ from PIL import Image
 
 import hf_posenc
 from hf_posenc.schemes import get_scheme, registered_configs
+from tests.models import tiny
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 #: "native" is a word for one of these, and has no page.
@@ -115,23 +116,9 @@ def test_arxiv_ids_are_links_outside_of_code(name):
 
 def tiny_model(name: str):
     if name == "local_global":
-        from transformers import Gemma3ForCausalLM, Gemma3TextConfig
-
-        return Gemma3ForCausalLM(
-            Gemma3TextConfig(
-                vocab_size=16, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1,
-                head_dim=64, intermediate_size=32, max_position_embeddings=64,
-                layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
-            )
-        )  # fmt: skip
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=16, hidden_size=128, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2,
-            head_dim=64, intermediate_size=32, max_position_embeddings=64,
-        )
-    )  # fmt: skip
+        layers = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
+        return tiny("Gemma3ForCausalLM", num_hidden_layers=4, head_dim=64, layer_types=layers)
+    return tiny("LlamaForCausalLM", hidden_size=128, num_hidden_layers=4, num_attention_heads=2, head_dim=64)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -153,16 +140,12 @@ def test_the_code_on_a_page_runs(name, pages):
 def first_example(name, pages):
     """Runs what a page shows first on a model with a theta of its own; returns the config that is then in force."""
     from scheme_facts import use_text
-    from transformers import LlamaConfig, LlamaForCausalLM
 
     text = use_text(next(page for page in pages if page.name == name))
     code = re.search(r"```python\n(.*?)```", text, flags=re.DOTALL).group(1)
     lines = [line for line in code.splitlines() if line][:3]
-    config = LlamaConfig(
-        vocab_size=16, hidden_size=64, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2, head_dim=32,
-        intermediate_size=32, max_position_embeddings=64, rope_parameters={"rope_type": "default", "rope_theta": 500.0},
-    )  # fmt: skip
-    scope = {"model": LlamaForCausalLM(config)}
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    scope = {"model": tiny("LlamaForCausalLM", num_hidden_layers=4, num_attention_heads=2, rope_parameters=rope)}
     exec(compile("\n".join(lines), name, "exec"), scope)
     return scope["model"].position_encoding.config, text
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import UMT5Config, UMT5ForConditionalGeneration
 
 from hf_posenc import UnsupportedError, native_scheme, patch_model
 from hf_posenc.patching.discovery import find_stacks
 from tests.architectures.population import all_pairs
 from tests.architectures.tiny import tiny_model
+from tests.models import tiny
 
 PAIRS = {pair.name: pair for pair in all_pairs()}
 #: Those whose modules, configs and names do not agree, beside plain ones.
@@ -106,9 +106,7 @@ def test_sweep(name: str) -> None:
 
 def umt5(attention: str = "sdpa") -> Any:
     torch.manual_seed(0)
-    config = UMT5Config(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=96, decoder_start_token_id=0)
-    config._attn_implementation = attention
-    return UMT5ForConditionalGeneration(config).eval()
+    return tiny("UMT5ForConditionalGeneration", attn_implementation=attention).eval()
 
 
 @pytest.mark.parametrize("scheme", ["alibi", "native"])

@@ -19,6 +19,7 @@ from hf_posenc.schemes import get_scheme
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import outputs, patched, tokens
 from tests.schemes.table import VARIANTS, parts_for
+from tests.thinning import mostly_slow
 
 LENGTH = 14
 
@@ -44,6 +45,20 @@ IN_DECODERS = [label for label, config in BIASED.items() if _takes("llama_gqa", 
 IN_ENCODERS = [label for label, config in BIASED.items() if _takes("bert", config)]
 #: BART has an encoder and a decoder.
 IN_BOTH = [label for label in IN_ENCODERS if _takes("bart", BIASED[label])]
+
+
+def in_turn(name: str, cases: dict[str, list[str]]) -> Any:
+    """All pairs of a label and a case that takes it; by default one for each label, and they go round.
+
+    Args:
+        name: of the parameter for cases.
+        cases: the labels that each takes.
+    """
+    pairs, chosen = [(label, case) for case, labels in cases.items() for label in labels], set()
+    for index, label in enumerate(dict(pairs)):
+        taking = [case for case, labels in cases.items() if label in labels]
+        chosen.add((label, taking[index % len(taking)]))
+    return pytest.mark.parametrize(("label", name), mostly_slow(pairs, chosen.__contains__))
 
 
 @pytest.fixture(autouse=True)
@@ -103,8 +118,7 @@ def test_every_variant_has_a_place() -> None:
     assert len(IN_ENCODERS) > 20
 
 
-@pytest.mark.parametrize("kind", ["plain", "padding", "packing"])
-@pytest.mark.parametrize("label", IN_DECODERS)
+@in_turn("kind", dict.fromkeys(("plain", "padding", "packing"), IN_DECODERS))
 def test_in_a_decoder(label: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if label == "kerple-3":
         # Numbers below their minimum drop gradients that lead further out, block by block where positions have gaps,
@@ -124,19 +138,13 @@ def test_under_a_sliding_window(label: str) -> None:
     compare("mistral_sliding", label, "padding")
 
 
-@pytest.mark.parametrize("kind", ["plain", "padding"])
-@pytest.mark.parametrize("label", IN_ENCODERS)
+@in_turn("kind", dict.fromkeys(("plain", "padding"), IN_ENCODERS))
 def test_in_an_encoder(label: str, kind: str) -> None:
     compare("bert", label, kind)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "label"),
-    [("llama_gqa", label) for label in IN_DECODERS]
-    + [("bert", label) for label in IN_ENCODERS]
-    + [("bart", label) for label in IN_BOTH],
-)
-def test_in_float64(architecture: str, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_turn("architecture", {"llama_gqa": IN_DECODERS, "bert": IN_ENCODERS, "bart": IN_BOTH})
+def test_in_float64(label: str, architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are whole here: torch's fused kernel, which takes a float32 mask for another one, starts at 16 queries."""
     monkeypatch.undo()
     compare(architecture, label, "padding", torch.float64, length=20)

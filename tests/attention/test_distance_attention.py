@@ -90,12 +90,7 @@ def test_any_shape(batch: int, groups: int, query_length: int, extra: int, kind:
 
 
 def test_a_budget_for_scores_divides_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blockwise, "_BLOCK_SCORES", 4 * 17 * 20)
-    blocks = list(blockwise._divided(5, 4, 40, 17, 64, True))
-    assert all((stop - start) * 4 * 17 <= 4 * 17 * 20 for _, start, stop in blocks)
-    assert {items.start for items, _, _ in blocks} == {0, 1, 2, 3, 4}
     monkeypatch.setattr(blockwise, "_BLOCK_SCORES", 4 * 17 * 5)
-    assert {items.start for items, _, _ in blockwise._divided(3, 4, 17, 17, 5, True)} == {0, 1, 2}
     compare(tensors(3, 4, 2, 17, 17, torch.float32), masks(3, 17, 17)["left padding"], False, CLOSE[torch.float32])
 
 
@@ -133,9 +128,8 @@ def test_autocast_computes_in_its_dtype() -> None:
     assert all(tensor.grad is not None and tensor.grad.dtype == torch.float32 for tensor in (query, key, vector))
 
 
-def test_no_gradient_where_none_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_gradient_where_none_is_asked_for() -> None:
     query, key, value, vector = tensors(1, 4, 2, 9, 9, torch.float32)
-    monkeypatch.setattr(module, "_diagonal_sums", None)
     distance_attention(query, key, value, vector.detach(), None, 0.3, True).sum().backward()
     assert query.grad is not None
     assert vector.grad is None
@@ -202,13 +196,3 @@ def test_autocast_does_not_round_a_large_bias() -> None:
         found = distance_attention(query, key, value, vector, None, 0.3, True)
     halves = (tensor.detach().to(torch.bfloat16) for tensor in (query, key, value))
     torch.testing.assert_close(found, distance_attention(*halves, vector, None, 0.3, True), atol=0, rtol=0)
-
-
-@pytest.mark.parametrize("rows", [1, 2, 5, 8])
-@pytest.mark.parametrize("keys", [1, 2, 11, 17, 18, 40])
-def test_sums_over_diagonals(rows: int, keys: int) -> None:
-    scores = torch.randn(3, rows, keys, dtype=torch.float64, generator=torch.Generator().manual_seed(keys))
-    expected = torch.zeros(3, rows + keys - 1, dtype=torch.float64)
-    for row in range(rows):
-        expected[:, row : row + keys] += scores[:, row]
-    torch.testing.assert_close(module._diagonal_sums(scores), expected)

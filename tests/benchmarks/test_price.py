@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from benchmarks import long, price, profile_scheme
+from benchmarks import long, memory, price, profile_scheme
 from benchmarks.arguments import parse_options
 from benchmarks.errors import BenchmarkError
 from benchmarks.figure import draw_price, spread_labels
@@ -197,13 +197,16 @@ def test_labels_keep_their_order_and_their_distance():
     assert placed["c"] > max(placed["a"], placed["b"])
 
 
-def test_memory_of_a_fresh_process(tmp_path):
+def test_memory_of_a_fresh_process():
     found = peak_memory("model", "rope", "train", 16, TINY)
     assert found["phase_bytes"] >= 0
     assert found["total_bytes"] == found["before_bytes"] + found["phase_bytes"]
-    refused = peak_memory("encoder", "xpos", "forward", 16, TINY)
-    assert refused == {"reason": refused["reason"]}
-    assert refused["reason"].startswith("refused: XposConfig cannot serve")
+
+
+def test_a_fresh_process_says_why_there_is_no_memory_to_measure(capsys):
+    request = {"level": "encoder", "subject": "xpos", "phase": "forward", "length": 16, "peers": ()}
+    assert memory.main([json.dumps(request | {"setting": dataclasses.asdict(TINY)})]) == 1
+    assert capsys.readouterr().err.startswith("refused: XposConfig cannot serve")
 
 
 def test_memory_grows_with_what_a_call_allocates():

@@ -11,95 +11,46 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from transformers import (
-    BertConfig,
     BertForMaskedLM,
-    GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
-    Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
-    RobertaConfig,
     RobertaForMaskedLM,
-    T5Config,
     T5ForConditionalGeneration,
 )
+
+from tests.models import tiny
 
 VOCABULARY = 64
 LENGTH = 14
 
 
 def llama(**options: Any) -> LlamaForCausalLM:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            **options,
-        )
-    )
+    return tiny("LlamaForCausalLM", vocab_size=VOCABULARY, **options)
 
 
 def gpt2() -> GPT2LMHeadModel:
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=48, bos_token_id=0, eos_token_id=0
-        )
-    )
+    return tiny("GPT2LMHeadModel", vocab_size=VOCABULARY, n_positions=48, bos_token_id=0, eos_token_id=0)
 
 
 def bert() -> BertForMaskedLM:
-    return BertForMaskedLM(
-        BertConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=48,
-        )
-    )
+    return tiny("BertForMaskedLM", vocab_size=VOCABULARY, max_position_embeddings=48)
 
 
 def roberta() -> RobertaForMaskedLM:
-    return RobertaForMaskedLM(
-        RobertaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=50,
-        )
-    )
+    return tiny("RobertaForMaskedLM", vocab_size=VOCABULARY, max_position_embeddings=50)
 
 
 def t5(**options: Any) -> T5ForConditionalGeneration:
-    sizes = {"vocab_size": VOCABULARY, "d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4}
-    return T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, **options))
+    return tiny("T5ForConditionalGeneration", vocab_size=VOCABULARY, **options)
 
 
 def qwen2_moe() -> Qwen2MoeForCausalLM:
-    return Qwen2MoeForCausalLM(
-        Qwen2MoeConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            moe_intermediate_size=16,
-            shared_expert_intermediate_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_experts=4,
-            num_experts_per_tok=2,
-            max_position_embeddings=64,
-        )
-    )
+    return tiny(
+        "Qwen2MoeForCausalLM", vocab_size=VOCABULARY, moe_intermediate_size=16, shared_expert_intermediate_size=16,
+        num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -114,6 +65,11 @@ class Case:
     @property
     def name(self) -> str:
         return f"{self.build.__name__}-{self.scheme}"
+
+    @property
+    def every_route(self) -> bool:
+        """Whether it is saved in every form and loaded by every function: one or two of each architecture."""
+        return self.learned or self.build is t5
 
 
 CASES = [

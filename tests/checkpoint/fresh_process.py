@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,11 @@ def auto_class(architecture: str) -> Any:
     return transformers.AutoModelForCausalLM
 
 
+def chosen(folder: Path, routes: dict[str, Callable[[], Any]], *few: str) -> Iterable[str]:
+    """All routes for a checkpoint that is there in all forms."""
+    return routes if (folder / "sharded").is_dir() else few
+
+
 def reload(folder: Path) -> dict[str, Any]:
     reference = load_file(folder / "reference" / "reference.safetensors")
     architecture = (folder / "reference" / "architecture").read_text()
@@ -54,8 +59,8 @@ def reload(folder: Path) -> dict[str, Any]:
         "bfloat16": lambda: auto.from_pretrained(folder, dtype=torch.bfloat16),
     }
     results = {}
-    for name, load in routes.items():
-        model = load()
+    for name in chosen(folder, routes, "auto", "bfloat16"):
+        model = routes[name]()
         results[name] = {
             "difference": run(model, reference),
             "class": f"{type(model).__module__}.{type(model).__qualname__}",
@@ -90,9 +95,9 @@ def refuse(folder: Path) -> dict[str, str]:
         "pipeline": lambda: transformers.pipeline(task, model=str(folder)),
     }
     messages = {}
-    for name, load in routes.items():
+    for name in chosen(folder, routes, "AutoConfig", "concrete"):
         try:
-            load()
+            routes[name]()
         except Exception as error:
             messages[name] = f"{type(error).__name__}: {error}"
         else:

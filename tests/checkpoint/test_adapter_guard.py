@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from hf_posenc.entry import ATTRIBUTE
 from tests.checkpoint.stock_folder import write_stock_llama
 from tests.checkpoint.test_adapters import LORA, adapted, base, logits
 from tests.checkpoint.test_resuming import made, trainer
+from tests.fresh import run_fresh
 
 FILES = ("position_encoding.json", "position_encoding.safetensors")
 
@@ -145,8 +144,8 @@ def test_a_hotswap_imported_before_the_package(stock: Path, tmp_path: Path) -> N
     for number, scheme in enumerate([None, "alibi", "kerple", "alibi", "t5", "t5"]):
         folders.append(str(tmp_path / str(number)))
         adapted(base(stock, scheme)).save_pretrained(folders[-1])
-    command = [sys.executable, "-c", HOTSWAP, str(stock), *folders]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    run = run_fresh(HOTSWAP, stock, *folders)
+    assert run.returncode == 0, run.stderr[-3000:]
     # kerple stays where it is: an adapter that was trained with alibi is not put there
     first, second, third = run.stdout.splitlines()
     assert (first, third) == ("equal: True", "equal: True")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +24,7 @@ from hf_posenc.checkpoint.adapter_config import SENTENCE
 from hf_posenc.recipes import add_lora
 from tests.checkpoint.checkpoint_cases import llama, randomize
 from tests.checkpoint.stock_folder import write_stock_llama
+from tests.fresh import run_fresh
 
 IDS = torch.arange(3, 17).unsqueeze(0)
 LORA = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"], "r": 2}
@@ -130,11 +128,7 @@ class TestLoading:
             "assert 'hf_posenc' not in sys.modules\n"
             "print('FOUND', json.dumps(found))\n"
         )
-        environment = os.environ | {"HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path), str(stock)],
-            capture_output=True, text=True, env=environment, timeout=300, cwd=tmp_path,
-        )  # fmt: skip
+        done = run_fresh(code, tmp_path, stock, folder=tmp_path)
         assert done.returncode == 0, done.stderr[-3000:]
         messages = json.loads(done.stdout.split("FOUND ")[1])
         assert len(messages) == 6

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from hf_posenc import (
     unpatch_model,
 )
 from tests.checkpoint.checkpoint_cases import outputs, t5
+from tests.fresh import run_fresh
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import patched, tokens
 
@@ -71,7 +70,7 @@ print("RESULTS " + json.dumps(results))
 
 
 def fresh(code: str, *arguments: str) -> Any:
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    done = run_fresh(code, *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.split("RESULTS ")[1])
 

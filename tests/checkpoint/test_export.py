@@ -8,16 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    BloomConfig,
-    BloomForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    OPTConfig,
-    OPTForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_posenc
 from hf_posenc import (
@@ -45,43 +36,25 @@ from tests.checkpoint.checkpoint_cases import (
     token_ids,
     write_reference,
 )
+from tests.models import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:Scheme .* encodes a token differently:UserWarning")
 
 
 def opt() -> PreTrainedModel:
-    return OPTForCausalLM(
-        OPTConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            ffn_dim=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=48,
-            word_embed_proj_dim=32,
-        )
-    )
+    return tiny("OPTForCausalLM", vocab_size=VOCABULARY, max_position_embeddings=48)
 
 
 def bloom() -> PreTrainedModel:
-    return BloomForCausalLM(BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4))
+    return tiny("BloomForCausalLM", vocab_size=VOCABULARY)
 
 
 def gemma3() -> PreTrainedModel:
-    return Gemma3ForCausalLM(
-        Gemma3TextConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            sliding_window=8,
-            layer_types=["sliding_attention", "sliding_attention", "full_attention"],
-            max_position_embeddings=128,
-        )
-    )
+    layers = ["sliding_attention", "sliding_attention", "full_attention"]
+    return tiny(
+        "Gemma3ForCausalLM", vocab_size=VOCABULARY, num_hidden_layers=3, head_dim=8, sliding_window=8,
+        layer_types=layers, max_position_embeddings=128,
+    )  # fmt: skip
 
 
 def native(model: PreTrainedModel) -> SchemeConfig:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import json
-import os
 import pickle
 import shutil
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +23,7 @@ from hf_posenc.checkpoint.agreement import SchemeMismatchError
 from hf_posenc.checkpoint.configuration import CheckpointError
 from hf_posenc.entry import find_mark
 from tests.checkpoint.checkpoint_cases import llama, outputs, randomize
+from tests.fresh import run_fresh
 
 STOCK: tuple[str | None, dict[str, Any]] = (None, {})
 ALIBI: tuple[str, dict[str, Any]] = ("alibi", {})
@@ -301,9 +299,7 @@ def test_a_config_dictionary_written_by_hand_is_ours_with_the_package_and_unread
         loaded = AutoModelForCausalLM.from_pretrained(folder)
         assert torch.equal(outputs(loaded), outputs(model))
         assert not hasattr(loaded.config, "transformers_weights")
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    command = [sys.executable, "-c", STOCK_PROCESS, str(whole), str(shards)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    done = run_fresh(STOCK_PROCESS, whole, shards, folder=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

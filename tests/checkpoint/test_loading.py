@@ -30,6 +30,7 @@ from hf_posenc.checkpoint.install import install
 from hf_posenc.entry import read_entry
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
 from tests.checkpoint.checkpoint_cases import LENGTH, bert, gpt2, llama, outputs, randomize, token_ids
+from tests.models import tiny_config
 
 
 @pytest.fixture
@@ -329,10 +330,7 @@ def test_sequence_beyond_the_table_is_refused_after_reload(tmp_path: Path) -> No
 
 
 def test_a_stock_model_that_shares_the_config_of_a_patched_one_is_not_saved(tmp_path: Path) -> None:
-    config = LlamaConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8,
-        max_position_embeddings=16,
-    )  # fmt: skip
+    config = tiny_config("LlamaForCausalLM")
     patched, stock = LlamaForCausalLM(config), LlamaForCausalLM(config)
     hf_posenc.patch_model(patched, "alibi")
     with pytest.raises(UnsupportedError, match="shares the config"):

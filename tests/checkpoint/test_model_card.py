@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import pytest
 from huggingface_hub import EvalResult, ModelCard
-from transformers import BertConfig, BertForMaskedLM, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import hf_posenc
 from hf_posenc import PositionEncodingError, patch_model
 from hf_posenc.checkpoint import model_card
-
-SIZES = {
-    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "max_position_embeddings": 32,
-}  # fmt: skip
+from tests.models import tiny
 
 
 @pytest.fixture
 def llama():
-    return patch_model(LlamaForCausalLM(LlamaConfig(**SIZES)), "rope", theta=500.0)
+    return patch_model(tiny("LlamaForCausalLM"), "rope", theta=500.0)
 
 
 def test_a_card_says_scheme_loading_and_results(llama, tmp_path):
@@ -49,7 +45,7 @@ def test_a_card_says_scheme_loading_and_results(llama, tmp_path):
         "## Training data\n\nSome text.",
         "## Limits\n\nIt is tiny.",
         f"- hf_posenc {hf_posenc.__version__}",
-        "1 attention layers",
+        "2 attention layers",
     ):
         assert part in read.text
     assert "\n\n\n" not in read.text
@@ -67,9 +63,9 @@ def test_the_loading_example_runs(llama, tmp_path):
 
 
 def test_what_a_model_has_no_task_for_has_none():
-    card = model_card(patch_model(BertModel(BertConfig(**SIZES)), "alibi"), model_id="bert")
+    card = model_card(patch_model(tiny("BertModel"), "alibi"), model_id="bert")
     assert card.data.pipeline_tag is None
-    masked = model_card(patch_model(BertForMaskedLM(BertConfig(**SIZES)), "alibi"), model_id="bert")
+    masked = model_card(patch_model(tiny("BertForMaskedLM"), "alibi"), model_id="bert")
     assert masked.data.pipeline_tag == "fill-mask"
 
 
@@ -85,7 +81,7 @@ def test_a_path_of_this_machine_is_no_base_model(llama, tmp_path):
 
 def test_a_model_without_a_scheme_gets_no_card():
     with pytest.raises(PositionEncodingError, match="not patched"):
-        model_card(LlamaForCausalLM(LlamaConfig(**SIZES)), model_id="llama")
+        model_card(tiny("LlamaForCausalLM"), model_id="llama")
 
 
 def test_an_adapter_names_the_patched_model_below_it(llama, tmp_path):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ import hf_posenc
 from hf_posenc.checkpoint.configuration import CheckpointError
 from tests.checkpoint.checkpoint_cases import llama, outputs
 from tests.checkpoint.test_identity import ALIBI, PAIRS, STOCK, T5, made, older
+from tests.fresh import run_fresh
 
 FORMS = ["whole", "sharded", "bin", "sharded bin"]
 #: Every pair in one form, and every form with a pair of each direction.
@@ -222,18 +221,14 @@ def test_functions_imported_by_name_before_the_plugin_are_reached(tmp_path: Path
     written(made(ALIBI), tmp_path, "whole")
     code = f"""
 from accelerate import load_checkpoint_in_model, load_checkpoint_and_dispatch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tests.models import tiny
 import hf_posenc
-config = LlamaConfig(
-    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=64,
-)
 for load in (load_checkpoint_in_model, load_checkpoint_and_dispatch):
     try:
-        load(LlamaForCausalLM(config), {str(tmp_path)!r})
+        load(tiny("LlamaForCausalLM", vocab_size=64), {str(tmp_path)!r})
     except hf_posenc.PositionEncodingError as error:
         print("refused:", error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = run_fresh(code)
     assert done.stdout.count("refused: ") == 2, done.stdout + done.stderr
     assert done.stdout.count("alibi") >= 2

@@ -10,6 +10,7 @@ from hf_posenc.schemes import (
     SchemeConfig,
     registry,
 )
+from tests.models import tiny
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "dog", "chased", "another", "cat"]
 
@@ -26,30 +27,19 @@ def save_tokenizer(folder):
 
 @pytest.fixture(scope="session")
 def bert(tmp_path_factory):
-    from transformers import BertConfig, BertForMaskedLM
-
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("bert")
-    config = BertConfig(
-        vocab_size=16, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
-        max_position_embeddings=32, initializer_range=0.2,
-    )  # fmt: skip
-    BertForMaskedLM(config).save_pretrained(folder)
+    tiny("BertForMaskedLM", vocab_size=16, max_position_embeddings=32, initializer_range=0.2).save_pretrained(folder)
     save_tokenizer(folder)
     return str(folder)
 
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory):
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("llama")
-    config = LlamaConfig(
-        vocab_size=16, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=64, max_position_embeddings=32, initializer_range=0.2,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
+    sizes = {"vocab_size": 16, "num_hidden_layers": 3, "max_position_embeddings": 32}
+    tiny("LlamaForCausalLM", **sizes, initializer_range=0.2).save_pretrained(folder)
     return str(folder)
 
 

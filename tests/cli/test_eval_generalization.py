@@ -4,12 +4,13 @@ import json
 
 import pytest
 import torch
-from transformers import ByT5Tokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import ByT5Tokenizer
 
 from hf_posenc import patch_model
 from hf_posenc.cli import main
 from hf_posenc.metrics.generalization import compare_generalization
 from tests.cli.running import refused
+from tests.models import tiny
 
 
 @pytest.fixture(scope="module")
@@ -18,11 +19,11 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     torch.manual_seed(0)
     tokenizer = ByT5Tokenizer()
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64,
-        initializer_range=0.2, pad_token_id=0, bos_token_id=None, eos_token_id=1,
+    model = tiny(
+        "LlamaForCausalLM", vocab_size=len(tokenizer), initializer_range=0.2, pad_token_id=0, bos_token_id=None,
+        eos_token_id=1, num_hidden_layers=1,
     )  # fmt: skip
-    patch_model(LlamaForCausalLM(config), "alibi").save_pretrained(folder)
+    patch_model(model, "alibi").save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 

@@ -4,17 +4,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    BertModel,
     ByT5Tokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
 
 from hf_posenc.cli import main
 from hf_posenc.report import Result
+from tests.models import tiny
 
 TEXT = (
     "the dog another a chases pig cat horse boy girl man woman and then with old small red house garden near over "
@@ -46,19 +42,12 @@ def _one_thread():
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    sizes = {
-        "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64,
-        "max_position_embeddings": 64, "initializer_range": 0.2,
-    }  # fmt: skip
+    sizes = {"vocab_size": 64, "initializer_range": 0.2}
     built = {}
-    for name, model_class, config in (
-        ("bert", BertForMaskedLM, BertConfig(**sizes)),
-        ("headless", BertModel, BertConfig(**sizes)),
-        ("llama", LlamaForCausalLM, LlamaConfig(**sizes)),
-    ):
+    for name, model_class in (("bert", "BertForMaskedLM"), ("headless", "BertModel"), ("llama", "LlamaForCausalLM")):
         torch.manual_seed(0)
         folder = tmp_path_factory.mktemp(name)
-        model_class(config).save_pretrained(folder)
+        tiny(model_class, **sizes).save_pretrained(folder)
         _save_tokenizer(folder, mask=name != "llama")
         built[name] = str(folder)
     return built

@@ -98,7 +98,7 @@ def test_a_script_of_eval_runs_from_a_clone(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(
         [sys.executable, str(script), "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True,
-        timeout=120, check=False,
+        timeout=1200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "--lengths" in done.stdout

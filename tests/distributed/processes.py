@@ -1,37 +1,48 @@
-"""Starting two processes that share a task, and reading what each of them found."""
+"""Two processes that share a task, and what each of them found."""
 
 from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).parents[2]
+import torch.distributed as dist
+import transformers
+
+from tests.fresh import run_together
 
 
-def run_two(worker: str, folder: Path, *options: str) -> list[dict[str, Any]]:
+def run_two(worker: str, folder: Path, *, everything: bool = False) -> list[dict[str, Any]]:
     """What each of two processes found.
 
     Args:
-        worker: a module of `tests.distributed` that writes `rank0.json` and `rank1.json`.
+        worker: a module of `tests.distributed` whose `main` takes a folder and `everything`, and returns findings.
         folder: given to it.
-        *options: given to it as well.
+        everything: given to it.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}",
-        "-m", f"tests.distributed.{worker}", str(folder), *options,
-    ]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(REPOSITORY)}
-    # A process that waited for the other one would be killed here.
-    run = subprocess.run(
-        command, env=environment, cwd=REPOSITORY, capture_output=True, text=True, timeout=1200, check=False
+    program = (
+        "import sys; from pathlib import Path; from tests.distributed.processes import take_part\n"
+        f"from tests.distributed.{worker} import main\n"
+        f"take_part(main, Path(sys.argv[1]), {everything})"
     )
-    assert run.returncode == 0, run.stderr[-6000:]
+    ranks = [{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} for rank in "01"]
+    for done in run_together(program, folder, environments=ranks):
+        assert done.returncode == 0, done.stderr[-6000:]
     return [json.loads((folder / f"rank{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1)]
+
+
+def take_part(main: Callable[..., dict[str, Any]], folder: Path, everything: bool) -> None:
+    """What each of the processes does.
+
+    They find each other by a file, since a free port may be taken before it is used.
+    """
+    transformers.utils.logging.disable_progress_bar()
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    found = main(folder, everything=everything)
+    (folder / f"rank{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)

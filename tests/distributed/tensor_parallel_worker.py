@@ -1,20 +1,13 @@
-"""One of two processes that share the heads of a model; writes how far each scheme is from one process.
-
-`torchrun --nproc_per_node 2 -m tests.distributed.tensor_parallel_worker FOLDER`
-"""
+"""One of two processes that share the heads of a model: how far each scheme is from one process."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -22,11 +15,12 @@ from transformers.distributed import DistributedConfig
 
 from hf_posenc import AlibiConfig, ComposedConfig, CopeConfig, ForgetGateConfig, UnsupportedError, patch_model
 from tests.matrix.running import distance, patched, strengthen, tokens
+from tests.models import tiny
 from tests.schemes.table import VARIANTS
 
 YARN = {"scheme": "rope", "scaling": {"type": "yarn", "factor": 4.0, "original_max_positions": 16}}
-#: One scheme for each way in which heads are cut; saved, loaded by two processes, and saved by them.
-SAVED: dict[str, Any] = {
+#: One scheme for each way in which heads are cut.
+CUT: dict[str, Any] = {
     "native": "native",
     "rope": YARN,
     "learned": {"scheme": "learned", "num_positions": 64},
@@ -37,6 +31,8 @@ SAVED: dict[str, Any] = {
     "transformer_xl": "transformer_xl",
     "composed": ComposedConfig((AlibiConfig(), CopeConfig(initial_std=0.5), ForgetGateConfig())),
 }
+#: Those that are saved, loaded by two processes, and saved by them.
+SAVED = ("native", "rope", "forget_gate", "pope", "composed")
 #: Numbers of query heads and of key heads: one key head per process, and one head per process.
 HEADS = {"grouped": (4, 2), "single": (2, 2), "one_head": (1, 1), "one_key": (4, 1)}
 _KEYS_WHOLE = {f"model.layers.*.self_attn.{name}_proj": "colwise_gather_output" for name in "kv"}
@@ -56,17 +52,18 @@ WAYS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 #: The part of them that is run by default. A graph takes both processes a minute.
 QUICK_SCHEME, QUICK_WAYS = "forget_gate", ("greedy", "beams")
-_LLAMA = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 64, "pad_token_id": 0,
-}  # fmt: skip
-_EXPERTS = _LLAMA | {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 #: Plans with a projection that is gathered, with norms of heads, with experts.
-BUILDS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "phi3": ("Phi3ForCausalLM", "Phi3Config", _LLAMA),
-    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", _LLAMA | {"head_dim": 8}),
-    "mixtral": ("MixtralForCausalLM", "MixtralConfig", _EXPERTS),
+BUILDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi3": ("Phi3ForCausalLM", {}),
+    "qwen3": ("Qwen3ForCausalLM", {"head_dim": 8}),
+    "mixtral": ("MixtralForCausalLM", _EXPERTS),
 }
+#: Schemes that are placed under each plan, and in each architecture; `None` is the stock model.
+PLANNED = (None, "alibi", "learned_rope", "grape", "pope")
+ARRANGED = (None, "alibi", "forget_gate", "pope")
+#: Those of them that are run by default.
+QUICK_PLANNED, QUICK_ARRANGED = ("alibi", "pope"), ("forget_gate", "pope")
 TENSORS, EXPERTS = {"tp_size": 2, "tp_plan": "auto"}, {"ep_size": 2}
 #: Architectures, and how two processes share them.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -189,9 +186,9 @@ def stock(name: str) -> Any:
     """A stock model of one build."""
     if name not in BUILDS:
         return patched(name, None)
-    model_class, config, settings = BUILDS[name]
+    model_class, settings = BUILDS[name]
     torch.manual_seed(0)
-    model = getattr(transformers, model_class)(getattr(transformers, config)(**settings))
+    model = tiny(model_class, pad_token_id=0, **settings)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.dim() > 1:
@@ -277,16 +274,14 @@ def loaded_patched(folder: Path, config: dict[str, Any], schemes: tuple[Any, ...
     return result
 
 
-def main(folder: Path, *, everything: bool) -> None:
-    """Runs every scheme every way.
+def main(folder: Path, *, everything: bool) -> dict[str, Any]:
+    """What this process finds.
 
     Args:
-        folder: takes models, and what each process finds.
-        everything: every variant with every number of heads, which takes minutes.
+        folder: takes models.
+        everything: every scheme in every way, which takes minutes.
     """
     warnings.simplefilter("ignore")
-    transformers.utils.logging.disable_progress_bar()
-    dist.init_process_group("gloo")
     found: dict[str, Any] = {"placed": {}, "saved": {}, "plans": {}, "architectures": {}}
     for heads, (query, key) in HEADS.items():
         shape = {"num_attention_heads": query, "num_key_value_heads": key, "head_dim": 8}
@@ -295,27 +290,19 @@ def main(folder: Path, *, everything: bool) -> None:
             continue
         split, whole = loaded(path), AutoModelForCausalLM.from_pretrained(path).eval()
         for name, config, case in VARIANTS:
-            first = case == f"{name}-0" and (heads == "grouped" or name in SAVED)
-            if everything or first:
+            if everything or (case == f"{name}-0" and name in CUT):
                 found["placed"][f"{heads} {case}"] = placed(split, whole, config)
-    for name, scheme in SAVED.items():
-        found["saved"][name] = saved(scheme, folder / f"saved-{name}")
+    for name in CUT if everything else SAVED:
+        found["saved"][name] = saved(CUT[name], folder / f"saved-{name}")
     for name, (heads, plan) in PLANS.items():
-        schemes = (None, "alibi", "learned_rope", "grape", "pope")
-        found["plans"][name] = compared(folder / heads, TENSORS | {"tp_plan": plan}, schemes)
+        planned = PLANNED if everything else QUICK_PLANNED
+        found["plans"][name] = compared(folder / heads, TENSORS | {"tp_plan": plan}, planned)
     for name, (build, shares) in ARCHITECTURES.items():
         path = written(folder, name, lambda build=build: stock(build))
-        found["architectures"][name] = compared(path, shares, (None, "alibi", "forget_gate", "pope"))
+        found["architectures"][name] = compared(path, shares, ARRANGED if everything else QUICK_ARRANGED)
     found["experts"] = loaded_patched(folder / "experts", {"fsdp_size": 2} | EXPERTS, ("forget_gate", "pope"))
     ways = WAYS if everything else {way: WAYS[way] for way in QUICK_WAYS}
-    schemes = GENERATED if everything else (QUICK_SCHEME,)
-    found["generated"] = {scheme: generated(folder / "grouped", scheme, ways) for scheme in schemes}
+    generating = GENERATED if everything else (QUICK_SCHEME,)
+    found["generated"] = {scheme: generated(folder / "grouped", scheme, ways) for scheme in generating}
     found["compiled"] = {scheme: compiled(folder / "grouped", scheme) for scheme in COMPILED if everything}
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), everything="everything" in sys.argv)
-    os._exit(0)
+    return found

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from tests.distributed.processes import run_two
-from tests.distributed.sharded_worker import FEWER, SCHEMES, WAYS
+from tests.distributed.sharded_worker import FEWER, QUICK, SCHEMES, WAYS
 
 Found = list[dict[str, Any]]
 
@@ -24,15 +25,31 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     return run_two("sharded_worker", tmp_path_factory.mktemp("sharded"))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_training_step_of_two_processes_is_that_of_one(found: Found, way: str) -> None:
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """Training steps of every scheme in every way."""
+    return run_two("sharded_worker", tmp_path_factory.mktemp("everything"), everything=True)
+
+
+def check_steps(found: Found, way: str, schemes: Iterable[str]) -> None:
     for rank in found:
-        for scheme in FEWER.get(way, SCHEMES):
+        for scheme in schemes:
             step = rank["trained"][f"{way} {scheme}"]
             rounded = "bfloat16" in way
             assert step["loss"] <= (ROUNDED if rounded else CLOSE), (scheme, step)
             assert step["gradients"] <= (ROUNDED if rounded else CLOSE), (scheme, step)
             assert rounded or step["parameters"] <= CLOSE, (scheme, step)
+
+
+@pytest.mark.parametrize("way", QUICK)
+def test_a_training_step_of_two_processes_is_that_of_one(found: Found, way: str) -> None:
+    check_steps(found, way, QUICK[way])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_a_training_step_of_every_scheme_is_that_of_one(everything: Found, way: str) -> None:
+    check_steps(everything, way, FEWER.get(way, SCHEMES))
 
 
 def test_transformers_shards_a_patched_folder_and_writes_the_same_file(found: Found) -> None:

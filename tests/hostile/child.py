@@ -1,4 +1,4 @@
-"""`python -m tests.hostile.child FOLDER KIND ...`: reads damaged files under limits, and says what happened.
+"""`main()` with `FOLDER KIND ...` in `sys.argv` reads damaged files under limits, and says what happened.
 
 A process of its own, so that the limits bind nothing else, and that a crash of it is a result.
 """
@@ -10,11 +10,13 @@ import resource
 import signal
 import sys
 import traceback
+import warnings
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
+import transformers
 
 from tests.hostile.kinds import MULTIPLE, FileKind, Input, damaged
 from tests.hostile.table import KINDS
@@ -44,6 +46,8 @@ def _status(field: str) -> int:
 
 def main() -> None:
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     folder = Path(sys.argv[1])
     prepared = {}
     for name in sys.argv[2:]:
@@ -96,7 +100,3 @@ def _reset_peak() -> int:
     except OSError:
         return _status("VmHWM")
     return _status("VmRSS")
-
-
-if __name__ == "__main__":
-    main()

@@ -6,15 +6,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.fresh import run_fresh
 from tests.hostile.kinds import MULTIPLE
 from tests.hostile.table import KINDS
 
@@ -31,17 +29,8 @@ RESULTS: dict[str, list[dict[str, Any]]] = {}
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """What became of every input, by kind."""
-    root = Path(__file__).parents[2]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(root), "TRANSFORMERS_VERBOSITY": "critical"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.hostile.child", str(tmp_path_factory.mktemp("hostile")), *KINDS],
-        cwd=root,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=1200 * MULTIPLE,
-    )
+    folder = tmp_path_factory.mktemp("hostile")
+    done = run_fresh("from tests.hostile.child import main; main()", folder, *KINDS, timeout=1200.0 * MULTIPLE)
     assert done.returncode == 0, done.stderr[-4000:]
     lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in KINDS}

@@ -10,7 +10,7 @@ import torch
 import transformers
 from packaging.version import Version
 
-VOCABULARY = 96
+from tests.models import tiny_config
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class ArchitectureRow:
     checkpointing: bool = True
 
 
-def _builder(model: str, config: str, **settings: Any) -> Callable[..., Any]:
+def _builder(model: str, **settings: Any) -> Callable[..., Any]:
     def build(**overrides: Any) -> Any:
         torch.manual_seed(0)
-        made = getattr(transformers, config)(**(settings | overrides))
+        config = tiny_config(model, **(settings | overrides))
         built = getattr(transformers, model)._from_config(
-            made, attn_implementation=overrides.get("attn_implementation", "eager")
+            config, attn_implementation=overrides.get("attn_implementation", "eager")
         )
         return _enlarged(built).eval()
 
@@ -58,113 +58,30 @@ def _enlarged(model: Any) -> Any:
     return model
 
 
-_LLAMA: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 64,
-}
-_BERT: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 64,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
-_GPT2: dict[str, Any] = {
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 64,
-    "vocab_size": VOCABULARY,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
-}
-_T5: dict[str, Any] = {
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 48,
-    "num_layers": 2,
-    "num_heads": 4,
-    "vocab_size": VOCABULARY,
-    "dropout_rate": 0.0,
-    "decoder_start_token_id": 0,
-}
-
 ARCHITECTURES: dict[str, ArchitectureRow] = {
-    "llama_gqa": ArchitectureRow(_builder("LlamaForCausalLM", "LlamaConfig", **_LLAMA)),
-    "gpt2": ArchitectureRow(_builder("GPT2LMHeadModel", "GPT2Config", **_GPT2)),
-    "gptj": ArchitectureRow(
-        _builder("GPTJForCausalLM", "GPTJConfig", **(_GPT2 | {"rotary_dim": 4})), static_cache=True, sdpa=False
-    ),
+    "llama_gqa": ArchitectureRow(_builder("LlamaForCausalLM")),
+    "gpt2": ArchitectureRow(_builder("GPT2LMHeadModel")),
+    "gptj": ArchitectureRow(_builder("GPTJForCausalLM", rotary_dim=4), static_cache=True, sdpa=False),
     "gemma3_two_rotaries": ArchitectureRow(
-        _builder(
-            "Gemma3ForCausalLM",
-            "Gemma3TextConfig",
-            **(_LLAMA | {"head_dim": 8, "sliding_window": 6}),
-            layer_types=["sliding_attention", "full_attention"],
-        )
+        _builder("Gemma3ForCausalLM", head_dim=8, sliding_window=6, layer_types=["sliding_attention", "full_attention"])
     ),
-    "gpt_neox_partial": ArchitectureRow(
-        _builder(
-            "GPTNeoXForCausalLM",
-            "GPTNeoXConfig",
-            **{key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"},
-            rotary_pct=0.5,
-        )
-    ),
-    "mistral_sliding": ArchitectureRow(_builder("MistralForCausalLM", "MistralConfig", **_LLAMA, sliding_window=6)),
-    "opt": ArchitectureRow(
-        _builder(
-            "OPTForCausalLM",
-            "OPTConfig",
-            hidden_size=32,
-            ffn_dim=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            vocab_size=VOCABULARY,
-            max_position_embeddings=64,
-            word_embed_proj_dim=32,
-            dropout=0.0,
-        ),
-        packs=False,
-    ),
+    "gpt_neox_partial": ArchitectureRow(_builder("GPTNeoXForCausalLM", rotary_pct=0.5)),
+    "mistral_sliding": ArchitectureRow(_builder("MistralForCausalLM", sliding_window=6)),
+    "opt": ArchitectureRow(_builder("OPTForCausalLM"), packs=False),
     "bloom": ArchitectureRow(
-        _builder(
-            "BloomForCausalLM",
-            "BloomConfig",
-            hidden_size=32,
-            n_layer=2,
-            n_head=4,
-            vocab_size=VOCABULARY,
-            hidden_dropout=0.0,
-            attention_dropout=0.0,
-        ),
+        _builder("BloomForCausalLM"),
         position_ids=False,
         sdpa=False,
         # Before transformers 5.21 its own bias is as long as the input, not as the cache.
         static_cache=Version(transformers.__version__) >= Version("5.21"),
     ),
     "cohere2_interleaved": ArchitectureRow(
-        _builder(
-            "Cohere2ForCausalLM",
-            "Cohere2Config",
-            **(_LLAMA | {"sliding_window": 6}),
-            layer_types=["sliding_attention", "full_attention"],
-        )
+        _builder("Cohere2ForCausalLM", sliding_window=6, layer_types=["sliding_attention", "full_attention"])
     ),
     "deepseek_v3_mla": ArchitectureRow(
         _builder(
             "DeepseekV3ForCausalLM",
-            "DeepseekV3Config",
-            **(_LLAMA | {"num_key_value_heads": 4}),
+            num_key_value_heads=4,
             q_lora_rank=16,
             kv_lora_rank=16,
             qk_rope_head_dim=8,
@@ -173,15 +90,11 @@ ARCHITECTURES: dict[str, ArchitectureRow] = {
             first_k_dense_replace=2,
         )
     ),
-    "bert": ArchitectureRow(_builder("BertForMaskedLM", "BertConfig", **_BERT), causal=False),
-    "roberta": ArchitectureRow(
-        _builder("RobertaForMaskedLM", "RobertaConfig", **_BERT, pad_token_id=1), causal=False, position_ids=False
-    ),
+    "bert": ArchitectureRow(_builder("BertForMaskedLM"), causal=False),
+    "roberta": ArchitectureRow(_builder("RobertaForMaskedLM", pad_token_id=1), causal=False, position_ids=False),
     "modernbert": ArchitectureRow(
         _builder(
             "ModernBertForMaskedLM",
-            "ModernBertConfig",
-            **{key: value for key, value in _LLAMA.items() if key != "num_key_value_heads"},
             local_attention=12,
             global_attn_every_n_layers=2,
             pad_token_id=0,
@@ -192,24 +105,8 @@ ARCHITECTURES: dict[str, ArchitectureRow] = {
         ),
         causal=False,
     ),
-    "t5_encoder": ArchitectureRow(_builder("T5EncoderModel", "T5Config", **_T5), causal=False, position_ids=False),
+    "t5_encoder": ArchitectureRow(_builder("T5EncoderModel"), causal=False, position_ids=False),
     "bart": ArchitectureRow(
-        _builder(
-            "BartForConditionalGeneration",
-            "BartConfig",
-            d_model=32,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=48,
-            decoder_ffn_dim=48,
-            vocab_size=VOCABULARY,
-            max_position_embeddings=64,
-            dropout=0.0,
-        ),
-        causal=False,
-        position_ids=False,
-        encoder_decoder=True,
+        _builder("BartForConditionalGeneration"), causal=False, position_ids=False, encoder_decoder=True
     ),
 }

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from hf_posenc import patch_model
+from tests.models import VOCABULARY
 
-from .architectures import ARCHITECTURES, VOCABULARY, ArchitectureRow
+from .architectures import ARCHITECTURES, ArchitectureRow
 
 LENGTH = 14
 

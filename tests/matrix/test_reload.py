@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+
+from tests.fresh import run_fresh
 
 from .architectures import ARCHITECTURES
 from .running import outputs, patched, tokens
@@ -47,16 +46,7 @@ def reloaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         (place / "class.txt").write_text(type(model).__name__)
         with torch.no_grad():
             torch.save(outputs(model, ARCHITECTURES[architecture], tokens()), place / "saved.pt")
-    root = Path(__file__).parents[2]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(root)}
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _LOAD_ALL, str(folder)],
-        cwd=root,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    result = run_fresh(_LOAD_ALL, folder)
     assert result.returncode == 0, result.stderr[-3000:]
     return folder
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from hf_posenc import (
     AlibiConfig,
@@ -24,71 +23,34 @@ from hf_posenc import (
     YarnScaling,
     patch_model,
 )
+from tests.models import tiny
 
 #: fp32, two layers: the same numbers summed in another order. Biases enter BLOOM and MPT as `slope * j` up to a shift.
 CLOSE = 1e-5
 
-_SMALL: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 96,
-    "max_position_embeddings": 64,
-}
-_GPT: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 96}
-_SEQ2SEQ: dict[str, Any] = {
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "vocab_size": 96,
-    "max_position_embeddings": 64,
-    "decoder_start_token_id": 0,
-    "pad_token_id": 0,
-    "eos_token_id": 2,
-}
-_T5: dict[str, Any] = {
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 48,
-    "num_layers": 2,
-    "num_heads": 4,
-    "vocab_size": 96,
-    "decoder_start_token_id": 0,
-}
-
 ORACLES: dict[str, tuple[str, dict[str, Any], SchemeConfig]] = {
-    "bloom_12_heads": (
-        "Bloom",
-        {"hidden_size": 48, "n_layer": 2, "n_head": 12, "vocab_size": 96},
-        AlibiConfig(variant="causal"),
-    ),
+    "bloom_12_heads": ("Bloom", {"hidden_size": 48, "n_head": 12}, AlibiConfig(variant="causal")),
     "mpt": ("Mpt", {"d_model": 48, "n_layers": 2, "n_heads": 6, "vocab_size": 96, "max_seq_len": 64}, AlibiConfig()),
-    "t5": ("T5", _T5, T5Config()),
+    "t5": ("T5", {}, T5Config()),
     # With sdpa, the default, its decoder sees later tokens before transformers 5.18, and is refused.
-    "umt5_per_layer": ("UMT5", _T5 | {"attn_implementation": "eager"}, T5Config(shared=False)),
+    "umt5_per_layer": ("UMT5", {"attn_implementation": "eager"}, T5Config(shared=False)),
     "mpnet": (
         "MPNet",
-        _SMALL,
+        {},
         ComposedConfig(parts=(LearnedConfig(num_positions=62, offset=2), T5Config(bidirectional=True))),
     ),
-    "gptj": ("GPTJ", _GPT | {"rotary_dim": 4}, RopeConfig(rotary_dim=4, layout="interleaved")),
-    "cohere": ("Cohere", _SMALL, RopeConfig(layout="interleaved", theta=500_000.0)),
-    "roformer": ("RoFormer", _SMALL | {"embedding_size": 32}, RopeConfig(layout="interleaved")),
+    "gptj": ("GPTJ", {"rotary_dim": 4}, RopeConfig(rotary_dim=4, layout="interleaved")),
+    "cohere": ("Cohere", {}, RopeConfig(layout="interleaved", theta=500_000.0)),
+    "roformer": ("RoFormer", {"embedding_size": 32}, RopeConfig(layout="interleaved")),
     "gpt_neox_quarter": (
         "GPTNeoX",
-        _SMALL | {"hidden_size": 64, "rotary_pct": 0.25},
+        {"hidden_size": 64, "rotary_pct": 0.25},
         RopeConfig(partial_rotary_factor=0.25, layout="half"),
     ),
-    "phi_half": ("Phi", _SMALL, RopeConfig(partial_rotary_factor=0.5, layout="half")),
+    "phi_half": ("Phi", {}, RopeConfig(partial_rotary_factor=0.5, layout="half")),
     "llama_yarn": (
         "Llama",
-        _SMALL
-        | {
+        {
             "rope_parameters": {
                 "rope_type": "yarn",
                 "factor": 4.0,
@@ -100,39 +62,33 @@ ORACLES: dict[str, tuple[str, dict[str, Any], SchemeConfig]] = {
     ),
     "llama_proportional": (
         "Llama",
-        _SMALL
-        | {
+        {
             "rope_parameters": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e4},
             "head_dim": 16,
         },
         PRopeConfig(fraction=0.5, layout="half"),
     ),
-    "marian": ("Marian", _SEQ2SEQ, SinusoidalConfig(frequencies="vaswani", layout="concatenated")),
+    "marian": (
+        "Marian",
+        {"pad_token_id": 0, "decoder_start_token_id": 0},
+        SinusoidalConfig(frequencies="vaswani", layout="concatenated"),
+    ),
     "xlm": (
         "XLM",
         {"emb_dim": 32, "n_layers": 2, "n_heads": 4, "n_words": 96, "max_position_embeddings": 64}
         | {"sinusoidal_embeddings": True, "n_langs": 1},
         SinusoidalConfig(frequencies="vaswani", layout="interleaved"),
     ),
-    "m2m_100": (
-        "M2M100",
-        _SEQ2SEQ | {"pad_token_id": 1},
-        SinusoidalConfig(frequencies="tensor2tensor", layout="concatenated", offset=2),
-    ),
-    "bert": ("Bert", _SMALL, LearnedConfig()),
-    "roberta": ("Roberta", _SMALL | {"pad_token_id": 1}, LearnedConfig(num_positions=62, offset=2)),
-    "opt": (
-        "OPT",
-        {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
-        | {"max_position_embeddings": 64, "word_embed_proj_dim": 32},
-        LearnedConfig(num_positions=64, offset=2),
-    ),
+    "m2m_100": ("M2M100", {}, SinusoidalConfig(frequencies="tensor2tensor", layout="concatenated", offset=2)),
+    "bert": ("Bert", {}, LearnedConfig()),
+    "roberta": ("Roberta", {"pad_token_id": 1}, LearnedConfig(num_positions=62, offset=2)),
+    "opt": ("OPT", {}, LearnedConfig(num_positions=64, offset=2)),
 }
 
 
 def _model(family: str, settings: dict[str, Any]) -> Any:
     torch.manual_seed(0)
-    model = getattr(transformers, f"{family}Model")(getattr(transformers, f"{family}Config")(**settings))
+    model = tiny(f"{family}Model", **settings)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             formula = "positions" in name or (family == "XLM" and "position_embeddings" in name)

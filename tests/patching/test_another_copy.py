@@ -1,20 +1,19 @@
 """A model that was patched before the package was imported again (plugins of pytest and notebooks do so)."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
+from tests.fresh import run_fresh
+
 PROGRAM = """
 import json, sys, torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from tests.models import tiny
 import hf_posenc
 
-sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=96)
 inputs = torch.arange(12)[None]
-model = hf_posenc.patch_model(LlamaForCausalLM(LlamaConfig(**sizes)).eval(), "rope", theta=77.0)
+model = hf_posenc.patch_model(tiny("LlamaForCausalLM").eval(), "rope", theta=77.0)
 with torch.no_grad():
     before = model(inputs).logits
 
@@ -43,7 +42,7 @@ with torch.no_grad():
     found["unchanged"] = torch.equal(model(inputs).logits, before)
 
 # Models that the new copy patches are its own, from disk too.
-new = hf_posenc.patch_model(LlamaForCausalLM(LlamaConfig(**sizes)).eval(), "alibi")
+new = hf_posenc.patch_model(tiny("LlamaForCausalLM").eval(), "alibi")
 new.save_pretrained("new")
 loaded = AutoModelForCausalLM.from_pretrained("new").eval()
 with torch.no_grad():
@@ -62,10 +61,7 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("copies")
-    environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, cwd=folder, env=environment, check=False
-    )
+    done = run_fresh(PROGRAM, folder=folder)
     assert done.returncode == 0, done.stderr
     assert [path.name for path in folder.iterdir()] == ["new"]
     return json.loads(done.stdout)

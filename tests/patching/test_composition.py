@@ -24,6 +24,7 @@ from hf_posenc import (
 )
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
+from tests.models import tiny
 
 torch.set_num_threads(1)
 LLAMA = ARCHITECTURES["llama_gqa"]
@@ -221,17 +222,12 @@ def test_native_stands_for_what_the_model_has(architecture: str):
 @torch.no_grad()
 def test_logits_that_are_capped_refuse_a_correction():
     """The far correction has to act before the cap, and a bias acts behind it."""
-    from transformers import Gemma2Config, Gemma2ForCausalLM
-
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = Gemma2Config(**sizes, num_key_value_heads=2, head_dim=8, vocab_size=96, attn_logit_softcapping=3.0)
     far = {"scheme": "rerope", "window": 4}
     for scheme_like in (far, {"scheme": "position_shift", "inner": far, "offset": 1}, [far, "ssmax"]):
-        model = Gemma2ForCausalLM(config)
+        model = tiny("Gemma2ForCausalLM", head_dim=8, attn_logit_softcapping=3.0)
         with pytest.raises(UnsupportedError, match="caps its logits"):
             patch_model(model, scheme_like)
-    config.attn_logit_softcapping = None
-    patch_model(Gemma2ForCausalLM(config), far)
+    patch_model(tiny("Gemma2ForCausalLM", head_dim=8, attn_logit_softcapping=None), far)
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPTNeoConfig, GPTNeoForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 import hf_posenc
 from hf_posenc import (
@@ -31,6 +31,7 @@ from hf_posenc import (
 from tests.checkpoint.checkpoint_cases import t5
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
+from tests.models import tiny
 
 torch.set_num_threads(1)
 
@@ -203,11 +204,8 @@ def test_a_patch_states_what_the_scheme_reaches_or_was_made_for(scheme: Any, exp
     ],
 )  # fmt: skip
 def test_the_native_scaling_leaves_the_length_that_the_config_states(scaling: dict[str, Any]) -> None:
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=96,
-        max_position_embeddings=NATIVE, rope_parameters={"rope_theta": 10000.0} | scaling,
-    )  # fmt: skip
-    model = patch_model(LlamaForCausalLM(config), "native")
+    rope = {"rope_theta": 10000.0} | scaling
+    model = patch_model(tiny("LlamaForCausalLM", max_position_embeddings=NATIVE, rope_parameters=rope), "native")
     assert model.config.max_position_embeddings == NATIVE
     other = native_scheme(model)
     patch_model(model, RopeConfig(theta=10000.0, scaling=Llama3Scaling(16.0, original_max_positions=48)))

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BartConfig, BartModel
 
 from hf_posenc import UnsupportedError, native_scheme, patch_model
 from hf_posenc.patching import architectures
 from tests.architectures.population import all_pairs
 from tests.architectures.tiny import WITHOUT_POSITIONS, tiny_model
 from tests.matrix.running import patched, tokens
+from tests.models import tiny
 
 
 def _name(pair: Any) -> str:
@@ -60,19 +60,8 @@ def test_native_scheme_does_not_say_none_of_a_hidden_table() -> None:
 
 
 def test_a_table_hidden_in_one_of_two_stacks_is_found() -> None:
-    config = BartConfig(
-        d_model=32,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=48,
-        decoder_ffn_dim=48,
-        vocab_size=96,
-        max_position_embeddings=64,
-    )
     torch.manual_seed(0)
-    model = BartModel(config).eval()
+    model = tiny("BartModel").eval()
     table = model.decoder.embed_positions
     model.decoder.embed_positions = nn.Module()
     model.decoder.embed_positions.inner = table

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig, BertModel, DynamicCache
+from transformers import DynamicCache
 
 from hf_posenc import UnsupportedError, patch_model, unpatch_model
 from hf_posenc.patching.per_thread import PerThread
+from tests.models import tiny
 
 from ..matrix.architectures import ARCHITECTURES
 from ..matrix.running import outputs, patched, tokens
@@ -139,8 +140,7 @@ def test_data_parallel_copies_are_refused() -> None:
 def test_a_stack_keeps_the_forward_that_somebody_has_set_on_it() -> None:
     """`Accelerator.prepare` sets one for mixed precision, on whatever model it is given."""
     torch.manual_seed(0)
-    model = BertModel(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48))
-    model, ids, calls = model.eval(), tokens(2, 6), []
+    model, ids, calls = tiny("BertModel").eval(), tokens(2, 6), []
     own = model.forward
 
     def counted(*args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hf_posenc import UnsupportedError, native_scheme, patch_model
 from hf_posenc.attention.backends import merge_mask
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
+from tests.thinning import mostly_slow
 
 torch.set_num_threads(1)
 SELF_EXTEND = {"scheme": "self_extend", "window": 4, "group": 2}
@@ -54,9 +56,12 @@ def test_packed_rows_of_a_length_dependent_scheme_are_refused_under_such_a_mask_
         model(tokens(1, 12), attention_mask=mask, position_ids=position_ids)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
-    "scheme", ["fire", {"scheme": "self_extend", "window": 4, "group": 2}, ["rope", "forget_gate"]]
+    ("scheme", "compiled"),
+    mostly_slow(
+        product(["fire", SELF_EXTEND, ["rope", "forget_gate"]], [False, True]),
+        lambda case: not case[1] or case[0] == SELF_EXTEND,
+    ),
 )
 @torch.no_grad()
 def test_a_window_and_padding_in_a_static_cache(scheme: Any, compiled: bool) -> None:

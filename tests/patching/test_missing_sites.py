@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import time
+import timeit
 from pathlib import Path
 from typing import Any
 
@@ -143,12 +144,8 @@ def test_a_compiled_call_names_the_layer_too(compiled_before: bool) -> None:
 
 
 def test_a_call_pays_microseconds_for_it() -> None:
-    """About 10 us for 40 layers on an idle machine, whose own Python costs 100 times as much; 400 us on a busy one."""
+    """About 10 us for 40 layers on an idle machine, whose Python costs 100 times as much. The best of five counts."""
     model = patched("llama_gqa", "alibi", num_hidden_layers=40)
     (encoding,) = encodings(model)
     watch = encoding.stacks["model"].runtime.watch
-    watch.check()
-    start = time.perf_counter()
-    for _ in range(100):
-        watch.check()
-    assert (time.perf_counter() - start) / 100 < 400e-6
+    assert min(timeit.repeat(watch.check, timer=time.process_time, number=100, repeat=5)) / 100 < 400e-6

@@ -7,24 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from transformers import (
-    CodeGenConfig,
-    CodeGenForCausalLM,
-    CTRLConfig,
-    CTRLLMHeadModel,
-    GPTJConfig,
-    GPTJForCausalLM,
-    RoFormerConfig,
-    RoFormerForMaskedLM,
-    T5Config,
-    T5ForConditionalGeneration,
-)
 
 from hf_posenc import UnsupportedError, native_scheme, patch_model
 from tests.matrix.running import patched, tokens
-
-_SMALL: dict[str, Any] = {"num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 96}
+from tests.models import tiny
 
 
 def enlarged(model: Any) -> Any:
@@ -38,7 +24,7 @@ def enlarged(model: Any) -> Any:
 
 
 def roformer() -> Any:
-    return enlarged(RoFormerForMaskedLM(RoFormerConfig(hidden_size=32, intermediate_size=48, **_SMALL)))
+    return enlarged(tiny("RoFormerForMaskedLM"))
 
 
 def test_a_table_with_other_numbers_is_refused_and_left_alone() -> None:
@@ -58,7 +44,7 @@ def test_a_table_with_other_numbers_is_refused_and_left_alone() -> None:
 
 
 def test_a_sinusoidal_buffer_with_other_numbers_is_refused() -> None:
-    model = enlarged(CTRLLMHeadModel(CTRLConfig(n_embd=32, dff=48, n_layer=2, n_head=4, vocab_size=96)))
+    model = enlarged(tiny("CTRLLMHeadModel", dff=48))
     assert native_scheme(model).name == "sinusoidal"
     model.transformer.pos_encoding = model.transformer.pos_encoding * 3
     with pytest.raises(UnsupportedError, match="is not what its architecture declares"):
@@ -66,8 +52,7 @@ def test_a_sinusoidal_buffer_with_other_numbers_is_refused() -> None:
 
 
 def test_a_learned_bias_may_have_any_numbers_and_a_model_in_training_keeps_its_mode() -> None:
-    config = T5Config(d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=96, decoder_start_token_id=0)
-    model = enlarged(T5ForConditionalGeneration(config)).train()
+    model = enlarged(tiny("T5ForConditionalGeneration")).train()
     assert native_scheme(model).name == "t5"
     assert all(module.training for module in model.modules())
 
@@ -76,11 +61,8 @@ def test_a_learned_bias_may_have_any_numbers_and_a_model_in_training_keeps_its_m
 @pytest.mark.parametrize("family", ["T5", "UMT5"])
 def test_tables_that_a_model_reads_in_another_way_are_not_adopted(family: str, scheme: str) -> None:
     """As in a version of transformers whose buckets are others: the weights fit, and mean something else."""
-    config = getattr(transformers, f"{family}Config")(
-        d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=96, decoder_start_token_id=0
-    )
-    config._attn_implementation = "eager"  # With sdpa UMT5 is refused before transformers 5.18, for what it masks.
-    model = enlarged(getattr(transformers, f"{family}ForConditionalGeneration")(config))
+    # With sdpa UMT5 is refused before transformers 5.18, for what it masks.
+    model = enlarged(tiny(f"{family}ForConditionalGeneration", attn_implementation="eager"))
     for block in model.decoder.block:
         block.layer[0].SelfAttention.compute_bias = other_buckets(block.layer[0].SelfAttention)
     with pytest.raises(UnsupportedError, match="does not compute what T5Config"):
@@ -122,15 +104,11 @@ def layer_tables(model: Any) -> list[torch.Tensor]:
     return [block.attn.embed_positions for block in model.transformer.h]
 
 
-_CTRL: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96, "n_positions": 64}
 FIXED: dict[str, tuple[Any, Any]] = {
-    "ctrl": (lambda: CTRLLMHeadModel(CTRLConfig(dff=48, **_CTRL)), ctrl_table),
-    "roformer": (
-        lambda: RoFormerForMaskedLM(RoFormerConfig(hidden_size=32, intermediate_size=48, **_SMALL)),
-        roformer_table,
-    ),
-    "gptj": (lambda: GPTJForCausalLM(GPTJConfig(rotary_dim=4, **_CTRL)), layer_tables),
-    "codegen": (lambda: CodeGenForCausalLM(CodeGenConfig(rotary_dim=4, **_CTRL)), layer_tables),
+    "ctrl": (lambda: tiny("CTRLLMHeadModel", dff=48), ctrl_table),
+    "roformer": (lambda: tiny("RoFormerForMaskedLM"), roformer_table),
+    "gptj": (lambda: tiny("GPTJForCausalLM", rotary_dim=4), layer_tables),
+    "codegen": (lambda: tiny("CodeGenForCausalLM", rotary_dim=4), layer_tables),
 }
 
 
@@ -157,7 +135,7 @@ def test_the_tables_of_a_cast_model_are_recognised(name: str, dtype: torch.dtype
 
 def test_the_angles_of_a_long_table_may_have_the_rounding_of_float32() -> None:
     """CTRL's own length: its angles are float32 products, off by 2e-3 at the last row."""
-    model = enlarged(CTRLLMHeadModel(CTRLConfig(dff=48, **_CTRL | {"n_positions": 50_000})))
+    model = enlarged(tiny("CTRLLMHeadModel", dff=48, n_positions=50_000))
     assert native_scheme(model).name == "sinusoidal"
 
 

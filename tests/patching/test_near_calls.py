@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache
 
 from hf_posenc import patch_model
 from hf_posenc.schemes.position_maps.affine import PositionScaleConfig
 from hf_posenc.schemes.position_maps.pairwise import FarRotation
 from hf_posenc.schemes.position_maps.self_extend import SelfExtendConfig
+from tests.models import tiny
 
 WINDOW = 6
 SCHEME = SelfExtendConfig(group=2, window=WINDOW)
@@ -18,15 +19,7 @@ SCHEME = SelfExtendConfig(group=2, window=WINDOW)
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    return LlamaForCausalLM(config).eval()
+    return tiny("LlamaForCausalLM").eval()
 
 
 @pytest.fixture

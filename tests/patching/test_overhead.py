@@ -3,38 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 
 from hf_posenc import UnsupportedError, patch_model, unpatch_model
-from tests.thinning import mostly_slow
 
 from ..matrix.running import tokens
-
-SETTINGS: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 96,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-}
+from ..models import tiny
 
 
 def model_of(family: str, scheme: Any = None, **settings: Any) -> Any:
     torch.manual_seed(0)
-    name = family.removesuffix("ForCausalLM").removesuffix("ForMaskedLM").removesuffix("Model")
-    model = getattr(transformers, family)(getattr(transformers, f"{name}Config")(**(SETTINGS | settings))).eval()
+    model = tiny(family, pad_token_id=0, **settings).eval()
     return model if scheme is None else patch_model(model, scheme)
 
 
@@ -84,42 +70,6 @@ def test_what_stands_in_for_the_phases_looks_like_them_and_shows_if_somebody_rea
     assert other[0].isfinite().all()
     unpatch_model(model)
     torch.testing.assert_close(model.rotary_emb(hidden, position_ids=position_ids), phases)
-
-
-class WatchfulCache(DynamicCache):
-    """Notes at every update whether somebody has put an `update` of his own on this instance."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__(config=config)
-        self.exchanged: list[bool] = []
-
-    def update(self, *args: Any, **kwargs: Any) -> Any:
-        self.exchanged.append("update" in vars(self))
-        return super().update(*args, **kwargs)
-
-
-@pytest.mark.parametrize(
-    ("family", "scheme", "watched"),
-    [
-        ("LlamaModel", "none", False),
-        ("LlamaModel", "rope", False),
-        ("LlamaModel", ["rope", "alibi"], False),
-        ("LlamaModel", "alibi", False),
-        ("LlamaModel", "pope", True),
-        ("LlamaModel", "forget_gate", True),
-        ("OPTModel", "rope", True),
-    ],
-)
-@torch.no_grad()
-def test_a_cache_is_watched_only_where_keys_are_met_on_their_way(family, scheme, watched):
-    settings = {"word_embed_proj_dim": 32, "ffn_dim": 48} if family == "OPTModel" else {}
-    model, ids = model_of(family, scheme, **settings), tokens(1, 8)
-    model(ids, use_cache=False)  # shows where the map acts
-    cache = WatchfulCache(model.config)
-    for i in range(4):
-        model(ids[:, i : i + 1], past_key_values=cache, use_cache=True)
-    assert set(cache.exchanged) == {watched}
-    assert "update" not in vars(cache)
 
 
 @torch.no_grad()
@@ -178,50 +128,6 @@ def test_layers_are_recomputed_at_their_positions_if_checkpointing_begins_late(s
         model.gradient_checkpointing_enable()
     for found, wanted in zip(gradients(), expected, strict=True):
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
-
-
-def graphs(model: Any, lengths: tuple[int, ...], **arguments: Any) -> tuple[int, list[torch.Tensor]]:
-    """How many graphs are compiled for inputs of these lengths, and what they return."""
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("eager")
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-    outputs = [compiled(tokens(2, length), **arguments).logits for length in lengths]
-    return counter.frame_count, outputs
-
-
-@pytest.mark.parametrize(
-    ("family", "scheme"),
-    mostly_slow(
-        product(["LlamaForCausalLM", "BertForMaskedLM"], ["none", "rope", "sinusoidal", "learned"]),
-        {("LlamaForCausalLM", "rope"), ("BertForMaskedLM", "learned")}.__contains__,
-    ),
-)
-@torch.no_grad()
-def test_no_more_is_compiled_than_for_the_stock_model(family, scheme):
-    """A fresh model: nothing that an eager call would have prepared may be missing."""
-    lengths = (32, 48, 64)
-    arguments = {"use_cache": False} if family == "LlamaForCausalLM" else {}
-    stock, _ = graphs(model_of(family, num_hidden_layers=1), lengths, **arguments)
-    model = model_of(family, scheme, num_hidden_layers=1)
-    count, compiled = graphs(model, lengths, **arguments)
-    assert count == stock
-    for length, output in zip(lengths, compiled, strict=True):
-        torch.testing.assert_close(output, model(tokens(2, length), **arguments).logits, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("scheme", ["none", "rope", "sinusoidal", "learned"])
-@torch.no_grad()
-def test_decoding_with_a_static_cache_is_one_graph(scheme):
-    model, ids = model_of("LlamaForCausalLM", scheme, num_hidden_layers=1), tokens(1, 10)
-    cache = StaticCache(config=model.config, max_cache_len=16)
-    model(ids[:, :6], past_key_values=cache, use_cache=True)
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("eager")
-    compiled = torch.compile(model, backend=counter, fullgraph=True)
-    steps = [compiled(ids[:, i : i + 1], past_key_values=cache, use_cache=True).logits for i in range(6, 10)]
-    assert counter.frame_count == 1
-    expected = model(ids, use_cache=False).logits[:, 6:]
-    torch.testing.assert_close(torch.cat(steps, dim=1), expected, atol=1e-5, rtol=1e-5)
 
 
 class IntegerOperators(TorchDispatchMode):

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_posenc import list_schemes, patch_model
 from hf_posenc.errors import PositionEncodingError
@@ -15,22 +14,12 @@ from hf_posenc.schemes import AlibiConfig, BlendedConfig, ComposedConfig, NoneCo
 from hf_posenc.schemes.registry import get_scheme
 
 from ..matrix.running import tokens
+from ..models import tiny
 
 
 def build(**settings: Any) -> Any:
     torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=96,
-            max_position_embeddings=64,
-            **settings,
-        )
-    ).train()
+    return tiny("LlamaForCausalLM", **settings).train()
 
 
 def gradients(model: Any, checkpointing: dict[str, Any] | None) -> list[torch.Tensor | None]:

@@ -47,6 +47,10 @@ EVERY_VARIANT = pytest.mark.parametrize(
     ("name", "config"), [pytest.param(name, config, id=label) for name, config, label in VARIANTS]
 )
 
+EVERY_SCHEME = pytest.mark.parametrize(
+    ("name", "config"), [pytest.param(name, row.variants[0], id=name) for name, row in TABLE.items()]
+)
+
 
 def parts_of(config: SchemeConfig) -> list[Part]:
     return list(parts_for(config))
@@ -108,13 +112,13 @@ def test_json_round_trip(name, config):
     assert type(config).from_options({key: value for key, value in entry.items() if key != "scheme"}) == config
 
 
-@EVERY_VARIANT
+@EVERY_SCHEME
 def test_configs_are_frozen(name, config):
     with pytest.raises(AttributeError):
         config.name_of_no_field = 1
 
 
-@EVERY_VARIANT
+@EVERY_SCHEME
 def test_misspelt_options_are_refused_with_a_hint(name, config):
     fields = [field for field in config.to_dict() if field != "scheme"]
     misspelt = (fields[0] + "s") if fields else "scale"
@@ -209,22 +213,28 @@ def test_no_part_refuses_a_cache_that_does_not_grow(name, config):
         part.check_cache(0, 1000)
 
 
+#: Schemes that are traced for any length by default, one for each kind of part.
+ANY_LENGTH = ("learned", "rope", "pope", "t5", "shaw", "forget_gate", "ssmax")
+
+
 @pytest.mark.parametrize(
-    ("name", "config"),
+    ("name", "config", "lengths"),
     [
-        # Compiling takes seconds each time: the first variant of each scheme, and the rest in the longer run.
-        pytest.param(name, config, id=label, marks=[] if label.endswith("-0") else [pytest.mark.slow])
+        # Compiling takes seconds each time, above all the second time, when a length becomes any length.
+        pytest.param(name, config, lengths, id=f"{label}-{len(lengths)}", marks=[] if quick else [pytest.mark.slow])
         for name, config, label in VARIANTS
+        for lengths in ((12,), (12, 30))
+        for quick in [label.endswith("-0") and (len(lengths) == 2) == (name in ANY_LENGTH)]
     ],
 )
-def test_parts_trace_without_a_graph_break(name, config):
+def test_parts_trace_without_a_graph_break(name, config, lengths):
     parts = parts_of(config)
     if not parts:
         assert name == "none"
         return
     torch.compiler.reset()
     compiled = torch.compile(lambda *given: outputs(parts, *given), backend="eager", fullgraph=True)
-    for length in (12, 30):
+    for length in lengths:
         positions = positions_of(length)
         heads = heads_of(positions)
         for value, other in zip(outputs(parts, positions), compiled(positions, heads), strict=True):

@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from tests.matrix.architectures import VOCABULARY
 from tests.matrix.running import patched, tokens
+from tests.models import VOCABULARY
 
 #: float32 sums in another order, over two layers.
 TOLERANCE = 1e-4

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ pytest.importorskip("sentence_transformers", reason="sentence-transformers is no
 
 from sentence_transformers import CrossEncoder, SentenceTransformer
 
+from tests.fresh import run_fresh
 from tests.real.conftest import minilm_folder  # noqa: F401
 
 #: 902 tokens with the special ones.
@@ -66,9 +65,7 @@ def test_texts_past_the_native_length_are_read_whole(minilm_folder: Path, tmp_pa
 
     encoder.save(str(tmp_path / "encoder"))
     ranker.save(str(tmp_path / "ranker"))
-    done = subprocess.run(
-        [sys.executable, "-c", FRESH, str(tmp_path), TEXT], capture_output=True, text=True, check=False
-    )
+    done = run_fresh(FRESH, tmp_path, TEXT)
     assert done.returncode == 0, done.stderr[-3000:]
     encoder_length, ranker_length, again = json.loads(done.stdout.split("RESULTS ")[1])
     assert (encoder_length, ranker_length) == (1024, 1024)
