@@ -31,7 +31,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.subjects import LanguageModel, Setting
 from benchmarks.timing import Pace, time_subjects
 from hf_posenc import patch_model
-from hf_posenc.attention import distance_attention, separable_attention
+from hf_posenc.attention import fused_attention
 from hf_posenc.attention.windows import Windows
 from hf_posenc.recipes import swap_scheme
 
@@ -157,21 +157,12 @@ def _kept_keys() -> Iterator[list[float]]:
 
         return wrapped
 
-    modules = [(sys.modules[one.__module__], name) for one, name in _FINDERS]
-    found = [getattr(module, name) for module, name in modules]
-    for (module, name), find in zip(modules, found, strict=True):
-        setattr(module, name, noted(find))
+    found = fused_attention.windows_of
+    fused_attention.windows_of = noted(found)
     try:
         yield shares
     finally:
-        for (module, name), find in zip(modules, found, strict=True):
-            setattr(module, name, find)
-
-
-_FINDERS = (
-    (distance_attention.distance_attention, "windows_of_distance"),
-    (separable_attention.separable_attention, "windows_of_terms"),
-)
+        fused_attention.windows_of = found
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ form             sdpa                         flex_attention              flash 
 ===============  ===========================  ==========================  =====================  =================
 distance         a strided view, no matrix    a look-up per pair          folded where linear    a matrix
 separable        folded into queries, keys    a look-up per pair          folded                 a matrix
+sum of the two   blocks of a bias             two look-ups per pair       refused                a matrix
 rows             in blocks; compiled, a       a matrix                    refused                a matrix
                  matrix
 ===============  ===========================  ==========================  =====================  =================
@@ -17,7 +18,7 @@ With sdpa on a CPU, and with flex_attention, keys that cannot change the result 
 (`hf_posenc.attention.windows`).
 
 Where dropout or a soft cap is asked of sdpa, transformers' own function gets the bias, in blocks. Flash kernels are
-given no bias that is learned, for training: see `hf_posenc.attention.separable_attention`.
+given no bias that is learned, for training: see `hf_posenc.attention.fused_attention`.
 """
 
 from __future__ import annotations
@@ -33,11 +34,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from hf_posenc.attention.block_windows import narrowed
 from hf_posenc.attention.blockwise import autocast_inputs
 from hf_posenc.attention.by_blocks import attend_by_blocks
-from hf_posenc.attention.distance_attention import distance_attention
 from hf_posenc.attention.folding import attend_with_wide_values, fold
 from hf_posenc.attention.forms import BiasForm, DistanceForm, RowsForm, SeparableForm
+from hf_posenc.attention.fused_attention import fused_attention
 from hf_posenc.attention.lookups import look_up
-from hf_posenc.attention.separable_attention import separable_attention
 from hf_posenc.errors import UnsupportedError
 
 #: The largest bias of all pairs, in bytes, that is built for a back-end that cannot do without. Set it to allow more.
@@ -146,11 +146,9 @@ def _attend_sdpa(
     if causal and query.device.type != "cpu":
         # Folded, it needs no mask, and kernels that take none are the fast ones there.
         form = _separable(form) or form
-    if isinstance(form, SeparableForm):
-        terms, slots = form.terms, form.query_slots
-        return separable_attention(query, key, value, terms, slots, attention_mask, scaling, causal), None
-    if isinstance(form, DistanceForm):
-        return distance_attention(query, key, value, form.vector, attention_mask, scaling, causal), None
+    if not isinstance(form, RowsForm):
+        vector, terms, slots = form.tensors
+        return fused_attention(query, key, value, vector, terms, slots, attention_mask, scaling, causal), None
     if compiling:
         return _attend_dense("sdpa", function, form, *given, **kwargs)
     return attend_by_blocks(None, form, causal, *given, **kwargs)

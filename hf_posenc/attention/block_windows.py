@@ -9,17 +9,15 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 
-from hf_posenc.attention.forms import DistanceForm, SeparableForm
-from hf_posenc.attention.windows import Call, Windows, every_window_of_distance, every_window_of_terms, pays
+from hf_posenc.attention.forms import FusedForm
+from hf_posenc.attention.windows import Call, Windows, every_window_of, pays
 
 #: How much larger the gradient of one query may be than that of the others before a key loses digits of its gradient.
 #: The block mask is also used in the backward pass, and is made before any gradient is known.
 _GRADIENTS_DIFFER = 2.0**10
 
 
-def narrowed(
-    mask: Any, form: DistanceForm | SeparableForm, query: Tensor, key: Tensor, value: Tensor, scaling: float
-) -> Any:
+def narrowed(mask: Any, form: FusedForm, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Any:
     """A block mask without the blocks that cannot change a result, or the given mask where that cannot be known.
 
     No value is read on the host, so nothing waits for an accelerator and a compiled graph has no branch here.
@@ -40,11 +38,9 @@ def narrowed(
     if torch.is_grad_enabled():
         share /= _GRADIENTS_DIFFER
     call = Call(query, key, value, _sees_itself(mask, query, key.shape[2]), scaling, False, share)
-    if isinstance(form, DistanceForm):
-        windows = every_window_of_distance(call, form.vector)
-    else:
-        windows = every_window_of_terms(call, form.terms.expand(query.shape[0], -1, -1))
-    return _intersection(mask, windows)
+    vector, terms, _ = form.tensors
+    terms = None if terms is None else terms.expand(query.shape[0], -1, -1)
+    return _intersection(mask, every_window_of(call, vector, terms))
 
 
 def _sees_itself(mask: BlockMask, query: Tensor, key_length: int) -> Tensor:

@@ -1,7 +1,7 @@
 """What the fused forms have in common: blocks of query rows, their masks, and the backward pass of a block.
 
 Within a block queries stand in reverse order, which makes a bias of distance a view of a vector
-(`hf_posenc.attention.distance_attention`).
+(`hf_posenc.attention.block_bias`).
 """
 
 from __future__ import annotations

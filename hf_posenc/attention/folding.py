@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-#: How much of a term the other factor holds: half precision ends at 65504. A power of two, so that nothing is rounded.
-_SHARE = 256.0
+#: How much of a term the other factor holds, a power of two, so that nothing is rounded. float16 ends at 65504, which
+#: with this share is a term of 33 million at a scaling of 1/8.
+_SHARE = 4096.0
 
 
 def fold(
@@ -69,11 +70,17 @@ def attend_with_wide_values(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Calls an attention function with values as wide as queries and keys, which fast kernels insist on."""
-    wide = pad(value, (0, query.shape[-1] - value.shape[-1]))
-    output, *rest = attend(module, query, key, wide, *args, **kwargs)
+    """Calls an attention function with heads of one width, which fast kernels insist on."""
+    output, *rest = attend(module, *of_one_width(query, key, value), *args, **kwargs)
     # Models view the heads of a token as one axis.
     return output[..., : value.shape[-1]].contiguous(), *rest
+
+
+def of_one_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of one width, with zeros at the end; the result of attention has that width too."""
+    width = max(query.shape[-1], value.shape[-1])
+    wide_query, wide_key, wide_value = (pad(one, (0, width - one.shape[-1])) for one in (query, key, value))
+    return wide_query, wide_key, wide_value
 
 
 def _split(terms: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:

@@ -3,13 +3,17 @@
 ========================  ==================================================================================
 `DistanceForm`            a function of distance: one vector per head
 `SeparableForm`           a number per key minus one per query, of which softmax does not see the second
+`SumForm`                 the sum of one of each
 `RowsForm`                anything else: a function that computes the bias of some rows of queries
 ========================  ==================================================================================
+
+The first three are fused into an attention kernel (`hf_posenc.attention.fused_attention`). Forms add (`sum_of_forms`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +36,11 @@ class DistanceForm:
     query_length: int
     key_length: int
     slopes: Tensor | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, None, None]:
+        """The vector, the terms and the query slots, as the fused kernels take them."""
+        return self.vector, None, None
 
     @property
     def heads(self) -> int:
@@ -75,13 +84,18 @@ class DistanceForm:
         slopes = None if self.slopes is None else self.slopes.double()
         return DistanceForm(self.vector.double(), self.query_length, self.key_length, slopes)
 
-    def separable(self) -> SeparableForm | None:
-        """The same as a number per key, where that is possible for all keys behind a query."""
+    def separable(self, query_slots: Tensor | None = None) -> SeparableForm | None:
+        """The same as a number per key, where that is possible for all keys behind a query.
+
+        Args:
+            query_slots: which of the keys belongs to the same token as each query; the last ones by default.
+        """
         if self.slopes is None:
             return None
         slots = torch.arange(self.key_length, device=self.vector.device)
-        queries = torch.arange(self.query_length, device=self.vector.device) + (self.key_length - self.query_length)
-        return SeparableForm((self.slopes.unsqueeze(-1) * slots).unsqueeze(0), queries)
+        if query_slots is None:
+            query_slots = slots[self.key_length - self.query_length :]
+        return SeparableForm((self.slopes.unsqueeze(-1) * slots).unsqueeze(0), query_slots)
 
 
 @dataclass(frozen=True)
@@ -95,6 +109,11 @@ class SeparableForm:
 
     terms: Tensor
     query_slots: Tensor
+
+    @property
+    def tensors(self) -> tuple[None, Tensor, Tensor]:
+        """The vector, the terms and the query slots, as the fused kernels take them."""
+        return None, self.terms, self.query_slots
 
     @property
     def heads(self) -> int:
@@ -135,6 +154,55 @@ class SeparableForm:
 
 
 @dataclass(frozen=True)
+class SumForm:
+    """The sum of a bias of distance and a number per key.
+
+    Args:
+        distance: the first.
+        separable: the second.
+    """
+
+    distance: DistanceForm
+    separable: SeparableForm
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The vector, the terms and the query slots, as the fused kernels take them."""
+        return self.distance.vector, self.separable.terms, self.separable.query_slots
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads."""
+        return self.distance.heads
+
+    @property
+    def batch(self) -> int:
+        """Rows of the batch that have a bias of their own."""
+        return self.separable.batch
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the bias is learned."""
+        return self.distance.requires_grad or self.separable.requires_grad
+
+    def of_first(self, key_length: int) -> SumForm:
+        """The same for the first `key_length` keys only."""
+        return SumForm(self.distance.of_first(key_length), self.separable.of_first(key_length))
+
+    def double(self) -> SumForm:
+        """The same in float64."""
+        return SumForm(self.distance.double(), self.separable.double())
+
+    def rows(self, start: int, stop: int, key_count: int | None = None) -> Tensor:
+        """`(batch or 1, heads, rows, keys)` float32 of the queries `[start, stop)` and the first `key_count` keys."""
+        return self.distance.rows(start, stop, key_count) + self.separable.rows(start, stop, key_count)
+
+    def dense(self) -> Tensor:
+        """`(batch or 1, heads, query_len, key_len)` float32."""
+        return self.rows(0, self.distance.query_length)
+
+
+@dataclass(frozen=True)
 class RowsForm:
     """A bias that has to be computed for every pair.
 
@@ -171,4 +239,49 @@ class RowsForm:
         return self.rows(0, self.query_length)
 
 
-BiasForm = DistanceForm | SeparableForm | RowsForm
+FusedForm = DistanceForm | SeparableForm | SumForm
+BiasForm = FusedForm | RowsForm
+
+
+def sum_of_forms(forms: Sequence[BiasForm], query_length: int, key_length: int, causal: bool) -> BiasForm:
+    """The form that says most about the sum of some biases of one call.
+
+    Args:
+        forms: at least one, and no `SumForm`.
+        query_length: number of queries.
+        key_length: number of keys.
+        causal: whether no query sees a key behind its own, so that a linear bias of distance is a number per key.
+    """
+    if len(forms) == 1:
+        return forms[0]
+    if any(isinstance(form, RowsForm) for form in forms):
+
+        def compute(start: int, stop: int, key_count: int) -> Tensor:
+            return _total([form.rows(start, stop, key_count) for form in forms])
+
+        return RowsForm(compute, query_length, key_length, forms[0].heads)
+    distances = [form for form in forms if isinstance(form, DistanceForm)]
+    separables = [form for form in forms if isinstance(form, SeparableForm)]
+    if causal and separables:
+        slots = separables[0].query_slots
+        linear = [form.separable(slots) for form in distances]
+        if all(form is not None for form in linear):
+            separables, distances = [*separables, *(form for form in linear if form is not None)], []
+    separable = (
+        SeparableForm(_total([form.terms for form in separables]), separables[0].query_slots) if separables else None
+    )
+    if not distances:
+        assert separable is not None
+        return separable
+    slopes = [form.slopes for form in distances]
+    distance = DistanceForm(
+        _total([form.vector for form in distances]),
+        query_length,
+        key_length,
+        None if any(one is None for one in slopes) else _total([one for one in slopes if one is not None]),
+    )
+    return distance if separable is None else SumForm(distance, separable)
+
+
+def _total(tensors: Sequence[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, tensors)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.forms import DistanceForm, SeparableForm
+from hf_posenc.attention.forms import DistanceForm, FusedForm, SeparableForm
 
 
 class DistanceLookUp:
@@ -44,9 +44,30 @@ class SeparableLookUp:
         return self.of_keys[batch, head, key] - self.of_queries[batch, head, query]
 
 
-def look_up(form: DistanceForm | SeparableForm) -> DistanceLookUp | SeparableLookUp:
+class SumLookUp:
+    """Indexed like a bias `[batch, head, query, key]`, holds two others."""
+
+    def __init__(self, distance: DistanceLookUp, separable: SeparableLookUp) -> None:
+        self.distance = distance
+        self.separable = separable
+
+    def __getitem__(self, pair: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
+        return self.distance[pair] + self.separable[pair]
+
+
+def look_up(form: FusedForm) -> DistanceLookUp | SeparableLookUp | SumLookUp:
     """What flex attention's score function indexes instead of a bias of all pairs; scores are float32 in any model."""
     if isinstance(form, DistanceForm):
-        return DistanceLookUp(form.vector.contiguous(), form.query_length)
+        return _of_distance(form)
+    if isinstance(form, SeparableForm):
+        return _of_terms(form)
+    return SumLookUp(_of_distance(form.distance), _of_terms(form.separable))
+
+
+def _of_distance(form: DistanceForm) -> DistanceLookUp:
+    return DistanceLookUp(form.vector.contiguous(), form.query_length)
+
+
+def _of_terms(form: SeparableForm) -> SeparableLookUp:
     terms = form.terms.contiguous()
     return SeparableLookUp(terms, terms.index_select(-1, form.query_slots))

@@ -129,44 +129,41 @@ def pays(query: Tensor, key: Tensor) -> bool:
     return key.shape[2] >= max(SHORTEST, query.shape[2]) and query.shape[2] > 1
 
 
-def windows_of_distance(call: Call | None, vector: Tensor) -> Windows | None:
-    """The windows of a bias of distance, or `None` where all keys count.
+def windows_of(call: Call | None, vector: Tensor | None, terms: Tensor | None) -> Windows | None:
+    """The windows of a bias, or `None` where all keys count.
 
     Args:
         call: what else the logits are made of.
-        vector: `(heads, query_len + key_len - 1)`, the bias by rising distance.
+        vector: `(heads, query_len + key_len - 1)`, the bias by rising distance, or `None`.
+        terms: `(batch, heads, key_len)` float32, a number per key, of which each query's own is taken away, or `None`.
     """
     if call is None:
         return None
-    own = call.key.shape[2] - 1
-    vector = vector.detach()
-    sides = [vector[:, : own + 1]] if call.causal else [vector[:, : own + 1], vector[:, own:].flip(-1)]
-    if not any(_may_end(side, side[:, -1:], call) for side in sides):
+    if terms is not None:
+        sides = [terms.detach() + _most_of(vector, call).unsqueeze(-1)]
+        own = terms.detach()[..., -1:]
+    else:
+        assert vector is not None
+        center = call.key.shape[2] - 1
+        behind, ahead = vector.detach()[:, : center + 1], vector.detach()[:, center:].flip(-1)
+        sides, own = [behind] if call.causal else [behind, ahead], behind[:, -1:]
+    # The bias of the farthest key is a lower bound of every bound of its weight.
+    if not any(bool((side[..., :1] - own < math.log(call.share)).any()) for side in sides):
         return None
-    return every_window_of_distance(call, vector)
+    return every_window_of(call, vector, terms)
 
 
-def windows_of_terms(call: Call | None, terms: Tensor) -> Windows | None:
-    """The windows of a bias `terms[j] - terms[i]`, or `None` where all keys count.
-
-    Args:
-        call: what else the logits are made of.
-        terms: `(batch, heads, key_len)` float32.
-    """
-    if call is None or not _may_end(terms, terms[..., -1:], call):
-        return None
-    return every_window_of_terms(call, terms)
+def every_window_of(call: Call, vector: Tensor | None, terms: Tensor | None) -> Windows:
+    """As `windows_of`, but reads no values on the host, which would wait for an accelerator to finish."""
+    if terms is not None:
+        return _windows_of_terms(call, terms.detach(), _most_of(vector, call))
+    assert vector is not None
+    return _windows_of_distance(call, vector.detach())
 
 
-def _may_end(bias: Tensor, own: Tensor, call: Call) -> bool:
-    """Whether the farthest key can be left out. Its bias is a lower bound of every bound of its weight."""
-    return bool((bias[..., :1] - own < math.log(call.share)).any())
-
-
-def every_window_of_distance(call: Call, vector: Tensor) -> Windows:
-    """As `windows_of_distance`, but reads no values on the host, which would wait for an accelerator to finish."""
+def _windows_of_distance(call: Call, vector: Tensor) -> Windows:
     query_length, key_length = call.query.shape[2], call.key.shape[2]
-    vector, own = vector.detach(), key_length - 1
+    own = key_length - 1
     needed = _needed(call).to(vector.dtype) + vector[:, own].view(1, -1, 1)
     rows = torch.arange(query_length, device=vector.device)
     behind = _first_that_counts(vector[:, : own + 1].unsqueeze(0), needed)
@@ -178,13 +175,21 @@ def every_window_of_distance(call: Call, vector: Tensor) -> Windows:
     return Windows(first, last, key_length)
 
 
-def every_window_of_terms(call: Call, terms: Tensor) -> Windows:
-    """As `windows_of_terms`, but reads no values on the host, which would wait for an accelerator to finish."""
-    terms = terms.detach()
-    needed = _needed(call).to(terms.dtype) + terms[..., call.key.shape[2] - call.query.shape[2] :]
+def _windows_of_terms(call: Call, terms: Tensor, most: Tensor) -> Windows:
+    needed = _needed(call).to(terms.dtype) + terms[..., call.key.shape[2] - call.query.shape[2] :] - most.unsqueeze(-1)
     first = _first_that_counts(terms, needed).minimum(call.own_keys)
     last = call.own_keys if call.causal else call.own_keys.new_tensor(call.key.shape[2] - 1)
     return Windows(first, last.expand_as(first), call.key.shape[2])
+
+
+def _most_of(vector: Tensor | None, call: Call) -> Tensor:
+    """`(1, heads)`: how much more a bias of distance beside numbers per key may add to any key than to the own one."""
+    if vector is None:
+        return call.query.new_zeros(1, call.query.shape[1], dtype=torch.float32)
+    own = call.key.shape[2] - 1
+    seen = vector.detach()[:, : own + 1 if call.causal else None]
+    # Where it is not finite, all keys count.
+    return (seen.amax(-1) - seen[:, own]).nan_to_num(nan=torch.inf).unsqueeze(0)
 
 
 def _needed(call: Call) -> Tensor:

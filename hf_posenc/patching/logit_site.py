@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hf_posenc.attention.blockwise import without_autocast
 from hf_posenc.attention.distances import distance_form, first_key_slot
-from hf_posenc.attention.forms import BiasForm, DistanceForm, RowsForm, SeparableForm
+from hf_posenc.attention.forms import BiasForm, DistanceForm, RowsForm, SeparableForm, sum_of_forms
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.decoding_memo import remembered_row
 from hf_posenc.patching.key_positions import (
@@ -84,12 +84,20 @@ class LogitSite(PlacedForward):
         """
         bias, state = self.encoding.logit_bias, call.state
         assert bias is not None
-        form: BiasForm
-        if isinstance(bias, DistanceBias):
-            form = self._distance_form(bias, state, query, key, mask, separates_restarts)
-        else:
-            check_cache(bias, state)
-            form = _pairwise_form(bias, self._pairs(call, query, key, scaling))
+        summands = bias.summands()
+        forms: list[BiasForm] = []
+        pairs, first = None, 0
+        for summand in summands:
+            if isinstance(summand, DistanceBias):
+                forms.append(self._distance_form(summand, state, query, key, mask, separates_restarts))
+                continue
+            if pairs is None:
+                check_cache(bias, state)
+                pairs = self._pairs(call, query, key, scaling)
+            count = summand.num_features if isinstance(summand, PairwiseBias) else 0
+            forms.append(_pairwise_form(summand, pairs.with_features(first, count)))
+            first += count
+        form = sum_of_forms(forms, query.shape[-2], key.shape[-2], self.encoding.causal)
         check_heads(form.heads, query.shape[1])
         return form if self.encoding.logit_scale is None else self._scaled_form(form, state, query, key.shape[-2])
 

@@ -22,7 +22,7 @@ that places it inside a model lives in `hf_posenc.patching`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,6 +130,10 @@ class LogitBias(Part):
     #: False where every head is treated like any other, so that the bias of a few heads needs these heads only.
     #: Processes that share the heads of a layer (tensor parallelism) then compute nothing for those of the others.
     whole_heads: bool = True
+
+    def summands(self) -> Sequence[LogitBias]:
+        """The biases that this one is the sum of. Each reaches the kernel in the form that says most about it."""
+        return (self,)
 
 
 class DistanceBias(LogitBias):

@@ -116,6 +116,13 @@ class AttentionPairs:
             hidden_states=None if self.hidden_states is None else self.hidden_states[:, start:stop],
         )
 
+    def with_features(self, first: int, count: int) -> AttentionPairs:
+        """The same pairs with `count` of the features, those of one of several biases that are added."""
+        if self.key_features is None or self.key_features.shape[-1] == count:
+            return self
+        features = self.key_features[..., first : first + count] if count else None
+        return dataclasses.replace(self, key_features=features)
+
     def of_first_keys(self, count: int) -> AttentionPairs:
         """The same queries with the first `count` keys."""
         return dataclasses.replace(

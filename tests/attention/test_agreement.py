@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc import ComposedConfig, RopeConfig
-from hf_posenc.attention import backends, blockwise, by_blocks, distance_attention
-from hf_posenc.attention.forms import DistanceForm, RowsForm, SeparableForm
+from hf_posenc.attention import backends, blockwise, by_blocks, fused_attention
+from hf_posenc.attention.forms import DistanceForm, RowsForm, SeparableForm, SumForm
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes import get_scheme
 from tests.matrix.architectures import ARCHITECTURES
@@ -30,6 +30,9 @@ BIASED |= {
     "alibi over a scale": ComposedConfig((get_scheme("alibi")(), get_scheme("ssmax")())),
     "forget_gate over rope": ComposedConfig((get_scheme("forget_gate")(), RopeConfig())),
     "forget_gate and t5": ComposedConfig((get_scheme("forget_gate")(), get_scheme("t5")())),
+    "forget_gate and alibi": ComposedConfig((get_scheme("forget_gate")(), get_scheme("alibi")())),
+    "forget_gate and cope": ComposedConfig((get_scheme("forget_gate")(), get_scheme("cope")())),
+    "alibi over a shift": get_scheme("position_shift")(inner="alibi", offset=3),  # type: ignore[call-arg]
 }
 
 
@@ -63,7 +66,7 @@ def in_turn(name: str, cases: dict[str, list[str]]) -> Any:
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(distance_attention, "_SHORT_ROWS", 5)
+    monkeypatch.setattr(fused_attention, "_DISTANCE_ROWS", 5)
     monkeypatch.setattr(blockwise, "_BACKWARD_ROWS", 4)
     monkeypatch.setattr(by_blocks, "BLOCK_NUMBERS", 2 * 4 * 3 * LENGTH)
 
@@ -168,7 +171,15 @@ def test_in_bfloat16(label: str) -> None:
 
 @pytest.mark.parametrize(
     ("label", "form"),
-    [("t5-0", DistanceForm), ("forget_gate-0", SeparableForm), ("cope-0", RowsForm), ("alibi over a scale", RowsForm)],
+    [
+        ("t5-0", DistanceForm),
+        ("forget_gate-0", SeparableForm),
+        ("forget_gate and alibi", SeparableForm),
+        ("forget_gate and t5", SumForm),
+        ("alibi over a shift", DistanceForm),
+        ("cope-0", RowsForm),
+        ("alibi over a scale", RowsForm),
+    ],
 )
 def test_no_bias_of_all_pairs_exists(label: str, form: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in the forward pass nor in the backward pass."""

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hf_posenc.attention import blockwise
-from hf_posenc.attention import distance_attention as module
-from hf_posenc.attention.distance_attention import distance_attention
+from hf_posenc.attention import fused_attention as module
 from hf_posenc.errors import UnsupportedError
 
+from .fused import distance_attention
 from .plain_attention import masks, plain_attention, toeplitz
 
 #: Sums of some dozen float32 products in another order, against float64.
@@ -25,8 +25,8 @@ MASKS = list(masks(1, 1, 1))
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks, of which the last is not full, at lengths of a test."""
-    monkeypatch.setattr(module, "_SHORT_ROWS", 5)
-    monkeypatch.setattr(module, "_LONG_ROWS", 7)
+    monkeypatch.setattr(module, "_DISTANCE_ROWS", 5)
+    monkeypatch.setattr(module, "_LONG_DISTANCE_ROWS", 7)
     monkeypatch.setattr(module, "_LONG", 20)
     monkeypatch.setattr(blockwise, "_BACKWARD_ROWS", 6)
 
@@ -115,8 +115,8 @@ def test_the_kernel_is_given_a_view_of_the_vector(monkeypatch: pytest.MonkeyPatc
 
 def test_the_operator_is_one_that_torch_can_trace() -> None:
     given = tensors(2, 4, 2, 11, 11, torch.float32)
-    torch.library.opcheck(module._distance_attention, (*given, None, 0.3, True))
-    torch.library.opcheck(module._distance_attention, (*given, masks(2, 11, 11)["packed"], 0.3, False))
+    torch.library.opcheck(module._fused_attention, (*given, None, None, None, 0.3, True))
+    torch.library.opcheck(module._fused_attention, (*given, None, None, masks(2, 11, 11)["packed"], 0.3, False))
 
 
 def test_autocast_computes_in_its_dtype() -> None:

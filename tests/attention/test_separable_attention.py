@@ -8,8 +8,9 @@ from torch import Tensor
 
 from hf_posenc.attention import blockwise
 from hf_posenc.attention.forms import SeparableForm
-from hf_posenc.attention.separable_attention import _separable_attention, separable_attention
+from hf_posenc.attention.fused_attention import _fused_attention
 
+from .fused import separable_attention
 from .plain_attention import masks, plain_attention
 
 MASKS = list(masks(1, 1, 1))
@@ -115,4 +116,28 @@ def test_autocast_of_float32_heads() -> None:
 
 def test_the_operator_is_one_that_torch_can_trace() -> None:
     given = tensors(2, 2, 11, torch.float32)
-    torch.library.opcheck(_separable_attention, (*given, torch.arange(11), None, 0.3, True))
+    torch.library.opcheck(_fused_attention, (*given[:3], None, given[3], torch.arange(11), None, 0.3, True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_that_are_wider_than_keys(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(1, 2, 1100, 16, generator=generator).to(dtype) for _ in range(2))
+    value = torch.randn(1, 2, 1100, 64, generator=generator).to(dtype)
+    terms = torch.rand(1, 2, 1100, generator=generator).cumsum(-1)
+    found = separable_attention(query, key, value, terms, torch.arange(1100), None, 0.25, True)
+    bias = SeparableForm(terms, torch.arange(1100)).dense()
+    wanted = plain_attention(query, key, value, bias, None, 0.25, True)
+    assert found.shape[-1] == 64
+    torch.testing.assert_close(found.double(), wanted, atol=4 * torch.finfo(dtype).eps, rtol=4 * torch.finfo(dtype).eps)
+
+
+def test_terms_of_ten_million_fit_into_half_precision() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, 1, 1500, 16, generator=generator).half() for _ in range(3))
+    terms = torch.zeros(1, 1, 1500)
+    terms[..., 750:] = 1e7
+    found = separable_attention(query, key, value, terms, torch.arange(1500), None, 0.25, True)
+    bias = SeparableForm(terms, torch.arange(1500)).dense()
+    wanted = plain_attention(query, key, value, bias, None, 0.25, True)
+    torch.testing.assert_close(found.double(), wanted, atol=4e-3, rtol=0)

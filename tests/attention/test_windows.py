@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_posenc.attention import blockwise, distance_attention, windows
-from hf_posenc.attention.windows import Windows, call_of, windows_of_distance, windows_of_terms
+from hf_posenc.attention import blockwise, windows
+from hf_posenc.attention.fused_attention import fused_attention
+from hf_posenc.attention.windows import Windows, call_of, windows_of
+
+from .fused import distance_attention, separable_attention
 
 HEADS, LENGTH, WIDTH = 4, 192, 16
 SCALING = WIDTH**-0.5
@@ -97,8 +100,8 @@ def test_a_bias_of_distance(name: str, causal: bool, dtype: torch.dtype) -> None
     vector = BIASES[name]()
     vector = vector.double() if dtype == torch.float64 else vector
     arguments = (query, key, value, vector, None, SCALING, causal)
-    assert skipped(windows_of_distance(call_of(query, key, value, None, SCALING, causal), vector)) > LENGTH
-    found = distance_attention.distance_attention(*arguments)
+    assert skipped(windows_of(call_of(query, key, value, None, SCALING, causal), vector, None)) > LENGTH
+    found = distance_attention(*arguments)
     expected = reference(query, key, value, matrix(vector, LENGTH), visible(causal))
     assert float((found - expected).abs().max()) <= rounding(dtype)
 
@@ -120,8 +123,8 @@ def test_masks(kind: str, queries: int) -> None:
         mask[:, 1, :, 30:60] = False  # heads that do not see themselves in some rows
         mask[..., 0] = True
     arguments = (query, key, value, alibi(queries), mask, SCALING, False)
-    assert skipped(windows_of_distance(call_of(query, key, value, mask, SCALING, False), alibi(queries)), queries) > 0
-    found = distance_attention.distance_attention(*arguments)
+    assert skipped(windows_of(call_of(query, key, value, mask, SCALING, False), alibi(queries), None), queries) > 0
+    found = distance_attention(*arguments)
     expected = reference(query, key, value, matrix(alibi(queries), queries), mask)
     assert float((found - expected).abs().max()) <= rounding(torch.float32)
 
@@ -129,7 +132,7 @@ def test_masks(kind: str, queries: int) -> None:
 def test_gradients() -> None:
     given = [tensor.requires_grad_() for tensor in (*inputs(), alibi())]
     wanted = [tensor.detach().double().requires_grad_() for tensor in given]
-    found = distance_attention.distance_attention(*given, None, SCALING, True)  # type: ignore[call-arg]
+    found = distance_attention(*given, None, SCALING, True)  # type: ignore[call-arg]
     expected = reference(*wanted[:3], matrix(wanted[3], LENGTH), visible(True))
     weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
     (found * weight).sum().backward()
@@ -142,8 +145,6 @@ def test_gradients() -> None:
 
 @pytest.mark.parametrize("padded", [True, False])
 def test_a_number_per_key(padded: bool) -> None:
-    from hf_posenc.attention.separable_attention import separable_attention
-
     query, key, value = inputs()
     generator = torch.Generator().manual_seed(3)
     terms = (torch.rand(2, HEADS, LENGTH, generator=generator) * SLOPES.view(1, -1, 1)).cumsum(-1)
@@ -156,7 +157,7 @@ def test_a_number_per_key(padded: bool) -> None:
         seen = mask
     given = [tensor.requires_grad_() for tensor in (query, key, value, terms)]
     wanted = [tensor.detach().double().requires_grad_() for tensor in given]
-    assert skipped(windows_of_terms(call_of(*given[:3], mask, SCALING, not padded), terms)) > LENGTH
+    assert skipped(windows_of(call_of(*given[:3], mask, SCALING, not padded), None, terms)) > LENGTH
     found = separable_attention(*given, torch.arange(LENGTH), mask, SCALING, not padded)  # type: ignore[call-arg]
     bias = wanted[3].unsqueeze(-2) - wanted[3].unsqueeze(-1)
     expected = reference(*wanted[:3], bias, seen)
@@ -169,6 +170,34 @@ def test_a_number_per_key(padded: bool) -> None:
         assert one.grad is not None
         assert other.grad is not None
         assert float((one.grad - other.grad).norm() / other.grad.norm()) <= 1e-5
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", ["alibi", "bump"])
+def test_the_sum_of_a_bias_of_distance_and_a_number_per_key(name: str, causal: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    terms = (torch.rand(2, HEADS, LENGTH, generator=generator) * 12 * SLOPES.view(1, -1, 1)).cumsum(-1)
+    vector = BIASES[name]()
+    heads = inputs()
+    windows = windows_of(call_of(*heads, None, SCALING, causal), vector, terms)
+    assert skipped(windows) > LENGTH
+    # What the vector may add to a far key is room that the terms have to make up for.
+    alone = windows_of(call_of(*heads, None, SCALING, causal), None, terms)
+    assert (skipped(alone) > skipped(windows)) == (name == "bump")
+    given = [tensor.requires_grad_() for tensor in (*heads, vector, terms)]
+    wanted = [tensor.detach().double().requires_grad_() for tensor in given]
+    found = fused_attention(*given, torch.arange(LENGTH), None, SCALING, causal)  # type: ignore[call-arg]
+    bias = matrix(wanted[3], LENGTH) + wanted[4].unsqueeze(-2) - wanted[4].unsqueeze(-1)
+    expected = reference(*wanted[:3], bias, visible(causal))
+    # Sums of terms of 9,000 are rounded to 9,000 eps before the softmax.
+    assert float((found - expected).abs().max()) <= 9000 * torch.finfo(torch.float32).eps
+    weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
+    (found * weight).sum().backward()
+    (expected * weight).sum().backward()
+    for one, other in zip(given, wanted, strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert float((one.grad - other.grad).norm() / other.grad.norm()) <= 1e-4
 
 
 def huge_key(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -203,9 +232,9 @@ def test_what_is_far_and_counts_is_seen(attack: Any, monkeypatch: pytest.MonkeyP
     query, key, value = inputs()
     attack(query, key, value)
     given = (query, key, value, alibi(), None, SCALING, True)
-    found = distance_attention.distance_attention(*given)
+    found = distance_attention(*given)
     monkeypatch.setattr(windows, "SHORTEST", 2 * LENGTH)
-    dense = distance_attention.distance_attention(*given)
+    dense = distance_attention(*given)
     assert torch.equal(found.isfinite(), dense.isfinite())
     expected = reference(query, key, value, matrix(alibi(), LENGTH), visible(True))
     # Relative to the largest component of a row, in which both calls sum up the same numbers in another order.
@@ -220,7 +249,7 @@ def test_the_one_large_gradient_reaches_far_keys() -> None:
     wanted = [tensor.detach().double().requires_grad_() for tensor in given]
     weight = torch.ones(2, LENGTH, 1, 1)
     weight[:, -1] = 1e12
-    found = distance_attention.distance_attention(*given, alibi(), None, SCALING, True)  # type: ignore[call-arg]
+    found = distance_attention(*given, alibi(), None, SCALING, True)  # type: ignore[call-arg]
     (found * weight).sum().backward()
     (reference(*wanted, matrix(alibi(), LENGTH), visible(True)) * weight).sum().backward()
     for one, other in zip(given[1:], wanted[1:], strict=True):
@@ -234,8 +263,8 @@ def test_a_bias_that_does_not_decay_has_no_windows() -> None:
     query, key, value = inputs()
     flat = torch.randn(HEADS, 2 * LENGTH - 1, generator=torch.Generator().manual_seed(5))
     call = call_of(query, key, value, None, SCALING, True)
-    assert windows_of_distance(call, flat) is None
-    assert windows_of_terms(call, flat[None, :, :LENGTH]) is None
+    assert windows_of(call, flat, None) is None
+    assert windows_of(call, None, flat[None, :, :LENGTH]) is None
 
 
 def test_an_additive_mask_has_no_windows() -> None:
@@ -251,10 +280,29 @@ def test_a_padding_query_behind_a_cutoff_has_no_gradient() -> None:
     cutoff = torch.zeros(HEADS, 2 * LENGTH - 1).masked_fill(distances().abs() > 5, -torch.inf)
     mask = visible(True).expand(2, 1, -1, -1).clone()
     mask[1, ..., 40:] = False
-    found = distance_attention.distance_attention(query, key, value, cutoff, mask, SCALING, False)
+    found = distance_attention(query, key, value, cutoff, mask, SCALING, False)
     weight = torch.ones(2, LENGTH, 1, 1)
     weight[1, 40:] = 0.0
     (found * weight).sum().backward()
     for tensor in (query, key, value):
         assert tensor.grad is not None
         assert bool(tensor.grad.isfinite().all())
+
+
+def test_the_gradient_of_a_learned_bias_has_the_digits_of_float32_in_a_half_precision_model() -> None:
+    """Keys that a result in bfloat16 does not need are a part of the gradient of slopes, which is float32."""
+    generator = torch.Generator().manual_seed(0)
+    key, value, weight = (torch.randn(1, HEADS, LENGTH, WIDTH, generator=generator) for _ in range(3))
+    query = torch.zeros_like(key)
+    drifting = value + torch.arange(LENGTH).view(1, 1, -1, 1) / 16
+    gradients = []
+    for dtype in (torch.bfloat16, torch.float64):
+        slopes = torch.tensor(
+            [0.5, 0.25, 0.125, 0.0625], dtype=torch.promote_types(dtype, torch.float32)
+        ).requires_grad_()
+        heads = [tensor.bfloat16().to(dtype) for tensor in (query, key, drifting)]
+        vector = -slopes.unsqueeze(-1) * distances().abs()
+        found = distance_attention(*heads, vector, None, SCALING, True)
+        gradients.append(torch.autograd.grad((found * weight.bfloat16().to(dtype).transpose(1, 2)).sum(), slopes)[0])
+    # The gradient that arrives is that of a float64 result; only probabilities and sums are float32.
+    assert float(((gradients[0] - gradients[1]) / gradients[1]).abs().max()) <= 1e-5

@@ -48,14 +48,15 @@ class _PartSum(Part, Generic[PartType]):
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
         """Refuses where any summand does."""
-        for part in self._summands():
+        for part in self.summands():
             part.check_cache(cached_length, total_length)
 
     def adopt(self, native: Tensor) -> bool:
         """Hands the native weight to the first summand that takes it."""
-        return any(part.adopt(native) for part in self._summands())
+        return any(part.adopt(native) for part in self.summands())
 
-    def _summands(self) -> list[PartType]:
+    def summands(self) -> list[PartType]:
+        """The parts."""
         return cast("list[PartType]", list(self.parts))
 
 
@@ -64,7 +65,7 @@ class SummedEncoding(_PartSum[AdditiveEncoding], AdditiveEncoding):
 
     def forward(self, positions: Positions) -> Tensor:
         """Returns `(batch or 1, query_len, hidden)`."""
-        first, *others = (part(positions) for part in self._summands())
+        first, *others = (part(positions) for part in self.summands())
         return cast("Tensor", sum(others, start=first))
 
 
@@ -73,7 +74,7 @@ class SummedDistanceBias(_PartSum[DistanceBias], DistanceBias):
 
     def forward(self, distance: Tensor) -> Tensor:
         """Returns `(heads, *distance.shape)` in float32."""
-        first, *others = (part(distance) for part in self._summands())
+        first, *others = (part(distance) for part in self.summands())
         return cast("Tensor", sum(others, start=first))
 
 
@@ -100,20 +101,17 @@ class SummedPairwiseBias(_PartSum[LogitBias], PairwiseBias):
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32."""
         total: Tensor | None = None
-        start = 0
-        for part in self._summands():
-            width = part.num_features if isinstance(part, PairwiseBias) else 0
-            features = None
-            if width and pairs.key_features is not None:
-                features = pairs.key_features[..., start : start + width]
-                start += width
-            bias = pairwise_bias(part, dataclasses.replace(pairs, key_features=features))
+        first = 0
+        for part in self.summands():
+            count = part.num_features if isinstance(part, PairwiseBias) else 0
+            bias = pairwise_bias(part, pairs.with_features(first, count))
+            first += count
             total = bias if total is None else total + bias
         assert total is not None
         return total
 
     def _featured(self) -> list[PairwiseBias]:
-        return [part for part in self._summands() if isinstance(part, PairwiseBias) and part.num_features]
+        return [part for part in self.summands() if isinstance(part, PairwiseBias) and part.num_features]
 
 
 class MultipliedScale(_PartSum[LogitScale], LogitScale):
@@ -121,7 +119,7 @@ class MultipliedScale(_PartSum[LogitScale], LogitScale):
 
     def forward(self, positions: Positions) -> Tensor:
         """Returns `(batch or 1, heads or 1, length)` in float32."""
-        first, *others = (part(positions) for part in self._summands())
+        first, *others = (part(positions) for part in self.summands())
         return cast("Tensor", math.prod(others, start=first))
 
 

@@ -27,6 +27,7 @@ class AffineMap(PositionMap):
         super().__init__()
         self.factor = int(factor) if float(factor).is_integer() else factor
         self.offset = offset
+        self.keeps_distances = self.factor == 1
 
     @property
     def gives_real_positions(self) -> bool:

@@ -14,6 +14,7 @@ from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.logits import pairwise_bias
 from hf_posenc.schemes.parts import (
     AdditiveEncoding,
+    DistanceBias,
     LogitBias,
     LogitScale,
     PairwiseBias,
@@ -41,6 +42,8 @@ class PositionMap(nn.Module):
     reads_positions: bool = True
     #: True where the positions it is given have to be whole numbers.
     whole_positions: bool = False
+    #: True where all tokens are as far apart as before, so that a bias of distance is what it was.
+    keeps_distances: bool = False
     #: How long a sequence it can give positions to; without a limit by default.
     length_reach: Reach = Reach()
 
@@ -182,10 +185,12 @@ def map_parts(position_map: PositionMap, parts: SchemeParts, option: str, scheme
         )
     additive, query_key_map = parts.additive, parts.query_key_map
     bias, scale = parts.logit_bias, parts.logit_scale
+    if bias is not None and not (position_map.keeps_distances and isinstance(bias, DistanceBias)):
+        bias = MappedBias(position_map, bias)
     return SchemeParts(
         additive=None if additive is None else MappedEncoding(position_map, additive),
         query_key_map=None if query_key_map is None else MappedQueryKeyMap(position_map, query_key_map),
-        logit_bias=None if bias is None else MappedBias(position_map, bias),
+        logit_bias=bias,
         logit_scale=None if scale is None else MappedScale(position_map, scale),
     )
 

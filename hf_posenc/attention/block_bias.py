@@ -1,0 +1,116 @@
+"""The bias of a block of queries, and what the gradient of its scores says about a bias of distance.
+
+A bias that depends on distance alone is a Toeplitz matrix, which one vector per head describes. With the queries in
+reverse order it becomes a Hankel matrix, `bias[i, j] = vector[i + j]`, and that is a *view* of the vector with both
+strides 1: torch's kernels read it as an attention mask like any other, and nothing of the size of the matrix is ever
+allocated. The mask of a causal layer is part of the vector.
+
+The gradient of the vector is the sum over each diagonal of the gradient of the scores.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_posenc.attention.blockwise import Block, additive_mask, mask_of_block
+from hf_posenc.attention.windows import Windows
+
+
+class BlockBias:
+    """The bias of a block, mask included; without mask and terms it is a view of the vector.
+
+    Args:
+        vector: `(heads, query_len + key_len - 1)` by rising distance, or `None`.
+        terms: `(batch, heads, key_len)`, added to the logits of each key, or `None`.
+        query_slots: `(query_len,)` int64, the keys whose terms are taken away from each query; with `terms`.
+        mask: as `fitting_mask` returns it.
+        query_length: number of queries.
+        causal: whether query i sees no key behind key i.
+        windows: which keys count.
+    """
+
+    def __init__(
+        self,
+        vector: Tensor | None,
+        terms: Tensor | None,
+        query_slots: Tensor | None,
+        mask: Tensor | None,
+        query_length: int,
+        causal: bool,
+        windows: Windows | None,
+    ) -> None:
+        self.vector = None if vector is None else _masked(vector, query_length, causal, windows)
+        self.terms = terms
+        self.own = None if terms is None or query_slots is None else terms.index_select(-1, query_slots)
+        self.mask = mask
+        self.query_length = query_length
+        self.causal = causal
+
+    def of(self, block: Block) -> Tensor:
+        """`(batch or 1, heads, rows, keys)` float32, queries reversed."""
+        bias = None if self.vector is None else self._of_vector(self.vector, block)
+        if self.terms is not None:
+            of_terms = self._of_terms(self.terms, block)
+            bias = of_terms if bias is None else of_terms.add_(bias)
+        assert bias is not None
+        if self.mask is not None:
+            mask = mask_of_block(self.mask, block, bias.dtype)
+            return bias + mask if self.terms is None else bias.add_(mask)
+        # Kernels of accelerators want rows that start at aligned addresses.
+        return bias if bias.device.type == "cpu" else bias.contiguous()
+
+    def _of_vector(self, vector: Tensor, block: Block) -> Tensor:
+        vector = vector[block.heads]
+        farthest = self.query_length - block.stop + block.first
+        shape = (1, vector.shape[0], block.stop - block.start, block.last - block.first)
+        return vector.as_strided(shape, (0, vector.stride(0), 1, 1), vector.storage_offset() + farthest)
+
+    def _of_terms(self, terms: Tensor, block: Block) -> Tensor:
+        assert self.own is not None
+        rows = self.own[block.items, block.heads, block.start : block.stop].flip(-1)
+        bias = terms[block.items, block.heads, block.keys].unsqueeze(-2) - rows.unsqueeze(-1)
+        if self.causal and self.vector is None and self.mask is None:
+            # Only the queries' own keys, the last ones, can be later than one of them.
+            count = block.stop - block.start
+            later = torch.ones(count, count, dtype=torch.bool, device=bias.device).tril(-1).flip(-1)
+            bias[..., block.start - block.first :].add_(additive_mask(~later, bias.dtype))
+        return bias
+
+
+def _masked(vector: Tensor, query_length: int, causal: bool, windows: Windows | None) -> Tensor:
+    """The vector with -inf at the distances of hidden keys."""
+    vector = vector.contiguous()
+    if causal:
+        vector = vector.clone()
+        vector[:, query_length:] = -torch.inf
+    if windows is not None:
+        # A block has keys that only some of its rows need. For the others their weights would be subnormal numbers,
+        # which some processors compute a hundred times slower.
+        distances = torch.arange(vector.shape[1], device=vector.device) - (windows.key_length - 1)
+        vector = vector.masked_fill(windows.unneeded(distances), -torch.inf)
+    return vector
+
+
+def diagonal_sums(scores: Tensor) -> Tensor:
+    """`(count, rows + keys - 1)`, the sums over entries of `(count, rows, keys)` with the same row plus key.
+
+    Read with rows that are one shorter than they are, diagonals are columns. Only at both ends do such columns hold two
+    diagonals each.
+    """
+    count, rows, width = scores.shape
+    if width <= 2 * rows + 1:
+        return _sums_of_corner(scores)
+    columns = scores.as_strided((count, rows, width - 1), (rows * width, width - 1, 1), scores.storage_offset()).sum(1)
+    first = _sums_of_corner(scores[..., :rows])[:, :rows]
+    last = _sums_of_corner(scores[..., -rows:])[:, rows - 1 :]
+    return torch.cat((first, columns[:, rows:], last), dim=1)
+
+
+def _sums_of_corner(scores: Tensor) -> Tensor:
+    """The same, by way of a copy with rows that are one longer than they should be."""
+    count, rows, width = scores.shape
+    pitch = rows + width
+    longer = scores.new_zeros(count, rows, pitch)
+    longer.as_strided(scores.shape, (rows * pitch, pitch + 1, 1)).copy_(scores)
+    return longer[..., : rows + width - 1].sum(1)

@@ -1,0 +1,229 @@
+"""Attention with a bias that never exists as a matrix: a function of distance, a number per key, or their sum.
+
+On a CPU the kernel is given a few rows of queries at a time, each block with its own bias, so that keys which none of
+its queries sees, or needs, are left out. A long call whose bias is a number per key and whose keys all count has these
+numbers folded into queries and keys instead (`hf_posenc.attention.folding`), as has every such call elsewhere.
+
+The kernel's own backward pass would round the gradient of a folded dimension to the dtype of the heads, and has no
+gradient of a bias. So the backward pass computes the probabilities again, a few rows at a time, and sums the gradient
+of the scores in float32: over each diagonal, over the queries of each key and over the keys of each query.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from hf_posenc.attention.block_bias import BlockBias, diagonal_sums
+from hf_posenc.attention.blockwise import (
+    Block,
+    additive_mask,
+    autocast_inputs,
+    blockwise_backward,
+    blockwise_forward,
+    fitting_mask,
+    for_each_query_head,
+    for_kernel,
+    refuse_second_derivative,
+    rows_of_window_blocks,
+    without_autocast,
+)
+from hf_posenc.attention.folding import fold, of_one_width
+from hf_posenc.attention.windows import call_of, windows_of
+
+#: Up to this many queries a number per key costs a processor less in blocks than in wider heads.
+_SHORT = 1024
+#: Rows of a block of numbers per key.
+_TERM_ROWS = 128
+#: Rows of a block of a bias of distance, below and from `_LONG` queries on. Torch's CPU kernel divides 192 to 767 rows
+#: into tiles of 64 and more into tiles of 256; the smaller block skips more of a causal layer's invisible keys.
+_DISTANCE_ROWS, _LONG_DISTANCE_ROWS, _LONG = 256, 768, 4096
+
+
+def fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    vector: Tensor | None,
+    terms: Tensor | None,
+    query_slots: Tensor | None,
+    mask: Tensor | None,
+    scaling: float,
+    causal: bool,
+) -> Tensor:
+    """`softmax(scaling * query . key + vector[j - i] + terms[j] - terms[i]) . value`, without what is `None`.
+
+    Args:
+        query: `(batch, heads, query_len, head_dim)`.
+        key: `(batch, key_value_heads, key_len, head_dim)`.
+        value: `(batch, key_value_heads, key_len, value_dim)`; on the CPU the fast kernel wants `head_dim` here too.
+        vector: `(heads, query_len + key_len - 1)` float32, a bias by rising distance: of query i and key j it is
+            `vector[:, j - i + query_len - 1]`.
+        terms: `(batch or 1, heads, key_len)` float32, a number per key.
+        query_slots: `(query_len,)` int64, which of the keys belongs to the same token as each query; with `terms`.
+        mask: which pairs are visible (boolean), or what is added to their logits; broadcasts to
+            `(batch, 1 or heads, query_len, key_len)`.
+        scaling: factor of `query . key`.
+        causal: whether query i sees no key behind key i; without a mask, and with as many keys as queries.
+
+    Returns:
+        `(batch, query_len, heads, value_dim)`, in the dtype of the query.
+
+    Raises:
+        UnsupportedError: for a mask of another shape, and in the second of two backward passes.
+    """
+    query, key, value = autocast_inputs(query, key, value)
+    mask = fitting_mask(mask, query.shape[2], key.shape[2])
+    if terms is not None:
+        terms = terms.expand(query.shape[0], -1, -1)
+    result: Tensor = _fused_attention(query, key, value, vector, terms, query_slots, mask, scaling, causal)
+    return result
+
+
+@torch.library.custom_op("hf_posenc::fused_attention", mutates_args=())
+def _fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    vector: Tensor | None,
+    terms: Tensor | None,
+    query_slots: Tensor | None,
+    mask: Tensor | None,
+    scaling: float,
+    causal: bool,
+) -> Tensor:
+    windows = windows_of(call_of(query, key, value, mask, scaling, causal), vector, terms)
+    query_length = query.shape[2]
+    if windows is not None:
+        rows = rows_of_window_blocks()
+    elif terms is None:
+        rows = _DISTANCE_ROWS if query_length < _LONG else _LONG_DISTANCE_ROWS
+    elif vector is not None or (query.device.type == "cpu" and query_length < _SHORT):
+        rows = _TERM_ROWS
+    else:
+        assert query_slots is not None
+        return _folded(query, key, value, terms, query_slots, mask, scaling, causal)
+    bias = BlockBias(vector, terms, query_slots, mask, query_length, causal, windows)
+    return blockwise_forward(query, key, value, mask, scaling, causal, bias.of, rows, windows)
+
+
+def _folded(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    terms: Tensor,
+    query_slots: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    causal: bool,
+) -> Tensor:
+    heads = query.shape[1]
+    wide_query, wide_key, scaling = fold(query, key, terms, query_slots, scaling)
+    wide_query, wide_key, wide_value = of_one_width(wide_query, wide_key, value)
+    added = None if mask is None else for_kernel(additive_mask(mask, torch.float32), query)
+    with without_autocast(query.device):
+        output = scaled_dot_product_attention(
+            wide_query,
+            for_each_query_head(wide_key, heads),
+            for_each_query_head(wide_value, heads),
+            attn_mask=added,
+            is_causal=causal,
+            scale=scaling,
+        )
+    return output[..., : value.shape[-1]].transpose(1, 2).contiguous()
+
+
+@_fused_attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+
+
+@torch.library.custom_op("hf_posenc::fused_attention_backward", mutates_args=())
+def _fused_attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    vector: Tensor | None,
+    terms: Tensor | None,
+    query_slots: Tensor | None,
+    mask: Tensor | None,
+    scaling: float,
+    causal: bool,
+    learned: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients; `learned` says whether those of the vector and of the terms are wanted, else they are empty."""
+    query_length = query.shape[2]
+    call = call_of(query, key, value, mask, scaling, causal, gradient)
+    if call is not None and any(learned):
+        # The gradient of a bias is a sum in float32, whatever the heads are.
+        call = dataclasses.replace(call, share=min(call.share, torch.finfo(torch.float32).eps / 4))
+    windows = windows_of(call, vector, terms)
+    bias = BlockBias(vector, terms, query_slots, mask, query_length, causal, windows)
+    of_vector, of_terms = _gradients_of_bias(query, vector, terms, learned)
+    of_queries = of_terms.new_zeros(*query.shape[:3]) if learned[1] else of_terms
+
+    def add(scores: Tensor, block: Block) -> None:
+        if learned[0]:
+            sums = diagonal_sums(scores.flatten(0, 1)).unflatten(0, scores.shape[:2]).sum(0)
+            farthest = query_length - block.stop + block.first
+            of_vector[block.heads, farthest : farthest + sums.shape[-1]] += sums
+        if learned[1]:
+            of_terms[block.items, block.heads, block.keys] += scores.sum(-2)
+            of_queries[block.items, block.heads, block.start : block.stop] = scores.sum(-1).flip(-1)
+
+    found = blockwise_backward(gradient, query, key, value, mask, scaling, causal, bias.of, add, windows)
+    if learned[1]:
+        assert query_slots is not None
+        of_terms.index_add_(-1, query_slots, of_queries, alpha=-1)
+    return *found, of_vector, of_terms
+
+
+@_fused_attention_backward.register_fake
+def _(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    vector: Tensor | None,
+    terms: Tensor | None,
+    query_slots: Tensor | None,
+    mask: Tensor | None,
+    scaling: float,
+    causal: bool,
+    learned: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    of_bias = _gradients_of_bias(query, vector, terms, learned)
+    return torch.empty_like(query), key.new_empty(key.shape), value.new_empty(value.shape), *of_bias
+
+
+def _gradients_of_bias(
+    query: Tensor, vector: Tensor | None, terms: Tensor | None, learned: list[bool]
+) -> tuple[Tensor, Tensor]:
+    """Zeros like the vector and like the terms; empty where no gradient is wanted."""
+    of_vector, of_terms = (
+        like.new_zeros(like.shape) if wanted and like is not None else query.new_empty(0)
+        for like, wanted in zip((vector, terms), learned, strict=True)
+    )
+    return of_vector, of_terms
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.scaling, ctx.causal = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+    learned = list(ctx.needs_input_grad[3:5])
+    *of_heads, of_vector, of_terms = _fused_attention_backward(
+        gradient, *ctx.saved_tensors, ctx.scaling, ctx.causal, learned
+    )
+    return *of_heads, of_vector if learned[0] else None, of_terms if learned[1] else None, None, None, None, None
+
+
+_fused_attention.register_autograd(_backward, setup_context=_save)
+_fused_attention_backward.register_autograd(refuse_second_derivative)
