@@ -6,13 +6,25 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.errors import BenchmarkError
+
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file so that a kill at any moment leaves either the old one or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Writes a file so that a kill at any moment leaves either the old one or the new one.
+
+    Raises:
+        BenchmarkError: if the system does not let it.
+    """
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise BenchmarkError(
+            f"{path} cannot be written ({error.strerror or error}). Choose another --output_dir, or make room or "
+            "permission for this one."
+        ) from error
 
 
 def with_lines(value: Any, depth: int) -> str:

@@ -28,8 +28,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"gpu: not installed: {', '.join(missing)}. Run: pip install {' '.join(missing)}", file=sys.stderr)
         return 2
     try:
-        store = Store(options.output_dir, options.parts if options.overwrite else ())
-        store.note_command(shlex.join(["python", "-m", "benchmarks.gpu", *words]))
+        command = shlex.join(["python", "-m", "benchmarks.gpu", *words])
+        store = Store(options.output_dir, options.parts if options.overwrite else (), command)
         Supervisor(options, store, _tell).run()
     except BenchmarkError as error:
         print(f"gpu: {error}", file=sys.stderr)

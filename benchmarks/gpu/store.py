@@ -21,25 +21,22 @@ class Store:
 
     Args:
         folder: of the file, which is read if it is there.
-        forgotten: parts whose earlier results are dropped.
+        forgotten: parts whose earlier results are dropped when they begin anew, and not before: a run that cannot begin
+            leaves the file as it was.
+        command: what is run, kept with the results once a part begins.
 
     Raises:
         BenchmarkError: if the file cannot be read.
     """
 
-    def __init__(self, folder: Path, forgotten: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, forgotten: Sequence[str] = (), command: str = "") -> None:
         self.path = folder / "results.json"
+        self.forgotten = set(forgotten)
+        self.command = command
         self.content: dict[str, Any] = {"commands": [], "parts": {}}
         self._saved = 0.0
         if self.path.exists():
             self.content |= _read(self.path)
-        for part in forgotten:
-            self.content["parts"].pop(part, None)
-
-    def note_command(self, command: str) -> None:
-        """Keeps the command, once."""
-        if command not in self.content["commands"]:
-            self.content["commands"].append(command)
 
     def begin(self, part: str, machine: dict[str, Any], settings: dict[str, Any], cells: Sequence[str]) -> None:
         """Goes on with a part, or starts it.
@@ -49,6 +46,9 @@ class Store:
         """
         # Through JSON, so that what was just made equals what was read.
         fresh = json.loads(json.dumps({"machine": machine, "settings": settings, "cells": list(cells)}))
+        if part in self.forgotten:
+            self.content["parts"].pop(part, None)
+            self.forgotten.discard(part)
         found = self.content["parts"].setdefault(part, fresh | {"rows": {}})
         for kind in ("machine", "settings"):
             if found[kind] != fresh[kind]:
@@ -61,6 +61,8 @@ class Store:
                     f"{part} to run this part anew."
                 )
         found["cells"] = fresh["cells"]
+        if self.command and self.command not in self.content["commands"]:
+            self.content["commands"].append(self.command)
 
     def rows(self, part: str) -> dict[str, Row]:
         """What came out of a part so far, by cell."""
@@ -86,11 +88,13 @@ def cells_left(part: dict[str, Any]) -> list[str]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise BenchmarkError(
-            f"{path} cannot be read ({error}): it was changed since it was written. Remove it, and everything is run "
+            f"{path} cannot be read ({error}): it is not what this kit has written. Remove it, and everything is run "
             "anew."
         ) from error
-    if not isinstance(found, dict) or not {"commands", "parts"} <= set(found):
+    if not (
+        isinstance(found, dict) and isinstance(found.get("commands"), list) and isinstance(found.get("parts"), dict)
+    ):
         raise BenchmarkError(f"{path} does not hold results of this kit. Choose another --output_dir.")
     return found

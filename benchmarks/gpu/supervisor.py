@@ -81,6 +81,7 @@ class Supervisor:
             "smoke": self.options.smoke,
             "device": self.options.device,
             "results": str(self.store.path),
+            "forgotten": sorted(self.store.forgotten),
         }
         self.store.save()
         command = [*self.worker, json.dumps(request)]

@@ -142,7 +142,7 @@ def _run_part(name: str, device: str, request: dict[str, Any]) -> bool:
 
     path = Path(request["results"])
     known = json.loads(path.read_text(encoding="utf-8"))["parts"] if path.is_file() else {}
-    rows: dict[str, Row] = dict(known.get(name, {}).get("rows", {}))
+    rows: dict[str, Row] = {} if name in request["forgotten"] else dict(known.get(name, {}).get("rows", {}))
     setup = Setup(device, request["smoke"], path.parent, rows, remaining)
     part = build_part(name, setup)
     # Timing collects garbage before each round, and accelerate at each tensor it places. Neither has to look through

@@ -217,7 +217,7 @@ def uninstall(encoding: PositionEncoding) -> None:
     for stack in encoding.stacks.values():
         assert isinstance(stack, StackEncoding)
         stack.runtime.slots.restore()
-        stack.runtime.watch = stack.runtime.pages = None
+        stack.runtime.watch = stack.runtime.pages = stack.runtime.replicas = None
     encoding.journal.undo()
     holder, config = encoding.__dict__.get("holder"), encoding.__dict__.get("model_config")
     if config is not None:

@@ -13,6 +13,7 @@ from hf_posenc.patching.report import StackReport
 from hf_posenc.patching.rotary_method import RotaryMethodSite, RotaryModuleSite
 from hf_posenc.patching.runtime import RefuseReplicas, StackForward
 from hf_posenc.patching.scores_attention import ScoresAttention
+from hf_posenc.patching.sharded_weights import ReplicasCheck
 from hf_posenc.patching.site_watch import SiteWatch
 from hf_posenc.patching.sites import FoundAttention, Stack
 from hf_posenc.patching.table_site import TableSite
@@ -39,6 +40,8 @@ def install_stack(
     report.kept.extend(architecture.kept)
     runtime = encoding.runtime
     runtime.watch = SiteWatch(stack.module)
+    if next(encoding.parameters(), None) is not None:
+        runtime.replicas = ReplicasCheck(encoding)
     journal.wrap_forward(stack.module, lambda inner: StackForward(stack.module, runtime, inner))
     journal.set(stack.module, "_replicate_for_data_parallel", RefuseReplicas())
     if architecture.silence is not None:

@@ -125,7 +125,7 @@ def distances_are_of_slots(
         even = _is_even_where(visible, state, first_slot, key_length, device)
         return even if compiling else bool(even)
 
-    compared: bool | Tensor = compare() if compiling else state.shared(("even", id(mask)), compare, key_length)
+    compared: bool | Tensor = compare() if compiling else state.shared("even", compare, key_length, mask=mask)
     return compared
 
 

@@ -122,9 +122,10 @@ def read_pages(key: Tensor, value: Tensor, layer: int, kwargs: dict[str, Any]) -
 
 
 def requests_of(state: ForwardState, key_length: int, mask: Tensor | None, kwargs: Mapping[str, Any]) -> list[Requests]:
-    """The groups that the requests of a call are attended in, found once for all layers that read as many keys.
+    """The groups that the requests of a call are attended in, found once for all layers of the same mask.
 
-    Layers with a sliding window read fewer keys of a long request, so where the number is the same, all requests are.
+    Layers with a sliding window read fewer keys of a long request. Of a prompt that comes in one piece they read all,
+    and have a mask of their own that hides the far ones.
 
     Args:
         state: of the whole call.
@@ -132,7 +133,11 @@ def requests_of(state: ForwardState, key_length: int, mask: Tensor | None, kwarg
         mask: `(1, 1, all queries, all keys)`, the additive mask of the call, or `None`.
         kwargs: arguments of the attention function.
     """
-    found: list[Requests] = state.shared("requests", lambda: _group(state, key_length, mask, kwargs), key_length)
+
+    def group() -> list[Requests]:
+        return _group(state, key_length, mask, kwargs)
+
+    found: list[Requests] = state.shared("requests", group, key_length, mask=mask)
     return found
 
 

@@ -26,11 +26,15 @@ from hf_posenc.patching.state import ForwardState, one_axis
 _CACHE_ARGUMENTS = ("past_key_values", "past_key_value", "mems", "cache", "cache_params")
 
 
-class Watch(Protocol):
+class Check(Protocol):
     """What a stack asks before every call."""
 
     def check(self) -> None:
         """Raises where the call cannot be right."""
+
+
+class Watch(Check, Protocol):
+    """A check that can also be asked for its answer."""
 
     def problem(self) -> str:
         """What is wrong; empty for nothing."""
@@ -60,6 +64,8 @@ class StackRuntime:
         self.watch: Watch | None = None
         #: Checks the pages of continuous batching; set while the scheme is in place.
         self.pages: PagesCheck | None = None
+        #: Makes sure that a wrapper around the model knows its parameters; set while a scheme with some is in place.
+        self.replicas: Check | None = None
 
     def batch_first(self, hidden_states: Tensor) -> Tensor:
         """`(batch, length, hidden)`, from the order of axes of this architecture's layers."""
@@ -129,6 +135,8 @@ class StackForward(PlacedForward):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self.runtime.watch is not None:
             self.runtime.watch.check()
+        if self.runtime.replicas is not None:
+            self.runtime.replicas.check()
         calls = self.runtime.states.own()
         depth = len(calls)
         try:

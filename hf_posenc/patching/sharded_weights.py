@@ -1,10 +1,12 @@
-"""Models whose weights FSDP2 has split already, into which parameters of a scheme would come too late."""
+"""Models that FSDP2 or DDP has prepared already, into which parameters of a scheme would come too late."""
 
 from __future__ import annotations
 
 import sys
 
+import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.encoding import PositionEncoding
@@ -28,6 +30,39 @@ def refuse_late_parameters(model: nn.Module, encoding: PositionEncoding) -> None
         f"{encoding.config.name!r} has parameters, which it would not shard and whose gradients it would not add up. "
         "Call patch_model before fully_shard, or save the patched model and load that with its distributed_config."
     )
+
+
+class ReplicasCheck:
+    """Refuses to train parameters that `DistributedDataParallel` does not know.
+
+    It knows those that a model had when it was wrapped. A model does not say that it is wrapped, so this is noticed in
+    the first call.
+
+    Args:
+        parts: of the scheme in one stack.
+    """
+
+    def __init__(self, parts: nn.Module) -> None:
+        self.parts = parts
+
+    def check(self) -> None:
+        """Looks at the wrapper that is calling.
+
+        Raises:
+            UnsupportedError: if it would leave out gradients of the scheme.
+        """
+        wrapper = None if torch.compiler.is_compiling() else DistributedDataParallel._active_ddp_module
+        if wrapper is None or not torch.is_grad_enabled():
+            return
+        # Those that the caller has named to be left out are left out.
+        names = {name for name in wrapper.parameters_to_ignore if "position_encoding" in name}
+        known = {id(weight) for weight in wrapper._module_parameters}
+        if not names and any(weight.requires_grad and id(weight) not in known for weight in self.parts.parameters()):
+            raise UnsupportedError(
+                "This model was wrapped in DistributedDataParallel before its scheme was placed, and the scheme has "
+                "parameters, whose gradients would not be added up: each process would train its own. Call "
+                "patch_model before the model is wrapped."
+            )
 
 
 def _is_sharded(model: nn.Module) -> bool:

@@ -100,7 +100,7 @@ class ForwardState:
         """The state of a call that adds tokens of its own to those it was given: every slot is a position."""
         return ForwardState(length, offset=self.offset, memo=self.memo)
 
-    def shared(self, key: Hashable, compute: Callable[[], Any], *lengths: int) -> Any:
+    def shared(self, key: Hashable, compute: Callable[[], Any], *lengths: int, mask: Any = None) -> Any:
         """`compute()`, once per forward.
 
         A value that requires grad is computed anew for every layer: sharing it between layers would free
@@ -111,9 +111,14 @@ class ForwardState:
             compute: computes it.
             *lengths: numbers of tokens that it depends on as well. A compiled graph serves all lengths, and looking
                 one up would make it serve one only, so there each layer computes such a value.
+            mask: the mask of a layer, where the value depends on it. Layers with a window have another one than those
+                without. It is kept with the value, so that no other mask can take its place.
         """
         if lengths and torch.compiler.is_compiling():
             return compute()
+        if mask is not None:
+            self.cache["mask", id(mask)] = mask
+            key = (key, id(mask))
         key = (key, *lengths, torch.is_grad_enabled())
         if key in self.cache:
             return self.cache[key]

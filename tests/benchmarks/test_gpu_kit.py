@@ -109,6 +109,38 @@ def test_rows_of_another_machine_are_refused(smoke, tmp_path):
     Store(tmp_path, ["study"]).begin("study", part["machine"], part["settings"], part["cells"])
 
 
+@pytest.mark.parametrize("words", [["--overwrite"], ["--smoke", "--device", "cpu", "--parts", "price"]])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_run_that_is_refused_leaves_the_results_of_another_machine(words, tmp_path):
+    row = {"status": "ok", "seconds": 1.0}
+    part = {"machine": {"device": "cuda"}, "settings": {"smoke": False}, "cells": ["one"], "rows": {"one": row}}
+    content = {"commands": ["python -m benchmarks.gpu"], "parts": {"price": part}}
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(content))
+    assert kit.main([*words, "--output_dir", str(tmp_path)]) == 2
+    assert json.loads(path.read_text()) == content
+
+
+def test_a_part_that_is_run_anew_has_new_rows_only(smoke, tmp_path):
+    _, folder = smoke
+    content = json.loads((folder / "results.json").read_text())
+    content["parts"]["price"]["machine"] = {"device": "another"}
+    rows = content["parts"]["price"]["rows"]
+    rows |= {cell: {"status": "ok", "seconds": 0.0, "old": True} for cell in rows}
+    (tmp_path / "results.json").write_text(json.dumps(content))
+    words = ["--smoke", "--device", "cpu", "--parts", "price", "--overwrite", "--output_dir", str(tmp_path)]
+    assert kit.main(words) == 0
+    after = json.loads((tmp_path / "results.json").read_text())["parts"]["price"]
+    assert list(after["rows"]) == after["cells"]
+    assert not any("old" in row for row in after["rows"].values())
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert kit.main(["--smoke", "--output_dir", str(tmp_path / "file")]) == 2
+    assert "results.json cannot be written (File exists). Choose another --output_dir" in capsys.readouterr().err
+
+
 # What is missing.
 
 
@@ -239,11 +271,7 @@ def test_a_wrong_row_is_in_the_table_and_in_the_exit_status(smoke, tmp_path, mon
     assert kit.main(["--smoke", "--output_dir", str(tmp_path)]) == 1
     text = (tmp_path / "table.md").read_text()
     assert f"- `{_CELL}`: error 0.5, tolerance 5e-05" in text
-    assert text == format_kit(json.loads(json.dumps(content | {"commands": _commands(content, tmp_path)})))
-
-
-def _commands(content, folder):
-    return [*content["commands"], f"python -m benchmarks.gpu --smoke --output_dir {folder}"]
+    assert text == format_kit(content)
 
 
 class _Nothing:

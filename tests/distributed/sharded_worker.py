@@ -20,7 +20,16 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from hf_posenc import AlibiConfig, ComposedConfig, LearnedConfig, PopeConfig, T5Config, UnsupportedError, patch_model
+from hf_posenc import (
+    AlibiConfig,
+    ComposedConfig,
+    LearnedConfig,
+    PopeConfig,
+    T5Config,
+    UnsupportedError,
+    patch_model,
+    unpatch_model,
+)
 from hf_posenc.checkpoint.configuration import CheckpointError
 from tests.matrix.running import distance, patched, tokens
 
@@ -151,13 +160,15 @@ def distributed_checkpoints(folder: Path) -> dict[str, Any]:
     return result
 
 
-def patched_late(scheme: Any) -> float | str:
-    """A scheme that is placed in a stock model after it was sharded."""
-    whole = patched("llama_gqa", scheme)
-    model = shared(patched("llama_gqa", None), "fsdp2")
+def patched_late(scheme: Any, way: str) -> float | str:
+    """A scheme that is placed in a stock model after it was sharded or wrapped."""
+    whole, stock = patched("llama_gqa", scheme), patched("llama_gqa", None)
+    model = shared(stock, way)
     try:
-        return distance(patch_model(model, scheme)(tokens()).logits, whole(tokens()).logits)
+        patch_model(stock, scheme)
+        return distance(model(tokens()).logits, whole(tokens()).logits)
     except UnsupportedError as error:
+        unpatch_model(stock)
         untouched = distance(model(tokens()).logits, patched("llama_gqa", None)(tokens()).logits)
         return f"{'' if untouched <= 1e-5 else 'the model was changed: '}{error}"
 
@@ -235,7 +246,7 @@ def main(folder: Path, *, everything: bool) -> dict[str, Any]:
         everything: every scheme in every way, and nothing else.
     """
     warnings.simplefilter("ignore")
-    found: dict[str, Any] = {"trained": {}, "contexts": {}}
+    found: dict[str, Any] = {"trained": {}, "late": {}, "contexts": {}}
     for way in WAYS:
         for name in FEWER.get(way, SCHEMES) if everything else QUICK.get(way, ()):
             found["trained"][f"{way} {name}"] = trained(SCHEMES[name], way)
@@ -243,7 +254,8 @@ def main(folder: Path, *, everything: bool) -> dict[str, Any]:
         return found
     found["checkpoints"] = distributed_checkpoints(folder)
     found["transformers"] = loaded_by_transformers(folder)
-    found["late"] = {scheme: patched_late(scheme) for scheme in ("alibi", "t5", "pope")}
+    for way in ("fsdp2", "ddp"):
+        found["late"] |= {f"{way} {scheme}": patched_late(scheme, way) for scheme in ("alibi", "t5", "pope")}
     for scheme in CONTEXTS:
         found["contexts"][scheme] = contexts(scheme)
     found["contexts"] |= {

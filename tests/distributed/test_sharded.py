@@ -58,12 +58,17 @@ def test_transformers_shards_a_patched_folder_and_writes_the_same_file(found: Fo
         assert rank["transformers"]["files"] == 0
 
 
-def test_a_sharded_model_takes_no_new_parameters(found: Found) -> None:
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [("fsdp2", "Call patch_model before fully_shard"), ("ddp", "Call patch_model before the model is wrapped")],
+)
+def test_a_model_that_is_shared_takes_no_new_parameters(found: Found, way: str, words: str) -> None:
     for rank in found:
-        assert rank["late"]["alibi"] <= CLOSE
+        assert rank["late"][f"{way} alibi"] <= CLOSE
         for scheme in ("t5", "pope"):
-            assert rank["late"][scheme].startswith("The weights of this"), rank["late"][scheme]
-            assert "Call patch_model before fully_shard" in rank["late"][scheme]
+            message = rank["late"][f"{way} {scheme}"]
+            assert message.startswith("Th"), message
+            assert words in message
 
 
 def test_sharded_weights_name_their_scheme(found: Found) -> None:
