@@ -8,7 +8,7 @@ import textwrap
 
 from hf_posenc.cli.catalogue import REQUIRED, Entry, entries
 from hf_posenc.other_names import unknown_scheme
-from hf_posenc.tables import format_table, terminal_width
+from hf_posenc.report.tables import format_table, terminal_width
 
 
 def schemes(options: argparse.Namespace) -> int:

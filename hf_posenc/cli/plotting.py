@@ -12,7 +12,7 @@ from hf_posenc.errors import PositionEncodingError, UsageError
 def plot(options: argparse.Namespace) -> int:
     """`hf-posenc plot`: writes the figures of a scheme and prints their paths; `--list` prints what would apply."""
     from hf_posenc.cli.options import parse_scheme
-    from hf_posenc.tables import format_table
+    from hf_posenc.report.tables import format_table
 
     config = parse_scheme(options.scheme, itertools.chain.from_iterable(options.option))
     output = Path(options.output)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from html import escape
 from typing import Any
 
 from hf_posenc.report.records import Quantity, Record, Result, Subject, View
-from hf_posenc.tables import format_number, format_table
+from hf_posenc.report.tables import Form, format_number, format_table
 
 _MISSING = "-"
 
@@ -26,28 +27,25 @@ class _Footnotes:
         return [f"[{number}] {note}" for number, note in enumerate(self.notes, start=1)]
 
 
-def rendered(result: Result, *, markdown: bool) -> str:
-    """The title, a table for each view, the meaning of the columns, remarks and footnotes.
-
-    Args:
-        result: what is shown.
-        markdown: with Markdown tables, and an empty line between notes.
-    """
+def rendered(result: Result, form: Form) -> str:
+    """The title, a table for each view, the meaning of the columns, remarks and footnotes."""
     footnotes = _Footnotes()
     quantities = {quantity.name: quantity for quantity in result.quantities}
-    paragraphs = [result.title]
+    parts = [("h1", result.title)]
     for view in result.views:
-        table = _table(result, view, quantities, footnotes, markdown=markdown)
-        paragraphs.append(f"{view.title}:\n\n{table}" if view.title else table)
+        table = _table(result, view, quantities, footnotes, form)
+        parts += [("h2", view.title), ("table", table)] if view.title else [("table", table)]
     named = dict.fromkeys(name for view in result.views for name in view.quantities)
     meanings = [quantities[name].meaning for name in named if quantities[name].meaning]
-    notes = [*meanings, *result.remarks, *footnotes.lines()]
-    return "\n\n".join(paragraphs) + ("\n\n" + ("\n\n" if markdown else "\n").join(notes) if notes else "")
+    parts += [("p", note) for note in (*meanings, *result.remarks, *footnotes.lines())]
+    if form == "html":
+        return "\n".join(text if tag == "table" else f"<{tag}>{escape(text)}</{tag}>" for tag, text in parts)
+    above = "\n\n".join(f"{text}:" if tag == "h2" else text for tag, text in parts if tag != "p")
+    notes = ("\n\n" if form == "markdown" else "\n").join(text for tag, text in parts if tag == "p")
+    return f"{above}\n\n{notes}" if notes else above
 
 
-def _table(
-    result: Result, view: View, quantities: dict[str, Quantity], footnotes: _Footnotes, *, markdown: bool
-) -> str:
+def _table(result: Result, view: View, quantities: dict[str, Quantity], footnotes: _Footnotes, form: Form) -> str:
     records = [record for record in result.records if record.quantity in view.quantities and _is_shown(record, view)]
 
     def heading(record: Record) -> tuple[str, str]:
@@ -71,7 +69,7 @@ def _table(
     headers = ["scheme", *view.rows]
     for column in columns:
         headers += [column[1], "95 % interval"] if column in with_interval else [column[1]]
-    return format_table(headers, rows, markdown=markdown)
+    return format_table(headers, rows, form=form)
 
 
 def _is_shown(record: Record, view: View) -> bool:

@@ -108,7 +108,7 @@ class TestTasks:
     def test_every_task_is_consistent_with_what_it_says_of_itself(self, name):
         task = SYNTHETIC_TASKS[name]
         assert task.name == name
-        assert "arXiv:" in type(task).__doc__
+        assert "arXiv:" in task.draw.__doc__
         assert max(task.test_lengths) >= 2 * max(task.train_lengths)
         assert min(task.test_lengths) <= max(task.train_lengths)  # what was learned is tested too
         for length in sorted({*task.train_lengths, *task.test_lengths}):

@@ -22,8 +22,7 @@ from hf_posenc.metrics.minimal_pairs import (
     read_minimal_pairs,
 )
 from hf_posenc.metrics.minimal_pairs.accuracy import ALL
-from hf_posenc.metrics.minimal_pairs.scoring import causal_scores, encode_pairs, masked_scores
-from hf_posenc.metrics.word_boundaries import continues_word
+from hf_posenc.metrics.minimal_pairs.scoring import causal_scores, continues_word, encode_pairs, masked_scores
 from hf_posenc.report import Result
 from tests.metrics.conftest import build_byte_tokenizer, build_word_tokenizer
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from hf_posenc.metrics import (
+from hf_posenc.metrics.properties import (
     defined_past_training,
     determinism,
     extensibility,

@@ -6,15 +6,8 @@ import torch
 from torch import Tensor
 
 from hf_posenc.metrics.properties.encodings import position_rows
-from hf_posenc.metrics.properties.measurement import Measurement, does_not_apply, not_evaluated
-from hf_posenc.metrics.properties.specimen import (
-    TRAINING_LENGTH,
-    Specimen,
-    build_specimen,
-    collecting_refusals,
-    positions_at,
-)
-from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.metrics.properties.measurement import DoesNotApplyError, Found, Refusals, measured
+from hf_posenc.metrics.properties.specimen import TRAINING_LENGTH, Specimen, positions_at
 
 #: Encodings nearer than this are the same: the rounding of a float32 logit of a few units, a few times over.
 UNIQUE_ABOVE = 1e-5
@@ -23,71 +16,51 @@ CONSISTENT_UP_TO = 1e-5
 GROWN_TO = (2 * TRAINING_LENGTH, 32 * TRAINING_LENGTH)
 
 
-@torch.no_grad()
-def uniqueness(scheme: str | SchemeConfig | Specimen, *, length: int = 2 * TRAINING_LENGTH) -> Measurement:
+@measured(UNIQUE_ABOVE)
+def uniqueness(specimen: Specimen, refusals: Refusals, *, length: int = 2 * TRAINING_LENGTH) -> Found | None:
     """The smallest distance between the encodings of two positions below `length`, `u(T)`.
 
     Compared are the first and the last 256 positions, each with every other; `T` is the training length for schemes
-    that have no positions past it.
+    that have no positions past it, and at least 256.
 
     An encoding is the added vector, the flattened map of queries and keys, or, for a logit bias, the logits of a key as
     the last query sees them, where all tokens have the same content (`position_rows`). Passes above 1e-5.
-
-    Args:
-        scheme: a name, a config, or a built specimen.
-        length: `T`, at least 256.
-
-    Returns:
-        `value` is `u(T)`; `details["pair"]` are the two positions, `details["distinct"]` the number of encodings that
-        differ from all earlier ones by more than the threshold, of the `details["compared"]`.
+    `details["pair"]` are the two positions, `details["distinct"]` the number of encodings that differ from all earlier
+    ones by more than the threshold, of the `details["compared"]`.
     """
-    specimen = build_specimen(scheme)
-    refused: list[str] = []
     for count in (length, TRAINING_LENGTH):
-        with collecting_refusals(refused, f"positions up to {count - 1}"):
+        with refusals.at(f"positions up to {count - 1}"):
             ids = torch.cat((torch.arange(256), torch.arange(count - 256, count))).unique()
             distance, rows, distinct = nearest_rows(position_rows(specimen, ids))
             pair = [int(ids[row]) for row in rows]
             details = {"length": count, "compared": ids.shape[0], "pair": pair, "distinct": distinct}
-            return Measurement(distance > UNIQUE_ABOVE, distance, UNIQUE_ABOVE, details, tuple(refused))
-    return not_evaluated(refused)
+            return Found(distance, details, passed=distance > UNIQUE_ABOVE)
+    return None
 
 
-@torch.no_grad()
-def length_consistency(scheme: str | SchemeConfig | Specimen, *, length: int = 256) -> Measurement:
+@measured(CONSISTENT_UP_TO)
+def length_consistency(specimen: Specimen, refusals: Refusals, *, length: int = 256) -> Found | None:
     """How far encodings move when the sequence grows: the largest `max_p |enc_T(p) - enc_S(p)|` over the lengths `S`.
 
     A scheme that fails cannot extend a cache: what it said about the tokens so far is no longer true. The sequence
-    grows to twice `T`, and to 2 and 32 times the training length, because many schemes begin to follow the length only
-    past the one they were built for. The logits are compared too, for contents that differ, because a bias or a scale
-    may depend on the length without an encoding of its own. Passes up to 1e-5, relative to the largest encoding where
-    that is more than 1.
-
-    Args:
-        scheme: a name, a config, or a built specimen.
-        length: `T`, less than the training length of 1024.
-
-    Returns:
-        `value` is the largest difference; `details["by_length"]` the difference for each `S`.
+    grows from `T = length`, less than the training length, to twice `T`, and to 2 and 32 times the training length,
+    because many schemes begin to follow the length only past the one they were built for. The logits are compared too,
+    for contents that differ, because a bias or a scale may depend on the length without an encoding of its own. Passes
+    up to 1e-5, relative to the largest encoding where that is more than 1. `details["by_length"]` has the difference
+    for each `S`.
     """
-    specimen = build_specimen(scheme)
     if not any(True for _ in specimen.parts):
-        return does_not_apply("the scheme encodes nothing")
-    refused: list[str] = []
+        raise DoesNotApplyError("the scheme encodes nothing")
     by_length: dict[int, float] = {}
     ids = torch.arange(length)
-    with collecting_refusals(refused, f"sequences of {length} tokens"):
+    with refusals.at(f"sequences of {length} tokens"):
         short = position_rows(specimen, ids, torch.tensor([[length]]))
         largest = short.norm(dim=-1).max().clamp(min=1)
         for total in (2 * length, *GROWN_TO):
             long = position_rows(specimen, ids, torch.tensor([[total]]))
             difference = float((short - long).norm(dim=-1).max() / largest)
             by_length[total] = max(difference, _scale_difference(specimen, ids, total))
-    if refused:
-        return not_evaluated(refused)
-    value = max(by_length.values())
-    details = {"length": length, "by_length": by_length}
-    return Measurement(value <= CONSISTENT_UP_TO, value, CONSISTENT_UP_TO, details)
+    return None if refusals else Found(max(by_length.values()), {"length": length, "by_length": by_length})
 
 
 def nearest_rows(rows: Tensor) -> tuple[float, list[int], int]:

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posenc.metrics.errors import MeasurementError
-from hf_posenc.metrics.language_modeling.pieces import Frame
-from hf_posenc.metrics.language_modeling.text import special_frame, token_stream
+from hf_posenc.errors import MeasurementError
+from hf_posenc.metrics.language_modeling.windows import Frame, special_frame, token_stream
 
 
 @dataclass(frozen=True)

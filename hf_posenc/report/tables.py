@@ -1,4 +1,4 @@
-"""Plain text tables for results; `markdown` ones paste into a document."""
+"""Tables as plain text, as Markdown and as HTML."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
 
 #: No column is made narrower than its longest word, or than this many characters where a word is longer.
 _LONGEST_WORD = 24
@@ -39,24 +40,41 @@ def terminal_width() -> int | None:
     return None
 
 
-def format_table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, markdown: bool = False) -> str:
+Form = Literal["text", "markdown", "html"]
+
+
+def format_table(
+    headers: Sequence[str], rows: Iterable[Sequence[str]], *, form: Form = "text", markdown: bool = False
+) -> str:
     """Aligned columns, left for text and right for numbers.
 
     Args:
         headers: one name per column.
         rows: cells as text, one sequence per row.
-        markdown: with pipes and a rule, as GitHub renders them.
+        form: "text" for a terminal, "markdown" with pipes and a rule, as GitHub renders them, or "html", which needs
+            pandas.
+        markdown: the same as `form="markdown"`.
 
     Raises:
         ValueError: if a row has another number of cells than there are headers.
     """
+    rows = list(rows)
     for row in rows:
         if len(row) != len(headers):
             raise ValueError(f"A row has {len(row)} cells for {len(headers)} columns: {list(row)}.")
+    if form == "html":
+        import pandas
+
+        return str(pandas.DataFrame(rows, columns=list(headers)).to_html(index=False, border=0))
     columns = [list(column) for column in zip(headers, *rows, strict=True)]
-    if markdown:
+    if markdown or form == "markdown":
         return _markdown(columns)
     return "\n\n".join(_text(block, _width.get()) for block in _blocks(columns, _width.get()))
+
+
+def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table whose cells are as long as they are: for pages that are written by a program."""
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (headers, ["---"] * len(headers), *rows))
 
 
 def _markdown(columns: Sequence[Sequence[str]]) -> str:

@@ -1,16 +1,44 @@
-"""Text to windows of tokens, with their targets."""
+"""Text to windows of tokens with their targets, and special tokens around them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_posenc.metrics.errors import MeasurementError
-from hf_posenc.metrics.language_modeling.pieces import Frame
+from hf_posenc.errors import MeasurementError
 from hf_posenc.metrics.language_modeling.token_losses import IGNORED
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Special tokens around every piece, as the model saw them in training.
+
+    Args:
+        before: ids such as BOS or [CLS]; no targets.
+        after: ids such as [SEP]; no targets.
+    """
+
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """How many tokens of a sequence they take."""
+        return len(self.before) + len(self.after)
+
+    def around(self, tokens: Tensor, *, targets: bool) -> Tensor:
+        """`(sequences, n)` -> `(sequences, n + size)`; labels get no targets here."""
+        ends = [
+            torch.full((tokens.shape[0], len(ids)), IGNORED, dtype=tokens.dtype)
+            if targets
+            else torch.tensor(ids, dtype=tokens.dtype).expand(tokens.shape[0], len(ids))
+            for ids in (self.before, self.after)
+        ]
+        return torch.cat([ends[0], tokens.cpu(), ends[1]], dim=1)
 
 
 def token_stream(tokenizer: Any, texts: Iterable[str]) -> Tensor:
@@ -86,6 +114,25 @@ def masked_targets(
     draw = torch.rand(windows.shape, generator=torch.Generator().manual_seed(seed))
     chosen = draw < probability
     return windows.masked_fill(chosen, mask_token_id), windows.masked_fill(~chosen, IGNORED)
+
+
+def language_targets(
+    model: Any, tokenizer: Any, windows: Tensor, *, causal: bool, probability: float = 0.15, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """`causal_targets`, or the `masked_targets` of a model that sees both sides.
+
+    Raises:
+        MeasurementError: for a masked model whose tokenizer has no mask token.
+    """
+    if causal:
+        return causal_targets(windows)
+    if tokenizer.mask_token_id is None:
+        raise MeasurementError(
+            f"{type(model).__name__} sees both sides of a token, so masked tokens are what it predicts, but the "
+            f"tokenizer {type(tokenizer).__name__} has no mask token. Use the tokenizer of the model, or set its "
+            f"mask_token."
+        )
+    return masked_targets(windows, tokenizer.mask_token_id, probability=probability, seed=seed)
 
 
 def special_frame(tokenizer: Any, *, causal: bool) -> Frame:
