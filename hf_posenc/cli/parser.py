@@ -125,7 +125,7 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
     schemes = verbs.add_parser("schemes", help="list the schemes and their options")
     schemes.add_argument("names", nargs="*", metavar="NAME", help="only these, in detail")
     schemes.add_argument("--json", action="store_true", help="print JSON")
-    schemes.set_defaults(run="listing.schemes", parser=schemes)
+    schemes.set_defaults(run="schemes", parser=schemes)
 
     inspect = verbs.add_parser("inspect", help="show where a model takes in position")
     _add_model(inspect)
@@ -171,7 +171,7 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
     plot.add_argument("--kind", nargs="+", metavar="KIND", help="kinds of figures (default: all that apply)")
     plot.add_argument("--output", default="plots", metavar="DIR", help="folder for the files (default: plots)")
     plot.add_argument("--list", action="store_true", help="only list the kinds that apply to the scheme")
-    plot.set_defaults(run="plotting.plot", parser=plot)
+    plot.set_defaults(run="plot", parser=plot)
 
     add_run(verbs)
     compare = verbs.add_parser(

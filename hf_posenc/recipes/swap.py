@@ -18,8 +18,8 @@ from hf_posenc.patching.encoding import PositionEncoding
 from hf_posenc.patching.exchange import exchange, take_out
 from hf_posenc.patching.plan import SchemeLike, scheme_config
 from hf_posenc.recipes.gradual import begin_blend, new_scheme
-from hf_posenc.recipes.initialization.fit import Fit
 from hf_posenc.recipes.initialization.model import fit_encoding
+from hf_posenc.recipes.initialization.parts import Fit
 from hf_posenc.recipes.initialization.tables import TABLE_EXTENSIONS
 from hf_posenc.report.records import Quantity, Record, Result, Subject, View
 from hf_posenc.schemes import get_scheme

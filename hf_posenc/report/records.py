@@ -112,12 +112,15 @@ class View:
         title: a line above the table.
         rows: keys of `Record.at` that make rows, beside the subject. All other keys make columns.
         shown: for a key of `Record.at`, the values that are shown; all if the key is missing.
+        order: a quantity. Subjects ascend by its value in the last column, and those without one are left out; without
+            an order all subjects stand as they do in the result.
     """
 
     quantities: tuple[str, ...]
     title: str = ""
     rows: tuple[str, ...] = ()
     shown: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    order: str = ""
 
 
 @dataclass(frozen=True)

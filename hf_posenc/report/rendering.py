@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
@@ -31,7 +31,7 @@ def rendered(result: Result, form: Form) -> str:
     """The title, a table for each view, the meaning of the columns, remarks and footnotes."""
     footnotes = _Footnotes()
     quantities = {quantity.name: quantity for quantity in result.quantities}
-    parts = [("h1", result.title)]
+    parts = [("h1", result.title)] if result.title else []
     for view in result.views:
         table = _table(result, view, quantities, footnotes, form)
         parts += [("h2", view.title), ("table", table)] if view.title else [("table", table)]
@@ -56,7 +56,7 @@ def _table(result: Result, view: View, quantities: dict[str, Quantity], footnote
     ]
     with_interval = {heading(record) for record in records if record.low is not None}
     rows = []
-    for subject in result.subjects:
+    for subject in _ordered(result.subjects, records, view):
         own = [record for record in records if record.subject == subject.label]
         for place in dict.fromkeys(_row(record, view) for record in own) or [(_MISSING,) * len(view.rows)]:
             here = {heading(record): record for record in own if _row(record, view) == place}
@@ -70,6 +70,14 @@ def _table(result: Result, view: View, quantities: dict[str, Quantity], footnote
     for column in columns:
         headers += [column[1], "95 % interval"] if column in with_interval else [column[1]]
     return format_table(headers, rows, form=form)
+
+
+def _ordered(subjects: Sequence[Subject], records: Sequence[Record], view: View) -> Sequence[Subject]:
+    if not view.order:
+        return subjects
+    # The last column is the last of the records.
+    values = {one.subject: one.value for one in records if one.quantity == view.order and one.value is not None}
+    return sorted((one for one in subjects if one.label in values), key=lambda one: values[one.label])
 
 
 def _is_shown(record: Record, view: View) -> bool:

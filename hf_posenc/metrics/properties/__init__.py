@@ -1,6 +1,7 @@
 """What kind of position encoding a scheme is: measured properties, with thresholds, without any model."""
 
 from hf_posenc.metrics.properties.decay import decay_curve, long_term_decay, rotary_envelope
+from hf_posenc.metrics.properties.encodings import length_consistency, uniqueness
 from hf_posenc.metrics.properties.linearity import linearity, sinusoidal_shift
 from hf_posenc.metrics.properties.logits import (
     defined_past_training,
@@ -13,7 +14,6 @@ from hf_posenc.metrics.properties.measurement import Measurement
 from hf_posenc.metrics.properties.precision import logit_defect, low_precision
 from hf_posenc.metrics.properties.specimen import Specimen, build_specimen, specimen_forms
 from hf_posenc.metrics.properties.table import properties_table
-from hf_posenc.metrics.properties.uniqueness import length_consistency, uniqueness
 
 __all__ = [
     "Measurement", "Specimen", "build_specimen", "decay_curve", "defined_past_training", "determinism", "extensibility",

@@ -85,8 +85,8 @@ def measured(threshold: float) -> Callable[[Callable[..., Found | None]], Callab
             except DoesNotApplyError as reason:
                 return Measurement(None, reason=str(reason))
             if found is None:
-                reason = "the scheme refuses all positions that were asked for"
-                return Measurement(None, refused=tuple(refusals), reason=reason)
+                why = "the scheme refuses all positions that were asked for"
+                return Measurement(None, refused=tuple(refusals), reason=why)
             passed = found.passed
             if passed is None:
                 assert found.value is not None

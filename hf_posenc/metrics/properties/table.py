@@ -10,6 +10,7 @@ from typing import Any
 from hf_posenc.errors import MeasurementError
 from hf_posenc.metrics.in_turn import resolve_scheme
 from hf_posenc.metrics.properties.decay import long_term_decay
+from hf_posenc.metrics.properties.encodings import length_consistency, uniqueness
 from hf_posenc.metrics.properties.linearity import linearity
 from hf_posenc.metrics.properties.logits import (
     defined_past_training,
@@ -28,7 +29,6 @@ from hf_posenc.metrics.properties.specimen import (
     Specimen,
     specimen_forms,
 )
-from hf_posenc.metrics.properties.uniqueness import length_consistency, uniqueness
 from hf_posenc.report.records import Quantity, Record, Result, Subject, View, joined
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.labels import scheme_label
