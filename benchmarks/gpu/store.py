@@ -8,15 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.errors import BenchmarkError
 from benchmarks.gpu.part import Row
-from benchmarks.json_files import with_lines, write_text
+from benchmarks.store import ResultsFile, check_same
 
 #: Seconds between two writes of the file; a row that came out since then is lost if the machine goes down.
 _PAUSE = 1.0
 
 
-class Store:
+class Store(ResultsFile):
     """The content of `results.json`, and the file.
 
     Args:
@@ -27,19 +26,13 @@ class Store:
         BenchmarkError: if the file cannot be read.
     """
 
+    depth = 5
+
     def __init__(self, folder: Path, forgotten: Sequence[str] = ()) -> None:
-        self.path = folder / "results.json"
-        self.content: dict[str, Any] = {"commands": [], "parts": {}}
+        super().__init__(folder / "results.json", {"parts": {}}, go_on=True)
         self._saved = 0.0
-        if self.path.exists():
-            self.content |= _read(self.path)
         for part in forgotten:
             self.content["parts"].pop(part, None)
-
-    def note_command(self, command: str) -> None:
-        """Keeps the command, once."""
-        if command not in self.content["commands"]:
-            self.content["commands"].append(command)
 
     def begin(self, part: str, machine: dict[str, Any], settings: dict[str, Any], cells: Sequence[str]) -> None:
         """Goes on with a part, or starts it.
@@ -50,16 +43,9 @@ class Store:
         # Through JSON, so that what was just made equals what was read.
         fresh = json.loads(json.dumps({"machine": machine, "settings": settings, "cells": list(cells)}))
         found = self.content["parts"].setdefault(part, fresh | {"rows": {}})
+        remedy = f"Choose another --output_dir, or pass --overwrite with --parts {part} to run this part anew."
         for kind in ("machine", "settings"):
-            if found[kind] != fresh[kind]:
-                there, here = found[kind], fresh[kind]
-                names = sorted(name for name in {*there, *here} if there.get(name) != here.get(name))
-                told = [f"{name} {there.get(name)!r} there, {here.get(name)!r} here" for name in names]
-                raise BenchmarkError(
-                    f"The part {part!r} in {self.path} was begun with another {kind} ({'; '.join(told)}), and its rows "
-                    "are only comparable within one. Choose another --output_dir, or pass --overwrite with --parts "
-                    f"{part} to run this part anew."
-                )
+            check_same(found[kind], fresh[kind], kind, f"The part {part!r} in {self.path}", remedy)
         found["cells"] = fresh["cells"]
 
     def rows(self, part: str) -> dict[str, Row]:
@@ -74,23 +60,10 @@ class Store:
 
     def save(self) -> None:
         """Writes the file atomically."""
-        write_text(self.path, with_lines(self.content, 5) + "\n")
+        super().save()
         self._saved = time.monotonic()
 
 
 def cells_left(part: dict[str, Any]) -> list[str]:
     """The cells of a part that have no row yet."""
     return [cell for cell in part["cells"] if cell not in part["rows"]]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise BenchmarkError(
-            f"{path} cannot be read ({error}): it was changed since it was written. Remove it, and everything is run "
-            "anew."
-        ) from error
-    if not isinstance(found, dict) or not {"commands", "parts"} <= set(found):
-        raise BenchmarkError(f"{path} does not hold results of this kit. Choose another --output_dir.")
-    return found
