@@ -99,4 +99,10 @@ EVALUATIONS: dict[str, Evaluation] = {
         files="texts",
         reference="Hooper et al. 2024, KVQuant (arXiv:2401.18079)",
     ),
+    "attention": Evaluation(
+        "how far back each layer attends, and how widely, on a text",
+        "hf_posenc.metrics.attention:attention_test",
+        data="texts",
+        files="texts",
+    ),
 }

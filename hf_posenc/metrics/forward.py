@@ -22,7 +22,7 @@ def run(
     *,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
-    hidden_states: bool = False,
+    wanted: str = "",
 ) -> Any:
     """What a model returns without a cache; of an encoder-decoder, what its encoder returns.
 
@@ -31,10 +31,10 @@ def run(
         input_ids: `(batch, length)`.
         attention_mask: the same shape; left out where the model takes none.
         position_ids: the same shape; by default the model's own.
-        hidden_states: whether the output has to hold them.
+        wanted: "hidden_states" or "attentions", which the output then holds.
 
     Raises:
-        UnsupportedError: if the model takes no `position_ids`, or returns no hidden states.
+        UnsupportedError: if the model takes no `position_ids`, or does not return what is wanted.
     """
     stack = model.get_encoder() if getattr(model.config, "is_encoder_decoder", False) else model
     accepted = inspect.signature(stack.forward).parameters
@@ -46,12 +46,13 @@ def run(
         name: tensor.to(device) for name, tensor in given.items() if tensor is not None and name in accepted
     }
     options |= {"use_cache": False} if "use_cache" in accepted else {}
-    options |= {"output_hidden_states": True, "return_dict": True} if hidden_states else {}
+    options |= {f"output_{wanted}": True, "return_dict": True} if wanted else {}
     output = stack(input_ids=input_ids.to(device), **options)
-    if hidden_states and not getattr(output, "hidden_states", None):
+    found = getattr(output, wanted, None) if wanted else ()
+    if wanted and (not found or found[0] is None):
         raise UnsupportedError(
-            f"{type(stack).__name__} returns no hidden states, which are compared here. Use a model whose forward "
-            "takes output_hidden_states=True, or `AttentionProbe` on its embeddings."
+            f"{type(stack).__name__} returns no {wanted.replace('_', ' ')}, which are compared here. Use a model whose "
+            f"forward takes output_{wanted}=True, or `AttentionProbe` on its embeddings."
         )
     return output
 
@@ -62,7 +63,7 @@ def sentence_states(model: Any, input_ids: Tensor) -> tuple[Tensor, ...]:
     Raises:
         UnsupportedError: if the model returns none.
     """
-    output = run(model, input_ids, attention_mask=torch.ones_like(input_ids), hidden_states=True)
+    output = run(model, input_ids, attention_mask=torch.ones_like(input_ids), wanted="hidden_states")
     return tuple(state[0] for state in output.hidden_states)
 
 

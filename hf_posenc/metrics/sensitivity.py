@@ -395,7 +395,9 @@ def outputs_of(
         for start in range(0, input_ids.shape[0], rows):
             batch = slice(start, start + rows)
             placed = None if position_ids is None else position_ids[batch]
-            output = run(model, input_ids[batch], attention_mask=mask[batch], position_ids=placed, hidden_states=True)
+            output = run(
+                model, input_ids[batch], attention_mask=mask[batch], position_ids=placed, wanted="hidden_states"
+            )
             states.append(tuple(state.cpu() for state in output.hidden_states))
             found = getattr(output, "logits", None)
             if found is not None and found.shape[:2] == input_ids[batch].shape:

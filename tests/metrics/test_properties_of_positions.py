@@ -16,7 +16,7 @@ from hf_posenc.metrics.properties import (
     sinusoidal_shift,
     uniqueness,
 )
-from hf_posenc.metrics.properties.uniqueness import nearest_rows
+from hf_posenc.metrics.properties.encodings import nearest_rows
 from hf_posenc.schemes import (
     AdditiveEncoding,
     BinaryConfig,
