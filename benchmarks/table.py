@@ -11,6 +11,7 @@ from benchmarks.subjects import has_smollm2_shape
 from benchmarks.subnormals import subnormal_line
 from benchmarks.targets import verdicts
 from hf_posenc.report import Quantity, Record, Result, Subject, View
+from hf_posenc.report.rendering import table_cells
 from hf_posenc.report.tables import markdown_table
 
 _SMOLLM2 = "The shape of SmolLM2-135M"
@@ -168,7 +169,8 @@ def _rendered(result: Result, records: list[Record], view: View) -> str:
     # The spread of a ratio stands in its cell.
     plain = [replace(one, subject=f"`{one.subject}`", low=None, high=None) for one in records]
     subjects = tuple(Subject(name, name) for name in dict.fromkeys(one.subject for one in plain))
-    return Result("price", "", result.quantities, subjects, tuple(plain), (view,)).table(markdown=True)
+    ((cells,), _) = table_cells(Result("price", "", result.quantities, subjects, tuple(plain), (view,)))
+    return markdown_table(*cells)
 
 
 def _title(content: dict[str, Any], level: str, phase: str) -> str:

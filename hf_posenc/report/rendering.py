@@ -29,23 +29,33 @@ class _Footnotes:
 
 def rendered(result: Result, form: Form) -> str:
     """The title, a table for each view, the meaning of the columns, remarks and footnotes."""
+    tables, notes = table_cells(result)
+    parts = [("h1", result.title)] if result.title else []
+    for view, (headers, rows) in zip(result.views, tables, strict=True):
+        parts += [("h2", view.title)] if view.title else []
+        parts.append(("table", format_table(headers, rows, form=form)))
+    if form == "html":
+        parts += [("p", note) for note in notes]
+        return "\n".join(text if tag == "table" else f"<{tag}>{escape(text)}</{tag}>" for tag, text in parts)
+    paragraphs = [f"{text}:" if tag == "h2" else text for tag, text in parts]
+    if notes:
+        paragraphs.append(("\n\n" if form == "markdown" else "\n").join(notes))
+    return "\n\n".join(paragraphs)
+
+
+def table_cells(result: Result) -> tuple[list[tuple[list[str], list[list[str]]]], list[str]]:
+    """The headers and rows of the table of each view, and the notes below all of them, as text."""
     footnotes = _Footnotes()
     quantities = {quantity.name: quantity for quantity in result.quantities}
-    parts = [("h1", result.title)] if result.title else []
-    for view in result.views:
-        table = _table(result, view, quantities, footnotes, form)
-        parts += [("h2", view.title), ("table", table)] if view.title else [("table", table)]
+    tables = [_table(result, view, quantities, footnotes) for view in result.views]
     named = dict.fromkeys(name for view in result.views for name in view.quantities)
     meanings = [quantities[name].meaning for name in named if quantities[name].meaning]
-    parts += [("p", note) for note in (*meanings, *result.remarks, *footnotes.lines())]
-    if form == "html":
-        return "\n".join(text if tag == "table" else f"<{tag}>{escape(text)}</{tag}>" for tag, text in parts)
-    above = "\n\n".join(f"{text}:" if tag == "h2" else text for tag, text in parts if tag != "p")
-    notes = ("\n\n" if form == "markdown" else "\n").join(text for tag, text in parts if tag == "p")
-    return f"{above}\n\n{notes}" if notes else above
+    return tables, [*meanings, *result.remarks, *footnotes.lines()]
 
 
-def _table(result: Result, view: View, quantities: dict[str, Quantity], footnotes: _Footnotes, form: Form) -> str:
+def _table(
+    result: Result, view: View, quantities: dict[str, Quantity], footnotes: _Footnotes
+) -> tuple[list[str], list[list[str]]]:
     records = [record for record in result.records if record.quantity in view.quantities and _is_shown(record, view)]
 
     def heading(record: Record) -> tuple[str, str]:
@@ -69,7 +79,7 @@ def _table(result: Result, view: View, quantities: dict[str, Quantity], footnote
     headers = ["scheme", *view.rows]
     for column in columns:
         headers += [column[1], "95 % interval"] if column in with_interval else [column[1]]
-    return format_table(headers, rows, form=form)
+    return headers, rows
 
 
 def _ordered(subjects: Sequence[Subject], records: Sequence[Record], view: View) -> Sequence[Subject]:
