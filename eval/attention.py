@@ -1,7 +1,4 @@
-"""How far back a model attends: `accelerate launch eval/attention.py MODEL --schemes native none rope alibi`.
-
-The same as `hf-posenc eval attention`, on the device that accelerate chose.
-"""
+"""`accelerate launch eval/attention.py MODEL --schemes native none rope alibi`: `hf-posenc eval attention` on its device."""
 
 import sys
 from pathlib import Path
