@@ -1,4 +1,4 @@
-"""`accelerate launch eval/attention.py MODEL --schemes native none rope alibi`: `hf-posenc eval attention` on its device."""
+"""`accelerate launch eval/attention.py MODEL --schemes native none rope alibi`: `hf-posenc eval attention` there."""
 
 import sys
 from pathlib import Path

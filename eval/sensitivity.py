@@ -1,4 +1,4 @@
-"""`accelerate launch eval/sensitivity.py MODEL --schemes native none rope`: `hf-posenc eval sensitivity` on its device."""
+"""`accelerate launch eval/sensitivity.py MODEL --schemes native none rope`: `hf-posenc eval sensitivity` there."""
 
 import sys
 from pathlib import Path
