@@ -138,8 +138,8 @@ def check_vocabulary(model: Any, *token_ids: int) -> None:
     rows = model.get_input_embeddings().weight.shape[0]
     if min(token_ids) < 0 or max(token_ids) >= rows:
         raise MeasurementError(
-            f"The token ids run from {min(token_ids)} to {max(token_ids)}, but the model has embeddings for 0 to "
-            f"{rows - 1}. Use the tokenizer that belongs to this model."
+            f"The token ids run from {min(token_ids)} to {max(token_ids)}, but the model has {rows} embeddings, "
+            f"for 0 to {rows - 1}. Use the tokenizer that belongs to this model."
         )
 
 
