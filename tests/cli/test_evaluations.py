@@ -131,7 +131,7 @@ def test_loss_by_length_of_a_masked_model_says_which_length_it_has_no_positions_
     assert "bidirectional" in result.subject("forget_gate").error
     assert main([*words, "--schemes", "native", "forget_gate"]) == 0
     table = capsys.readouterr().out
-    assert "length 128: A sequence of length 128" in table
+    assert "length 128: Position 127 lies past the 64 positions" in table
     assert "[2] cannot be measured" in table
 
 
