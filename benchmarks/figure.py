@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from benchmarks.lineup import BARE, CONTROL
+from benchmarks.lineup import CONTROL
 from hf_posenc.plots.style import line_style, styled
+from hf_posenc.report import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,23 +36,21 @@ _PANELS = (
 )
 #: Inches.
 _WIDTH, _HEIGHT = 5.4, 4.4
-#: Of the height of the axes, between two labels.
-_LABEL_GAP = 0.042
 
 Series = dict[str, list[tuple[int, float]]]
 
 
-def draw_price(content: dict[str, Any], folder: Path) -> Path | None:
+def draw_price(result: Result, folder: Path) -> Path | None:
     """Draws what there is of five panels: time over length, both logarithmic.
 
     Args:
-        content: of `results.json`.
+        result: of `price_result`.
         folder: where `price.png` goes.
 
     Returns:
         The file, or `None` where there is nothing to draw: a line needs two lengths.
     """
-    panels = [(title, found) for level, phase, title in _PANELS if (found := _series(content, level, phase))]
+    panels = [(title, found) for level, phase, title in _PANELS if (found := _series(result, level, phase))]
     if not panels:
         return None
     columns = min(len(panels), 3)
@@ -72,15 +71,13 @@ def draw_price(content: dict[str, Any], folder: Path) -> Path | None:
     return path
 
 
-def _series(content: dict[str, Any], level: str, phase: str) -> Series:
+def _series(result: Result, level: str, phase: str) -> Series:
     """Ratios to the bare model by subject, those of one length only left out."""
     series: Series = {}
-    for cell in sorted(content["cells"].values(), key=lambda cell: cell["length"]):
-        if (cell["level"], cell["phase"]) != (level, phase):
-            continue
-        for row in cell["rows"]:
-            if "to_bare" in row and row["subject"] not in (BARE, CONTROL):
-                series.setdefault(row["subject"], []).append((cell["length"], row["to_bare"]["median"]))
+    for record in result.records:
+        here = record.quantity in ("to_bare", "peer") and (record.at["level"], record.at["phase"]) == (level, phase)
+        if here and record.subject != CONTROL and record.value is not None:
+            series.setdefault(record.subject, []).append((record.at["T"], record.value))
     return {name: points for name, points in series.items() if len(points) > 1}
 
 
@@ -92,7 +89,7 @@ def _draw(axes: Axes, series: Series, title: str) -> None:
             axes.plot(*zip(*points, strict=True), color="0.82", linewidth=0.9, zorder=1)
     for name in named:
         style = line_style(name, looks) | ({"linestyle": (0, (1, 1.2))} if name in _PEERS else {})
-        axes.plot(*zip(*series[name], strict=True), **style)
+        axes.plot(*zip(*series[name], strict=True), label=name, **style)
     axes.axhline(1.0, color="0.45", linestyle=(0, (2, 2)), linewidth=1.2, zorder=1)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -103,7 +100,10 @@ def _draw(axes: Axes, series: Series, title: str) -> None:
     axes.set_xlabel("tokens")
     axes.set_ylabel("time / time without position")
     axes.set_title(title)
-    _label(axes, {name: series[name][-1] for name in named}, {name: line_style(name, looks)["color"] for name in named})
+    # The names stand in the order of the lines at their right end.
+    order = sorted(named, key=lambda name: -series[name][-1][1])
+    lines = {line.get_label(): line for line in axes.get_lines()}
+    axes.legend([lines[name] for name in order], order, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
 
 
 def _ratio_ticks(axes: Axes, values: Sequence[float]) -> None:
@@ -114,46 +114,3 @@ def _ratio_ticks(axes: Axes, values: Sequence[float]) -> None:
     shown = [step for step in steps if low <= step <= high]
     axes.set_ylim(low, high)
     axes.set_yticks(shown, [f"{step:g}" for step in shown])
-
-
-def _label(axes: Axes, ends: dict[str, tuple[int, float]], colors: dict[str, str]) -> None:
-    """Names the lines at their right end, the names moved apart where the lines are close."""
-    low, high = (math.log(limit) for limit in axes.get_ylim())
-    heights = {name: (math.log(value) - low) / (high - low) for name, (_, value) in ends.items()}
-    placed = spread_labels(heights, _LABEL_GAP)
-    for name, height in placed.items():
-        axes.annotate(
-            name,
-            xy=ends[name],
-            xytext=(1.02, height),
-            textcoords="axes fraction",
-            color=colors[name],
-            fontsize=8,
-            va="center",
-            annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": colors[name], "linewidth": 0.5, "alpha": 0.6},
-        )
-
-
-def spread_labels(heights: dict[str, float], gap: float) -> dict[str, float]:
-    """Heights that keep their order and are at least `gap` apart, as near to the wanted ones as groups allow."""
-    groups: list[list[str]] = []
-    for name in sorted(heights, key=lambda name: heights[name]):
-        groups.append([name])
-        while len(groups) > 1 and _bottom(groups[-1], heights, gap) < _top(groups[-2], heights, gap) + gap:
-            last = groups.pop()
-            groups[-1] += last
-    placed: dict[str, float] = {}
-    for group in groups:
-        bottom = _bottom(group, heights, gap)
-        placed |= {name: bottom + gap * index for index, name in enumerate(group)}
-    return placed
-
-
-def _bottom(group: list[str], heights: dict[str, float], gap: float) -> float:
-    centre = sum(heights[name] for name in group) / len(group)
-    return centre - gap * (len(group) - 1) / 2
-
-
-def _top(group: list[str], heights: dict[str, float], gap: float) -> float:
-    return _bottom(group, heights, gap) + gap * (len(group) - 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -123,10 +124,35 @@ class _PerHead(nn.Module):
 
 def x_transformers(setting: Setting) -> list[Subject]:
     """x-transformers with ALiBi, T5 bias, rotation, and nothing. Its package is installed."""
-    from benchmarks.x_transformers_peer import x_transformers_calls
+    from x_transformers.x_transformers import AlibiPositionalBias, Attention, RelativePositionBias, RotaryEmbedding
 
-    code = "x-transformers"
-    calls, modules = x_transformers_calls(setting)
-    without = f"{code} without position"
-    first = peer(without, without, calls.pop("none"), setting, *modules)
-    return [first, *(peer(f"{code}, {name}", without, build, setting, *modules) for name, build in calls.items())]
+    sizes = setting.sizes
+    head_dim = sizes.hidden_size // sizes.num_heads
+    attention = Attention(dim=sizes.hidden_size, heads=sizes.num_heads, dim_head=head_dim, causal=True, flash=True)
+    attention.to_q, attention.to_k, attention.to_v, attention.to_out = Copied(), Copied(), Copied(), nn.Identity()
+    alibi = AlibiPositionalBias(heads=sizes.num_heads)
+    # Its decoder gives the table the scale sqrt(head_dim).
+    relative = RelativePositionBias(scale=head_dim**0.5, causal=True, heads=sizes.num_heads)
+    rotary = RotaryEmbedding(head_dim)
+    modules = (attention, alibi, relative, rotary)
+    for module in modules:
+        module.to(setting.device, DTYPES[setting.dtype])
+
+    def builder(positions: Callable[[int], dict[str, Any]]) -> Callable[[int], Function]:
+        def build(length: int) -> Function:
+            def attend(states: Tensor) -> Tensor:
+                result = attention(states, **positions(length))
+                return result[0] if isinstance(result, tuple) else result
+
+            return attend
+
+        return build
+
+    without = "x-transformers without position"
+    kinds: dict[str, Callable[[int], dict[str, Any]]] = {
+        without: lambda length: {},
+        "x-transformers, alibi (bias kept between calls)": lambda length: {"rel_pos": alibi},
+        "x-transformers, T5 bias": lambda length: {"rel_pos": relative},
+        "x-transformers, rotary": lambda length: {"rotary_pos_emb": rotary.forward_from_seq_len(length)},
+    }
+    return [peer(name, without, builder(positions), setting, *modules) for name, positions in kinds.items()]

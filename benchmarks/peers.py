@@ -9,8 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 
-from benchmarks.flash_peer import flash
-from benchmarks.kernel_peers import flex, kernel, masks, position_bias
+from benchmarks.kernel_peers import flash, flex, kernel, masks, position_bias
 from benchmarks.module_peers import bloom, mpt, t5, x_transformers
 from benchmarks.subjects import Setting, Subject
 

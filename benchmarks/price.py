@@ -23,15 +23,14 @@ from typing import Any
 from benchmarks.arguments import Options, parse_options
 from benchmarks.errors import BenchmarkError
 from benchmarks.figure import draw_price
-from benchmarks.json_files import write_text
 from benchmarks.lineup import BARE, DECODERS, build_lineup
 from benchmarks.machine import describe_machine
-from benchmarks.memory import peak_memory
-from benchmarks.memory_plan import MemoryRequest, memory_requests
+from benchmarks.memory import MemoryRequest, memory_requests, peak_memory
 from benchmarks.results import Book, cell_key, cell_rows, memory_key
+from benchmarks.store import write_text
 from benchmarks.subjects import decodes
 from benchmarks.subnormals import subnormal_ratio
-from benchmarks.table import write_tables
+from benchmarks.table import price_result, write_tables
 from benchmarks.timing import time_subjects
 
 Cell = tuple[str, str, int]
@@ -116,7 +115,7 @@ def write_outputs(book: Book, folder: Path) -> None:
     text = write_tables(book.content)
     write_text(folder / "table.md", text)
     print(text)
-    drawn = draw_price(book.content, folder)
+    drawn = draw_price(price_result(book.content), folder)
     _tell(f"Written to {folder}: results.json, table.md{', price.png' if drawn else ''}.")
 
 

@@ -16,6 +16,7 @@ from benchmarks.errors import BenchmarkError
 from benchmarks.lineup import BARE, DECODERS, LEVELS, SMOLLM2_LEVEL, build_lineup
 from benchmarks.machine import DTYPES, check_device, synchronize
 from benchmarks.subjects import PHASES, Setting, Subject
+from hf_posenc.report.tables import format_table
 
 
 @dataclass(frozen=True)
@@ -91,17 +92,15 @@ def profile_table(bare: dict[str, Operator], patched: dict[str, Operator], name:
     none = Operator(0.0, 0.0)
     both = {key: (patched.get(key, none), bare.get(key, none)) for key in {*bare, *patched}}
     order = sorted(both, key=lambda key: both[key][1].milliseconds - both[key][0].milliseconds)
-    lines = [f"{'operator':44} {name[:12]:>12} {'bare':>12} {'more':>10} {'runs':>8} {'bare':>8}"]
+    lines = []
     for key in order[:rows]:
         mine, other = both[key]
-        lines.append(
-            f"{key[:44]:44} {mine.milliseconds:12.3f} {other.milliseconds:12.3f} "
-            f"{mine.milliseconds - other.milliseconds:10.3f} {mine.count:8.0f} {other.count:8.0f}"
-        )
+        times = (mine.milliseconds, other.milliseconds, mine.milliseconds - other.milliseconds)
+        lines.append([key, *(f"{one:.3f}" for one in times), f"{mine.count:.0f}", f"{other.count:.0f}"])
     total, floor = (sum(one.milliseconds for one in found.values()) for found in (patched, bare))
-    lines.append(f"{'all':44} {total:12.3f} {floor:12.3f} {total - floor:10.3f}")
-    lines.append(f"position is {1 - floor / total:.1%} of the time of {name}" if total else "nothing was measured")
-    return "\n".join(lines)
+    lines.append(["all", f"{total:.3f}", f"{floor:.3f}", f"{total - floor:.3f}", "", ""])
+    table = format_table(["operator", name, "bare", "more", "runs", "bare runs"], lines)
+    return f"{table}\nposition is {1 - floor / total:.1%} of the time of {name}" if total else "nothing was measured"
 
 
 if __name__ == "__main__":

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.errors import BenchmarkError
-from benchmarks.json_files import with_lines, write_text
 from benchmarks.lineup import BARE, STOCK
-from benchmarks.ratios import quartiles, ratio
+from benchmarks.store import ResultsFile, check_same
 from benchmarks.subjects import Subject
 from benchmarks.timing import Timings
 
-#: How many levels of `results.json` have a line for each entry.
-_LINES_TO_DEPTH = 4
 
-
-class Book:
+class Book(ResultsFile):
     """The content of `results.json`, and the file.
 
     Args:
@@ -32,22 +27,15 @@ class Book:
             be read.
     """
 
+    depth = 4
+
     def __init__(
         self, path: Path, machine: dict[str, Any], settings: dict[str, Any], *, overwrite: bool = False
     ) -> None:
-        self.path = path
-        self.content: dict[str, Any] = {
-            "machine": machine,
-            "settings": settings,
-            "commands": [],
-            "cells": {},
-            "memory": {},
-        }
-        if path.exists() and not overwrite:
-            found = _read(path)
-            for part, meaning in (("machine", "a machine with other properties"), ("settings", "other settings")):
-                _check_equal(found.get(part), self.content[part], meaning, path)
-            self.content |= found
+        super().__init__(path, {"machine": machine, "settings": settings, "cells": {}, "memory": {}}, not overwrite)
+        remedy = "Choose another --output_dir, or pass --overwrite to measure everything anew."
+        for part, now in (("machine", machine), ("settings", settings)):
+            check_same(self.content[part], now, part, str(path), remedy)
 
     @property
     def cells(self) -> dict[str, dict[str, Any]]:
@@ -62,15 +50,6 @@ class Book:
     def finished(self, key: str, asked: dict[str, Any]) -> bool:
         """Whether a cell was measured just as it is asked for now."""
         return key in self.cells and self.cells[key]["asked"] == asked
-
-    def note_command(self, command: str) -> None:
-        """Keeps the command, once."""
-        if command not in self.content["commands"]:
-            self.content["commands"].append(command)
-
-    def save(self) -> None:
-        """Writes the file atomically."""
-        write_text(self.path, with_lines(self.content, _LINES_TO_DEPTH) + "\n")
 
 
 def cell_key(level: str, phase: str, length: int) -> str:
@@ -101,33 +80,21 @@ def cell_rows(subjects: Sequence[Subject], timings: Timings) -> list[dict[str, A
             row["peak_bytes"] = timings.peaks[subject.name]
         for name, other in (("ratio", subject.baseline), ("to_bare", BARE), ("to_stock", STOCK)):
             if timings.seconds.get(other):
-                row[name] = ratio(seconds, timings.seconds[other]).to_dict()
+                row[name] = ratio(seconds, timings.seconds[other])
         rows.append(row | {"rounds": [round(one * 1e3, 4) for one in seconds]})
     return rows
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise BenchmarkError(
-            f"{path} cannot be read ({error}): it was changed since it was written. Remove it or pass --overwrite, and "
-            "everything is measured anew."
-        ) from error
-    if not isinstance(found, dict) or not {"machine", "settings", "cells", "memory"} <= set(found):
-        raise BenchmarkError(f"{path} does not hold results of this benchmark. Choose another --output_dir.")
-    return found
+def ratio(subject: list[float], baseline: list[float]) -> dict[str, float]:
+    """A subject over its baseline in the same rounds: quartiles of the ratios, and the ratio of the fastest rounds."""
+    low, median, high = quartiles([mine / other for mine, other in zip(subject, baseline, strict=True)])
+    found = {"median": median, "low": low, "high": high, "of_minima": min(subject) / min(baseline)}
+    return {name: round(value, 4) for name, value in found.items()}
 
 
-def _check_equal(found: Any, now: Any, meaning: str, path: Path) -> None:
-    if found == now:
-        return
-    different = [
-        f"{name} {found.get(name)!r} there, {now.get(name)!r} here"
-        for name in sorted({*found, *now})
-        if found.get(name) != now.get(name)
-    ]
-    raise BenchmarkError(
-        f"{path} was measured with {meaning} ({'; '.join(different)}), and ratios are only comparable within one. "
-        "Choose another --output_dir, or pass --overwrite to measure everything anew."
-    )
+def quartiles(values: list[float]) -> tuple[float, float, float]:
+    """First quartile, median, third quartile; a single value is all three."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, median, high

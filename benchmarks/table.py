@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.lineup import BARE, CONTROL, SMOLLM2_LEVEL, STOCK
 from benchmarks.subjects import has_smollm2_shape
 from benchmarks.subnormals import subnormal_line
 from benchmarks.targets import verdicts
+from hf_posenc.report import Quantity, Record, Result, Subject, View
+from hf_posenc.report.rendering import table_cells
+from hf_posenc.report.tables import markdown_table
 
 _SMOLLM2 = "The shape of SmolLM2-135M"
+_BATCH = "a token for each of 16 sequences behind a cache of T"
 _TITLES = {
     ("attention", "forward"): "One attention call, forward",
     ("attention", "train"): "One attention call, forward and backward",
     ("model", "forward"): "A small Llama, forward",
     ("model", "train"): "A small Llama, training step",
     ("model", "decode"): "A small Llama, one token behind a cache of T",
-    ("model", "decode_batch16"): "A small Llama, a token for each of 16 sequences behind a cache of T",
+    ("model", "decode_batch16"): f"A small Llama, {_BATCH}",
     ("smollm2", "forward"): f"{_SMOLLM2}, forward",
     ("smollm2", "train"): f"{_SMOLLM2}, training step",
     ("smollm2", "decode"): f"{_SMOLLM2}, one token behind a cache of T",
-    ("smollm2", "decode_batch16"): f"{_SMOLLM2}, a token for each of 16 sequences behind a cache of T",
+    ("smollm2", "decode_batch16"): f"{_SMOLLM2}, {_BATCH}",
     ("encoder", "forward"): "A small BERT, forward",
     ("encoder", "train"): "A small BERT, training step",
 }
-
-
+_QUANTITIES = (
+    *(Quantity(name, "T = {T}") for name in ("to_bare", "to_stock", "peer", "milliseconds", "peak_bytes")),
+    Quantity("rounds", "rounds, T = {T}"),
+    Quantity("phase_bytes", "peak of the call, T = {T}"),
+    Quantity("phase_over_bare", "over bare, T = {T}"),
+    Quantity("total_over_bare", "whole process over bare, T = {T}"),
+)
+_MEMORY = ("phase_bytes", "phase_over_bare", "total_over_bare")
 _MOST_NAMES = 6
 #: The control of a machine that does nothing else stays this near to 1.
 _QUIET = 0.03
@@ -38,8 +49,66 @@ def write_tables(content: dict[str, Any]) -> str:
     Args:
         content: of `results.json`.
     """
-    parts = [_introduction(content), *figure_tables(content)]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return "\n\n".join(part for part in (_introduction(content), *figure_tables(content)) if part) + "\n"
+
+
+def price_result(content: dict[str, Any]) -> Result:
+    """Every figure of a run as a record: `at` are its level, its phase and the length `T`, and the kind of its subject.
+
+    Args:
+        content: of `results.json`.
+    """
+    records = sorted([*_times(content), *_peaks(content)], key=lambda record: record.at["T"])
+    return Result(
+        task="price",
+        title="",
+        quantities=_QUANTITIES,
+        subjects=tuple(Subject(name, name.partition("@")[0]) for name in dict.fromkeys(one.subject for one in records)),
+        records=tuple(records),
+        views=(),
+        settings={name: content[name] for name in ("machine", "settings", "commands") if name in content},
+    )
+
+
+def _times(content: dict[str, Any]) -> Iterator[Record]:
+    for cell in content["cells"].values():
+        for row in cell["rows"]:
+            at = {"level": cell["level"], "phase": cell["phase"], "T": cell["length"], "kind": row["family"]}
+            name, peer = row["subject"], row["family"] == "peer"
+            for over in () if peer else ("to_bare", "to_stock"):
+                if over in row and name != over.removeprefix("to_"):
+                    found = row[over]
+                    spread = f"{found['median']:.3f} ({found['low']:.3f}-{found['high']:.3f})"
+                    yield Record(name, over, found["median"], at, found["low"], found["high"], shown=spread)
+            if peer and "to_bare" in row:
+                own = row["baseline"]
+                inner = "" if own == name else f" ({row['ratio']['median']:.3g})"
+                without = at | {"without position it is": "" if own == name else own}
+                median = row["to_bare"]["median"]
+                yield Record(name, "peer", median, without, shown=f"{median:.3g}{inner}")
+            if name in (BARE, STOCK):
+                yield Record(name, "milliseconds", row["milliseconds"], at, shown=f"{row['milliseconds']:.4g} ms")
+            if name == BARE:
+                yield Record(name, "rounds", cell["rounds"], at, shown=str(cell["rounds"]))
+            if "peak_bytes" in row and name != CONTROL:
+                bare = next((one.get("peak_bytes") for one in cell["rows"] if one["subject"] == BARE), None)
+                over = f" ({row['peak_bytes'] / bare:.3f})" if bare else ""
+                yield Record(name, "peak_bytes", row["peak_bytes"], at, shown=f"{row['peak_bytes'] / 1e6:.0f} MB{over}")
+
+
+def _peaks(content: dict[str, Any]) -> Iterator[Record]:
+    """Peaks of whole processes, where the bare model has one too."""
+    measured = [one for one in content["memory"].values() if "phase_bytes" in one]
+    bare = {(one["level"], one["phase"], one["length"]): one for one in measured if one["subject"] == BARE}
+    for one in measured:
+        floor = bare.get((one["level"], one["phase"], one["length"]))
+        if floor is not None:
+            at = {"level": one["level"], "phase": one["phase"], "T": one["length"]}
+            ratios = [one[name] / floor[name] for name in ("phase_bytes", "total_bytes")]
+            figures = (one["phase_bytes"], *ratios)
+            shown = (f"{one['phase_bytes'] / 1e6:.0f} MB", *(f"{ratio:.3f}" for ratio in ratios))
+            for name, value, text in zip(_MEMORY, figures, shown, strict=True):
+                yield Record(one["subject"], name, value, at, shown=text)
 
 
 def figure_tables(content: dict[str, Any]) -> list[str]:
@@ -48,16 +117,60 @@ def figure_tables(content: dict[str, Any]) -> list[str]:
     Args:
         content: of `results.json`.
     """
-    parts = [_noise(content), _targets(content)]
+    result = price_result(content)
+    parts = [_noise(content), _targets(content), _units(result)]
     for level, phase in _TITLES:
-        cells = _cells(content, level, phase)
-        if any(cell["rows"] for cell in cells):
-            parts.append(f"## {_title(content, level, phase)}\n\n{_ratios(cells)}")
-            if level == SMOLLM2_LEVEL:
-                parts.append(f"### Over stock\n\n{_ratios(cells, STOCK)}")
-            if level == "attention" and any(row["family"] == "peer" for cell in cells for row in cell["rows"]):
-                parts.append(f"### Other ways and other libraries\n\n{_peers(cells)}")
-    return [*parts, _peaks(content), _memory(content), _left_out(content)]
+        title = _title(content, level, phase)
+        parts.append(_section(result, "## " + title, ("to_bare",), level, phase, rows=("kind",)))
+        if level == SMOLLM2_LEVEL:
+            parts.append(_section(result, "### Over stock", ("to_stock",), level, phase, rows=("kind",)))
+        explained = "### Other ways and other libraries\n\nTime over the bare call; in parentheses, over the same code "
+        explained += "without position."
+        parts.append(_section(result, explained, ("peer",), level, phase, rows=("without position it is",)))
+    gpu = "How far the peak of the GPU's memory rose above what was held before, and in parentheses over bare."
+    alone = "Each in a process of its own: how far its peak rose above what it held before the call."
+    for heading, explained, quantities in (
+        ("## Peak memory on the GPU", gpu, ("peak_bytes",)),
+        ("## Peak memory", alone, _MEMORY),
+    ):
+        tables = [
+            _section(result, "### " + _title(content, level, phase), quantities, level, phase)
+            for level, phase in _TITLES
+        ]
+        parts += [heading, explained, *tables] if any(tables) else []
+    return [*parts, _left_out(content)]
+
+
+def _section(
+    result: Result, heading: str, quantities: tuple[str, ...], level: str, phase: str, rows: tuple[str, ...] = ()
+) -> str:
+    """A heading and the table of one level and phase, the cheapest at the longest length first."""
+    found = [
+        one
+        for one in result.records
+        if one.quantity in quantities and (one.at["level"], one.at["phase"]) == (level, phase)
+    ]
+    if not found:
+        return ""
+    return f"{heading}\n\n" + _rendered(result, found, View(quantities, rows=rows, order=quantities[0]))
+
+
+def _units(result: Result) -> str:
+    """How long the models take that the others are measured against."""
+    found = [one for one in result.records if one.quantity in ("milliseconds", "rounds")]
+    if not found:
+        return ""
+    view = View(("milliseconds", "rounds"), rows=("level", "phase"))
+    heading = "## What 1.00 is\n\nMilliseconds of the bare and the stock model, and how many rounds were measured."
+    return f"{heading}\n\n{_rendered(result, found, view)}"
+
+
+def _rendered(result: Result, records: list[Record], view: View) -> str:
+    # The spread of a ratio stands in its cell.
+    plain = [replace(one, subject=f"`{one.subject}`", low=None, high=None) for one in records]
+    subjects = tuple(Subject(name, name) for name in dict.fromkeys(one.subject for one in plain))
+    ((cells,), _) = table_cells(Result("price", "", result.quantities, subjects, tuple(plain), (view,)))
+    return markdown_table(*cells)
 
 
 def _title(content: dict[str, Any], level: str, phase: str) -> str:
@@ -136,110 +249,13 @@ def _targets(content: dict[str, Any]) -> str:
     found = verdicts(content)
     rows = [(one.target, one.measured, "yes" if one.met else "**no**") for one in found if one.met is not None]
     missing = [one.measured for one in found if one.met is None]
-    parts = [_table(("target", "measured", "met"), rows)] if rows else []
+    parts = [markdown_table(("target", "measured", "met"), rows)] if rows else []
     if missing:
         cells = list(dict.fromkeys(missing))
         named = ", ".join(f"`{cell}`" for cell in cells[:_MOST_NAMES])
         more = f" and {len(cells) - _MOST_NAMES} more" if len(cells) > _MOST_NAMES else ""
         parts.append(f"Not judged, because nothing was measured for them: {len(missing)} targets ({named}{more}).")
     return "\n\n".join(["## Targets", *parts]) if parts else ""
-
-
-def _ratios(cells: list[dict[str, Any]], over: str = BARE) -> str:
-    """One row per scheme, the cheapest at the longest length first."""
-    kind = f"to_{over}"
-    lengths = [cell["length"] for cell in cells]
-    by_name: dict[str, dict[int, dict[str, Any]]] = {}
-    families: dict[str, str] = {}
-    for cell in cells:
-        for row in cell["rows"]:
-            if row["family"] != "peer":
-                by_name.setdefault(row["subject"], {})[cell["length"]] = row
-                families[row["subject"]] = row["family"]
-    one = by_name.pop(over, {})
-    figured = {name for name in by_name if any(kind in row for row in by_name[name].values())}
-    order = sorted(figured, key=lambda name: _cost(by_name[name], kind))
-    rows = [
-        (f"`{name}`", families[name], *(_spread(by_name[name].get(length), kind) for length in lengths))
-        for name in order
-    ]
-    unit = [f"{one[length]['milliseconds']:.4g} ms" if length in one else "-" for length in lengths]
-    rounds = [str(cell["rounds"]) for cell in cells]
-    head = ("scheme", "kind", *(f"T = {length}" for length in lengths))
-    return _table(head, [(f"`{over}`", "1.00 =", *unit), *rows, ("rounds", "", *rounds)])
-
-
-def _peers(cells: list[dict[str, Any]]) -> str:
-    lengths = [cell["length"] for cell in cells]
-    by_name: dict[str, dict[int, dict[str, Any]]] = {}
-    for cell in cells:
-        for row in cell["rows"]:
-            if row["family"] == "peer":
-                by_name.setdefault(row["subject"], {})[cell["length"]] = row
-    rows = []
-    for name in sorted(by_name, key=lambda name: _cost(by_name[name], "to_bare")):
-        found = by_name[name]
-        own = next(iter(found.values()))["baseline"]
-        figures = []
-        for length in lengths:
-            row = found.get(length)
-            inner = "" if row is None or own == name else f" ({row['ratio']['median']:.3g})"
-            figures.append("-" if row is None else f"{row['to_bare']['median']:.3g}{inner}")
-        rows.append((name, "" if own == name else own, *figures))
-    explained = "Time over the bare call; in parentheses, over the same code without position.\n\n"
-    return explained + _table(("way", "without position it is", *(f"T = {length}" for length in lengths)), rows)
-
-
-def _peaks(content: dict[str, Any]) -> str:
-    """What a GPU counted while the calls above ran."""
-    parts = []
-    for level, phase in _TITLES:
-        cells = [cell for cell in _cells(content, level, phase) if any("peak_bytes" in row for row in cell["rows"])]
-        if not cells:
-            continue
-        by_cell = [{row["subject"]: row["peak_bytes"] for row in cell["rows"] if "peak_bytes" in row} for cell in cells]
-        names = dict.fromkeys(name for peaks in by_cell for name in peaks)
-        rows = [(f"`{name}`", *(_peak(peaks, name) for peaks in by_cell)) for name in names if name != CONTROL]
-        title = _title(content, level, phase)
-        parts.append(f"### {title}\n\n" + _table(("scheme", *(f"T = {cell['length']}" for cell in cells)), rows))
-    explained = "How far the peak of the GPU's memory rose above what was held before, and in parentheses over bare."
-    return "\n\n".join(["## Peak memory on the GPU", explained, *parts]) if parts else ""
-
-
-def _peak(peaks: dict[str, int], name: str) -> str:
-    if name not in peaks:
-        return "-"
-    over = f" ({peaks[name] / peaks[BARE]:.3f})" if peaks.get(BARE) else ""
-    return f"{peaks[name] / 1e6:.0f} MB{over}"
-
-
-def _memory(content: dict[str, Any]) -> str:
-    groups: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = {}
-    for one in content["memory"].values():
-        groups.setdefault((one["level"], one["phase"], one["length"]), {})[one["subject"]] = one
-    parts = []
-    for (level, phase, length), entries in groups.items():
-        if "phase_bytes" not in entries.get(BARE, {}):
-            continue
-        bare = entries[BARE]
-        rows = [
-            (
-                f"`{name}`",
-                f"{one['phase_bytes'] / 1e6:.0f} MB",
-                f"{one['phase_bytes'] / bare['phase_bytes']:.3f}",
-                f"{one['total_bytes'] / bare['total_bytes']:.3f}",
-            )
-            for name, one in sorted(entries.items(), key=lambda item: item[1].get("phase_bytes", 0))
-            if "phase_bytes" in one
-        ]
-        title = f"### {_title(content, level, phase)}, T = {length}"
-        parts.append(
-            f"{title}\n\n" + _table(("scheme", "peak of the call", "over bare", "whole process over bare"), rows)
-        )
-    if not parts:
-        return ""
-    explained = "Each in a process of its own: how far its peak rose above what it held before the call."
-    return "\n\n".join(["## Peak memory", explained, *parts])
 
 
 def _left_out(content: dict[str, Any]) -> str:
@@ -254,24 +270,3 @@ def _left_out(content: dict[str, Any]) -> str:
     lines = [f"- `{name}`: {reason} ({', '.join(keys)})" for (name, reason), keys in places.items()]
     lines += [f"- {key}: not begun within the budget" for key in content.get("not_begun", ())]
     return "## Left out\n\n" + "\n".join(lines) if lines else ""
-
-
-def _cells(content: dict[str, Any], level: str, phase: str) -> list[dict[str, Any]]:
-    found = [cell for cell in content["cells"].values() if (cell["level"], cell["phase"]) == (level, phase)]
-    return sorted((cell for cell in found if cell["rows"]), key=lambda cell: cell["length"])
-
-
-def _cost(rows: dict[int, dict[str, Any]], over: str) -> float:
-    return rows[max(length for length, row in rows.items() if over in row)][over]["median"]
-
-
-def _spread(row: dict[str, Any] | None, over: str) -> str:
-    if row is None or over not in row:
-        return "-"
-    found = row[over]
-    return f"{found['median']:.3f} ({found['low']:.3f}-{found['high']:.3f})"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -22,6 +22,7 @@ sys.path.insert(0, str(HERE.parent))
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
+from hf_posenc.report.tables import markdown_table  # noqa: E402
 from tests.architectures.checks import SCHEMES, check_pair  # noqa: E402
 from tests.architectures.findings import NATIVE_BOUND, SAME_BOUND  # noqa: E402
 from tests.architectures.population import Pair, all_pairs  # noqa: E402
@@ -158,38 +159,28 @@ A check that the stock model fails too is not held against a scheme; the last co
 
 
 def _summary(records: list[dict[str, Any]]) -> str:
-    lines = [
-        "## Summary",
-        "",
-        "| kind | architectures | refused | with a scheme | " + " | ".join(COLUMNS) + " |",
-        "|---" * (4 + len(COLUMNS)) + "|",
-    ]
+    rows = []
     for kind, title in (*KINDS, ("", "all")):
         chosen = [record for record in records if record["pair"].startswith(kind)]
         placed = [record for record in chosen if not record.get("refusal")]
         passed = [sum(_passes(record, scheme) for record in placed) for scheme in COLUMNS]
         cells = [f"{count} ({100 * count / max(len(placed), 1):.1f} %)" for count in passed]
-        lines.append(
-            f"| {title} | {len(chosen)} | {len(chosen) - len(placed)} | {len(placed)} | " + " | ".join(cells) + " |"
-        )
+        rows.append((title, str(len(chosen)), str(len(chosen) - len(placed)), str(len(placed)), *cells))
     ordinary = [record for record in records if not record.get("refusal")]
     whole = sum(all(_passes(record, scheme) for scheme in COLUMNS) for record in ordinary)
     share = 100 * whole / max(len(ordinary), 1)
-    return "\n".join([*lines, "", f"In every column: {whole} of {len(ordinary)} ({share:.1f} %)."])
+    table = markdown_table(("kind", "architectures", "refused", "with a scheme", *COLUMNS), rows)
+    return f"## Summary\n\n{table}\n\nIn every column: {whole} of {len(ordinary)} ({share:.1f} %)."
 
 
 def _table(records: list[dict[str, Any]]) -> str:
-    lines = [
-        "| architecture | native scheme | " + " | ".join(COLUMNS) + " | the stock model itself fails |",
-        "|---" * (3 + len(COLUMNS)) + "|",
-    ]
+    rows = []
     for record in records:
-        if record.get("refusal"):
-            continue
-        native = "no name" if record.get("native", "").startswith("(") else record.get("native", "")
-        cells = [_cell(record, scheme) for scheme in COLUMNS]
-        lines.append(f"| {_name(record)} | {native} | " + " | ".join(cells) + f" | {_stock_limits(record)} |")
-    return "\n".join(lines)
+        if not record.get("refusal"):
+            native = "no name" if record.get("native", "").startswith("(") else record.get("native", "")
+            cells = [_cell(record, scheme) for scheme in COLUMNS]
+            rows.append((_name(record), native, *cells, _stock_limits(record)))
+    return markdown_table(("architecture", "native scheme", *COLUMNS, "the stock model itself fails"), rows)
 
 
 def _cell(record: dict[str, Any], scheme: str) -> str:
@@ -205,16 +196,9 @@ def _stock_limits(record: dict[str, Any]) -> str:
 
 
 def _refusals(records: list[dict[str, Any]]) -> str:
-    lines = [
-        "## Refused",
-        "",
-        "`UnsupportedError`, whatever the scheme; the model stays untouched.",
-        "",
-        "| architecture | reason |",
-        "|---|---|",
-    ]
-    lines += [f"| {record['pair']} | {record['refusal']} |" for record in records if record.get("refusal")]
-    return "\n".join(lines)
+    rows = [(record["pair"], record["refusal"]) for record in records if record.get("refusal")]
+    table = markdown_table(("architecture", "reason"), rows)
+    return f"## Refused\n\n`UnsupportedError`, whatever the scheme; the model stays untouched.\n\n{table}"
 
 
 def _partial_refusals(records: list[dict[str, Any]]) -> str:

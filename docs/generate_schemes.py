@@ -21,6 +21,7 @@ from scheme_pages import GROUPS, PREFERRED_EXAMPLES, Page, PageFigure, all_pages
 from hf_posenc.plots.schemes import KINDS, draw_kind, kind_named  # noqa: E402
 from hf_posenc.plots.schemes.subject import standard_places  # noqa: E402
 from hf_posenc.plots.style import save_figure, styled  # noqa: E402
+from hf_posenc.report.tables import markdown_table  # noqa: E402
 from hf_posenc.schemes import NativeConfig  # noqa: E402
 
 NOTICE = "<!-- Written by docs/generate_schemes.py. Edits are lost. -->"
@@ -93,9 +94,9 @@ def index_text(pages: list[Page]) -> str:
     ]
     for group in GROUPS:
         members = [page for page in pages if group_of(page) == group]
-        rows = [f"| [`{page.name}`]({page.name}.md) | {table_cell(summary(page.config_class))} |" for page in members]
+        rows = [(f"[`{page.name}`]({page.name}.md)", table_cell(summary(page.config_class))) for page in members]
         if rows:
-            sections += [f"## {group}", "\n".join(["| scheme | what it is |", "|---|---|", *rows])]
+            sections += [f"## {group}", markdown_table(("scheme", "what it is"), rows)]
     # It is drawn and described nowhere, because it computes nothing before a model says what it stands for.
     sections.append(
         f"`{NativeConfig.name}` is a word and no scheme, so it has no page: wherever a scheme can be named, it stands "
@@ -135,7 +136,7 @@ def gallery_text(pages: list[Page]) -> str:
 
 
 def _kinds_text(pages: list[Page]) -> str:
-    rows = ["| kind | what it shows | example |", "|---|---|---|"]
+    rows = []
     for kind in KINDS:
         shown = [(page, figure) for page in pages for figure in page.figures if figure.kind == kind.name]
         preferred = sorted(shown, key=lambda pair: pair[0].name not in PREFERRED_EXAMPLES)
@@ -143,8 +144,8 @@ def _kinds_text(pages: list[Page]) -> str:
         if preferred:
             page, figure = preferred[0]
             example = f"[`{page.name}`](schemes/figures/{figure.stem}.png)"
-        rows.append(f"| `{kind.name}` | {kind.summary} | {example} |")
-    return "\n".join(rows)
+        rows.append((f"`{kind.name}`", kind.summary, example))
+    return markdown_table(("kind", "what it shows", "example"), rows)
 
 
 def _figure_text(figure: PageFigure, folder: str) -> str:

@@ -87,6 +87,7 @@ def _version(name: str) -> str:
 
 def page(record: dict[str, Any]) -> str:
     """The page that a record says."""
+    from hf_posenc.report.tables import markdown_table
     from tests.tools.adapting import WITHOUT_ROW
     from tests.tools.table import TOOLS
     from tests.tools.tool import EQUAL, SCHEMES
@@ -94,13 +95,12 @@ def page(record: dict[str, Any]) -> str:
     reasons: list[str] = []
     sections = []
     for group in dict.fromkeys(tool.group for tool in TOOLS):
-        rows = [f"| {' | '.join(['', *SCHEMES, 'equal to'])} |", f"|{'---|' * (len(SCHEMES) + 2)}"]
+        rows = []
         for tool in TOOLS:
             if tool.group == group:
                 cells = record["cells"][f"{tool.group} / {tool.name}"]
-                shown = [_cell(cells[name], reasons) for name in SCHEMES]
-                rows.append(f"| {tool.name} | {' | '.join(shown)} | {tool.oracle} |")
-        sections.append(f"## {group}\n\n" + "\n".join(rows))
+                rows.append((tool.name, *(_cell(cells[name], reasons) for name in SCHEMES), tool.oracle))
+        sections.append(f"## {group}\n\n" + markdown_table(("", *SCHEMES, "equal to"), rows))
     every = [cell for cells in record["cells"].values() for cell in cells.values()]
     equal = sum(cell == EQUAL for cell in every)
     notes = "\n".join(f"{number}. {reason}" for number, reason in enumerate(reasons, 1))

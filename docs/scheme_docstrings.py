@@ -8,10 +8,12 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from hf_posenc.cli.catalogue import meanings_of
+from hf_posenc.report.tables import markdown_table
 from hf_posenc.schemes import SchemeConfig, SubConfig
 from hf_posenc.schemes.labels import scheme_label
 
-_SECTION = re.compile(r"^(Args|Raises|Returns|Attributes|Example|Examples|Note|Notes):$")
+_SECTION = re.compile(r"^(?:Args|Raises|Returns|Attributes|Example|Examples|Note|Notes):$", re.MULTILINE)
 _TABLE_RULE = re.compile(r"^=+( +=+)+$")
 _ARXIV = re.compile(r"arXiv:(\d{4}\.\d{4,5})")
 
@@ -33,7 +35,7 @@ def summary(config_class: type[SchemeConfig]) -> str:
 
 def body(config_class: type[SchemeConfig]) -> str:
     """What stands between the first paragraph and the sections, as Markdown."""
-    lines = _sections(_text(config_class))[""]
+    lines = _SECTION.split(_text(config_class))[0].splitlines()
     start = next((index for index, line in enumerate(lines) if not line.strip()), len(lines))
     return markdown(lines[start:])
 
@@ -43,7 +45,7 @@ def options(config_class: type[SchemeConfig]) -> list[Option]:
     meanings: dict[str, str] = {}
     for owner in reversed(config_class.__mro__):
         if owner.__doc__ and dataclasses.is_dataclass(owner):
-            meanings |= _described(_sections(inspect.cleandoc(owner.__doc__)).get("Args", []))
+            meanings |= meanings_of(inspect.cleandoc(owner.__doc__))
     return [
         Option(field.name, _type_name(field), _default(field), meanings.get(field.name, ""))
         for field in dataclasses.fields(config_class)
@@ -87,34 +89,6 @@ def table_cell(text: str) -> str:
 
 def _text(config_class: type[SchemeConfig]) -> str:
     return inspect.cleandoc(config_class.__doc__ or "")
-
-
-def _sections(text: str) -> dict[str, list[str]]:
-    """The lines of each section, without its title; those before the first one under an empty name."""
-    found: dict[str, list[str]] = {"": []}
-    current = ""
-    for line in text.splitlines():
-        title = _SECTION.match(line)
-        if title:
-            current = title.group(1)
-            found[current] = []
-        else:
-            found[current].append(line)
-    return found
-
-
-def _described(lines: list[str]) -> dict[str, str]:
-    """`name: description` entries of an Args section; deeper lines continue the one above."""
-    entries: dict[str, str] = {}
-    name = ""
-    for line in lines:
-        start = re.match(r"^    (\w+): (.*)$", line)
-        if start:
-            name = start.group(1)
-            entries[name] = start.group(2)
-        elif name and line.strip():
-            entries[name] += " " + line.strip()
-    return entries
 
 
 def _type_name(field: dataclasses.Field[Any]) -> str:
@@ -163,8 +137,4 @@ def _table(lines: list[str], start: int) -> tuple[list[str], int]:
                 rows[-1] = [f"{above} {cell}".strip() for above, cell in zip(rows[-1], cells, strict=True)]
         index += 1
     head, *others = [[table_cell(cell) for cell in row] for row in rows]
-    return [
-        "| " + " | ".join(head) + " |",
-        "|---" * len(head) + "|",
-        *("| " + " | ".join(r) + " |" for r in others),
-    ], index
+    return markdown_table(head, others).splitlines(), index

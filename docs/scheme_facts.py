@@ -12,6 +12,7 @@ from scheme_pages import Page, default_config
 
 from hf_posenc.plots.schemes import Subject, applicable_kinds, subject_of
 from hf_posenc.plots.schemes.subject import standard_places
+from hf_posenc.report.tables import markdown_table
 from hf_posenc.schemes import BuildContext, PairwiseBias, Positions, SchemeConfig, SchemeParts
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.logits import positional_logits
@@ -32,8 +33,7 @@ def options_text(config_class: type[SchemeConfig]) -> str:
         (f"`{option.name}`", f"`{table_cell(option.type)}`", table_cell(option.default), table_cell(option.meaning))
         for option in found
     ]
-    rows = [f"| {' | '.join(row)} |" for row in cells]
-    return "\n".join(["| option | type | default | meaning |", "|---|---|---|---|", *rows])
+    return markdown_table(("option", "type", "default", "meaning"), cells)
 
 
 def facts_text(page: Page) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from scheme_docstrings import linked
 
 from hf_posenc.plots.schemes import Subject, applicable_kinds, kind_named, subject_of
-from hf_posenc.plots.schemes.frequencies import changed_spectra
+from hf_posenc.plots.schemes.rotations import changed_spectra
 from hf_posenc.schemes import (
     AlibiConfig,
     ComposedConfig,

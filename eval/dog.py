@@ -1,7 +1,4 @@
-"""The dog test of a model: `accelerate launch eval/dog.py MODEL --schemes none rope alibi`.
-
-The same as `hf-posenc eval dog`, on the device that accelerate chose.
-"""
+"""`accelerate launch eval/dog.py MODEL --schemes none rope alibi`: `hf-posenc eval dog` on its device."""
 
 import sys
 from pathlib import Path

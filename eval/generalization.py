@@ -1,7 +1,4 @@
-"""Exact match by length on a synthetic task: `accelerate launch eval/generalization.py MODEL --task copy`.
-
-The same as `hf-posenc eval generalization`, on the device that accelerate chose.
-"""
+"""`accelerate launch eval/generalization.py MODEL --task copy`: `hf-posenc eval generalization` on its device."""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""Loss by length of a model: `accelerate launch eval/loss.py MODEL --text FILE --lengths 128 512 1024`.
-
-The same as `hf-posenc eval loss`, on the device that accelerate chose.
-"""
+"""`accelerate launch eval/loss.py MODEL --text FILE --lengths 128 512 1024`: `hf-posenc eval loss` on its device."""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""Grammar in minimal pairs: `accelerate launch eval/minimal_pairs.py MODEL --task FILE`.
-
-The same as `hf-posenc eval minimal-pairs`, on the device that accelerate chose.
-"""
+"""`accelerate launch eval/minimal_pairs.py MODEL --task FILE`: `hf-posenc eval minimal-pairs` on its device."""
 
 import sys
 from pathlib import Path

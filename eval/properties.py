@@ -1,7 +1,4 @@
-"""The properties of all schemes: `accelerate launch eval/properties.py --markdown`.
-
-The same as `hf-posenc eval properties`, on the device that accelerate chose.
-"""
+"""`accelerate launch eval/properties.py --markdown`: `hf-posenc eval properties` on its device."""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""The loss with positions in low precision: `accelerate launch eval/quantized.py MODEL --schemes native`.
-
-The same as `hf-posenc eval quantized`, on the device that accelerate chose.
-"""
+"""`accelerate launch eval/quantized.py MODEL --schemes native`: `hf-posenc eval quantized` on its device."""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""Position sensitivity of a model: `accelerate launch eval/sensitivity.py MODEL --schemes native none rope`.
-
-The same as `hf-posenc eval sensitivity`, on the device that accelerate chose.
-"""
+"""`accelerate launch eval/sensitivity.py MODEL --schemes native none rope`: `hf-posenc eval sensitivity` there."""
 
 import sys
 from pathlib import Path

@@ -66,3 +66,7 @@ class SequenceLengthError(PositionEncodingError, IndexError):
 
 class UsageError(Exception):
     """A request of a command or a script that cannot be carried out; the message says why and what to do."""
+
+
+class MeasurementError(PositionEncodingError, ValueError):
+    """A sentence, a swap or a tokenizer with which a measurement would mean nothing."""

@@ -73,14 +73,14 @@ EVALUATIONS: dict[str, Evaluation] = {
     ),
     "sensitivity": Evaluation(
         "repeated words at many gaps, exchanged roles, a shuffled context, shifted positions",
-        "hf_posenc.metrics.sensitivity.suite:sensitivity_test",
+        "hf_posenc.metrics.sensitivity:sensitivity_test",
         data="text",
         files="text",
         joined=True,
     ),
     "generalization": Evaluation(
         "exact match by length of a model that was trained on a synthetic task",
-        "hf_posenc.metrics.generalization.comparison:compare_generalization",
+        "hf_posenc.metrics.generalization.exact_match:compare_generalization",
         data="task",
         each=True,
         reference="Kazemnejad et al. 2023, The Impact of Positional Encoding on Length Generalization in Transformers",
@@ -94,9 +94,15 @@ EVALUATIONS: dict[str, Evaluation] = {
     ),
     "quantized": Evaluation(
         "the loss with only positions, encodings or keys in low precision",
-        "hf_posenc.metrics.quantization.of_text:quantization_test",
+        "hf_posenc.metrics.quantization.measure:quantization_test",
         data="texts",
         files="texts",
         reference="Hooper et al. 2024, KVQuant (arXiv:2401.18079)",
+    ),
+    "attention": Evaluation(
+        "how far back each layer attends, and how widely, on a text",
+        "hf_posenc.metrics.attention:attention_test",
+        data="texts",
+        files="texts",
     ),
 }

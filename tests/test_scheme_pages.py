@@ -231,7 +231,7 @@ class TestDocstrings:
                 "After it.",
                 "",
                 "| name | meaning |",
-                "|---|---|",
+                "| --- | --- |",
                 '| "a" | `\\|x\\|`, in two lines |',
                 "| b | c |",
             ]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_posenc.tables import fitted_to, format_table
+from hf_posenc.report.tables import fitted_to, format_table
 
 HEADERS = ["scheme", "what it is", *(f"loss at {length}" for length in (128, 512, 1024, 4096))]
 ROWS = [

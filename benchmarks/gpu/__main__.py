@@ -12,7 +12,7 @@ from benchmarks.gpu.part import CRASHED, WRONG
 from benchmarks.gpu.requirements import missing_required
 from benchmarks.gpu.store import Store
 from benchmarks.gpu.supervisor import Supervisor
-from benchmarks.json_files import write_text
+from benchmarks.store import write_text
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.gpu.part import CANNOT_TELL, CRASHED, OK, REFUSED, SKIPPED, STATUSES, WRONG
-from benchmarks.gpu.smoke import smoke_line
 from benchmarks.gpu.store import cells_left
+from hf_posenc.report.tables import markdown_table
 
 _MOST_NAMES = 6
 
@@ -87,7 +87,7 @@ def _correctness(part: dict[str, Any]) -> list[str]:
     return [
         "## Correctness",
         explained,
-        _table(head, lines),
+        markdown_table(head, lines),
         _listed("What is wrong", rows, WRONG),
         _listed("What crashed", rows, CRASHED),
         _grouped("What is refused", rows, REFUSED),
@@ -185,7 +185,7 @@ def _study(part: dict[str, Any]) -> list[str]:
             )
             for row in found
         ]
-        sections.append(f"### {task}\n\n" + _table(head, lines))
+        sections.append(f"### {task}\n\n" + markdown_table(head, lines))
     sections += [
         _listed("Trainings that crashed", part["rows"], CRASHED),
         _grouped("Trainings that are refused", part["rows"], REFUSED),
@@ -193,6 +193,30 @@ def _study(part: dict[str, Any]) -> list[str]:
     return sections
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+#: By part.
+_LEFT_OUT = {
+    "correctness": "in correctness most schemes, float16 and the repository's own tests",
+    "price": "in price the shape of SmolLM2-135M and inputs of 1,024 tokens and more, which the targets are about",
+    "study": "in the study everything but a few steps of tiny models",
+}
+_NO_COMPILER = (
+    "on a CPU the code that torch.compile generates (models are traced, FlexAttention runs as plain operations)"
+)
+
+
+def smoke_line(content: dict[str, Any]) -> str:
+    """One line for the table of a smoke run, empty for any other.
+
+    Args:
+        content: of `results.json`.
+    """
+    parts = {name: part for name, part in content["parts"].items() if part["settings"].get("smoke")}
+    if not parts:
+        return ""
+    left_out = [_LEFT_OUT[name] for name in parts]
+    if any(part["settings"]["device"] == "cpu" for part in parts.values()):
+        left_out.append(_NO_COMPILER)
+    return (
+        "**A smoke run: it shows that every part runs, with tiny models and short inputs, and its figures mean "
+        f"nothing.** Left out to save time: {'; '.join(left_out)}."
+    )

@@ -56,13 +56,55 @@ def evaluate(options: argparse.Namespace) -> int:
     if "model" in inspect.signature(function).parameters:
         arguments["model"], arguments["tokenizer"] = _load(options)
     result = function(**arguments)
-    if evaluation.plot is not None and options.plot is not None:
+    return _show(result, evaluation, options)
+
+
+def report(options: argparse.Namespace) -> int:
+    """`hf-posenc report`: tables and figures of a result that `--json` wrote.
+
+    Raises:
+        UsageError: for a file that holds no result, or a figure of an evaluation that has none.
+    """
+    from hf_posenc.report import Result
+
+    _check_plot(options.plot)
+    try:
+        result = Result.load(options.file)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{options.file} holds no result that hf-posenc eval --json wrote: {error}") from error
+    evaluation = EVALUATIONS.get(result.task.replace("_", "-"))
+    if options.plot is not None and (evaluation is None or evaluation.plot is None):
+        drawn = ", ".join(name for name, one in EVALUATIONS.items() if one.plot is not None)
+        raise UsageError(f"--plot: there is no figure of the evaluation {result.task!r}; there is one of {drawn}.")
+    return _show(result, evaluation, options)
+
+
+def _show(result: Any, evaluation: Evaluation | None, options: argparse.Namespace) -> int:
+    """Draws and prints what was asked for."""
+    if evaluation is not None and evaluation.plot is not None and options.plot is not None:
         evaluation.draw()(result, options.plot)
     if options.json:
         print(json.dumps(result.to_dict(), indent=2, allow_nan=False))
     else:
-        print(result.table(markdown=options.markdown))
+        print(result.html() if options.html else result.table(markdown=options.markdown))
     return 0
+
+
+def add_report(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds `report` to the verbs of `hf-posenc`."""
+    parser = verbs.add_parser("report", help="tables and figures of a result that eval --json wrote")
+    parser.add_argument("file", metavar="FILE", help="a JSON file")
+    _add_forms(parser, figure=True)
+    parser.set_defaults(run="evaluation.report", parser=parser)
+
+
+def _add_forms(parser: argparse.ArgumentParser, *, figure: bool) -> None:
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON")
+    form.add_argument("--markdown", action="store_true", help="print Markdown tables")
+    form.add_argument("--html", action="store_true", help="print HTML (needs pandas)")
+    if figure:
+        parser.add_argument("--plot", metavar="FILE", help="write a figure")
 
 
 @dataclass(frozen=True)
@@ -141,11 +183,7 @@ def _add_options(parser: argparse.ArgumentParser, evaluation: Evaluation, scheme
     parser.add_argument("--schemes", nargs="+", metavar="SCHEME", help=f"{scheme_help}{native} (default: {default})")
     for option in _options(function):
         _add_option(parser, option, is_files=option.name == evaluation.files)
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print JSON")
-    form.add_argument("--markdown", action="store_true", help="print Markdown tables")
-    if evaluation.plot is not None:
-        parser.add_argument("--plot", metavar="FILE", help="write a figure")
+    _add_forms(parser, figure=evaluation.plot is not None)
 
 
 def _add_option(parser: argparse.ArgumentParser, option: _Option, *, is_files: bool) -> None:

@@ -10,11 +10,11 @@ import select
 import sys
 from collections.abc import Sequence
 
-from hf_posenc.cli.evaluation import add_evaluations
+from hf_posenc.cli.evaluation import add_evaluations, add_report
 from hf_posenc.cli.running import PROGRAMS, add_run
 from hf_posenc.errors import PositionEncodingError, UsageError
 from hf_posenc.extensions import import_named_modules, name_modules
-from hf_posenc.tables import fitted_to, terminal_width
+from hf_posenc.report.tables import fitted_to, terminal_width
 
 _SCHEME_HELP = "a scheme, with options after a colon: rope  rope:theta=500000,layout=interleaved"
 
@@ -125,7 +125,7 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
     schemes = verbs.add_parser("schemes", help="list the schemes and their options")
     schemes.add_argument("names", nargs="*", metavar="NAME", help="only these, in detail")
     schemes.add_argument("--json", action="store_true", help="print JSON")
-    schemes.set_defaults(run="listing.schemes", parser=schemes)
+    schemes.set_defaults(run="schemes", parser=schemes)
 
     inspect = verbs.add_parser("inspect", help="show where a model takes in position")
     _add_model(inspect)
@@ -162,6 +162,7 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
     tests = evaluate.add_subparsers(title="tests", metavar="TEST", required=True)
     add_evaluations(tests, _SCHEME_HELP, chosen=words[1] if words[:1] == ["eval"] and len(words) > 1 else None)
 
+    add_report(verbs)
     plot = verbs.add_parser("plot", help="draw what a scheme does, as PNG and SVG")
     plot.add_argument("scheme", metavar="SCHEME", help=_SCHEME_HELP)
     plot.add_argument(
@@ -170,7 +171,7 @@ def _parser(words: list[str]) -> argparse.ArgumentParser:
     plot.add_argument("--kind", nargs="+", metavar="KIND", help="kinds of figures (default: all that apply)")
     plot.add_argument("--output", default="plots", metavar="DIR", help="folder for the files (default: plots)")
     plot.add_argument("--list", action="store_true", help="only list the kinds that apply to the scheme")
-    plot.set_defaults(run="plotting.plot", parser=plot)
+    plot.set_defaults(run="plot", parser=plot)
 
     add_run(verbs)
     compare = verbs.add_parser(

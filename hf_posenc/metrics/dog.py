@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.metrics.distance import cosine_distance, relative_l2
+from hf_posenc.metrics.forward import check_vocabulary, is_causal, rounding, sentence_states
 from hf_posenc.metrics.in_turn import Measured, check_schemes, config_in_force, measure_in_turn
 from hf_posenc.metrics.preserve import evaluation_mode, isolated_rng
 from hf_posenc.metrics.probe import AttentionProbe, build_for_probe, probe_distance, probe_heads
-from hf_posenc.metrics.representations import hidden_states, is_causal, rounding, sentence_embeddings
-from hf_posenc.metrics.words import TokenizedPair, tokenize_pair
+from hf_posenc.metrics.statistics import cosine_distance, relative_l2
+from hf_posenc.metrics.words import tokenize_pair
 from hf_posenc.report.records import Quantity, Record, Result, View
 from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.positions import Positions, integer_range
 
 SENTENCE = "The dog chased another dog"
@@ -67,9 +68,7 @@ def dog_test(
     Args:
         model: any transformers model, patched or not. Of an encoder-decoder the encoder is measured.
         tokenizer: its tokenizer.
-        schemes: names or configs to patch in, one after the other, on top of the stock model; newly initialised,
-            unless a scheme takes over native weights. `"native"` is the stock model itself. `None` measures the
-            model as it is.
+        schemes: what is measured, one after the other; see `measure_in_turn`.
         sentence: a sentence that holds `word` twice.
         word: one token or several; see `tokenize_pair`.
         seed: of the probe and of newly created scheme weights.
@@ -93,28 +92,60 @@ def dog_test(
     """
     check_schemes(schemes)
     pair = tokenize_pair(tokenizer, sentence, word)
-    embeddings = sentence_embeddings(model, pair.input_ids)
+    first, second = list(pair.first), list(pair.second)
+    embeddings = _embeddings(model, pair.input_ids)
     probe = AttentionProbe(embeddings.shape[-1], probe_heads(embeddings.shape[-1]), seed=seed)
+
+    def probed(config: SchemeConfig | None) -> tuple[float | None, str]:
+        """The distance in the probe, or why there is none."""
+        if config is None:
+            return None, ""
+        try:
+            return probe_distance(probe, embeddings, pair.first, pair.second, config, seed=seed), ""
+        except ValueError as error:
+            return None, f"The probe has no number: {error}"
+
+    def measure(model: Any) -> Measured:
+        config = config_in_force(model)
+        with evaluation_mode(model):
+            states = sentence_states(model, pair.input_ids)
+        distances = [relative_l2(state[first], state[second]) for state in states]
+        cosines = [cosine_distance(state[first], state[second]) for state in states]
+        identical = max(distances) <= rounding(states[0].dtype)
+        distance, refusal = probed(config)
+        told_apart: bool | None = not identical
+        if causal:
+            told_apart = None if distance is None else distance > PROBE_TOLERANCE
+        records = [
+            *(Record("", "relative_l2", distance, {"layer": layer}) for layer, distance in enumerate(distances)),
+            *(Record("", "cosine", distance, {"layer": layer}) for layer, distance in enumerate(cosines)),
+            Record("", "probe", distance),
+            Record("", "identical", passed=identical),
+            Record("", "told_apart", passed=told_apart),
+        ]
+        invisible = ""
+        if config is not None and identical and distance:
+            invisible = _why_invisible(model, config, build_for_probe(probe, config, seed=seed), len(pair.tokens))
+        return Measured(records, (refusal,) if refusal else (), invisible)
+
     with isolated_rng(seed), evaluation_mode(model):
-        causal = is_causal(model, pair)
-        test = _DogTest(pair, embeddings, probe, causal, seed)
-        subjects, records = measure_in_turn(model, schemes, test.measure, seed=seed)
+        causal = is_causal(model, pair.input_ids, pair.first[-1])
+        subjects, records = measure_in_turn(model, schemes, measure, seed=seed)
     depth = max((record.at["layer"] for record in records if record.quantity == "relative_l2"), default=0)
-    shown = View(("probe", "relative_l2", "told_apart"), shown={"layer": _spread(depth)})
     return Result(
         task="dog",
         title=f"{type(model).__name__}: {sentence!r}, distance between the two {word!r} (relative L2)",
         quantities=_QUANTITIES,
         subjects=subjects,
         records=records,
-        views=(shown,),
+        views=(View(("probe", "relative_l2", "told_apart"), shown={"layer": _spread(depth)}),),
         settings={
             "model": type(model).__name__,
             "sentence": sentence,
             "word": word,
             "tokens": list(pair.tokens),
-            "first": list(pair.first),
-            "second": list(pair.second),
+            "first": first,
+            "second": second,
             "causal": causal,
             "tolerance": rounding(embeddings.dtype),
             "probe_without_positions": probe_distance(probe, embeddings, pair.first, pair.second),
@@ -127,66 +158,34 @@ def dog_test(
     )
 
 
-class _DogTest:
-    """The measurements of one call, which share a sentence and a probe."""
+def _embeddings(model: Any, input_ids: Tensor) -> Tensor:
+    """The token embeddings of one sentence, without positions, `(length, hidden)` on the CPU.
 
-    def __init__(self, pair: TokenizedPair, embeddings: Tensor, probe: AttentionProbe, causal: bool, seed: int) -> None:
-        self.pair = pair
-        self.embeddings = embeddings
-        self.probe = probe
-        self.causal = causal
-        self.seed = seed
+    Read from the table, not by calling its module, because a patch may add positions there.
+    """
+    check_vocabulary(model, *input_ids[0].tolist())
+    table = model.get_input_embeddings()
+    with torch.no_grad():
+        vectors = table.weight[input_ids[0].to(table.weight.device)].cpu()
+        return vectors * torch.as_tensor(getattr(table, "embed_scale", 1.0)).cpu()
 
-    def measure(self, model: Any) -> Measured:
-        """Measures a model under its present scheme."""
-        config = config_in_force(model)
-        with evaluation_mode(model):
-            states = hidden_states(model, self.pair.input_ids)
-        first, second = list(self.pair.first), list(self.pair.second)
-        distances = [relative_l2(state[first], state[second]) for state in states]
-        cosines = [cosine_distance(state[first], state[second]) for state in states]
-        identical = max(distances) <= rounding(states[0].dtype)
-        probe, probe_error = self._probe(config)
-        told_apart: bool | None = not identical
-        if self.causal:
-            told_apart = None if probe is None else probe > PROBE_TOLERANCE
-        records = [
-            *(Record("", "relative_l2", distance, {"layer": layer}) for layer, distance in enumerate(distances)),
-            *(Record("", "cosine", distance, {"layer": layer}) for layer, distance in enumerate(cosines)),
-            Record("", "probe", probe),
-            Record("", "identical", passed=identical),
-            Record("", "told_apart", passed=told_apart),
-        ]
-        invisible = self._why_invisible(model, config) if config is not None and identical and probe else ""
-        return Measured(records, (probe_error,) if probe_error else (), invisible)
 
-    def _probe(self, config: SchemeConfig | None) -> tuple[float | None, str]:
-        """The distance in the probe, or why there is none."""
-        if config is None:
-            return None, ""
-        first, second = self.pair.first, self.pair.second
-        try:
-            return probe_distance(self.probe, self.embeddings, first, second, config, seed=self.seed), ""
-        except ValueError as error:
-            return None, f"The probe has no number: {error}"
-
-    def _why_invisible(self, model: nn.Module, config: SchemeConfig) -> str:
-        """Why a scheme that acts in the probe has no effect in the model."""
-        parts = build_for_probe(self.probe, config, seed=self.seed)
-        ids = integer_range(0, self.embeddings.shape[0])
-        uniform = False
-        if parts.additive is not None:
-            vectors = parts.additive(Positions(ids, torch.tensor([[ids.shape[1]]])))
-            uniform = bool((vectors == vectors[..., :1]).all())
-        if uniform and any(isinstance(module, nn.LayerNorm) for module in model.modules()):
-            return (
-                f"Invisible: {config.name} adds the same number to every component of a token, and LayerNorm "
-                "subtracts the mean over the components. The distance is 0 up to rounding, as without positions."
-            )
+def _why_invisible(model: nn.Module, config: SchemeConfig, parts: SchemeParts, length: int) -> str:
+    """Why a scheme that acts in the probe has no effect in the model."""
+    uniform = False
+    if parts.additive is not None:
+        ids = integer_range(0, length)
+        vectors = parts.additive(Positions(ids, torch.tensor([[length]])))
+        uniform = bool((vectors == vectors[..., :1]).all())
+    if uniform and any(isinstance(module, nn.LayerNorm) for module in model.modules()):
         return (
-            f"Invisible: {config.name} tells the two apart in the probe, but not in this model; the distance is 0 "
-            "up to rounding."
+            f"Invisible: {config.name} adds the same number to every component of a token, and LayerNorm "
+            "subtracts the mean over the components. The distance is 0 up to rounding, as without positions."
         )
+    return (
+        f"Invisible: {config.name} tells the two apart in the probe, but not in this model; the distance is 0 "
+        "up to rounding."
+    )
 
 
 def _spread(last: int) -> list[int]:

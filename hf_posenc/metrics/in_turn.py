@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_posenc.errors import SequenceLengthError, UnsupportedError
-from hf_posenc.metrics.naming import resolve_scheme
+from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedError
 from hf_posenc.metrics.preserve import isolated_rng
 from hf_posenc.patching import native_scheme, patch_model, unpatch_model
 from hf_posenc.patching.apply import current_encoding, unwrapped
 from hf_posenc.patching.suspend import suspended
-from hf_posenc.report.records import Record, Subject, distinct_labels
+from hf_posenc.report.records import Record, Subject, joined
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.labels import scheme_label
+from hf_posenc.schemes.registry import get_scheme
 
 NATIVE = "native"
 
@@ -36,8 +36,12 @@ class Measured:
     explanation: str = ""
 
 
+_Part = tuple[Subject, Sequence[Record]]
+_Measure = Callable[[Any], Measured]
+
+
 def measure_in_turn(
-    model: Any, schemes: Sequence[str | SchemeConfig] | None, measure: Callable[[Any], Measured], *, seed: int = 0
+    model: Any, schemes: Sequence[str | SchemeConfig] | None, measure: _Measure, *, seed: int = 0
 ) -> tuple[tuple[Subject, ...], tuple[Record, ...]]:
     """Patches each scheme into the stock model, measures, and takes it out again.
 
@@ -61,14 +65,14 @@ def measure_in_turn(
     if schemes is None:
         encoding = current_encoding(unwrapped(model))
         if encoding is None:
-            return _joined([_native(model, measure)])
-        return _joined([_measured(model, encoding.config.name, encoding.config, (), measure)])
+            return joined([_native(model, measure)])
+        return joined([_measured(model, encoding.config.name, encoding.config, (), measure)])
     wanted: list[SchemeConfig | None] = []
     for config in check_schemes(schemes):
         if config not in wanted:
             wanted.append(config)
     with suspended(model):
-        return _joined(
+        return joined(
             _native(model, measure) if config is None else _patched(model, config, measure, seed) for config in wanted
         )
 
@@ -83,6 +87,25 @@ def check_schemes(schemes: Sequence[str | SchemeConfig] | None) -> list[SchemeCo
     return [None if scheme == NATIVE else resolve_scheme(scheme) for scheme in schemes or ()]
 
 
+def resolve_scheme(scheme: str | SchemeConfig) -> SchemeConfig:
+    """The config of a scheme given by name or as it is.
+
+    Raises:
+        UnknownNameError: for an unknown scheme.
+        MeasurementError: if the scheme cannot be built from its name alone.
+    """
+    if isinstance(scheme, SchemeConfig):
+        return scheme
+    config_class = get_scheme(scheme)
+    try:
+        return config_class()
+    except (TypeError, ValueError) as error:
+        raise MeasurementError(
+            f"The scheme {scheme!r} cannot be built from its name alone ({error}). Pass a config, "
+            f"{config_class.__name__}(...), in its place."
+        ) from error
+
+
 def config_in_force(model: Any) -> SchemeConfig | None:
     """The scheme that a model has at the moment, its native one included; `None` if that is no known scheme."""
     encoding = current_encoding(unwrapped(model))
@@ -92,23 +115,6 @@ def config_in_force(model: Any) -> SchemeConfig | None:
         return native_scheme(model)
     except UnsupportedError:
         return None
-
-
-_Part = tuple[Subject, Sequence[Record]]
-
-
-def _joined(parts: Iterable[_Part]) -> tuple[tuple[Subject, ...], tuple[Record, ...]]:
-    found = list(parts)
-    labels = distinct_labels(subject.label for subject, _ in found)
-    subjects = tuple(
-        dataclasses.replace(subject, label=label) for label, (subject, _) in zip(labels, found, strict=True)
-    )
-    records = [
-        dataclasses.replace(record, subject=label)
-        for label, (_, own) in zip(labels, found, strict=True)
-        for record in own
-    ]
-    return subjects, tuple(records)
 
 
 def _adopted_notes(model: Any) -> list[str]:
@@ -122,7 +128,7 @@ def _adopted_notes(model: Any) -> list[str]:
     return [f"Takes over weights of the stock model ({shown}); the others are newly initialised."]
 
 
-def _native(model: Any, measure: Callable[[Any], Measured]) -> _Part:
+def _native(model: Any, measure: _Measure) -> _Part:
     try:
         config = native_scheme(model)
     except UnsupportedError as error:
@@ -130,7 +136,7 @@ def _native(model: Any, measure: Callable[[Any], Measured]) -> _Part:
     return _measured(model, NATIVE, config, (), measure)
 
 
-def _patched(model: Any, config: SchemeConfig, measure: Callable[[Any], Measured], seed: int) -> _Part:
+def _patched(model: Any, config: SchemeConfig, measure: _Measure, seed: int) -> _Part:
     with isolated_rng(seed), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -144,9 +150,7 @@ def _patched(model: Any, config: SchemeConfig, measure: Callable[[Any], Measured
         unpatch_model(model)
 
 
-def _measured(
-    model: Any, name: str, config: SchemeConfig | None, notes: tuple[str, ...], measure: Callable[[Any], Measured]
-) -> _Part:
+def _measured(model: Any, name: str, config: SchemeConfig | None, notes: tuple[str, ...], measure: _Measure) -> _Part:
     label = name
     if config is not None:
         label = f"{NATIVE} ({config.name})" if name == NATIVE else scheme_label(config)

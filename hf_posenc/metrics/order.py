@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posenc.metrics.errors import MeasurementError
+from hf_posenc.errors import MeasurementError
+from hf_posenc.metrics.forward import run
 from hf_posenc.metrics.preserve import evaluation_mode
 
 
@@ -119,9 +120,7 @@ def _check(ids: list[int], slots: list[int], swap: tuple[int, int]) -> tuple[int
 
 def _last_output(model: Any, input_ids: Tensor, mask: Tensor, last: Tensor) -> tuple[Tensor, bool]:
     """`(batch, width)` float64 at the last real token of each sequence, and whether these are logits."""
-    encoder = model.get_encoder() if getattr(model.config, "is_encoder_decoder", False) else model
-    device = model.get_input_embeddings().weight.device
-    output = encoder(input_ids=input_ids.to(device), attention_mask=mask.to(device))
+    output = run(model, input_ids, attention_mask=mask)
     logits = getattr(output, "logits", None)
     if logits is not None and logits.dim() != 3:
         logits = None

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posenc.metrics.errors import MeasurementError
+from hf_posenc.errors import MeasurementError
 
 
 @dataclass(frozen=True)

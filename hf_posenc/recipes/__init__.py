@@ -1,6 +1,5 @@
 """Training with schemes: starts that lose least, schemes that change while training, healing, parameter groups."""
 
-from hf_posenc.recipes.callback import SchemePhasesCallback
 from hf_posenc.recipes.distillation import (
     Distillation,
     frozen_teacher,
@@ -8,11 +7,10 @@ from hf_posenc.recipes.distillation import (
     mean_pooled,
     soft_target_loss,
 )
-from hf_posenc.recipes.gradual import begin_blend, blend_strength, finish_blend, set_blend_strength
-from hf_posenc.recipes.gradual_callback import GradualSwapCallback
+from hf_posenc.recipes.gradual import GradualSwapCallback, begin_blend, blend_strength, finish_blend, set_blend_strength
 from hf_posenc.recipes.lora import add_lora
 from hf_posenc.recipes.parameter_groups import parameter_groups
-from hf_posenc.recipes.phases import SchemePhases, drope
+from hf_posenc.recipes.phases import SchemePhases, SchemePhasesCallback, drope
 from hf_posenc.recipes.swap import Swap, swap_scheme
 
 __all__ = [

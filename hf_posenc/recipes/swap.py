@@ -18,14 +18,24 @@ from hf_posenc.patching.encoding import PositionEncoding
 from hf_posenc.patching.exchange import exchange, take_out
 from hf_posenc.patching.plan import SchemeLike, scheme_config
 from hf_posenc.recipes.gradual import begin_blend, new_scheme
-from hf_posenc.recipes.initialization.fit import Fit
 from hf_posenc.recipes.initialization.model import fit_encoding
+from hf_posenc.recipes.initialization.parts import Fit
 from hf_posenc.recipes.initialization.tables import TABLE_EXTENSIONS
+from hf_posenc.report.records import Quantity, Record, Result, Subject, View
 from hf_posenc.schemes import get_scheme
 from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.labels import scheme_label
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
 
+_QUANTITIES = (
+    Quantity("residual_before", "missed at its own start"),
+    Quantity(
+        "residual",
+        "missed after the fit",
+        "Root mean square of what the part misses, relative to that of what it was fitted to; - where that is zero.",
+    ),
+)
 INITIALIZATIONS = ("auto", "fitted", "default")
 
 
@@ -58,6 +68,31 @@ class Swap(Generic[ModelType]):
             "fits": [dataclasses.asdict(fit) for fit in self.fits],
             "options": self.options,
         }
+
+    def result(self) -> Result:
+        """How near each part starts to what the old scheme did: `residual` by `part`, with and without the fit."""
+        label = scheme_label(self.new)
+        records = [
+            Record(
+                label, quantity, getattr(fit, quantity), {"part": fit.where, "fitted to": fit.target}, count=fit.covers
+            )
+            for fit in self.fits
+            for quantity in ("residual_before", "residual")
+        ]
+        old = "positions of no known scheme" if self.old is None else scheme_label(self.old)
+        return Result(
+            task="swap",
+            title=f"{type(self.model).__name__}: {label} in the place of {old}",
+            quantities=_QUANTITIES,
+            subjects=(Subject(label, self.new.name, self.new.to_dict()),),
+            records=tuple(records),
+            views=(View(tuple(one.name for one in _QUANTITIES), rows=("part", "fitted to")),),
+            settings={
+                "old": None if self.old is None else self.old.to_dict(),
+                "gradual": self.gradual,
+                "options": self.options,
+            },
+        )
 
 
 def swap_scheme(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,16 +56,6 @@ class Subject:
     error: str | None = None
 
 
-def distinct_labels(labels: Iterable[str]) -> list[str]:
-    """The same labels, with a number behind those that have come before: a label does not name every option."""
-    counts: dict[str, int] = {}
-    found = []
-    for label in labels:
-        counts[label] = counts.get(label, 0) + 1
-        found.append(label if counts[label] == 1 else f"{label} #{counts[label]}")
-    return found
-
-
 @dataclass(frozen=True)
 class Record:
     """One number.
@@ -97,6 +87,22 @@ class Record:
     details: Mapping[str, Any] = field(default_factory=dict)
 
 
+def joined(parts: Iterable[tuple[Subject, Sequence[Record]]]) -> tuple[tuple[Subject, ...], tuple[Record, ...]]:
+    """Subjects and all their records, each with the label of its subject.
+
+    A label does not name every option: one that has come before gets a number.
+    """
+    counts: dict[str, int] = {}
+    subjects: list[Subject] = []
+    records: list[Record] = []
+    for subject, own in parts:
+        counts[subject.label] = counts.get(subject.label, 0) + 1
+        label = subject.label if counts[subject.label] == 1 else f"{subject.label} #{counts[subject.label]}"
+        subjects.append(replace(subject, label=label))
+        records += [replace(record, subject=label) for record in own]
+    return tuple(subjects), tuple(records)
+
+
 @dataclass(frozen=True)
 class View:
     """One table of a result. A column whose numbers have confidence intervals is followed by one that shows them.
@@ -106,12 +112,15 @@ class View:
         title: a line above the table.
         rows: keys of `Record.at` that make rows, beside the subject. All other keys make columns.
         shown: for a key of `Record.at`, the values that are shown; all if the key is missing.
+        order: a quantity. Subjects ascend by its value in the last column, and those without one are left out; without
+            an order all subjects stand as they do in the result.
     """
 
     quantities: tuple[str, ...]
     title: str = ""
     rows: tuple[str, ...] = ()
     shown: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    order: str = ""
 
 
 @dataclass(frozen=True)
@@ -205,14 +214,17 @@ class Result:
         )
 
     def table(self, *, markdown: bool = False) -> str:
-        """The result for a reader.
+        """The result for a reader, as plain text or with Markdown tables."""
+        return self._rendered("markdown" if markdown else "text")
 
-        Args:
-            markdown: with Markdown tables.
-        """
+    def html(self) -> str:
+        """The result for a web page: headings, tables and paragraphs. Needs pandas."""
+        return self._rendered("html")
+
+    def _rendered(self, form: Any) -> str:
         from hf_posenc.report.rendering import rendered
 
-        return rendered(self, markdown=markdown)
+        return rendered(self, form)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; fields of a record that say nothing are left out."""
@@ -229,8 +241,9 @@ class Result:
         Raises:
             ValueError: for another format.
         """
-        if entry.get("format") != FORMAT:
-            raise ValueError(f"Not a result of this version: 'format' is {entry.get('format')!r}, not {FORMAT}.")
+        found = entry.get("format") if isinstance(entry, Mapping) else None
+        if found != FORMAT:
+            raise ValueError(f"Not a result of this version: 'format' is {found!r}, not {FORMAT}.")
         return cls(
             task=entry["task"],
             title=entry["title"],

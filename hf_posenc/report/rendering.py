@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from html import escape
 from typing import Any
 
 from hf_posenc.report.records import Quantity, Record, Result, Subject, View
-from hf_posenc.tables import format_number, format_table
+from hf_posenc.report.tables import Form, format_number, format_table
 
 _MISSING = "-"
 
@@ -26,28 +27,35 @@ class _Footnotes:
         return [f"[{number}] {note}" for number, note in enumerate(self.notes, start=1)]
 
 
-def rendered(result: Result, *, markdown: bool) -> str:
-    """The title, a table for each view, the meaning of the columns, remarks and footnotes.
+def rendered(result: Result, form: Form) -> str:
+    """The title, a table for each view, the meaning of the columns, remarks and footnotes."""
+    tables, notes = table_cells(result)
+    parts = [("h1", result.title)] if result.title else []
+    for view, (headers, rows) in zip(result.views, tables, strict=True):
+        parts += [("h2", view.title)] if view.title else []
+        parts.append(("table", format_table(headers, rows, form=form)))
+    if form == "html":
+        parts += [("p", note) for note in notes]
+        return "\n".join(text if tag == "table" else f"<{tag}>{escape(text)}</{tag}>" for tag, text in parts)
+    paragraphs = [f"{text}:" if tag == "h2" else text for tag, text in parts]
+    if notes:
+        paragraphs.append(("\n\n" if form == "markdown" else "\n").join(notes))
+    return "\n\n".join(paragraphs)
 
-    Args:
-        result: what is shown.
-        markdown: with Markdown tables, and an empty line between notes.
-    """
+
+def table_cells(result: Result) -> tuple[list[tuple[list[str], list[list[str]]]], list[str]]:
+    """The headers and rows of the table of each view, and the notes below all of them, as text."""
     footnotes = _Footnotes()
     quantities = {quantity.name: quantity for quantity in result.quantities}
-    paragraphs = [result.title]
-    for view in result.views:
-        table = _table(result, view, quantities, footnotes, markdown=markdown)
-        paragraphs.append(f"{view.title}:\n\n{table}" if view.title else table)
+    tables = [_table(result, view, quantities, footnotes) for view in result.views]
     named = dict.fromkeys(name for view in result.views for name in view.quantities)
     meanings = [quantities[name].meaning for name in named if quantities[name].meaning]
-    notes = [*meanings, *result.remarks, *footnotes.lines()]
-    return "\n\n".join(paragraphs) + ("\n\n" + ("\n\n" if markdown else "\n").join(notes) if notes else "")
+    return tables, [*meanings, *result.remarks, *footnotes.lines()]
 
 
 def _table(
-    result: Result, view: View, quantities: dict[str, Quantity], footnotes: _Footnotes, *, markdown: bool
-) -> str:
+    result: Result, view: View, quantities: dict[str, Quantity], footnotes: _Footnotes
+) -> tuple[list[str], list[list[str]]]:
     records = [record for record in result.records if record.quantity in view.quantities and _is_shown(record, view)]
 
     def heading(record: Record) -> tuple[str, str]:
@@ -58,7 +66,7 @@ def _table(
     ]
     with_interval = {heading(record) for record in records if record.low is not None}
     rows = []
-    for subject in result.subjects:
+    for subject in _ordered(result.subjects, records, view):
         own = [record for record in records if record.subject == subject.label]
         for place in dict.fromkeys(_row(record, view) for record in own) or [(_MISSING,) * len(view.rows)]:
             here = {heading(record): record for record in own if _row(record, view) == place}
@@ -71,7 +79,15 @@ def _table(
     headers = ["scheme", *view.rows]
     for column in columns:
         headers += [column[1], "95 % interval"] if column in with_interval else [column[1]]
-    return format_table(headers, rows, markdown=markdown)
+    return headers, rows
+
+
+def _ordered(subjects: Sequence[Subject], records: Sequence[Record], view: View) -> Sequence[Subject]:
+    if not view.order:
+        return subjects
+    # The last column is the last of the records.
+    values = {one.subject: one.value for one in records if one.quantity == view.order and one.value is not None}
+    return sorted((one for one in subjects if one.label in values), key=lambda one: values[one.label])
 
 
 def _is_shown(record: Record, view: View) -> bool:

@@ -101,7 +101,7 @@ def test_the_reason_of_a_worker_is_the_error(options, tmp_path):
 
 def test_results_of_something_else_are_refused(tmp_path):
     (tmp_path / "results.json").write_text('{"machine": {}}')
-    with pytest.raises(BenchmarkError, match="does not hold results of this kit"):
+    with pytest.raises(BenchmarkError, match="does not hold results"):
         Store(tmp_path)
     (tmp_path / "results.json").write_text("{")
     with pytest.raises(BenchmarkError, match="cannot be read"):

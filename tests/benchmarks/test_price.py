@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 
@@ -10,10 +9,9 @@ import pytest
 from benchmarks import long, memory, price, profile_scheme
 from benchmarks.arguments import parse_options
 from benchmarks.errors import BenchmarkError
-from benchmarks.figure import draw_price, spread_labels
-from benchmarks.memory import measure_here, peak_memory
-from benchmarks.memory_plan import memory_requests
-from benchmarks.table import write_tables
+from benchmarks.figure import draw_price
+from benchmarks.memory import measure_here, memory_requests, peak_memory
+from benchmarks.table import price_result, write_tables
 from benchmarks.targets import verdicts
 from benchmarks.timing import Pace
 from tests.benchmarks.tiny import TINY, tiny_options
@@ -181,20 +179,12 @@ def test_targets_are_judged_by_the_worst_scheme(finished):
 
 def test_the_figure_is_drawn_from_two_lengths_on(finished, tmp_path):
     book, _ = finished
-    path = draw_price(book.content, tmp_path)
+    path = draw_price(price_result(book.content), tmp_path)
     assert path is not None
     assert path.read_bytes().startswith(b"\x89PNG")
     assert [one.name for one in tmp_path.iterdir()] == ["price.png"]
     short = book.content | {"cells": {key: cell for key, cell in book.cells.items() if cell["length"] == 16}}
-    assert draw_price(short, tmp_path / "none") is None
-
-
-def test_labels_keep_their_order_and_their_distance():
-    placed = spread_labels({"a": 0.5, "b": 0.5, "c": 0.51, "d": 0.9}, 0.04)
-    assert placed["d"] == 0.9
-    heights = sorted(placed.values())
-    assert all(above - below >= 0.04 - 1e-9 for below, above in itertools.pairwise(heights))
-    assert placed["c"] > max(placed["a"], placed["b"])
+    assert draw_price(price_result(short), tmp_path / "none") is None
 
 
 def test_memory_of_a_fresh_process():

@@ -87,6 +87,31 @@ def test_loss_by_length_of_a_causal_model(folders, text, capsys, tmp_path):
     assert "Perplexity" in page
 
 
+def test_a_result_is_shown_again_from_its_file(folders, text, capsys, tmp_path):
+    words = ["eval", "loss", folders["llama"], "--text", text, "--lengths", "16", "32", "--max-windows", "2"]
+    result, file = _result(capsys, words), tmp_path / "loss.json"
+    result.save(file)
+    for form in ([], ["--markdown"]):
+        assert main([*words, *form]) == main(["report", str(file), *form]) == 0
+        first, _, second = capsys.readouterr().out.partition(result.title)[2].partition(result.title)
+        assert first == second
+    assert main(["report", str(file), "--html", "--plot", str(tmp_path / "loss.svg")]) == 0
+    assert f"<h1>{result.title}</h1>" in (page := capsys.readouterr().out)
+    assert f"<td>{result.value('native', 'loss', length=32):.4g}</td>" in page
+    assert (tmp_path / "loss.svg").stat().st_size > 0
+
+
+def test_what_is_no_result_is_said(capsys, tmp_path):
+    file = tmp_path / "result.json"
+    for content in ("{", "{}", "[]"):
+        file.write_text(content)
+        assert main(["report", str(file)]) == 2
+        assert "holds no result" in capsys.readouterr().err
+    Result("properties", "x", (), (), (), ()).save(file)
+    assert main(["report", str(file), "--plot", str(tmp_path / "x.png")]) == 2
+    assert "there is one of dog, loss" in capsys.readouterr().err
+
+
 def test_an_option_may_be_none(folders, text, capsys):
     words = ["eval", "loss", folders["llama"], "--text", text, "--lengths", "32", "--max-windows"]
     some, whole = (_result(capsys, [*words, count]).settings["windows"] for count in ("4", "none"))
@@ -106,7 +131,7 @@ def test_loss_by_length_of_a_masked_model_says_which_length_it_has_no_positions_
     assert "bidirectional" in result.subject("forget_gate").error
     assert main([*words, "--schemes", "native", "forget_gate"]) == 0
     table = capsys.readouterr().out
-    assert "length 128: A sequence of length 128" in table
+    assert "length 128: Position 127 lies past the 64 positions" in table
     assert "[2] cannot be measured" in table
 
 

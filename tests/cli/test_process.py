@@ -42,9 +42,9 @@ class TestProcess:
         assert "Traceback" not in done.stderr
 
     def test_an_unexpected_exception_keeps_its_traceback(self, monkeypatch):
-        from hf_posenc.cli import listing
+        from hf_posenc.cli import verbs
 
-        monkeypatch.setattr(listing, "schemes", lambda options: 1 / 0)
+        monkeypatch.setattr(verbs, "schemes", lambda options: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             main(["schemes"])
 
@@ -83,12 +83,12 @@ class TestProcess:
         assert done.returncode == 1
 
     def test_other_broken_pipes_keep_their_traceback(self, monkeypatch):
-        from hf_posenc.cli import listing
+        from hf_posenc.cli import verbs
 
         def broken(options):
             raise BrokenPipeError("of something else")
 
-        monkeypatch.setattr(listing, "schemes", broken)
+        monkeypatch.setattr(verbs, "schemes", broken)
         with pytest.raises(BrokenPipeError, match="something else"):
             main(["schemes"])
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from hf_posenc.metrics.distance import cosine_distance, relative_l2
+from hf_posenc.metrics.statistics import cosine_distance, relative_l2
 
 
 def test_relative_l2_has_the_mean_length_as_its_unit():

@@ -108,7 +108,7 @@ class TestTasks:
     def test_every_task_is_consistent_with_what_it_says_of_itself(self, name):
         task = SYNTHETIC_TASKS[name]
         assert task.name == name
-        assert "arXiv:" in type(task).__doc__
+        assert "arXiv:" in task.draw.__doc__
         assert max(task.test_lengths) >= 2 * max(task.train_lengths)
         assert min(task.test_lengths) <= max(task.train_lengths)  # what was learned is tested too
         for length in sorted({*task.train_lengths, *task.test_lengths}):
@@ -332,9 +332,10 @@ class TestExactMatch:
         torch.manual_seed(0)
         model = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_positions=16, n_embd=32, n_layer=1, n_head=2))
         result = exact_match(model.eval(), tokenizer, "copy", [3, 30], samples=4, method=method)
-        assert result.scheme == "native (learned)"
+        shown = compare_generalization(model, tokenizer, "copy", [3], samples=4, method=method)
+        assert shown.labels == ["native (learned)"]
         assert result.row(3).exact_match is not None
-        assert "62 tokens are more than the 16 positions" in result.row(30).reason
+        assert "Position 61 lies past the 16 positions" in result.row(30).reason
 
     def test_logits_that_are_no_numbers_are_no_result(self, tokenizer):
         model = build_llama(tokenizer)

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_posenc.metrics.intervals import wilson_interval
+from hf_posenc.metrics.statistics import wilson_interval
 
 
 @pytest.mark.parametrize(

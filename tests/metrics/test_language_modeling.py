@@ -20,8 +20,8 @@ from hf_posenc.metrics.language_modeling import (
     token_losses,
     token_stream,
 )
-from hf_posenc.metrics.language_modeling.sliding import scored_spans
-from hf_posenc.metrics.language_modeling.text import special_frame
+from hf_posenc.metrics.language_modeling.by_length import scored_spans
+from hf_posenc.metrics.language_modeling.windows import special_frame
 from hf_posenc.plots.losses import plot_losses
 from hf_posenc.report import Result
 
@@ -234,7 +234,7 @@ def test_input_that_is_no_text_of_this_model_is_refused(tiny_llama, tiny_bert):
     model, ids = tiny_llama(), _text()
     with pytest.raises(MeasurementError, match="no target"):
         token_losses(model, ids, torch.full_like(ids, IGNORED))
-    with pytest.raises(MeasurementError, match="embeddings for 0 to 79"):
+    with pytest.raises(MeasurementError, match="80 embeddings, for 0 to 79"):
         token_losses(model, ids + 60, ids)
     with pytest.raises(MeasurementError, match="same"):
         token_losses(model, ids, ids[:, :4])

@@ -7,8 +7,8 @@ import torch
 
 from hf_posenc.cli import main
 from hf_posenc.errors import UnknownNameError
-from hf_posenc.metrics import (
-    MeasurementError,
+from hf_posenc.metrics import MeasurementError
+from hf_posenc.metrics.properties import (
     build_specimen,
     determinism,
     long_term_decay,
@@ -16,8 +16,7 @@ from hf_posenc.metrics import (
     specimen_forms,
     uniqueness,
 )
-from hf_posenc.metrics.properties.result import HEADINGS
-from hf_posenc.metrics.properties.table import measure_properties
+from hf_posenc.metrics.properties.table import PROPERTIES
 from hf_posenc.report import Result
 from hf_posenc.schemes import (
     AlibiConfig,
@@ -38,20 +37,21 @@ MARKS = {True: "+", False: "-", None: "."}
 # The wide maps of these two take half of the time that all take.
 @pytest.mark.parametrize("name", mostly_slow(list_schemes(), lambda name: name not in ("pope", "string")))
 def test_marks_are_the_expected_ones(name):
-    rows, causal_marks = measure_properties(get_scheme(name)()), TABLE[name].causal_marks
+    result, causal_marks = properties_table([get_scheme(name)()]), TABLE[name].causal_marks
     expected = {f"{name} (causal)": causal_marks, f"{name} (bidirectional)": TABLE[name].marks}
     if not causal_marks:
         expected = {name: TABLE[name].marks}
-    assert [row.label for row in rows] == list(expected)
-    for row in rows:
-        assert row.error is None
-        assert list(row.properties) == list(HEADINGS)
-        found = "".join(MARKS[mark] for mark in row.marks.values())
-        assert found == expected[row.label], {key: value.value for key, value in row.properties.items()}
-        for measurement in row.properties.values():
+    assert result.labels == list(expected)
+    for subject in result.subjects:
+        assert subject.error is None
+        _, *records = result.of(subject.label)
+        assert [record.quantity for record in records] == list(PROPERTIES)
+        found = "".join(MARKS[record.passed] for record in records)
+        assert found == expected[subject.label], {record.quantity: record.value for record in records}
+        for record in records:
             # Every verdict has a number and a threshold, or says why there is none.
-            assert (measurement.passed is None) == (measurement.reason is not None)
-            assert measurement.passed is None or measurement.value is not None or measurement.refused
+            assert (record.passed is None) == ("reason" in record.details)
+            assert record.passed is None or record.value is not None or record.shown or record.details["refused"]
 
 
 def test_specimens_draw_small_weights_anew_and_leave_the_random_state_alone():
@@ -112,11 +112,11 @@ def test_the_table_in_all_forms():
 
 
 def test_a_table_too_short_for_any_property_has_a_row_of_refusals():
-    (row,) = measure_properties(LearnedConfig(num_positions=8))
-    applicable = {name: measurement for name, measurement in row.properties.items() if measurement.refused}
-    assert set(applicable) == set(HEADINGS) - {"extensibility", "norm_preservation"}
-    assert all(measurement.passed is None for measurement in applicable.values())
-    assert all("8 positions of the learned table" in measurement.refused[0] for measurement in applicable.values())
+    result = properties_table([LearnedConfig(num_positions=8)])
+    refused = {record.quantity: record for record in result.records if "refused" in record.details}
+    assert set(refused) == set(PROPERTIES) - {"extensibility", "norm_preservation"}
+    assert all(record.passed is None for record in refused.values())
+    assert all("8 positions of the learned table" in record.details["refused"][0] for record in refused.values())
 
 
 def test_schemes_that_cannot_be_named_are_refused():

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from hf_posenc.metrics import (
+from hf_posenc.metrics.properties import (
     decay_curve,
     logit_defect,
     long_term_decay,
@@ -14,8 +14,8 @@ from hf_posenc.metrics import (
     norm_preservation,
     rotary_envelope,
 )
-from hf_posenc.metrics.properties.decay import spearman
 from hf_posenc.metrics.properties.precision import unique_rows
+from hf_posenc.metrics.statistics import spearman
 from hf_posenc.schemes import (
     IntegerConfig,
     PRopeConfig,

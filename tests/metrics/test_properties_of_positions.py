@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from hf_posenc.metrics import (
+from hf_posenc.metrics.properties import (
     defined_past_training,
     determinism,
     extensibility,
@@ -16,7 +16,7 @@ from hf_posenc.metrics import (
     sinusoidal_shift,
     uniqueness,
 )
-from hf_posenc.metrics.properties.uniqueness import nearest_rows
+from hf_posenc.metrics.properties.encodings import nearest_rows
 from hf_posenc.schemes import (
     AdditiveEncoding,
     BinaryConfig,

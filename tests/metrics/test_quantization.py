@@ -1,4 +1,3 @@
-import dataclasses
 import json
 
 import pytest
@@ -40,6 +39,12 @@ def ids():
     return torch.randint(4, 80, (2, 48), generator=torch.Generator().manual_seed(1))
 
 
+def numbers(model, ids, quantity, **options):
+    """One quantity by variant and position."""
+    records = quantized_positions(model, ids, ids, **options)
+    return {(one.at["held in"], one.at["position"]): one.value for one in records if one.quantity == quantity}
+
+
 def test_ids_are_rounded_as_a_cast_rounds_them():
     ids = torch.arange(70_000)
     assert rounded_ids(ids, "bfloat16")[:257].equal(ids[:257])
@@ -79,8 +84,8 @@ def test_nothing_rounded_is_the_scheme_itself(llama, ids, scheme):
         with pytest.raises(UnsupportedError, match="order of tokens"):
             quantized_positions(llama, ids, ids, positions=[0], variants=[])
         return
-    found = quantized_positions(llama, ids, ids, positions=[0], variants=[])
-    assert found.rows[0].losses[0] == pytest.approx(expected, abs=ROUNDING)
+    found = numbers(llama, ids, "loss", positions=[0], variants=[])
+    assert found == {("float32", 0): pytest.approx(expected, abs=ROUNDING)}
     if scheme != "native":
         # Put back with all it has learned.
         assert llama.position_encoding.config.name == scheme
@@ -88,30 +93,29 @@ def test_nothing_rounded_is_the_scheme_itself(llama, ids, scheme):
 
 
 def test_rounded_ids_cost_nothing_where_they_are_exact_and_more_farther_along(llama, ids):
-    found = quantized_positions(llama, ids, ids, positions=[4096, 0], variants=["ids float16", "ids bfloat16"])
-    assert found.positions == (0, 4096)
-    reference = found.rows[0].losses
+    options = {"positions": [4096, 0], "variants": ["ids float16", "ids bfloat16"]}
+    losses, changes = (numbers(llama, ids, quantity, **options) for quantity in ("loss", "change"))
     # A relative scheme: where the text stands is no matter in float32.
-    assert reference[0] == pytest.approx(reference[1], abs=1e-4)
-    assert found.change("ids float16", 0) == found.change("ids bfloat16", 0) == 0
+    assert losses["float32", 0] == pytest.approx(losses["float32", 4096], abs=1e-4)
+    assert changes["ids float16", 0] == changes["ids bfloat16", 0] == 0
     # From 4096 on, bfloat16 has every 32nd position, and float16 every 4th.
-    assert abs(found.change("ids bfloat16", 4096)) > 1e-2
-    assert abs(found.change("ids float16", 4096)) > 1e-4
+    assert abs(changes["ids bfloat16", 4096]) > 1e-2
+    assert abs(changes["ids float16", 4096]) > 1e-4
 
 
 def test_the_losses_are_those_of_positions_given_by_hand(llama, ids):
-    found = quantized_positions(llama, ids, ids, positions=[4096], variants=["ids bfloat16"])
+    found = numbers(llama, ids, "loss", positions=[4096], variants=["ids bfloat16"])
     positions = rounded_ids(torch.arange(4096, 4096 + 48), "bfloat16").expand(2, 48)
     with torch.no_grad():
         logits = llama(input_ids=ids, position_ids=positions).logits[:, :-1]
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
     # Explicit position_ids that stay equal or jump look packed to transformers' masks, but not with a plain causal one.
-    assert found.rows[1].losses[0] == pytest.approx(float(expected), abs=1e-4)
+    assert found["ids bfloat16", 4096] == pytest.approx(float(expected), abs=1e-4)
 
 
 def test_every_variant_changes_a_rotation_and_coarser_ones_change_it_more(llama, ids):
-    found = quantized_positions(llama, ids, ids, positions=[1000])
-    changes = {row.variant: abs(found.change(row.variant, 1000)) for row in found.rows[1:]}
+    found = numbers(llama, ids, "change", positions=[1000])
+    changes = {variant: abs(change) for (variant, _), change in found.items()}
     assert list(changes) == list(VARIANTS)
     assert all(change > 0 for variant, change in changes.items() if variant != "ids float16")
     assert changes["ids float16"] == 0  # 1048 < 2048
@@ -155,11 +159,10 @@ def test_the_integer_scale_of_a_bias_is_that_of_what_can_be_seen():
 
 def test_schemes_that_differ_between_layers_are_rounded_layer_by_layer(llama, ids):
     patch_model(llama, InterleavedConfig(every=2))
-    found = quantized_positions(llama, ids, ids, positions=[4096], variants=["ids bfloat16"])
-    assert abs(found.change("ids bfloat16", 4096)) > 1e-3
+    options = {"positions": [4096], "variants": ["ids bfloat16"]}
+    assert abs(numbers(llama, ids, "change", **options)["ids bfloat16", 4096]) > 1e-3
     patch_model(llama, ComposedConfig(parts=(RopeConfig(), AlibiConfig())))
-    found = quantized_positions(llama, ids, ids, positions=[4096], variants=["ids bfloat16"])
-    assert abs(found.change("ids bfloat16", 4096)) > 1e-3
+    assert abs(numbers(llama, ids, "change", **options)["ids bfloat16", 4096]) > 1e-3
     patch_model(llama, InterleavedConfig(inner=NoneConfig(), every=2))
     with pytest.raises(UnsupportedError, match="nothing to hold"):
         quantized_positions(llama, ids, ids)
@@ -201,7 +204,3 @@ def test_impossible_measurements_are_refused(llama, ids):
     for options in ({"variants": ["ids int3"]}, {"positions": []}, {"positions": [-1]}):
         with pytest.raises(MeasurementError, match="Positions are 0 or more"):
             quantized_positions(llama, ids, ids, **options)
-    with pytest.raises(KeyError, match="at 7"):
-        quantized_positions(llama, ids, ids, positions=[0], variants=[]).change("float32", 7)
-    row = quantized_positions(llama, ids, ids, positions=[0], variants=[]).rows[0]
-    assert dataclasses.astuple(row)[0] == "float32"

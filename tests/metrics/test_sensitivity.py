@@ -7,12 +7,19 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 
 from hf_posenc import UnknownNameError, patch_model
 from hf_posenc.metrics import MeasurementError, relative_l2
-from hf_posenc.metrics.sensitivity import ENGLISH, sensitivity_test, tokenize_material
-from hf_posenc.metrics.sensitivity.outputs import outputs_of, relative_changes
-from hf_posenc.metrics.sensitivity.permuted_context import permuted_context, shuffled_order
-from hf_posenc.metrics.sensitivity.repeated_words import repeated_sentences, repeated_words
-from hf_posenc.metrics.sensitivity.role_swaps import role_swaps
-from hf_posenc.metrics.sensitivity.shifted_positions import shifted_positions
+from hf_posenc.metrics.sensitivity import (
+    ENGLISH,
+    outputs_of,
+    permuted_context,
+    relative_changes,
+    repeated_sentences,
+    repeated_words,
+    role_swaps,
+    sensitivity_test,
+    shifted_positions,
+    shuffled_order,
+    tokenize_material,
+)
 from hf_posenc.report import Result
 
 WORDS = tuple(dict.fromkeys((*ENGLISH.nouns, *ENGLISH.verbs, *ENGLISH.fillers, "the", "another", "today")))
@@ -82,30 +89,30 @@ def test_an_encoder_without_positions_sees_a_set(encoder, tokenizer, material):
 
 def test_relative_schemes_do_not_see_a_shift_and_absolute_ones_do(encoder, tokens):
     for scheme, absolute in {"none": False, "alibi": False, "rope": False, "t5": False, "sinusoidal": True}.items():
-        shifts = shifted_positions(patch_model(encoder, scheme), tokens, offsets=(1, 100), padding=5).shifts
-        assert [(shift.offset, shift.padding) for shift in shifts] == [(1, 0), (100, 0), (0, 5)]
+        shifts = shifted_positions(patch_model(encoder, scheme), tokens, offsets=(1, 100), padding=5)
+        assert [dict(shift.at) for shift in shifts] == [{"offset": 1}, {"offset": 100}, {"tokens": 5}]
         for shift in shifts[:2]:
             # Phases of positions near 100 are rounded a little otherwise than those near 0.
-            assert (shift.change > 1e-2) if absolute else (shift.change <= ROUNDING)
+            assert (shift.value > 1e-2) if absolute else (shift.value <= ROUNDING)
         # A patched model counts no padding.
-        assert shifts[2].change <= ROUNDING
+        assert shifts[2].value <= ROUNDING
 
 
 def test_a_stock_table_counts_padding_and_ends(encoder, tokens):
-    shifts = shifted_positions(encoder, tokens, offsets=(1, 4000)).shifts
-    assert shifts[0].change > 1e-2
-    assert shifts[1].change is None
-    assert "past the 512 positions" in shifts[1].reason
-    assert shifts[2].change > 1e-2
+    shifts = shifted_positions(encoder, tokens, offsets=(1, 4000))
+    assert shifts[0].value > 1e-2
+    assert shifts[1].value is None
+    assert "past the 512 positions" in shifts[1].note
+    assert shifts[2].value > 1e-2
 
 
 def test_positions_are_counted_as_the_model_counts_them(tokens):
     torch.manual_seed(0)
     options = {"ffn_dim": 64, "word_embed_proj_dim": 32, **SIZES}
     model = OPTForCausalLM(OPTConfig(**options)).eval()
-    assert shifted_positions(model, tokens, offsets=(1,)).shifts[0].change > 1e-2
+    assert shifted_positions(model, tokens, offsets=(1,))[0].value > 1e-2
     patch_model(model, "alibi")
-    assert shifted_positions(model, tokens, offsets=(1,)).shifts[0].change <= ROUNDING
+    assert shifted_positions(model, tokens, offsets=(1,))[0].value <= ROUNDING
 
 
 def test_a_causal_model_tells_words_apart_by_its_mask(decoder, tokenizer, material):
@@ -131,25 +138,28 @@ def test_distances_are_those_of_single_sentences(encoder, tokens):
         sum(relative_l2(states[layer][0, first], states[layer][0, first + 4]) for states in single) / len(single)
         for layer in range(4)
     ]
-    assert found.distances[0] == pytest.approx(expected, abs=1e-6)
+    assert [record.value for record in found] == pytest.approx(expected, abs=1e-6)
 
 
 def test_the_loss_of_a_shuffled_context_is_that_of_the_token_in_question(decoder, tokens):
-    found = permuted_context(decoder, tokens, causal=True, context=8, within=(None,), max_windows=3)
+    loss, _, _ = permuted_context(decoder, tokens, causal=True, context=8, within=(None,), max_windows=3)
     frame, count = tokens.frame, tokens.passage.shape[0] - 10
     windows = torch.stack([tokens.passage[start : start + 10] for start in (0, count // 2, count)])
-    assert (frame.before, found.windows, found.context) == ((2,), 3, 8)
+    assert (frame.before, loss.quantity, loss.count) == ((2,), "loss", 3)
     with torch.no_grad():
         logits = decoder(torch.cat([torch.full((3, 1), 2), windows[:, :9]], dim=1)).logits[:, -1]
-    assert found.loss == pytest.approx(float(torch.nn.functional.cross_entropy(logits, windows[:, 9])), abs=1e-5)
+    assert loss.value == pytest.approx(float(torch.nn.functional.cross_entropy(logits, windows[:, 9])), abs=1e-5)
 
 
 def test_a_masked_model_predicts_the_masked_last_token(encoder, tokens):
     masked = dataclasses.replace(tokens, mask_token_id=1)
     found = permuted_context(patch_model(encoder, "none"), masked, causal=False, context=8, max_windows=4)
-    assert found.loss > 0
-    assert all(abs(permutation.loss_change) <= ROUNDING for permutation in found.permutations)
-    assert permuted_context(encoder, tokens, causal=False, context=8, max_windows=4).loss is None
+    changes = {record.quantity: record.value for record in found}
+    assert changes.pop("loss") > 0
+    assert list(changes) == ["shuffled", "shuffled_loss", "shuffled_block", "shuffled_block_loss"]
+    assert max(map(abs, changes.values())) <= ROUNDING
+    without_mask = permuted_context(encoder, tokens, causal=False, context=8, max_windows=4)
+    assert [record.quantity for record in without_mask] == ["shuffled", "shuffled_block"]
 
 
 def test_blocks_are_shuffled_by_themselves():
@@ -213,7 +223,8 @@ def test_words_the_tokenizer_does_not_know_are_named(byte_tokenizer, tokenizer, 
 
 def test_roles_are_exchanged_for_every_two_nouns(encoder, tokens):
     found = role_swaps(patch_model(encoder, "none"), tokens, causal=False)
-    assert found.pairs == 66
-    assert max(*found.word, *found.sentence) <= ROUNDING
+    assert {record.count for record in found} == {66}
+    assert max(record.value for record in found) <= ROUNDING
     # As if the decoder's last word were asked: the same set of words again.
-    assert max(role_swaps(encoder, tokens, causal=True).sentence) <= ROUNDING
+    last_words = role_swaps(encoder, tokens, causal=True)
+    assert max(record.value for record in last_words if record.quantity == "roles") <= ROUNDING

@@ -17,10 +17,10 @@ from PIL import Image
 from hf_posenc.cli import main
 from hf_posenc.errors import UnknownNameError, UnsupportedError
 from hf_posenc.plots.schemes import KINDS, applicable_kinds, draw_kind, kind_named, plot_scheme, subject_of
-from hf_posenc.plots.schemes.decay import roformer_envelope
 from hf_posenc.plots.schemes.drawing import color_scale
+from hf_posenc.plots.schemes.logits import roformer_envelope
 from hf_posenc.plots.schemes.probes import bias_matrix, equal_query_key_logits, turning_frequencies
-from hf_posenc.plots.schemes.rotation import turning_pairs, turning_speeds
+from hf_posenc.plots.schemes.rotations import turning_pairs, turning_speeds
 from hf_posenc.plots.schemes.subject import TINY
 from hf_posenc.schemes import (
     AdditiveEncoding,

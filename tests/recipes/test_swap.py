@@ -276,13 +276,16 @@ def test_the_default_is_what_patch_model_does():
     _exact(model, "bert", outputs(plain, ARCHITECTURES["bert"], tokens()).detach(), 1e-9)
 
 
-def test_the_report_is_json():
-    import json
-
+def test_a_swap_is_a_result():
     swap = swap_scheme(patched("llama_gqa", None), ComposedConfig(("rope", "t5")), sample=_sample())
-    report = json.loads(json.dumps(swap.to_dict()))
-    assert report["new"]["scheme"] == "composed"
-    assert report["fits"][0]["covers"] == SAMPLE_LENGTH
+    result = swap.result()
+    assert [subject.scheme for subject in result.subjects] == ["composed"]
+    assert result.settings["old"]["scheme"] == "rope"
+    before, after = (result.value("composed", quantity) for quantity in ("residual_before", "residual"))
+    assert (before, after) == (swap.fits[0].residual_before, swap.fits[0].residual)
+    assert {record.count for record in result.records} == {SAMPLE_LENGTH}
+    assert "logit_bias of layers" in result.table()
+    assert result.from_dict(result.to_dict()) == result
 
 
 # Refusals

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from transformers import AutoModel, Trainer, set_seed
 
 from hf_posenc import PositionEncodingError, SequenceLengthError
-from hf_posenc.metrics.language_modeling.capacity import native_capacity
+from hf_posenc.metrics.forward import native_capacity
 from hf_posenc.recipes import GradualSwapCallback, frozen_teacher, hidden_state_loss, mean_pooled, swap_scheme
 from training.argument_files import parse_structured
 from training.checkpoints import check_run, latest_complete_checkpoint, record_run

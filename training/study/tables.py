@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_posenc.metrics.dog import PROBE_TOLERANCE
+from hf_posenc.report.tables import format_table
 from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.registry import scheme_from_dict
-from hf_posenc.tables import format_table
 from training.study.aggregation import ROUNDING, Aggregate, Estimate, aggregate, of_task
 from training.study.schema import GENERALIZATION
 

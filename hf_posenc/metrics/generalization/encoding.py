@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_posenc.metrics.errors import MeasurementError
+from hf_posenc.errors import MeasurementError
 from hf_posenc.metrics.generalization.task import Example
 
 #: The label of a token that is not a target, in PyTorch and transformers alike.

@@ -1,4 +1,4 @@
-"""How many answers are right, length by length."""
+"""How many answers are right, length by length, of one model or of one under several schemes."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hf_posenc.errors import SequenceLengthError, UnsupportedError
-from hf_posenc.metrics.errors import MeasurementError
+from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedError
+from hf_posenc.metrics.forward import check_capacity, check_vocabulary, logits_of, predicts_next_token
 from hf_posenc.metrics.generalization.encoding import IGNORED, encode_example, end_token
 from hf_posenc.metrics.generalization.examples import held_out_examples, is_split
-from hf_posenc.metrics.generalization.result import GeneralizationResult, GeneralizationRow
-from hf_posenc.metrics.generalization.task import SyntheticTask, check_lengths
-from hf_posenc.metrics.generalization.tasks import get_task
-from hf_posenc.metrics.in_force import scheme_in_force
-from hf_posenc.metrics.intervals import wilson_interval
-from hf_posenc.metrics.language_modeling.capacity import native_capacity
-from hf_posenc.metrics.language_modeling.token_losses import logits_of, predicts_next_token
+from hf_posenc.metrics.generalization.task import SyntheticTask, get_task, tested_lengths
+from hf_posenc.metrics.in_turn import NATIVE, Measured, config_in_force, measure_in_turn
 from hf_posenc.metrics.preserve import evaluation_mode
+from hf_posenc.metrics.statistics import wilson_interval
 from hf_posenc.patching.apply import current_encoding, unwrapped
 from hf_posenc.patching.encoding import is_length_dependent
+from hf_posenc.report.records import Quantity, Record, Result, Subject, View, joined
+from hf_posenc.report.tables import format_number
+from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.labels import scheme_label
 
 Method = Literal["teacher_forced", "generate"]
 _METHODS = ("teacher_forced", "generate")
@@ -32,6 +32,160 @@ LENGTH_DEPENDENT_NOTE = (
     "The scheme encodes a token by the length of the whole sequence, which in teacher forcing includes the answer: "
     "these are not the answers that it would generate. Measure it with method='generate'."
 )
+_QUANTITIES = (
+    Quantity("exact_match", "length {length}", style="fraction"),
+    Quantity("token_accuracy", "tokens, length {length}", style="fraction"),
+    Quantity("held_out", "held out, length {length}", style="verdict"),
+)
+#: Of a single model there is room for every number: a row for each length.
+_QUANTITIES_BY_ROW = (
+    Quantity("exact_match", "exact match", style="fraction"),
+    Quantity("token_accuracy", "token accuracy", style="fraction"),
+    Quantity("examples", "examples", style="count"),
+    Quantity("held_out", "held out", style="verdict"),
+)
+
+
+@dataclass(frozen=True)
+class GeneralizationRow:
+    """One length.
+
+    Args:
+        length: as the task counts it.
+        samples: how many examples were tested.
+        held_out: whether no training set of this task can hold these examples.
+        exact_match: fraction of the answers that are right from the first token to the end token; `None` with a
+            `reason`.
+        interval: the 95 % Wilson interval of `exact_match`.
+        token_accuracy: fraction of the answers' tokens, end tokens included, that follow from the right ones before
+            them; `None` where it was not measured.
+        reason: why there is no number.
+    """
+
+    length: int
+    samples: int
+    held_out: bool
+    exact_match: float | None
+    interval: tuple[float, float] | None
+    token_accuracy: float | None
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class GeneralizationResult:
+    """Exact match by length of one model on one task.
+
+    Args:
+        rows: one per length, in ascending order.
+        notes: what a reader has to know to read the numbers.
+    """
+
+    rows: tuple[GeneralizationRow, ...]
+    notes: tuple[str, ...] = ()
+
+    def row(self, length: int) -> GeneralizationRow:
+        """The row of one length.
+
+        Raises:
+            KeyError: if the test did not include it.
+        """
+        return {row.length: row for row in self.rows}[length]
+
+    def measured(self) -> Measured:
+        """As records."""
+        return Measured([record for row in self.rows for record in _records(row)], self.notes)
+
+
+def compare_generalization(
+    model: Any,
+    tokenizer: Any,
+    task: str | SyntheticTask,
+    lengths: Sequence[int] | None = None,
+    schemes: Sequence[str | SchemeConfig] | None = None,
+    *,
+    samples: int = 100,
+    seed: int = 0,
+    method: Method = "teacher_forced",
+    batch_size: int = 64,
+) -> Result:
+    """`exact_match` under schemes that are put in place after training, such as a scaled RoPE or none at all.
+
+    Args:
+        model: a causal language model, patched or not; left as it was found.
+        tokenizer: the one that it was trained with.
+        task: see `exact_match`, as are the options that follow `schemes`.
+        lengths: the lengths to test.
+        schemes: what is measured, one after the other; see `measure_in_turn`.
+        samples: examples per length.
+        seed: of the examples, and of new weights of a scheme.
+        method: `"teacher_forced"` or `"generate"`.
+        batch_size: examples per forward.
+
+    Returns:
+        For each scheme and `length` the `exact_match` with its 95 % Wilson interval, the `token_accuracy` where it was
+        measured, the number of `examples`, and whether they are `held_out`.
+
+    Raises:
+        UnknownNameError: for an unknown task or scheme, before the model is touched.
+        MeasurementError: for a length, a method or a tokenizer that does not do.
+        UnsupportedError: for a model that is not causal, unless `schemes` are given: their rows then say so.
+    """
+    task = get_task(task)
+    lengths = tested_lengths(task, task.test_lengths if lengths is None else lengths)
+
+    def measure(model: Any) -> Measured:
+        return exact_match(
+            model, tokenizer, task, lengths, samples=samples, seed=seed, method=method, batch_size=batch_size
+        ).measured()
+
+    if schemes is None:
+        # Not in turn: what the model cannot do is then an error, not a row.
+        found, subject = measure(model), _subject_in_force(model)
+        subjects, records = joined([(Subject(*subject, found.notes), found.records)])
+    else:
+        subjects, records = measure_in_turn(model, schemes, measure, seed=seed)
+    name, single = type(unwrapped(model)).__name__, len(subjects) == 1
+    by_row = View(tuple(quantity.name for quantity in _QUANTITIES_BY_ROW), rows=("length",))
+    return Result(
+        task="generalization",
+        title=f"{name}, task {task.name!r} ({method}, seed {seed}): exact match by length",
+        quantities=_QUANTITIES_BY_ROW if single else _QUANTITIES,
+        subjects=subjects,
+        records=records if single else tuple(record for record in records if record.quantity != "examples"),
+        views=(by_row if single else View(("exact_match",)),),
+        settings={
+            "model": name,
+            "task": task.name,
+            "lengths": list(lengths),
+            "method": method,
+            "samples": samples,
+            "chance": task.chance,
+            "seed": seed,
+        },
+        remarks=(
+            f"length: {task.length_meaning}. A blind guess is right with probability {format_number(task.chance)}.",
+        ),
+    )
+
+
+def _subject_in_force(model: Any) -> tuple[str, str, dict[str, Any] | None]:
+    """Label, scheme and options of what a model has at the moment."""
+    config = config_in_force(model)
+    if config is None:
+        return NATIVE, NATIVE, None
+    patched = current_encoding(unwrapped(model)) is not None
+    return scheme_label(config) if patched else f"{NATIVE} ({config.name})", config.name, config.to_dict()
+
+
+def _records(row: GeneralizationRow) -> Iterator[Record]:
+    at = {"length": row.length}
+    low, high = row.interval or (None, None)
+    note = f"length {row.length}: {row.reason}" if row.reason else ""
+    yield Record("", "exact_match", row.exact_match, at, low, high, row.samples, note=note)
+    if row.token_accuracy is not None:
+        yield Record("", "token_accuracy", row.token_accuracy, at)
+    yield Record("", "examples", row.samples, at)
+    yield Record("", "held_out", None, at, passed=row.held_out)
 
 
 @dataclass(frozen=True)
@@ -88,14 +242,14 @@ def exact_match(
         UnsupportedError: for a model that is not causal.
     """
     task = get_task(task)
-    lengths = tested_lengths(task, lengths)
+    lengths = tested_lengths(task, task.test_lengths if lengths is None else lengths)
     if method not in _METHODS:
         raise MeasurementError(f"method is {method!r}; it is one of {', '.join(map(repr, _METHODS))}.")
     if batch_size < 1:
         raise MeasurementError(f"batch_size is {batch_size}; a batch holds one example at least.")
     examples = {length: held_out_examples(task, length, samples, seed) for length in lengths}
     rows = {length: [_Row(*encode_example(tokenizer, example)) for example in examples[length]] for length in lengths}
-    _check_vocabulary(model, rows)
+    check_vocabulary(model, *(max(row.input_ids) for group in rows.values() for row in group))
     _check_causal(model, rows[lengths[0]][0])
     with evaluation_mode(model):
         measured = tuple(
@@ -103,27 +257,8 @@ def exact_match(
             for length in lengths
         )
     encoding = current_encoding(unwrapped(model))
-    growing = encoding is not None and is_length_dependent(encoding)
-    return GeneralizationResult(
-        model=type(unwrapped(model)).__name__,
-        scheme=scheme_in_force(model),
-        task=task.name,
-        length_meaning=task.length_meaning,
-        chance=task.chance,
-        method=method,
-        seed=seed,
-        rows=measured,
-        notes=(LENGTH_DEPENDENT_NOTE,) if growing and method == "teacher_forced" else (),
-    )
-
-
-def tested_lengths(task: SyntheticTask, lengths: Sequence[int] | None) -> tuple[int, ...]:
-    """The lengths in ascending order, each once; those of the task if `None`.
-
-    Raises:
-        MeasurementError: if there are none, or the task does not have one of them.
-    """
-    return check_lengths(task, task.test_lengths if lengths is None else lengths)
+    growing = encoding is not None and is_length_dependent(encoding) and method == "teacher_forced"
+    return GeneralizationResult(measured, (LENGTH_DEPENDENT_NOTE,) if growing else ())
 
 
 def _measure(
@@ -131,7 +266,7 @@ def _measure(
 ) -> GeneralizationRow:
     right, right_tokens, tokens = 0, 0, 0
     try:
-        _check_capacity(model, rows)
+        check_capacity(model, max(len(row.input_ids) for row in rows))
         for batch in _batches(rows, batch_size):
             if method == "generate":
                 right += int(_generated(model, tokenizer, batch).all(dim=1).sum())
@@ -195,16 +330,6 @@ def _tensor(model: Any, rows: list[list[int]]) -> Tensor:
     return torch.tensor(rows, device=model.get_input_embeddings().weight.device)
 
 
-def _check_vocabulary(model: Any, rows: dict[int, list[_Row]]) -> None:
-    largest = max(max(row.input_ids) for group in rows.values() for row in group)
-    known = model.get_input_embeddings().weight.shape[0]
-    if largest >= known:
-        raise MeasurementError(
-            f"The tokenizer gave the token id {largest}, but the model has {known} embeddings. Use the tokenizer that "
-            f"belongs to this model."
-        )
-
-
 def _check_causal(model: Any, row: _Row) -> None:
     """Refuses a model that would read the answer it has to give."""
     advice = "Load a decoder with AutoModelForCausalLM."
@@ -224,14 +349,4 @@ def _check_causal(model: Any, row: _Row) -> None:
         raise UnsupportedError(
             f"Length generalisation is tested on the continuation of a prompt. In {type(model).__name__} a token sees "
             f"those behind it, so that it would read the answer that it has to give. {advice}"
-        )
-
-
-def _check_capacity(model: Any, rows: list[_Row]) -> None:
-    """Raises where a stock position table ends; a patched model does so by itself."""
-    capacity = native_capacity(model)
-    longest = max(len(row.input_ids) for row in rows)
-    if capacity is not None and longest > capacity:
-        raise SequenceLengthError(
-            f"{longest} tokens are more than the {capacity} positions of the position table of {type(model).__name__}."
         )

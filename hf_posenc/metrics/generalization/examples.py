@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from hf_posenc.metrics.errors import MeasurementError
-from hf_posenc.metrics.generalization.encoding import IGNORED, encode_example, padding_token, row_length
-from hf_posenc.metrics.generalization.task import Example, SyntheticTask, check_lengths
-from hf_posenc.metrics.generalization.tasks import get_task
+from hf_posenc.errors import MeasurementError
+from hf_posenc.metrics.generalization.encoding import IGNORED, encode_example, padding_token
+from hf_posenc.metrics.generalization.encoding import row_length as tokens_of_row
+from hf_posenc.metrics.generalization.task import Example, SyntheticTask, get_task, tested_lengths
 
 #: One prompt in so many is kept for testing.
 HELD_OUT_SHARE = 8
@@ -56,13 +56,14 @@ class SyntheticExamples(Dataset[dict[str, Tensor]]):
         row_length: int | None = None,
     ) -> None:
         self.task = get_task(task)
-        self.lengths = check_lengths(self.task, self.task.train_lengths if lengths is None else lengths)
+        self.lengths = tested_lengths(self.task, self.task.train_lengths if lengths is None else lengths)
         if size < 1:
             raise MeasurementError(f"size is {size}; a training set has one item at least.")
         self.seed = seed
         self.tokenizer = tokenizer
         self.size = size
-        self.row_length = _longest_row(self.task, self.lengths, tokenizer) if row_length is None else row_length
+        longest = max(self.task.character_count(length) for length in self.lengths)
+        self.row_length = tokens_of_row(tokenizer, longest) if row_length is None else row_length
         self.padding = padding_token(tokenizer)
 
     def __len__(self) -> int:
@@ -135,7 +136,3 @@ def is_held_out(task: SyntheticTask, length: int, example: Example) -> bool:
     # A cryptographic digest: a checksum such as CRC is linear in the bits, and one of the tasks asks for their parity.
     digest = hashlib.sha256(example.prompt.encode()).digest()
     return is_split(task, length) and digest[0] % HELD_OUT_SHARE == 0
-
-
-def _longest_row(task: SyntheticTask, lengths: Sequence[int], tokenizer: Any) -> int:
-    return row_length(tokenizer, max(task.character_count(length) for length in lengths))

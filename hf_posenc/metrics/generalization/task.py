@@ -1,21 +1,23 @@
-"""What a synthetic task is: short text problems of any length, each with one right answer."""
+"""Synthetic tasks: short text problems of any length, each with one right answer."""
 
 from __future__ import annotations
 
 import string
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
 
 import numpy as np
 
-from hf_posenc.metrics.errors import MeasurementError
+from hf_posenc.errors import MeasurementError, UnknownNameError
 
 LETTERS = string.ascii_lowercase
 DIGITS = string.digits
+KEYS = string.ascii_letters
 #: Closes every prompt. No task uses it inside a prompt or an answer.
 SEPARATOR = "="
+_PASSKEY_DIGITS = 4
+_VALUE_DIGITS = 2
 
 
 @dataclass(frozen=True)
@@ -32,40 +34,42 @@ class Example:
 
 
 @dataclass(frozen=True)
-class SyntheticTask(ABC):
+class SyntheticTask:
     """A family of problems that come in every length: train on short ones, test on long ones.
 
     Tasks work on characters, so that with a tokenizer of bytes every symbol is one token.
 
     Args:
         name: the task's name in `SYNTHETIC_TASKS`.
-        train_lengths: the lengths to train on, unless somebody says otherwise.
+        draw: draws one problem of a length that exists; all randomness comes from the generator.
+        train_lengths: the lengths to train on by default.
         test_lengths: the lengths to test on; some of them were trained on, so that failing to learn and failing to
             generalise can be told apart.
+        length_meaning: what the length of a problem counts.
+        prompt_count: from a length to the number of different prompts.
+        character_count: from a length to the characters of the longest problem, prompt and answer together.
+        chance: how often a blind guess is right, where that is not next to never.
+        longest: the longest problem there is, or `None`.
     """
 
     name: str
+    draw: Callable[[int, np.random.Generator], Example]
     train_lengths: tuple[int, ...]
     test_lengths: tuple[int, ...]
-    #: What the length of a problem counts.
-    length_meaning: ClassVar[str]
-    #: How often a blind guess is right, where that is not next to never.
-    chance: ClassVar[float] = 0.0
-    #: The longest problem there is, or `None`.
-    longest: ClassVar[int | None] = None
+    length_meaning: str
+    prompt_count: Callable[[int], int]
+    character_count: Callable[[int], int]
+    chance: float = 0.0
+    longest: int | None = None
 
     def example(self, length: int, generator: np.random.Generator) -> Example:
-        """Draws one problem.
-
-        Args:
-            length: see `length_meaning`.
-            generator: all randomness comes from it: an equal state gives an equal problem.
+        """Draws one problem: an equal state of the generator gives an equal problem.
 
         Raises:
             MeasurementError: for a length that the task does not have.
         """
         self.check_length(length)
-        return self._draw(length, generator)
+        return self.draw(length, generator)
 
     def check_length(self, length: int) -> None:
         """Raises `MeasurementError` for a length that the task does not have."""
@@ -77,25 +81,215 @@ class SyntheticTask(ABC):
                 f"{self.length_meaning}, of which there are {self.longest} at most."
             )
 
-    @abstractmethod
-    def _draw(self, length: int, generator: np.random.Generator) -> Example:
-        """`example`, for a length that exists."""
-
-    @abstractmethod
-    def prompt_count(self, length: int) -> int:
-        """How many different prompts of this length there are."""
-
-    @abstractmethod
-    def character_count(self, length: int) -> int:
-        """Characters of the longest problem of this length, prompt and answer together."""
-
 
 def draw_text(alphabet: str, length: int, generator: np.random.Generator) -> str:
     """`length` characters, each drawn from the alphabet with equal probability."""
     return "".join(alphabet[index] for index in generator.integers(len(alphabet), size=length))
 
 
-def check_lengths(task: SyntheticTask, lengths: Sequence[int]) -> tuple[int, ...]:
+def repeated_copy(length: int, generator: np.random.Generator) -> Example:
+    """Copies one character as many times as it was shown: `bbbb=bbbb`.
+
+    "Repeat single character" (rsc) of Kazemnejad et al., arXiv:2305.19466, section 5.1 and the results of its sanity
+    check. The model has to count, and nothing else. There are 26 prompts of each length: a model that was trained on a
+    length has seen all of them.
+    """
+    text = draw_text(LETTERS, 1, generator) * length
+    return Example(text + SEPARATOR, text)
+
+
+def copy(length: int, generator: np.random.Generator) -> Example:
+    """Copies a random string: `qkaz=qkaz`.
+
+    The copy task of Kazemnejad et al., arXiv:2305.19466, section 3 ("cmc" in its results).
+    """
+    text = draw_text(LETTERS, length, generator)
+    return Example(text + SEPARATOR, text)
+
+
+def reverse(length: int, generator: np.random.Generator) -> Example:
+    """Writes a random string backwards: `qkaz=zakq`.
+
+    The reverse task of Kazemnejad et al., arXiv:2305.19466, section 3.
+    """
+    text = draw_text(LETTERS, length, generator)
+    return Example(text + SEPARATOR, text[::-1])
+
+
+def sorting(length: int, generator: np.random.Generator) -> Example:
+    """Sorts letters, which may occur several times: `qkaz=akqz`.
+
+    The sorting task of Kazemnejad et al., arXiv:2305.19466, section 3, in its form with one token per item; theirs
+    sorts numbers.
+    """
+    text = draw_text(LETTERS, length, generator)
+    return Example(text + SEPARATOR, "".join(sorted(text)))
+
+
+def addition(length: int, generator: np.random.Generator) -> Example:
+    """Adds two numbers of equally many digits: `47+85=132`.
+
+    The addition task of Kazemnejad et al., arXiv:2305.19466, section 3, without a scratchpad. Written in the usual
+    order, the first digit of the sum depends on every carry.
+    """
+    numbers = []
+    for _ in range(2):
+        # No leading zeros.
+        first = draw_text(DIGITS if length == 1 else DIGITS[1:], 1, generator)
+        numbers.append(first if length == 1 else first + draw_text(DIGITS, length - 1, generator))
+    return Example("+".join(numbers) + SEPARATOR, str(sum(map(int, numbers))))
+
+
+def reversed_addition(length: int, generator: np.random.Generator) -> Example:
+    """Adds two numbers and writes the sum from its units on: `47+85=231`.
+
+    Small models learn it far sooner (Lee et al., arXiv:2307.03381, section 3).
+    """
+    example = addition(length, generator)
+    return Example(example.prompt, example.answer[::-1])
+
+
+def parity(length: int, generator: np.random.Generator) -> Example:
+    """Whether the number of ones among bits is odd: `10110=1`.
+
+    The parity task of Kazemnejad et al., arXiv:2305.19466, section 3, without a scratchpad (and of Anil et al.,
+    arXiv:2207.04901, section 3). The answer is one bit: a blind guess is right half of the time.
+    """
+    bits = draw_text("01", length, generator)
+    return Example(bits + SEPARATOR, str(bits.count("1") % 2))
+
+
+def passkey(length: int, generator: np.random.Generator) -> Example:
+    """Finds a number of four digits at a random depth of random letters: `qkz#4821mab=4821`.
+
+    Passkey retrieval of Mohtashami and Jaggi, arXiv:2305.16300, section 4.2, on characters instead of English
+    sentences, so that a small model can learn it from nothing.
+    """
+    filler = draw_text(LETTERS, length, generator)
+    depth = int(generator.integers(length + 1))
+    key = draw_text(DIGITS, _PASSKEY_DIGITS, generator)
+    return Example(f"{filler[:depth]}#{key}{filler[depth:]}{SEPARATOR}", key)
+
+
+def needle(length: int, generator: np.random.Generator) -> Example:
+    """Finds the value of one key among many: `k07Q31z55?Q=31`.
+
+    The needle in a haystack whose hay is made of needles: multi-key retrieval of RULER, arXiv:2404.06654, section 3,
+    with a letter for a key and two digits for its value. A guess among the values shown is right once in `length`.
+    """
+    keys = [KEYS[index] for index in generator.permutation(len(KEYS))[:length]]
+    values = [draw_text(DIGITS, _VALUE_DIGITS, generator) for _ in keys]
+    wanted = int(generator.integers(length))
+    pairs = "".join(key + value for key, value in zip(keys, values, strict=True))
+    return Example(f"{pairs}?{keys[wanted]}{SEPARATOR}", values[wanted])
+
+
+# Functions with names, since the workers of a study get their tasks by pickle.
+
+
+def _characters(each: int, more: int, length: int) -> int:
+    return each * length + more
+
+
+def _letters(length: int) -> int:
+    return len(LETTERS)
+
+
+def _texts(length: int) -> int:
+    return int(len(LETTERS) ** length)
+
+
+def _additions(length: int) -> int:
+    """Every pair of numbers without leading zeros."""
+    return int(100 if length == 1 else (9 * 10 ** (length - 1)) ** 2)
+
+
+def _passkeys(length: int) -> int:
+    """Every filler, depth and passkey."""
+    return _texts(length) * (length + 1) * 10**_PASSKEY_DIGITS
+
+
+def _needles(length: int) -> int:
+    """Every order of keys, every value, every question."""
+    count = length
+    for taken in range(length):
+        count *= (len(KEYS) - taken) * 10**_VALUE_DIGITS
+    return count
+
+
+def _rearranging(
+    name: str, draw: Callable[..., Example], prompt_count: Callable[[int], int], length_meaning: str
+) -> SyntheticTask:
+    lengths = tuple(range(1, 11)), (5, 10, 11, 12, 13, 14, 16, 20, 30, 40)
+    return SyntheticTask(name, draw, *lengths, length_meaning, prompt_count, partial(_characters, 2, 1))
+
+
+def _adding(name: str, draw: Callable[..., Example]) -> SyntheticTask:
+    lengths, meaning = tuple(range(1, 7)), "number of digits of each of the two numbers"
+    # The sum may have one digit more.
+    return SyntheticTask(
+        name, draw, lengths, (3, 6, 7, 8, 9, 12, 16, 24), meaning, _additions, partial(_characters, 3, 3)
+    )
+
+
+_CHARACTERS = "number of characters before the separator"
+#: Every task by its name.
+SYNTHETIC_TASKS: dict[str, SyntheticTask] = {
+    task.name: task
+    for task in (
+        _rearranging("repeated_copy", repeated_copy, _letters, "number of times the character stands in the prompt"),
+        _rearranging("copy", copy, _texts, _CHARACTERS),
+        _rearranging("reverse", reverse, _texts, _CHARACTERS),
+        _rearranging("sorting", sorting, _texts, _CHARACTERS),
+        _adding("addition", addition),
+        _adding("reversed_addition", reversed_addition),
+        SyntheticTask(
+            "parity",
+            parity,
+            train_lengths=tuple(range(1, 21)),
+            test_lengths=(10, 20, 21, 22, 25, 30, 40, 60, 80),
+            length_meaning="number of bits",
+            prompt_count=partial(pow, 2),
+            character_count=partial(_characters, 1, 2),
+            chance=0.5,
+        ),
+        SyntheticTask(
+            "passkey",
+            passkey,
+            train_lengths=tuple(range(4, 21)),
+            test_lengths=(10, 20, 22, 25, 30, 40, 60, 80),
+            length_meaning="number of letters around the passkey",
+            prompt_count=_passkeys,
+            character_count=partial(_characters, 1, 2 + 2 * _PASSKEY_DIGITS),
+        ),
+        SyntheticTask(
+            "needle",
+            needle,
+            train_lengths=tuple(range(1, 9)),
+            test_lengths=(4, 8, 9, 10, 12, 16, 24, 32),
+            length_meaning="number of keys",
+            prompt_count=_needles,
+            character_count=partial(_characters, 1 + _VALUE_DIGITS, 3 + _VALUE_DIGITS),
+            longest=len(KEYS),
+        ),
+    )
+}
+
+
+def get_task(task: str | SyntheticTask) -> SyntheticTask:
+    """The task of a name; a task is returned as it is.
+
+    Raises:
+        UnknownNameError: if there is no task of that name.
+    """
+    if isinstance(task, SyntheticTask):
+        return task
+    if task not in SYNTHETIC_TASKS:
+        raise UnknownNameError("synthetic task", task, SYNTHETIC_TASKS)
+    return SYNTHETIC_TASKS[task]
+
+
+def tested_lengths(task: SyntheticTask, lengths: Sequence[int]) -> tuple[int, ...]:
     """The lengths in ascending order, each once.
 
     Raises:

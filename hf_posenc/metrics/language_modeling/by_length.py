@@ -1,24 +1,93 @@
-"""Loss by length and by position, on the same text for every length."""
+"""Loss by length, by position and under a sliding window, on the same text for every length."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_posenc.errors import SequenceLengthError
-from hf_posenc.metrics.errors import MeasurementError
-from hf_posenc.metrics.language_modeling.pieces import Frame, check_lengths, piecewise_losses
-from hf_posenc.metrics.language_modeling.result import LengthLosses, LengthRow
-from hf_posenc.metrics.language_modeling.sliding import sliding_window_loss
-from hf_posenc.metrics.language_modeling.token_losses import TOKENS_PER_BATCH, check_batch, predicts_next_token
+from hf_posenc.errors import MeasurementError, SequenceLengthError
+from hf_posenc.metrics.forward import predicts_next_token
+from hf_posenc.metrics.language_modeling.token_losses import IGNORED, TOKENS_PER_BATCH, check_batch, token_losses
+from hf_posenc.metrics.language_modeling.windows import Frame
 
 #: The last targets of a window, the ones with the longest context.
 TAIL = 32
+
+
+@dataclass(frozen=True)
+class LengthRow:
+    """The loss at one length, or under a sliding window.
+
+    Args:
+        length: tokens per piece, or of the sliding window.
+        loss: mean over all targets, in nats; `None` if it is not a finite number, or the length cannot be represented.
+        tail_loss: mean over the last targets of each window of text.
+        targets: how many targets `loss` is the mean of.
+        reason: why there is no loss, or `None`.
+        stride: tokens between the starts of two sliding windows.
+    """
+
+    length: int
+    loss: float | None
+    tail_loss: float | None
+    targets: int
+    reason: str | None = None
+    stride: int | None = None
+
+    @property
+    def perplexity(self) -> float | None:
+        """`exp(loss)`; infinite past the largest float."""
+        if self.loss is None:
+            return None
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+@dataclass(frozen=True)
+class LengthLosses:
+    """Loss by length and by position of one model.
+
+    Args:
+        causal: whether it predicts the next token; a masked model predicts masked ones.
+        windows: how many windows of text were read.
+        window_length: their length in tokens.
+        tail_tokens: how many of the last tokens of each window the tail is.
+        rows: one per length, ascending.
+        position_edges: edges of the bins of position, from 0 to the longest length.
+        position_loss: mean loss in each bin, in the pieces of the longest length that could be represented; `None` in
+            bins past it and in bins without targets.
+        sliding: the sliding window beside it, if it was asked for.
+    """
+
+    causal: bool
+    windows: int
+    window_length: int
+    tail_tokens: int
+    rows: tuple[LengthRow, ...]
+    position_edges: tuple[int, ...]
+    position_loss: tuple[float | None, ...]
+    sliding: LengthRow | None = None
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The lengths, ascending."""
+        return tuple(row.length for row in self.rows)
+
+    def row(self, length: int) -> LengthRow:
+        """The row of one length.
+
+        Raises:
+            KeyError: if it was not evaluated.
+        """
+        for row in self.rows:
+            if row.length == length:
+                return row
+        raise KeyError(f"No row for length {length}; the lengths are {list(self.lengths)}.")
 
 
 def loss_by_length(
@@ -69,7 +138,7 @@ def loss_by_length(
     check_batch(model, input_ids, labels, tokens_per_batch)
     frame = frame or Frame()
     windows, window_length = input_ids.shape
-    ascending = check_lengths(lengths, window_length, frame)
+    ascending = _check_lengths(lengths, window_length, frame)
     if not 1 <= tail < ascending[0] - frame.size:
         raise MeasurementError(
             f"tail={tail} must be at least 1 and less than the shortest length ({ascending[0]}, {frame.size} of them "
@@ -84,7 +153,7 @@ def loss_by_length(
     longest = torch.empty(windows, 0)
     for length in ascending:
         try:
-            losses = piecewise_losses(model, input_ids, labels, length, causal, frame, tokens_per_batch)
+            losses = _piecewise_losses(model, input_ids, labels, length, causal, frame, tokens_per_batch)
         except SequenceLengthError as error:
             rows.append(LengthRow(length, None, None, 0, reason=str(error)))
             continue
@@ -113,19 +182,145 @@ def loss_by_length(
         tail_tokens=tail,
         rows=tuple(rows),
         position_edges=tuple(edges),
-        position_loss=tuple(mean_loss(longest[:, start:stop]) for start, stop in itertools.pairwise(edges)),
+        position_loss=tuple(_mean(longest[:, start:stop]) for start, stop in itertools.pairwise(edges)),
         sliding=sliding,
     )
 
 
-def mean_loss(losses: Tensor) -> float | None:
+def sliding_window_loss(
+    model: Any,
+    input_ids: Tensor,
+    labels: Tensor,
+    *,
+    window: int,
+    stride: int | None = None,
+    causal: bool | None = None,
+    tail: int = TAIL,
+    frame: Frame | None = None,
+    tokens_per_batch: int = TOKENS_PER_BATCH,
+) -> LengthRow:
+    """Mean loss when every target is predicted from at most `window` tokens.
+
+    The perplexity of the transformers guide ("Perplexity of fixed-length models") and of YaRN (arXiv:2309.00071,
+    section 4.1): windows start `stride` tokens apart, and each scores only the targets that no window before it has
+    seen, so that behind the first window every target has at least `window - stride` tokens of context. The last window
+    is moved back to end with the text, where the guide's is shorter. For a model that sees both sides, each target is
+    scored by the window in whose middle it stands most nearly.
+
+    Args:
+        model: a causal or masked language model; left as it was found.
+        input_ids: `(windows, window_length)` int64: each row is one long text.
+        labels: `(windows, window_length)`, not shifted; -100 at tokens that are no target.
+        window: tokens per forward, those of the frame included; usually the trained length. Texts that are shorter
+            are read in one piece.
+        stride: in tokens, at most `window`; by default half of it. With a stride of the whole window a causal model
+            has no prediction of the first token of each.
+        causal: whether the model predicts the next token; `None` finds out.
+        tail: how many of the last tokens of each text the tail is.
+        frame: special tokens around each window, counted in its length.
+        tokens_per_batch: tokens per forward call.
+
+    Raises:
+        MeasurementError: for a window or stride that leaves tokens out.
+    """
+    check_batch(model, input_ids, labels, tokens_per_batch)
+    frame = frame or Frame()
+    length = input_ids.shape[1]
+    content = min(window - frame.size, length)
+    stride = max(1, content // 2) if stride is None else stride
+    if content < 2 or not 1 <= stride <= content:
+        raise MeasurementError(
+            f"A sliding window of {window} tokens, {frame.size} of them special, with stride {stride} leaves tokens "
+            f"out: the stride is at least 1 and at most the {max(content, 0)} tokens of text in a window."
+        )
+    if causal is None:
+        causal = predicts_next_token(model, input_ids)
+    losses = torch.full(input_ids.shape, math.nan)
+    try:
+        for start, first, last in scored_spans(length, content, stride, causal):
+            span, scored = slice(start, start + content), slice(first - start, last - start)
+            targets = torch.full_like(labels[:, span], IGNORED)
+            targets[:, scored] = labels[:, first:last]
+            found = _framed_losses(model, input_ids[:, span], targets, causal, frame, tokens_per_batch)
+            losses[:, first:last] = found[:, scored]
+    except SequenceLengthError as error:
+        return LengthRow(window, None, None, 0, str(error), stride)
+    return _row(window, losses, tail, stride)
+
+
+def scored_spans(length: int, window: int, stride: int, causal: bool) -> list[tuple[int, int, int]]:
+    """Where each window starts, and from where to where it scores; the spans tile the text.
+
+    Args:
+        length: of the text, at least `window`.
+        window: tokens per window.
+        stride: between the starts of two windows.
+        causal: whether a window scores what is new in it, or what stands around its middle.
+    """
+    starts = [*range(0, length - window, stride), length - window]
+    if causal:
+        ends = [start + window for start in starts]
+    else:
+        ends = [(start + window + following) // 2 for start, following in itertools.pairwise(starts)]
+        ends.append(length)
+    return list(zip(starts, [0, *ends[:-1]], ends, strict=True))
+
+
+def _framed_losses(
+    model: Any, ids: Tensor, targets: Tensor, causal: bool, frame: Frame, tokens_per_batch: int
+) -> Tensor:
+    """Losses of pieces `(pieces, length)` with special tokens around them; NaN where there is no target."""
+    # A causal model has nothing to predict the first token of a piece from, unless the frame begins it.
+    if not bool((targets[:, causal and not frame.before :] != IGNORED).any()):
+        return torch.full(ids.shape, math.nan)
+    framed = frame.around(ids, targets=False), frame.around(targets, targets=True)
+    losses = token_losses(model, *framed, causal, tokens_per_batch=tokens_per_batch)
+    return losses[:, len(frame.before) : len(frame.before) + ids.shape[1]]
+
+
+def _piecewise_losses(
+    model: Any, input_ids: Tensor, labels: Tensor, length: int, causal: bool, frame: Frame, tokens_per_batch: int
+) -> Tensor:
+    """Losses of whole windows read in pieces of one length, frame included, `(windows, window_length)`.
+
+    Pieces are counted from the end of each window, and the remainder at its start is a shorter piece.
+    """
+    content = length - frame.size
+    rest = input_ids.shape[1] % content
+    columns = []
+    for piece, size in ((slice(0, rest), rest), (slice(rest, None), content)):
+        if size:
+            ids, targets = (tokens[:, piece].reshape(-1, size) for tokens in (input_ids, labels))
+            losses = _framed_losses(model, ids, targets, causal, frame, tokens_per_batch)
+            columns.append(losses.reshape(input_ids.shape[0], -1))
+    return torch.cat(columns, dim=1)
+
+
+def _check_lengths(lengths: Sequence[int], window_length: int, frame: Frame) -> tuple[int, ...]:
+    """Ascending lengths without repetition.
+
+    Raises:
+        MeasurementError: if there are none, or one is longer than the windows of text.
+    """
+    ascending = tuple(sorted(set(lengths)))
+    if not ascending:
+        raise MeasurementError("There is no length to evaluate at.")
+    if ascending[0] < frame.size + 2 or ascending[-1] > window_length + frame.size:
+        raise MeasurementError(
+            f"The lengths {list(ascending)} do not fit windows of {window_length} tokens: a length is at least "
+            f"{frame.size + 2} and at most {window_length + frame.size} here. Give longer windows of text, or shorter "
+            f"lengths."
+        )
+    return ascending
+
+
+def _mean(losses: Tensor) -> float | None:
     """The mean of those that are targets; `None` if there are none, or it is no finite number."""
     mean = float(losses.double().nanmean()) if losses.numel() else math.nan
     return mean if math.isfinite(mean) else None
 
 
-def _row(length: int, losses: Tensor, tail: int) -> LengthRow:
-    loss, tail_loss = mean_loss(losses), mean_loss(losses[:, -tail:])
-    targets = int((~losses.isnan()).sum())
+def _row(length: int, losses: Tensor, tail: int, stride: int | None = None) -> LengthRow:
+    loss = _mean(losses)
     reason = None if loss is not None else "The loss is not a finite number."
-    return LengthRow(length, loss, tail_loss, targets, reason=reason)
+    return LengthRow(length, loss, _mean(losses[:, -tail:]), int((~losses.isnan()).sum()), reason, stride)

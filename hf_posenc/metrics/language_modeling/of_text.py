@@ -7,19 +7,18 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from hf_posenc.metrics.errors import MeasurementError
+from hf_posenc.errors import MeasurementError
+from hf_posenc.metrics.forward import predicts_next_token
 from hf_posenc.metrics.in_turn import Measured, measure_in_turn
-from hf_posenc.metrics.language_modeling.by_length import TAIL, loss_by_length
-from hf_posenc.metrics.language_modeling.pieces import Frame
-from hf_posenc.metrics.language_modeling.result import LengthLosses, LengthRow, SlidingLoss
-from hf_posenc.metrics.language_modeling.text import (
-    causal_targets,
-    masked_targets,
+from hf_posenc.metrics.language_modeling.by_length import TAIL, LengthLosses, LengthRow, loss_by_length
+from hf_posenc.metrics.language_modeling.token_losses import TOKENS_PER_BATCH
+from hf_posenc.metrics.language_modeling.windows import (
+    Frame,
+    language_targets,
     special_frame,
     stream_windows,
     token_stream,
 )
-from hf_posenc.metrics.language_modeling.token_losses import TOKENS_PER_BATCH, predicts_next_token
 from hf_posenc.report.records import Quantity, Record, Result, View
 from hf_posenc.schemes.config import SchemeConfig
 
@@ -51,8 +50,7 @@ def text_losses(
         tokenizer: its tokenizer.
         texts: held-out documents.
         lengths: in tokens; windows of text are as long as the longest.
-        schemes: to patch into the stock model one after the other; `"native"` is the stock model, `None` the model as
-            it is.
+        schemes: what is measured, one after the other; see `measure_in_turn`.
         max_windows: at most so many windows, evenly spread over the text; `None` reads all of it.
         sliding_window: length of the sliding window; `None` leaves it out.
         stride: of the sliding window; by default half of it.
@@ -86,16 +84,9 @@ def text_losses(
     if lengths[-1] <= frame.size:
         raise MeasurementError(f"A length of {lengths[-1]} holds nothing beside {frame.size} special tokens.")
     windows = stream_windows(stream, lengths[-1] - frame.size, max_windows=max_windows)
-    if causal:
-        input_ids, labels = causal_targets(windows)
-    else:
-        if tokenizer.mask_token_id is None:
-            raise MeasurementError(
-                f"{type(model).__name__} sees both sides of a token, so masked tokens are what it predicts, but the "
-                f"tokenizer {type(tokenizer).__name__} has no mask token. Use the tokenizer of the model, or set its "
-                f"mask_token."
-            )
-        input_ids, labels = masked_targets(windows, tokenizer.mask_token_id, probability=mask_probability, seed=seed)
+    input_ids, labels = language_targets(
+        model, tokenizer, windows, causal=causal, probability=mask_probability, seed=seed
+    )
     tail = min(TAIL, max(1, (lengths[0] - frame.size) // 2)) if tail is None else tail
 
     def measure(patched: Any) -> Measured:
@@ -147,13 +138,13 @@ def _records(found: LengthLosses) -> Iterator[Record]:
     for row in found.rows:
         yield from _of_entry(row, "", {"length": row.length}, f"length {row.length}")
     if found.sliding is not None:
-        at = {"window": found.sliding.window, "stride": found.sliding.stride}
+        at = {"window": found.sliding.length, "stride": found.sliding.stride}
         yield from _of_entry(found.sliding, "sliding_", at, "sliding window")
     for (start, stop), loss in zip(itertools.pairwise(found.position_edges), found.position_loss, strict=True):
         yield Record("", "position_loss", loss, {"start": start, "stop": stop})
 
 
-def _of_entry(entry: LengthRow | SlidingLoss, prefix: str, at: dict[str, Any], place: str) -> Iterator[Record]:
+def _of_entry(entry: LengthRow, prefix: str, at: dict[str, Any], place: str) -> Iterator[Record]:
     # JSON has no infinity.
     perplexity = entry.perplexity if entry.perplexity is not None and math.isfinite(entry.perplexity) else None
     note = f"{place}: {entry.reason}" if entry.reason else ""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_posenc.errors import SequenceLengthError, UnsupportedError
-from hf_posenc.metrics.errors import MeasurementError
-from hf_posenc.metrics.language_modeling.capacity import native_capacity
+from hf_posenc.errors import MeasurementError, UnsupportedError
+from hf_posenc.metrics.forward import check_capacity, check_vocabulary, logits_of, predicts_next_token
 from hf_posenc.metrics.preserve import evaluation_mode
 
 #: The label of a token that is not a target, in PyTorch and transformers alike.
@@ -54,67 +52,13 @@ def token_losses(
     check_batch(model, input_ids, labels, tokens_per_batch)
     if causal is None:
         causal = predicts_next_token(model, input_ids)
-    capacity = native_capacity(model)
-    if capacity is not None and input_ids.shape[1] > capacity:
-        raise SequenceLengthError(
-            f"A sequence of length {input_ids.shape[1]} is longer than the {capacity} positions of the position table "
-            f"of {type(model).__name__}. Shorten the input, or patch the model with a scheme that extrapolates."
-        )
+    check_capacity(model, input_ids.shape[1])
     rows = max(1, tokens_per_batch // input_ids.shape[1])
     parts: list[Tensor] = []
     with evaluation_mode(model):
         for ids, targets in zip(input_ids.split(rows), labels.split(rows), strict=True):
             parts.append(_losses_of(logits_of(model, ids), targets, causal))
     return torch.cat(parts)
-
-
-def predicts_next_token(model: Any, input_ids: Tensor) -> bool:
-    """Whether the logits at a token are blind to all that follows it, as measured on the first few tokens.
-
-    Such a model is taken to predict the next token; one that sees both sides, to fill in masked ones.
-
-    Args:
-        model: a language model.
-        input_ids: `(sequences, length)`; the first sequence is read.
-
-    Raises:
-        MeasurementError: if there are fewer than two tokens, or the logits are no numbers.
-    """
-    ids = input_ids[:1, :16].clone()
-    if ids.shape[1] < 2:
-        raise MeasurementError("One token cannot show whether a model is causal. Pass causal=True or causal=False.")
-    other = ids.clone()
-    other[:, -1] = (
-        ids[0, 0] if ids[0, -1] != ids[0, 0] else (ids[0, 0] + 1) % model.get_input_embeddings().weight.shape[0]
-    )
-    with evaluation_mode(model):
-        before, after = (logits_of(model, tokens)[:, :-1].float() for tokens in (ids, other))
-    if not bool(before.isfinite().all() and after.isfinite().all()):
-        raise MeasurementError(
-            f"The logits of {type(model).__name__} are not finite, so its causality cannot be seen. Pass causal=True "
-            f"or causal=False."
-        )
-    # A token that is seen changes logits by far more than another order of summation does.
-    return bool((after - before).norm() <= 1e-4 * before.norm())
-
-
-def logits_of(model: Any, input_ids: Tensor) -> Tensor:
-    """`(sequences, length, vocabulary)` on the model's device and in its dtype.
-
-    Raises:
-        UnsupportedError: for a model that returns something else.
-    """
-    device = model.get_input_embeddings().weight.device
-    accepted = inspect.signature(model.forward).parameters
-    options = {"use_cache": False} if "use_cache" in accepted else {}
-    logits = getattr(model(input_ids=input_ids.to(device), **options), "logits", None)
-    if logits is None or logits.dim() != 3 or logits.shape[:2] != input_ids.shape:
-        found = "no logits" if logits is None else f"logits of shape {tuple(logits.shape)}"
-        raise UnsupportedError(
-            f"{type(model).__name__} returns {found} for {tuple(input_ids.shape)} tokens; the loss needs one row of "
-            f"them per token. Load the model with AutoModelForCausalLM or AutoModelForMaskedLM."
-        )
-    return logits
 
 
 def check_batch(model: Any, input_ids: Tensor, labels: Tensor, tokens_per_batch: int) -> None:
@@ -139,13 +83,7 @@ def check_batch(model: Any, input_ids: Tensor, labels: Tensor, tokens_per_batch:
     targets = labels[labels != IGNORED]
     if targets.numel() == 0:
         raise MeasurementError(f"labels holds no target: every label is {IGNORED}.")
-    rows = model.get_input_embeddings().weight.shape[0]
-    low, high = int(min(input_ids.min(), targets.min())), int(max(input_ids.max(), targets.max()))
-    if low < 0 or high >= rows:
-        raise MeasurementError(
-            f"The token ids run from {low} to {high}, but the model has embeddings for 0 to {rows - 1}. Use the "
-            f"tokenizer that belongs to this model."
-        )
+    check_vocabulary(model, *(int(one) for ids in (input_ids, targets) for one in (ids.min(), ids.max())))
 
 
 def _losses_of(logits: Tensor, labels: Tensor, causal: bool) -> Tensor:

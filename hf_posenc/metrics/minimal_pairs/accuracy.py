@@ -10,14 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_posenc.errors import UnsupportedError
-from hf_posenc.metrics.errors import MeasurementError
+from hf_posenc.errors import MeasurementError, UnsupportedError
+from hf_posenc.metrics.forward import check_vocabulary, predicts_next_token
 from hf_posenc.metrics.in_turn import Measured, measure_in_turn
-from hf_posenc.metrics.intervals import wilson_interval
-from hf_posenc.metrics.language_modeling.token_losses import predicts_next_token
 from hf_posenc.metrics.minimal_pairs.pairs import MinimalPair, MinimalPairsTask, read_minimal_pairs
-from hf_posenc.metrics.minimal_pairs.scoring import TokenPair, causal_scores, encode_pairs, masked_scores
+from hf_posenc.metrics.minimal_pairs.scoring import causal_scores, encode_pairs, masked_scores
 from hf_posenc.metrics.preserve import evaluation_mode
+from hf_posenc.metrics.statistics import wilson_interval
 from hf_posenc.patching.apply import unwrapped
 from hf_posenc.report.records import Quantity, Record, Result, View
 from hf_posenc.schemes.config import SchemeConfig
@@ -49,8 +48,7 @@ def minimal_pairs_accuracy(
         model: a causal or masked language model, patched or not.
         tokenizer: its tokenizer.
         task: the path of a BIG-bench file (see `read_minimal_pairs`), or what was read from one.
-        schemes: names or configs, patched into the stock model one after the other; `"native"` is the stock model
-            itself. `None` measures the model as it is.
+        schemes: what is measured, one after the other; see `measure_in_turn`.
         samples: score so many pairs, drawn without replacement; `None` scores all.
         seed: of that choice, which is the same for every scheme and model, and of new weights of a scheme.
 
@@ -73,7 +71,7 @@ def minimal_pairs_accuracy(
         task = read_minimal_pairs(task)
     pairs = _chosen(task.pairs, samples, seed)
     tokens = encode_pairs(tokenizer, [pair.texts for pair in pairs])
-    _check_vocabulary(model, tokens)
+    check_vocabulary(model, *(max(side) for pair in tokens for side in pair))
     causal = predicts_next_token(model, torch.tensor([max((side for pair in tokens for side in pair), key=len)]))
     score = causal_scores if causal else masked_scores
 
@@ -132,13 +130,3 @@ def _by_condition(pairs: Sequence[MinimalPair], scores: Tensor) -> list[Record]:
             Record("", "ties", sum(tied[index] for index in group), at),
         ]
     return records
-
-
-def _check_vocabulary(model: Any, pairs: Sequence[TokenPair]) -> None:
-    largest = max(max(tokens) for pair in pairs for tokens in pair)
-    known = model.get_input_embeddings().weight.shape[0]
-    if largest >= known:
-        raise MeasurementError(
-            f"The tokenizer gave the token id {largest}, but the model has {known} embeddings. Use the tokenizer that "
-            f"belongs to this model."
-        )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.metrics.errors import MeasurementError
+from hf_posenc.errors import MeasurementError
 
 HOW_TO_GET = (
     "The files are in the source archive of the package bigbench (358 MB): `pip download --no-deps --no-binary :all: "

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posenc.errors import SequenceLengthError
-from hf_posenc.metrics.errors import MeasurementError
-from hf_posenc.metrics.language_modeling.capacity import native_capacity
-from hf_posenc.metrics.language_modeling.token_losses import logits_of
-from hf_posenc.metrics.word_boundaries import continues_word
+from hf_posenc.errors import MeasurementError
+from hf_posenc.metrics.forward import check_capacity, logits_of
 
 #: Tokens per forward call, which bounds memory: logits are as wide as the vocabulary.
 TOKENS_PER_BATCH = 1024
+
+_SPACE_MARKS = ("Ġ", "▁", " ")
+#: Byte-level BPE writes the bytes 0 to 32 and 127, spaces and control characters all, as the letters from here to here.
+_BYTE_LEVEL_SPACES = ("\u0100", "\u0121")
 
 #: The two texts of a pair as tokens, the right one first.
 TokenPair = tuple[list[int], list[int]]
@@ -124,6 +125,37 @@ def masked_scores(model: Any, tokenizer: Any, pairs: Sequence[TokenPair]) -> Ten
     return scores.view(-1, 2)
 
 
+def continues_word(tokenizer: Any, vocabulary: int) -> Tensor:
+    """Which tokens go on with the word before them; the others begin a word, are punctuation, or end the text.
+
+    Args:
+        tokenizer: any transformers tokenizer. WordPiece marks the tokens that continue (`##s`), byte-level BPE and
+            SentencePiece those that begin (`Ġthe`, `▁the`); with bytes or characters every letter continues.
+        vocabulary: how many logits the model has; those without a token continue nothing.
+
+    Returns:
+        `(vocabulary,)` bool.
+    """
+    size = min(vocabulary, len(tokenizer))
+    special = set(tokenizer.all_special_ids)
+    tokens = tokenizer.convert_ids_to_tokens(list(range(size)))
+    wordpiece = any(token is not None and token.startswith("##") and len(token) > 2 for token in tokens) and not any(
+        token is not None and token.startswith(_SPACE_MARKS[:2]) for token in tokens
+    )
+    byte_level = any(token is not None and token.startswith("Ġ") for token in tokens)
+    first, last = _BYTE_LEVEL_SPACES
+    flags = torch.zeros(vocabulary, dtype=torch.bool)
+    for index, token in enumerate(tokens):
+        if token is None or index in special:
+            continue
+        if wordpiece:
+            flags[index] = token.startswith("##") and len(token) > 2
+        else:
+            space = token.startswith(_SPACE_MARKS) or (byte_level and first <= token[:1] <= last)
+            flags[index] = not space and token[:1].isalnum()
+    return flags
+
+
 def _differing_words(pair: TokenPair, goes_on: Sequence[bool]) -> tuple[int, int]:
     """Tokens before, and tokens behind, the whole words in which two texts differ."""
     right, wrong = pair
@@ -177,12 +209,7 @@ def _equally_long(rows: Sequence[Sequence[int]]) -> list[list[int]]:
 
 def _log_probs(model: Any, ids: Tensor) -> Tensor:
     """`(batch, length, vocabulary)` float32."""
-    capacity = native_capacity(model)
-    if capacity is not None and ids.shape[1] > capacity:
-        raise SequenceLengthError(
-            f"A text of {ids.shape[1]} tokens is longer than the {capacity} positions of the position table of "
-            f"{type(model).__name__}."
-        )
+    check_capacity(model, ids.shape[1])
     logits = logits_of(model, ids).float()
     if bool(logits.isnan().any()):
         raise MeasurementError(f"The logits of {type(model).__name__} are no numbers, so that nothing can be scored.")

@@ -1,38 +1,22 @@
 """What kind of position encoding a scheme is: measured properties, with thresholds, without any model."""
 
 from hf_posenc.metrics.properties.decay import decay_curve, long_term_decay, rotary_envelope
-from hf_posenc.metrics.properties.determinism import determinism
-from hf_posenc.metrics.properties.extensibility import extensibility
-from hf_posenc.metrics.properties.extrapolation import defined_past_training
+from hf_posenc.metrics.properties.encodings import length_consistency, uniqueness
 from hf_posenc.metrics.properties.linearity import linearity, sinusoidal_shift
+from hf_posenc.metrics.properties.logits import (
+    defined_past_training,
+    determinism,
+    extensibility,
+    norm_preservation,
+    relativity,
+)
 from hf_posenc.metrics.properties.measurement import Measurement
-from hf_posenc.metrics.properties.norms import norm_preservation
 from hf_posenc.metrics.properties.precision import logit_defect, low_precision
-from hf_posenc.metrics.properties.relativity import relativity
-from hf_posenc.metrics.properties.result import PropertiesRow
 from hf_posenc.metrics.properties.specimen import Specimen, build_specimen, specimen_forms
 from hf_posenc.metrics.properties.table import properties_table
-from hf_posenc.metrics.properties.uniqueness import length_consistency, uniqueness
 
 __all__ = [
-    "Measurement",
-    "PropertiesRow",
-    "Specimen",
-    "build_specimen",
-    "decay_curve",
-    "defined_past_training",
-    "determinism",
-    "extensibility",
-    "length_consistency",
-    "linearity",
-    "logit_defect",
-    "long_term_decay",
-    "low_precision",
-    "norm_preservation",
-    "properties_table",
-    "relativity",
-    "rotary_envelope",
-    "sinusoidal_shift",
-    "specimen_forms",
-    "uniqueness",
-]
+    "Measurement", "Specimen", "build_specimen", "decay_curve", "defined_past_training", "determinism", "extensibility",
+    "length_consistency", "linearity", "logit_defect", "long_term_decay", "low_precision", "norm_preservation",
+    "properties_table", "relativity", "rotary_envelope", "sinusoidal_shift", "specimen_forms", "uniqueness",
+]  # fmt: skip

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_posenc.metrics.properties.measurement import Measurement, not_evaluated
-from hf_posenc.metrics.properties.specimen import Specimen, build_specimen, collecting_refusals, positions_at
+from hf_posenc.metrics.properties.measurement import Found, Refusals, measured
+from hf_posenc.metrics.properties.specimen import Specimen, build_specimen, positions_at
+from hf_posenc.metrics.statistics import spearman
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.logits import positional_logits
 from hf_posenc.schemes.rotary.rope import RotaryMap
@@ -16,38 +17,29 @@ from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
 
 #: Rank correlation with distance at or below which logits fall on the whole; oscillations do not undo a trend.
 DECAYS_BELOW = -0.5
-#: Curves that vary less than this are flat: rounding has ranks too.
-_FLAT = 1e-4
 ENVELOPE_DISTANCES = (0, 1, 10, 100, 1000, 4000)
 
 
-@torch.no_grad()
-def long_term_decay(scheme: str | SchemeConfig | Specimen, *, length: int = 256) -> Measurement:
-    """The rank correlation (Spearman) of distance and logit, for equal queries and keys.
+@measured(DECAYS_BELOW)
+def long_term_decay(specimen: Specimen, refusals: Refusals, *, length: int = 256) -> Found | None:
+    """The rank correlation (Spearman) of distance and logit, for equal queries and keys at `length` distances.
 
     The curve is `decay_curve`. A scheme with learned weights is measured with three draws of them, and the least decay
     counts: a trend that a random table happens to have is none of the mechanism. Passes at or below -0.5; a curve
     without variation has the correlation 0.
 
-    Args:
-        scheme: a name, a config, or a built specimen.
-        length: number of distances.
-
-    Returns:
-        `value` is the correlation; `details["half"]` is the first distance with less than half the logit of distance 0
-        (`None` if there is none), `details["at"]` the curve at some distances, and `details["envelope"]`, for rotations
-        by position times frequency that all heads share, RoFormer's mean of `|S_i|` by distance (`rotary_envelope`).
+    `details["half"]` is the first distance with less than half the logit of distance 0 (`None` if there is none),
+    `details["at"]` the curve at some distances, and `details["envelope"]`, for rotations by position times frequency
+    that all heads share, RoFormer's mean of `|S_i|` by distance (`rotary_envelope`).
     """
-    specimen = build_specimen(scheme)
     specimens = [specimen]
     if any(True for part in specimen.parts for _ in part.parameters()):
         specimens += [build_specimen(specimen.config, causal=specimen.causal, seed=seed) for seed in (1, 2)]
-    refused: list[str] = []
     curves = []
-    with collecting_refusals(refused, f"positions up to {_total(length) - 1}"):
+    with refusals.at(f"positions up to {_total(length) - 1}"):
         curves = [decay_curve(drawn, length=length) for drawn in specimens]
-    if refused:
-        return not_evaluated(refused)
+    if refusals:
+        return None
     distances = torch.arange(length)
     value, curve = max(((spearman(distances, curve), curve) for curve in curves), key=lambda pair: pair[0])
     below = distances[curve < 0.5]
@@ -60,7 +52,7 @@ def long_term_decay(scheme: str | SchemeConfig | Specimen, *, length: int = 256)
     if frequencies is not None:
         values = envelope(frequencies, ENVELOPE_DISTANCES)
         details["envelope"] = dict(zip(ENVELOPE_DISTANCES, values, strict=True))
-    return Measurement(value <= DECAYS_BELOW, value, DECAYS_BELOW, details)
+    return Found(value, details)
 
 
 @torch.no_grad()
@@ -150,17 +142,3 @@ def _rotation_frequencies(specimen: Specimen, length: int) -> Tensor | None:
 def _total(length: int) -> int:
     """The length of a sequence in whose middle some queries have `length - 1` tokens on either side."""
     return 2 * length + 64
-
-
-def spearman(first: Tensor, second: Tensor) -> float:
-    """The rank correlation of two curves; equal values share their mean rank, and a flat curve has none: 0."""
-    if float(second.max() - second.min()) < _FLAT:
-        return 0.0
-    ranks = torch.stack([_ranks(values) for values in (first, second)])
-    return float(torch.corrcoef(ranks)[0, 1])
-
-
-def _ranks(values: Tensor) -> Tensor:
-    _, inverse, counts = values.double().unique(return_inverse=True, return_counts=True)
-    ends = counts.cumsum(0).double()
-    return (ends - (counts - 1) / 2)[inverse]

@@ -6,16 +6,9 @@ import torch
 from torch import Tensor
 
 from hf_posenc.metrics.properties.encodings import mapped_basis
-from hf_posenc.metrics.properties.measurement import Measurement, does_not_apply, not_evaluated
-from hf_posenc.metrics.properties.specimen import (
-    TRAINING_LENGTH,
-    Specimen,
-    build_specimen,
-    collecting_refusals,
-    positions_at,
-)
+from hf_posenc.metrics.properties.measurement import DoesNotApplyError, Found, Refusals, measured
+from hf_posenc.metrics.properties.specimen import TRAINING_LENGTH, Specimen, positions_at
 from hf_posenc.schemes.additive.sinusoidal import SinusoidalConfig
-from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.parts import PairwiseBias
 
 SHIFTS = (1, 7, 64, 500)
@@ -30,10 +23,10 @@ _NEGLIGIBLE = 1e-6
 _ROWS = 1024
 
 
-@torch.no_grad()
+@measured(LINEAR_UP_TO)
 def linearity(
-    scheme: str | SchemeConfig | Specimen, *, length: int = 131072, shifts: tuple[int, ...] = SHIFTS
-) -> Measurement:
+    specimen: Specimen, refusals: Refusals, *, length: int = 131072, shifts: tuple[int, ...] = SHIFTS
+) -> Found | None:
     """How far `PE(p + k) = M_k PE(p)` or `R_{p+k} = M_k R_p` is from true, for the best `M_k`.
 
     For vectors, `M_k` is fitted by least squares to the first half of the positions, and the residual is that of the
@@ -41,41 +34,33 @@ def linearity(
     too (`sinusoidal_shift`). For maps of queries and keys `M_k = R_k R_0^{-1}`, that is `R_k` where position 0 is not
     mapped at all; a map that changes the width of a head is fitted like vectors are. Passes up to 1e-3.
 
-    Args:
-        scheme: a name, a config, or a built specimen.
-        length: number of positions, of which some are sampled; the training length where the scheme has no more. Long
-            enough for the slowest frequencies of a table to turn, or no fit could tell them from a constant.
-        shifts: the `k`.
-
-    Returns:
-        `value` is the largest residual; `details["by_shift"]` the largest per shift, `details["affine"]` the largest
-        residual of `PE(p + k) = M_k PE(p) + c_k`, `details["explicit"]` that of the explicit rotations.
+    Some of `length` positions are sampled, or of the training length where the scheme has no more: long enough for the
+    slowest frequencies of a table to turn, or no fit could tell them from a constant. The `shifts` are the `k`.
+    `details["by_shift"]` has the largest residual per shift, `details["affine"]` the largest residual of
+    `PE(p + k) = M_k PE(p) + c_k`, `details["explicit"]` that of the explicit rotations.
     """
-    specimen = build_specimen(scheme)
     parts = specimen.parts
     if parts.additive is None and parts.query_key_map is None:
-        return does_not_apply("the scheme neither adds vectors nor maps queries and keys")
+        raise DoesNotApplyError("the scheme neither adds vectors nor maps queries and keys")
     if isinstance(parts.logit_bias, PairwiseBias) and parts.logit_bias.reads_heads and parts.query_key_map is not None:
-        return does_not_apply("the map of a key depends on the query it is paired with")
-    refused: list[str] = []
+        raise DoesNotApplyError("the map of a key depends on the query it is paired with")
     by_shift: dict[int, float] = {}
-    details: dict[str, object] = {}
+    largest: dict[str, float] = {}
     # A table ends where the model did.
     for count in (length, TRAINING_LENGTH):
-        with collecting_refusals(refused, f"positions up to {count - 1}"):
+        with refusals.at(f"positions up to {count - 1}"):
             for shift in shifts:
-                residuals = []
+                found = {}
                 if parts.additive is not None:
-                    residuals.append(_vector_residual(specimen, count, shift, details))
+                    found = _vector_residuals(specimen, count, shift)
                 if parts.query_key_map is not None:
-                    residuals.append(_map_residual(specimen, min(count, MAPS_UP_TO), shift))
-                by_shift[shift] = max(residuals)
+                    found["map"] = _map_residual(specimen, min(count, MAPS_UP_TO), shift)
+                by_shift[shift] = max(found.pop(name) for name in ("fitted", "map") if name in found)
+                largest |= {name: max(value, largest.get(name, 0.0)) for name, value in found.items()}
             break
     if not by_shift:
-        return not_evaluated(refused)
-    value = max(by_shift.values())
-    details = {"length": count, "by_shift": by_shift, **details}
-    return Measurement(value <= LINEAR_UP_TO, value, LINEAR_UP_TO, details, tuple(refused))
+        return None
+    return Found(max(by_shift.values()), {"length": count, "by_shift": by_shift, **largest})
 
 
 def sinusoidal_shift(config: SinusoidalConfig, hidden_size: int, shift: int) -> Tensor:
@@ -132,21 +117,22 @@ def _relative_residual(found: Tensor, expected: Tensor) -> float:
     return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=smallest)).max())
 
 
-def _vector_residual(specimen: Specimen, length: int, shift: int, details: dict[str, object]) -> float:
-    """The residual of a fit without constant; the others are collected in `details`."""
+def _vector_residuals(specimen: Specimen, length: int, shift: int) -> dict[str, float]:
+    """The residuals of a fit without constant and with one, and of the explicit rotations where they are known."""
     generator = torch.Generator().manual_seed(0)
     starts = torch.randperm(length - shift, generator=generator)[:_ROWS].sort().values
     lengths = torch.tensor([[length]])
     source, target = (specimen.additive(positions_at(ids, lengths=lengths))[0] for ids in (starts, starts + shift))
     first_half = starts < (length - shift) // 2
     constant = torch.ones(source.shape[0], 1)
-    affine = fitted_residual(torch.cat((source, constant), dim=-1), target, first_half)
-    details["affine"] = max(affine, float(details.get("affine", 0.0)))  # type: ignore[arg-type]
+    found = {
+        "fitted": fitted_residual(source, target, first_half),
+        "affine": fitted_residual(torch.cat((source, constant), dim=-1), target, first_half),
+    }
     if isinstance(specimen.config, SinusoidalConfig):
         matrix = sinusoidal_shift(specimen.config, source.shape[-1], shift)
-        explicit = _relative_residual(source.double() @ matrix.T, target.double())
-        details["explicit"] = max(explicit, float(details.get("explicit", 0.0)))  # type: ignore[arg-type]
-    return fitted_residual(source, target, first_half)
+        found["explicit"] = _relative_residual(source.double() @ matrix.T, target.double())
+    return found
 
 
 def _map_residual(specimen: Specimen, length: int, shift: int) -> float:

@@ -1,11 +1,18 @@
-"""One measured property of one scheme."""
+"""One measured property of one scheme, and how a function becomes one."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+
+from hf_posenc.errors import PositionEncodingError
+from hf_posenc.metrics.properties.specimen import Specimen, build_specimen
+from hf_posenc.schemes.config import SchemeConfig
 
 
 @dataclass(frozen=True)
@@ -31,27 +38,61 @@ class Measurement:
     reason: str | None = None
     shown: str | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready; infinite and undefined numbers become their names, which JSON has no number for."""
-        entry: dict[str, Any] = _json_ready(dataclasses.asdict(self))
-        return entry
+
+class Found(NamedTuple):
+    """What a property's function returns; without `passed`, the value has to be at most the threshold."""
+
+    value: float | None
+    details: dict[str, Any]
+    passed: bool | None = None
+    shown: str | None = None
 
 
-def does_not_apply(reason: str) -> Measurement:
-    """The property says nothing about this scheme."""
-    return Measurement(None, reason=reason)
+class DoesNotApplyError(Exception):
+    """The property says nothing about this scheme; the message says why."""
 
 
-def not_evaluated(refused: list[str]) -> Measurement:
-    """The scheme refused everything the property needs."""
-    return Measurement(None, refused=tuple(refused), reason="the scheme refuses all positions that were asked for")
+class Refusals(list[str]):
+    """What a scheme refuses to compute, such as a position past its table, each with the reason."""
+
+    @contextlib.contextmanager
+    def at(self, where: str) -> Iterator[None]:
+        """Notes a refusal as `"<where>: <reason>"` instead of raising it."""
+        try:
+            yield
+        except PositionEncodingError as error:
+            self.append(f"{where}: {error}")
 
 
-def _json_ready(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _json_ready(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_json_ready(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+def measured(threshold: float) -> Callable[[Callable[..., Found | None]], Callable[..., Measurement]]:
+    """Makes a measurement of a function `(specimen, refusals, ...)`.
+
+    The new function takes a name, a config or a specimen in place of both, and computes no gradients. A function that
+    returns `None` found everything refused.
+
+    Args:
+        threshold: the largest value that passes.
+    """
+
+    def decorate(function: Callable[..., Found | None]) -> Callable[..., Measurement]:
+        @functools.wraps(function)
+        @torch.no_grad()
+        def measure(scheme: str | SchemeConfig | Specimen, *arguments: Any, **options: Any) -> Measurement:
+            specimen, refusals, found = build_specimen(scheme), Refusals(), None
+            try:
+                with refusals.at("everything asked for"):
+                    found = function(specimen, refusals, *arguments, **options)
+            except DoesNotApplyError as reason:
+                return Measurement(None, reason=str(reason))
+            if found is None:
+                why = "the scheme refuses all positions that were asked for"
+                return Measurement(None, refused=tuple(refusals), reason=why)
+            passed = found.passed
+            if passed is None:
+                assert found.value is not None
+                passed = found.value <= threshold
+            return Measurement(passed, found.value, threshold, found.details, tuple(refusals), shown=found.shown)
+
+        return measure
+
+    return decorate

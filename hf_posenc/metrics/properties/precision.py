@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
 from hf_posenc.metrics.properties.encodings import cast_rows
-from hf_posenc.metrics.properties.measurement import Measurement, does_not_apply, not_evaluated
+from hf_posenc.metrics.properties.measurement import DoesNotApplyError, Found, Refusals, measured
 from hf_posenc.metrics.properties.specimen import (
     TRAINING_LENGTH,
     Specimen,
     build_specimen,
-    collecting_refusals,
     positions_at,
     random_contents,
 )
+from hf_posenc.report.tables import format_number
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.parts import PairwiseBias
-from hf_posenc.tables import format_number
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 POSITIONS = (0, 1000, 16000, 64000)
@@ -27,8 +28,8 @@ DEFECT_ULPS = 8
 NEGLIGIBLE_BELOW = 10.0
 
 
-@torch.no_grad()
-def low_precision(scheme: str | SchemeConfig | Specimen, dtype: torch.dtype, *, length: int = 65536) -> Measurement:
+@measured(1.0)
+def low_precision(specimen: Specimen, refusals: Refusals, dtype: torch.dtype, *, length: int = 65536) -> Found | None:
     """What is left of a scheme where a model computes in half precision.
 
     (a) How many positions keep an encoding of their own, if it is computed in float32 from integer positions and
@@ -39,33 +40,27 @@ def low_precision(scheme: str | SchemeConfig | Specimen, dtype: torch.dtype, *, 
     Passes if rounding makes no two encodings equal that float32 tells apart, and no logit is off by more than 8 times
     the spacing of numbers at 1 (0.0078 in float16, 0.0625 in bfloat16; without positions logits have a variance of 1).
 
-    Args:
-        scheme: a name, a config, or a built specimen.
-        dtype: `torch.float16` or `torch.bfloat16`.
-        length: number of positions for (a); less where a scheme ends earlier or compares all pairs.
-
-    Returns:
-        `value` is the share of the encodings that stay unique; `details` has that share with positions rounded first,
-        the first position that would repeat an earlier one, and the defect of logits by position.
+    (a) takes `length` positions, fewer where a scheme ends earlier or compares all pairs. The value is the share of the
+    encodings that stay unique; `details` has that share with positions rounded first, the first position that would
+    repeat an earlier one, and the defect of logits by position.
     """
-    specimen = build_specimen(scheme)
     if not any(True for _ in specimen.parts):
-        return does_not_apply("the scheme encodes nothing")
-    refused: list[str] = []
+        raise DoesNotApplyError("the scheme encodes nothing")
     counts = None
     # A bias on pairs needs all of them for one row; a table ends where the model did.
     lengths = [512] if isinstance(specimen.parts.logit_bias, PairwiseBias) else [length, TRAINING_LENGTH]
     for count in lengths:
-        with collecting_refusals(refused, f"positions up to {count - 1}"):
+        with refusals.at(f"positions up to {count - 1}"):
             counts = _unique_counts(specimen, count, dtype)
             break
     if counts is None:
-        return not_evaluated(refused)
+        return None
     share = counts["cast_last"] / counts["float32"]
     defects: dict[int, float] = {}
     for position in POSITIONS:
-        with collecting_refusals(refused, f"logits at position {position}"):
+        with refusals.at(f"logits at position {position}"):
             defects[position] = logit_defect(specimen, position, dtype)
+    allowed, worst = DEFECT_ULPS * torch.finfo(dtype).eps, max(defects.values(), default=0.0)
     details = {
         "length": count,
         "unique_float32": counts["float32"] / count,
@@ -73,12 +68,10 @@ def low_precision(scheme: str | SchemeConfig | Specimen, dtype: torch.dtype, *, 
         "unique_ids_cast_first": counts["ids_first"] / count,
         "first_collision_ids_cast_first": _first_collision(dtype),
         "logit_defect": defects,
-        "logit_defect_allowed": DEFECT_ULPS * torch.finfo(dtype).eps,
+        "logit_defect_allowed": allowed,
     }
-    worst = max(defects.values(), default=0.0)
-    passed = share >= 1 and worst <= DEFECT_ULPS * torch.finfo(dtype).eps
-    shown = f"logits {format_number(worst)}" if share >= 1 and not passed else None
-    return Measurement(passed, share, 1.0, details, tuple(refused), shown=shown)
+    passed = share >= 1 and worst <= allowed
+    return Found(share, details, passed, f"logits {format_number(worst)}" if share >= 1 and not passed else None)
 
 
 @torch.no_grad()
@@ -89,14 +82,8 @@ def logit_defect(scheme: str | SchemeConfig | Specimen, position: int, dtype: to
     their rounding grows with their size.
     """
     specimen = build_specimen(scheme)
-    rounded = Specimen(
-        specimen.config,
-        specimen.context,
-        specimen.parts,
-        specimen.redrawn,
-        specimen.query_weight.to(dtype).float(),
-        specimen.key_weight.to(dtype).float(),
-    )
+    query_weight, key_weight = (one.to(dtype).float() for one in (specimen.query_weight, specimen.key_weight))
+    rounded = dataclasses.replace(specimen, query_weight=query_weight, key_weight=key_weight)
     contents = random_contents(4, 16).to(dtype).float()
     positions, visible = positions_at(torch.arange(position, position + 16)), specimen.visible(16)
     reference = rounded.logits(positions, contents).masked_fill(~visible, -torch.inf)

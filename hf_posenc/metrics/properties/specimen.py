@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.errors import PositionEncodingError
-from hf_posenc.metrics.errors import MeasurementError
-from hf_posenc.metrics.naming import resolve_scheme
+from hf_posenc.errors import MeasurementError, PositionEncodingError
+from hf_posenc.metrics.in_turn import resolve_scheme
 from hf_posenc.metrics.preserve import isolated_rng
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.logits import positional_logits
@@ -151,7 +149,7 @@ def specimen_forms(scheme: str | SchemeConfig) -> tuple[Specimen, ...]:
     generator = torch.Generator().manual_seed(0)
     far = torch.randperm(32 * TRAINING_LENGTH, generator=generator)[:96].sort().values
     for ids in (torch.arange(96), far):
-        with collecting_refusals([], "these positions"):
+        with contextlib.suppress(PositionEncodingError):
             contents, visible = random_contents(1, ids.shape[0]), causal.visible(ids.shape[0])
             first, second = (form.logits(positions_at(ids), contents)[..., visible] for form in (causal, specimen))
             # Not a number is one in both: a form that overflows does so at the same places.
@@ -196,20 +194,6 @@ def random_contents(batch: int, length: int, *, seed: int = SEED) -> Tensor:
 def repeated_contents(batch: int, length: int, *, seed: int = SEED) -> Tensor:
     """`(batch, length, hidden)`: in each row the same token everywhere, so that only positions tell tokens apart."""
     return random_contents(batch, 1, seed=seed).expand(-1, length, -1)
-
-
-@contextlib.contextmanager
-def collecting_refusals(refused: list[str], where: str) -> Iterator[None]:
-    """Notes what a scheme refuses to compute, such as a position past its table, instead of raising it.
-
-    Args:
-        refused: gets `"<where>: <reason>"`.
-        where: what was asked for.
-    """
-    try:
-        yield
-    except PositionEncodingError as error:
-        refused.append(f"{where}: {error}")
 
 
 @torch.no_grad()

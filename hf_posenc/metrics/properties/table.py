@@ -2,41 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
-from hf_posenc.metrics.errors import MeasurementError
-from hf_posenc.metrics.naming import resolve_scheme
+from hf_posenc.errors import MeasurementError
+from hf_posenc.metrics.in_turn import resolve_scheme
 from hf_posenc.metrics.properties.decay import long_term_decay
-from hf_posenc.metrics.properties.determinism import determinism
-from hf_posenc.metrics.properties.extensibility import extensibility
-from hf_posenc.metrics.properties.extrapolation import defined_past_training
+from hf_posenc.metrics.properties.encodings import length_consistency, uniqueness
 from hf_posenc.metrics.properties.linearity import linearity
-from hf_posenc.metrics.properties.measurement import Measurement, not_evaluated
-from hf_posenc.metrics.properties.norms import norm_preservation
+from hf_posenc.metrics.properties.logits import (
+    defined_past_training,
+    determinism,
+    extensibility,
+    norm_preservation,
+    relativity,
+)
+from hf_posenc.metrics.properties.measurement import Measurement
 from hf_posenc.metrics.properties.precision import DTYPES, low_precision
-from hf_posenc.metrics.properties.relativity import relativity
-from hf_posenc.metrics.properties.result import PropertiesRow, properties_result
-from hf_posenc.metrics.properties.specimen import Specimen, collecting_refusals, specimen_forms
-from hf_posenc.metrics.properties.uniqueness import length_consistency, uniqueness
-from hf_posenc.report.records import Result
+from hf_posenc.metrics.properties.specimen import (
+    HEAD_DIM,
+    HIDDEN_SIZE,
+    NUM_HEADS,
+    TRAINING_LENGTH,
+    Specimen,
+    specimen_forms,
+)
+from hf_posenc.report.records import Quantity, Record, Result, Subject, View, joined
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.registry import list_schemes
 
-MEASURES: dict[str, Callable[[Specimen], Measurement]] = {
-    "uniqueness": uniqueness,
-    "length_consistency": length_consistency,
-    "relativity": relativity,
-    "linearity": linearity,
-    "defined_past_training": defined_past_training,
-    "determinism": determinism,
-    "extensibility": extensibility,
-    "norm_preservation": norm_preservation,
-    "long_term_decay": long_term_decay,
-    **{name: partial(low_precision, dtype=dtype) for name, dtype in DTYPES.items()},
+_ROUNDED = "share of the encodings of float32 that rounding leaves apart, or how far logits are off"
+#: Each property: its function, its heading in the table, and what its number is.
+PROPERTIES: dict[str, tuple[Callable[[Specimen], Measurement], str, str]] = {
+    "uniqueness": (uniqueness, "unique", "smallest distance between the encodings of two positions below 2048"),
+    "length_consistency": (
+        length_consistency,
+        "same at any length",
+        "largest change of the first 256 encodings when the sequence grows from 256 to 512, 2048 or 32768 tokens",
+    ),
+    "relativity": (
+        relativity,
+        "relative",
+        "largest change of a logit when all positions move by 1 to 30000 in a sequence of the same length",
+    ),
+    "linearity": (linearity, "linear", "residual of one linear map from every position to the one k later"),
+    "defined_past_training": (
+        defined_past_training,
+        "defined past training length",
+        "largest logit from twice the training length on, over the largest within it; the loss there is a matter of "
+        "training, see `hf-posenc compare`",
+    ),
+    "determinism": (determinism, "deterministic", "largest difference between evaluations, builds and batches"),
+    "extensibility": (
+        extensibility,
+        "several axes",
+        "largest change of a logit when all coordinates move along one axis",
+    ),
+    "norm_preservation": (norm_preservation, "keeps norms", "largest relative change of the norm of a query or key"),
+    "long_term_decay": (
+        long_term_decay,
+        "decays",
+        "rank correlation of distance and logit, for equal queries and keys",
+    ),
+    **{name: (partial(low_precision, dtype=dtype), name, _ROUNDED) for name, dtype in DTYPES.items()},
 }
+_QUANTITIES = (
+    Quantity("acts_on", "acts on", style="text"),
+    *(Quantity(name, heading, f"{heading}: {text}.", "verdict") for name, (_, heading, text) in PROPERTIES.items()),
+)
+#: Where schemes are measured.
+_PLACE = (
+    f"The place is the same for all: {NUM_HEADS} heads of {HEAD_DIM} dimensions over a hidden size of {HIDDEN_SIZE}, a "
+    f"training length of {TRAINING_LENGTH}, and random contents and projections that give logits a variance of 1. The "
+    "place is bidirectional where the scheme allows it. A scheme that gives a query and an earlier key another logit "
+    "in a causal model has a row for each form; the published form of FIRE, SSMax and the other scales is the causal "
+    "one. Everything is computed in float32, as the parts are in a model, and "
+    "the thresholds are those of float32. Learned weights that start near zero are drawn larger, so that the table "
+    "shows the mechanism and not its first step of training. `--json` prints every number with its threshold; the "
+    "definitions are the docstrings of `hf_posenc.metrics.properties`."
+)
 
 
 def properties_table(schemes: Sequence[str | SchemeConfig] | None = None) -> Result:
@@ -54,53 +102,76 @@ def properties_table(schemes: Sequence[str | SchemeConfig] | None = None) -> Res
         UnknownNameError: for an unknown scheme, before anything is measured.
         MeasurementError: if a scheme given by name needs options.
     """
-    if schemes is None:
-        return properties_result([row for name in list_schemes() for row in _measure_by_name(name)])
-    configs = [resolve_scheme(scheme) for scheme in schemes]
-    return properties_result([row for config in configs for row in measure_properties(config)])
+    configs = list_schemes() if schemes is None else [resolve_scheme(scheme) for scheme in schemes]
+    subjects, records = joined(part for config in configs for part in _measured(config))
+    return Result(
+        task="properties",
+        title="Properties of the schemes, measured on the parts of each scheme without any model",
+        quantities=_QUANTITIES,
+        subjects=subjects,
+        records=records,
+        views=(View(tuple(quantity.name for quantity in _QUANTITIES)),),
+        remarks=(
+            "yes or no, and the number that decided; - where a property does not apply. Failing a property is "
+            "information, not an error.",
+            _PLACE,
+        ),
+    )
 
 
-def _measure_by_name(name: str) -> list[PropertiesRow]:
+def _measured(scheme: str | SchemeConfig) -> Iterator[tuple[Subject, Sequence[Record]]]:
+    """Each form of a scheme with its records."""
+    label, name, options = (scheme, scheme, {"scheme": scheme}) if isinstance(scheme, str) else _named(scheme)
     try:
-        return measure_properties(resolve_scheme(name))
-    except MeasurementError as error:
-        return [PropertiesRow(name, name, {"scheme": name}, error=str(error))]
-
-
-def measure_properties(config: SchemeConfig) -> list[PropertiesRow]:
-    """All properties of one scheme, a row for each of its forms."""
-    label = scheme_label(config)
-    try:
+        config = resolve_scheme(scheme)
+        label, name, options = _named(config)
         forms = specimen_forms(config)
     except MeasurementError as error:
-        return [PropertiesRow(config.name, label, config.to_dict(), error=str(error))]
-    return [
-        PropertiesRow(
-            scheme=config.name,
-            label=label if len(forms) == 1 else f"{label} ({'causal' if specimen.causal else 'bidirectional'})",
-            config=config.to_dict(),
-            acts_on=_kinds(specimen.parts),
-            causal_pairs=specimen.causal,
-            redrawn=specimen.redrawn,
-            properties={name: _measure(measure, specimen) for name, measure in MEASURES.items()},
+        yield Subject(label, name, options, error=str(error)), ()
+        return
+    for specimen in forms:
+        form = "" if len(forms) == 1 else f" ({'causal' if specimen.causal else 'bidirectional'})"
+        yield Subject(label + form, name, options), list(_records(label + form, specimen))
+
+
+def _named(config: SchemeConfig) -> tuple[str, str, dict[str, Any]]:
+    return scheme_label(config), config.name, config.to_dict()
+
+
+def _records(label: str, specimen: Specimen) -> Iterator[Record]:
+    yield Record("", "acts_on", shown=_kinds(specimen.parts) or "-")
+    found = {name: measure(specimen) for name, (measure, _, _) in PROPERTIES.items()}
+    # One reason stands for all: a scheme that ends somewhere says the same of every position past it.
+    refused = next((one.refused[0] for one in found.values() if one.refused), "")
+    note = f"{label}: not all positions could be evaluated. {refused.partition(': ')[2]}"
+    for name, one in found.items():
+        details = {"threshold": one.threshold, "details": one.details, "refused": one.refused, "reason": one.reason}
+        finite = one.value is not None and math.isfinite(one.value)
+        yield Record(
+            "",
+            name,
+            value=one.value if finite else None,
+            passed=one.passed,
+            note=note if one.refused else "",
+            shown=one.shown or ("" if finite or one.value is None else str(one.value)),
+            details={key: item for key, item in _json_ready(details).items() if item not in (None, [], {})},
         )
-        for specimen in forms
-    ]
 
 
-def _measure(measure: Callable[[Specimen], Measurement], specimen: Specimen) -> Measurement:
-    """One property; of a scheme too short for it, such as a table of a few rows, its refusal."""
-    refused: list[str] = []
-    with collecting_refusals(refused, "everything asked for"):
-        return measure(specimen)
-    return not_evaluated(refused)
-
-
-def _kinds(parts: SchemeParts) -> tuple[str, ...]:
+def _kinds(parts: SchemeParts) -> str:
     kinds = {
         "additive": parts.additive,
         "query-key map": parts.query_key_map,
         "bias": parts.logit_bias,
         "scale": parts.logit_scale,
     }
-    return tuple(kind for kind, part in kinds.items() if part is not None)
+    return " + ".join(kind for kind, part in kinds.items() if part is not None)
+
+
+def _json_ready(value: Any) -> Any:
+    """Infinite and undefined numbers become their names, which JSON has no number for."""
+    if isinstance(value, dict):
+        return {str(key): _json_ready(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_ready(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

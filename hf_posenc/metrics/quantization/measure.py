@@ -5,28 +5,25 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_posenc.errors import SequenceLengthError, UnsupportedError
-from hf_posenc.metrics.errors import MeasurementError
-from hf_posenc.metrics.language_modeling.token_losses import (
-    TOKENS_PER_BATCH,
-    check_batch,
-    predicts_next_token,
-    token_losses,
-)
+from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedError
+from hf_posenc.metrics.forward import predicts_next_token
+from hf_posenc.metrics.in_turn import Measured, measure_in_turn
+from hf_posenc.metrics.language_modeling.token_losses import TOKENS_PER_BATCH, check_batch, token_losses
+from hf_posenc.metrics.language_modeling.windows import language_targets, stream_windows, token_stream
 from hf_posenc.metrics.preserve import isolated_rng
-from hf_posenc.metrics.quantization.result import QuantizedLosses, VariantRow
 from hf_posenc.metrics.quantization.scheme import QuantizedConfig, quantized
+from hf_posenc.metrics.sensitivity_material import ENGLISH
 from hf_posenc.patching import native_scheme, patch_model, unpatch_model
 from hf_posenc.patching.apply import current_encoding, unwrapped
 from hf_posenc.patching.suspend import suspended
+from hf_posenc.report.records import Quantity, Record, Result, View
 from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.schemes.labels import scheme_label
 
 #: Where in the context the text stands.
 POSITIONS = (0, 1024, 4096)
@@ -42,6 +39,71 @@ VARIANTS: dict[str, QuantizedConfig] = {
     "keys int4 before": QuantizedConfig(keys="int4", keys_before=True),
     "keys int4 after": QuantizedConfig(keys="int4"),
 }
+_EXACT = "float32"
+_QUANTITIES = (
+    Quantity("loss", "at {position}", style="loss"),
+    Quantity("change", "change at {position}", style="signed"),
+)
+
+
+def quantization_test(
+    model: Any,
+    tokenizer: Any,
+    texts: Iterable[str] | None = None,
+    schemes: Sequence[str | SchemeConfig] | None = None,
+    *,
+    length: int = 128,
+    max_windows: int | None = 4,
+    positions: Sequence[int] = POSITIONS,
+    variants: Sequence[str] = tuple(VARIANTS),
+    tokens_per_batch: int = TOKENS_PER_BATCH,
+    seed: int = 0,
+) -> Result:
+    """`quantized_positions` on windows of a text, for each of several schemes.
+
+    Args:
+        model: a causal or masked language model, patched or not; left as it was found.
+        tokenizer: its tokenizer.
+        texts: documents to read; by default a short English text.
+        schemes: what is measured, one after the other; see `measure_in_turn`.
+        length: tokens per window.
+        max_windows: at most so many windows, evenly spread over the text; `None` reads all of it.
+        positions: where in the context each window stands.
+        variants: names out of `VARIANTS`.
+        tokens_per_batch: tokens per forward call.
+        seed: of masks and of new scheme weights.
+
+    Returns:
+        For each scheme the records of `quantized_positions`.
+
+    Raises:
+        MeasurementError: for text that is too short, or a masked model whose tokenizer has no mask token.
+        UnsupportedError: for a model that is no language model.
+    """
+    stream = token_stream(tokenizer, [ENGLISH.passage] if texts is None else texts)
+    windows = stream_windows(stream, length, max_windows=max_windows)
+    causal = predicts_next_token(model, windows)
+    batch = language_targets(model, tokenizer, windows, causal=causal, seed=seed)
+    options: dict[str, Any] = {"positions": positions, "variants": variants, "tokens_per_batch": tokens_per_batch}
+
+    def measure(patched: Any) -> Measured:
+        return Measured(quantized_positions(patched, *batch, causal=causal, **options))
+
+    subjects, records = measure_in_turn(model, schemes, measure, seed=seed)
+    name, sequences = type(model).__name__, windows.shape[0]
+    return Result(
+        task="quantized",
+        title=f"{name}: loss in nats with positional numbers held in low precision",
+        quantities=_QUANTITIES,
+        subjects=subjects,
+        records=records,
+        views=(View(("loss", "change"), rows=("held in",)),),
+        settings={"model": name, "causal": causal, "sequences": sequences, "length": length, "seed": seed},
+        remarks=(
+            f"{sequences} sequences of {length} tokens, whose first token stands at the position above the column. "
+            "Changes are from the loss in float32 at the same position.",
+        ),
+    )
 
 
 def quantized_positions(
@@ -53,7 +115,7 @@ def quantized_positions(
     variants: Sequence[str] = tuple(VARIANTS),
     causal: bool | None = None,
     tokens_per_batch: int = TOKENS_PER_BATCH,
-) -> QuantizedLosses:
+) -> list[Record]:
     """What quality is lost when only positional numbers are held in low precision.
 
     The scheme the model has is taken apart from everything else: weights and activations stay as they are, and one
@@ -74,6 +136,10 @@ def quantized_positions(
         causal: whether the model predicts the next token; `None` finds out.
         tokens_per_batch: tokens per forward call.
 
+    Returns:
+        For each variant (`at["held in"]`; `"float32"` for nothing) and each `position` the mean `loss` in nats, and its
+        `change` from that in float32. Where there is none, the note says why.
+
     Raises:
         UnsupportedError: for a scheme that encodes nothing, or that goes by the order of tokens alone.
         MeasurementError: for a batch that cannot be scored, an unknown variant, or a negative position.
@@ -84,70 +150,46 @@ def quantized_positions(
             f"Positions are 0 or more, got {list(positions)}; variants are of {list(VARIANTS)}, got {list(variants)}."
         )
     check_batch(model, input_ids, labels, tokens_per_batch)
-    if causal is None:
-        causal = predicts_next_token(model, input_ids)
+    causal = predicts_next_token(model, input_ids) if causal is None else causal
     encoding = current_encoding(unwrapped(model))
     config = native_scheme(model) if encoding is None else encoding.config
     learned = [] if encoding is None else list(encoding.stacks.state_dict().values())
-    starts = tuple(sorted(set(positions)))
-    wanted = {"float32": QuantizedConfig(), **{name: VARIANTS[name] for name in variants}}
-    rows = []
-    with suspended(model):
-        for name, settings in wanted.items():
-            losses: list[float | None] = []
-            reasons: list[str | None] = []
-            for start in starts:
-                placed = quantized(config, _at(settings, start))
-                loss, reason = _loss(
-                    model, placed, learned, input_ids, labels, causal, tokens_per_batch, settings.keys is not None
-                )
-                losses.append(loss)
-                reasons.append(reason)
-            rows.append(VariantRow(name, tuple(losses), tuple(reasons)))
-    return QuantizedLosses(
-        model=type(model).__name__,
-        scheme=scheme_label(config),
-        causal=causal,
-        sequences=input_ids.shape[0],
-        length=input_ids.shape[1],
-        positions=starts,
-        rows=tuple(rows),
-    )
 
-
-def _at(settings: QuantizedConfig, start: int) -> QuantizedConfig:
-    return dataclasses.replace(settings, offset=start)
-
-
-def _loss(
-    model: Any,
-    config: SchemeConfig,
-    learned: list[Tensor],
-    input_ids: Tensor,
-    labels: Tensor,
-    causal: bool,
-    tokens_per_batch: int,
-    rounds_keys: bool,
-) -> tuple[float | None, str | None]:
-    """The loss under one scheme, or why there is none; without keys to round, that is the scheme's own affair."""
-    with isolated_rng(0), warnings.catch_warnings():
-        # What they say about generation and about invisible schemes holds for the scheme itself.
-        warnings.simplefilter("ignore", UserWarning)
+    def mean_loss(settings: QuantizedConfig) -> tuple[float | None, str]:
+        """The loss under one scheme, or why there is none; without keys to round, that is the scheme's own affair."""
+        placed = quantized(config, settings)
+        with isolated_rng(0), warnings.catch_warnings():
+            # What they say about generation and about invisible schemes holds for the scheme itself.
+            warnings.simplefilter("ignore", UserWarning)
+            try:
+                patch_model(model, placed)
+            except UnsupportedError as error:
+                if settings.keys is None:
+                    raise
+                return None, str(error)
         try:
-            patch_model(model, config)
-        except UnsupportedError as error:
-            if not rounds_keys:
-                raise
+            _take_over(model, learned)
+            losses = token_losses(model, input_ids, labels, causal, tokens_per_batch=tokens_per_batch)
+        except SequenceLengthError as error:
             return None, str(error)
-    try:
-        _take_over(model, learned)
-        losses = token_losses(model, input_ids, labels, causal, tokens_per_batch=tokens_per_batch)
-    except SequenceLengthError as error:
-        return None, str(error)
-    finally:
-        unpatch_model(model)
-    loss = float(losses.double().nanmean())
-    return (loss, None) if math.isfinite(loss) else (None, "The loss is not a finite number.")
+        finally:
+            unpatch_model(model)
+        loss = float(losses.double().nanmean())
+        return (loss, "") if math.isfinite(loss) else (None, "The loss is not a finite number.")
+
+    records: list[Record] = []
+    exact: dict[int, float | None] = {}
+    with suspended(model):
+        for name, settings in {_EXACT: QuantizedConfig(), **{name: VARIANTS[name] for name in variants}}.items():
+            for start in sorted(set(positions)):
+                loss, reason = mean_loss(dataclasses.replace(settings, offset=start))
+                at = {"held in": name, "position": start}
+                records.append(Record("", "loss", loss, at, note=reason))
+                before = exact.setdefault(start, loss)
+                if name != _EXACT:
+                    change = None if loss is None or before is None else loss - before
+                    records.append(Record("", "change", change, at))
+    return records
 
 
 def _take_over(model: Any, learned: list[Tensor]) -> None:

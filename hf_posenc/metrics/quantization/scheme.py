@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.metrics.quantization.rounding import FLOATS, FORMATS, INTEGERS, rounded, rounded_ids
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.none import NoneConfig
-from hf_posenc.schemes.parts import AdditiveEncoding, LogitBias, LogitScale, QueryKeyMap, SchemeParts
+from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.position_maps.mapped import (
     MappedBias,
     MappedEncoding,
@@ -28,6 +28,45 @@ from hf_posenc.schemes.position_maps.mapped import (
 )
 from hf_posenc.schemes.positions import AttentionPairs, Positions
 from hf_posenc.schemes.validation import check_choice, check_integer
+
+FLOATS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+INTEGERS = {"int8": 8, "int4": 4}
+FORMATS = (*FLOATS, *INTEGERS)
+
+
+def rounded(
+    values: Tensor, form: str, *, scale_over: tuple[int, ...] | None = None, counted: Tensor | None = None
+) -> Tensor:
+    """`values` as `form` holds them.
+
+    Args:
+        values: of any shape.
+        form: one of `FORMATS`. Integers are symmetric: the largest magnitude is the largest integer, 127 or 7.
+        scale_over: dimensions that share one integer scale; `None` for one scale of the whole tensor.
+        counted: which values the scale of integers has to hold, `bool`, broadcast to `values`; the others are clamped.
+            By default all are.
+    """
+    if form in FLOATS:
+        largest = torch.finfo(FLOATS[form]).max
+        # What float16 cannot hold is clamped: an infinite bias would be a mask.
+        return values.clamp(-largest, largest).to(FLOATS[form]).to(values.dtype)
+    steps = 2 ** (INTEGERS[form] - 1) - 1
+    magnitudes = values.abs() if counted is None else values.abs().where(counted, 0.0)
+    dims = tuple(range(values.dim())) if scale_over is None else scale_over
+    scale = (magnitudes.amax(dim=dims, keepdim=True) / steps).clamp(min=torch.finfo(torch.float32).tiny)
+    return ((values / scale).round().clamp(-steps, steps) * scale).to(values.dtype)
+
+
+def rounded_ids(ids: Tensor, form: str) -> Tensor:
+    """Position ids as `position_ids.to(dtype)` leaves them: bfloat16 has no 257, and float16 no 2049 and ends at 65504.
+
+    Args:
+        ids: int64, or float32 where a position map has made real numbers of them.
+        form: a floating-point format of `FORMATS`.
+    """
+    dtype = FLOATS[form]
+    largest = torch.finfo(dtype).max
+    return ids.to(dtype).double().clamp(max=largest).to(ids.dtype)
 
 
 class RoundedPositions(PositionMap):
@@ -49,40 +88,51 @@ class RoundedPositions(PositionMap):
         return (ids if self.form is None else rounded_ids(ids, self.form)).where(positions.ids >= 0, positions.ids)
 
 
-class RoundedEncoding(MappedEncoding):
-    """Vectors in low precision.
+class _Rounded:
+    """A part under a position map whose numbers are held in low precision."""
 
-    Args:
-        position_map: maps the positions.
-        inner: the encoding.
-        form: the format.
-    """
-
-    def __init__(self, position_map: PositionMap, inner: AdditiveEncoding, form: str) -> None:
-        super().__init__(position_map, inner)
+    def __init__(self, mapped: Any, form: str | None) -> None:
+        super().__init__(mapped.position_map, mapped.inner)  # type: ignore[call-arg]
         self.form = form
 
-    def forward(self, positions: Positions) -> Tensor:
-        """Returns `(batch or 1, length, hidden)`."""
-        return rounded(super().forward(positions), self.form)
+    def forward(self, given: Any) -> Tensor:
+        """What the part returns, rounded."""
+        assert self.form is not None
+        return rounded(super().forward(given), self.form)  # type: ignore[misc]
 
 
-class RoundedQueryKeyMap(MappedQueryKeyMap):
-    """Phases (cosines and sines), or the keys themselves, in low precision.
+class RoundedEncoding(_Rounded, MappedEncoding):
+    """Vectors in low precision."""
+
+
+class RoundedScale(_Rounded, MappedScale):
+    """A logit scale in low precision."""
+
+
+class RoundedBias(_Rounded, MappedBias):
+    """A bias in low precision; integers have one scale per head, for the keys that `causal` attention sees."""
+
+    causal = False
+
+    def forward(self, pairs: AttentionPairs) -> Tensor:
+        """Returns `(batch or 1, heads, query_len, key_len)` in float32."""
+        assert self.form is not None
+        visible = pairs.slot_distance <= 0 if self.causal else None
+        return rounded(MappedBias.forward(self, pairs), self.form, scale_over=(0, 2, 3), counted=visible)
+
+
+class RoundedQueryKeyMap(_Rounded, MappedQueryKeyMap):
+    """Phases (cosines and sines), or the keys themselves, in low precision; keys with one scale per token and head.
 
     Args:
-        position_map: maps the positions.
-        inner: the map.
+        mapped: the map under its position map.
         form: the format of the phases, or `None`.
-        keys: the format of the keys, with one scale per token and head, or `None`.
+        keys: the format of the keys, or `None`.
         keys_before: whether keys are rounded before they are mapped, and not after.
     """
 
-    def __init__(
-        self, position_map: PositionMap, inner: QueryKeyMap, form: str | None, keys: str | None, keys_before: bool
-    ) -> None:
-        super().__init__(position_map, inner)
-        self.form = form
+    def __init__(self, mapped: MappedQueryKeyMap, form: str | None, keys: str | None, keys_before: bool) -> None:
+        super().__init__(mapped, form)
         self.keys = keys
         self.keys_before = keys_before
 
@@ -98,45 +148,6 @@ class RoundedQueryKeyMap(MappedQueryKeyMap):
         if self.keys_before:
             return super().map_key(rounded(key, self.keys, scale_over=(-1,)), phases)
         return rounded(super().map_key(key, phases), self.keys, scale_over=(-1,))
-
-
-class RoundedBias(MappedBias):
-    """A bias in low precision; integers have one scale per head.
-
-    Args:
-        position_map: maps the positions.
-        inner: the bias.
-        form: the format.
-        causal: whether later keys are masked, so that their bias does not count.
-    """
-
-    def __init__(self, position_map: PositionMap, inner: LogitBias, form: str, causal: bool) -> None:
-        super().__init__(position_map, inner)
-        self.form = form
-        self.causal = causal
-
-    def forward(self, pairs: AttentionPairs) -> Tensor:
-        """Returns `(batch or 1, heads, query_len, key_len)` in float32."""
-        visible = pairs.slot_distance <= 0 if self.causal else None
-        return rounded(super().forward(pairs), self.form, scale_over=(0, 2, 3), counted=visible)
-
-
-class RoundedScale(MappedScale):
-    """A logit scale in low precision.
-
-    Args:
-        position_map: maps the positions.
-        inner: the scale.
-        form: the format.
-    """
-
-    def __init__(self, position_map: PositionMap, inner: LogitScale, form: str) -> None:
-        super().__init__(position_map, inner)
-        self.form = form
-
-    def forward(self, positions: Positions) -> Tensor:
-        """Returns `(batch or 1, heads or 1, length)` in float32."""
-        return rounded(super().forward(positions), self.form)
 
 
 @dataclass(frozen=True)
@@ -187,21 +198,18 @@ class QuantizedConfig(PositionMapConfig):
             raise
         except ValueError as error:
             raise UnsupportedError(str(error).replace(f"{type(self).__name__}.inner is", "The scheme is")) from error
-        additive, query_key_map = parts.additive, parts.query_key_map
-        bias, scale = parts.logit_bias, parts.logit_scale
-        if self.keys is not None and query_key_map is None:
+        if self.keys is not None and parts.query_key_map is None:
             raise UnsupportedError(f"Scheme {self.inner.name!r} does not map keys: before and after are the same.")
-        if isinstance(query_key_map, MappedQueryKeyMap):
-            parts.query_key_map = RoundedQueryKeyMap(
-                query_key_map.position_map, query_key_map.inner, self.encodings, self.keys, self.keys_before
-            )
+        if isinstance(parts.query_key_map, MappedQueryKeyMap):
+            parts.query_key_map = RoundedQueryKeyMap(parts.query_key_map, self.encodings, self.keys, self.keys_before)
         if self.encodings is not None:
-            if isinstance(additive, MappedEncoding):
-                parts.additive = RoundedEncoding(additive.position_map, additive.inner, self.encodings)
-            if isinstance(bias, MappedBias):
-                parts.logit_bias = RoundedBias(bias.position_map, bias.inner, self.encodings, context.causal)
-            if isinstance(scale, MappedScale):
-                parts.logit_scale = RoundedScale(scale.position_map, scale.inner, self.encodings)
+            if isinstance(parts.additive, MappedEncoding):
+                parts.additive = RoundedEncoding(parts.additive, self.encodings)
+            if isinstance(parts.logit_bias, MappedBias):
+                parts.logit_bias = RoundedBias(parts.logit_bias, self.encodings)
+                parts.logit_bias.causal = context.causal
+            if isinstance(parts.logit_scale, MappedScale):
+                parts.logit_scale = RoundedScale(parts.logit_scale, self.encodings)
         return parts
 
 

@@ -7,23 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_posenc.errors import UnknownNameError, UnsupportedError
-from hf_posenc.plots.schemes import (
-    bias_distance,
-    bias_map,
-    decay,
-    difference,
-    dimensions,
-    distance_map,
-    frequencies,
-    grid,
-    heat_map,
-    layers,
-    logit_scale,
-    position_map,
-    rotation,
-)
-from hf_posenc.plots.schemes.kind import FigureKind
+from hf_posenc.plots.schemes.arrangement import DistanceMap, Layers, PositionMapFigure
+from hf_posenc.plots.schemes.biases import BiasDistance, BiasMap
+from hf_posenc.plots.schemes.drawing import FigureKind
+from hf_posenc.plots.schemes.logits import Decay, Grid, LogitScale
+from hf_posenc.plots.schemes.rotations import Frequencies, Rotation
 from hf_posenc.plots.schemes.subject import Subject, subject_of
+from hf_posenc.plots.schemes.vectors import Difference, Dimensions, HeatMap
 from hf_posenc.plots.style import save_figure, styled
 from hf_posenc.schemes.config import SchemeConfig
 
@@ -32,20 +22,9 @@ if TYPE_CHECKING:
 
 #: Every kind, the most telling ones first.
 KINDS: tuple[FigureKind, ...] = (
-    layers.KIND,
-    position_map.KIND,
-    distance_map.KIND,
-    grid.KIND,
-    bias_distance.KIND,
-    bias_map.KIND,
-    heat_map.KIND,
-    logit_scale.KIND,
-    rotation.KIND,
-    frequencies.KIND,
-    decay.KIND,
-    dimensions.KIND,
-    difference.KIND,
-)
+    Layers(), PositionMapFigure(), DistanceMap(), Grid(), BiasDistance(), BiasMap(), HeatMap(), LogitScale(),
+    Rotation(), Frequencies(), Decay(), Dimensions(), Difference(),
+)  # fmt: skip
 
 
 def kind_named(name: str) -> FigureKind:

@@ -1,14 +1,16 @@
-"""What the kinds of figures have in common: panels, colour scales, heads."""
+"""What the kinds of figures have in common: what a kind is, panels, colour scales, heads."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from hf_posenc.plots.schemes.probes import AWAY
-from hf_posenc.plots.style import DIVERGING_MAP, MASKED_COLOR, SEQUENTIAL_MAP
+from hf_posenc.plots.schemes.subject import Subject
+from hf_posenc.plots.style import COLORS, DASHES, DIVERGING_MAP, MASKED_COLOR, SEQUENTIAL_MAP
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,6 +20,27 @@ if TYPE_CHECKING:
 POSITION_LABEL = "position (tokens)"
 #: At most this many heads are told apart in one figure.
 SHOWN_HEADS = 4
+
+
+class FigureKind(ABC):
+    """A kind of figure: which schemes it can show, and how."""
+
+    #: What it is called on the command line and in file names.
+    name: ClassVar[str]
+    #: What it shows, for lists of kinds.
+    summary: ClassVar[str]
+
+    @abstractmethod
+    def applies(self, subject: Subject) -> bool:
+        """Whether a scheme has anything to show here."""
+
+    @abstractmethod
+    def draw(self, subject: Subject) -> Figure:
+        """Draws a scheme that `applies` accepts."""
+
+    @abstractmethod
+    def caption(self, subject: Subject) -> str:
+        """Sentences that say what is drawn for this scheme, with its inputs."""
 
 
 def panels(
@@ -85,3 +108,43 @@ def head_names(heads: list[int], count: int) -> list[str]:
     if heads == [0] and count > 1:
         return ["every head"]
     return [f"head {head + 1} of {count}" for head in heads]
+
+
+def plot_heads(axes: Axes, x: Tensor | range, values: Tensor) -> list[int]:
+    """A line for each of the heads of `(heads, points)` that differ, named; returns these heads."""
+    heads = distinct_heads(values)
+    for index, (head, name) in enumerate(zip(heads, head_names(heads, values.shape[0]), strict=True)):
+        axes.plot(x, values[head].numpy(), color=COLORS[index], linestyle=DASHES[index], label=name)
+    return heads
+
+
+def head_maps(
+    subject: Subject,
+    values: Tensor,
+    size: tuple[float, float],
+    ticks: range,
+    label: str,
+    visible: Tensor | None = None,
+) -> tuple[Figure, list[Axes]]:
+    """A heat map `(rows, columns)` for each of the heads that differ, side by side on one colour scale.
+
+    Args:
+        subject: what is drawn.
+        values: `(heads, rows, columns)`.
+        size: width of a single map and height, in inches.
+        ticks: on both axes.
+        label: of the colours.
+        visible: `(rows, columns)` bool; the others are grey and count for nothing.
+    """
+    shown = torch.ones_like(values[0], dtype=torch.bool) if visible is None else visible
+    heads = distinct_heads(values.masked_fill(~shown, 0.0))
+    scale = color_scale(values[heads][:, shown])
+    figure, axes = panels(subject.title, 1, len(heads), size[0] if len(heads) == 1 else 2.45, size[1], sharey=True)
+    images = [heat(panel, values[head], scale, shown) for panel, head in zip(axes, heads, strict=True)]
+    for panel, name in zip(axes, head_names(heads, values.shape[0]), strict=True):
+        panel.set_title(name, fontsize=10)
+        panel.set_xticks(ticks)
+        panel.set_yticks(ticks)
+    away = bool((values[heads][:, shown] < scale["vmin"]).any())
+    figure.colorbar(images[0], ax=axes, label=label, pad=0.01, extend="min" if away else "neither")
+    return figure, axes

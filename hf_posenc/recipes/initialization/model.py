@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 from hf_posenc.patching.encoding import PositionEncoding, StackEncoding
 from hf_posenc.patching.exchange import temporarily
 from hf_posenc.patching.layer_call import LayerEncoding
-from hf_posenc.recipes.initialization.fit import Fit
 from hf_posenc.recipes.initialization.logits import LayerHeads, layers_of, recorded_heads
 from hf_posenc.recipes.initialization.parts import (
     BiasTarget,
+    Fit,
     bias_target,
     fit_additive,
     fit_bias,

@@ -1,0 +1,11 @@
+"""`accelerate launch eval/attention.py MODEL --schemes native none rope alibi`: `hf-posenc eval attention` there."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from training.launched import run_evaluation
+
+if __name__ == "__main__":
+    sys.exit(run_evaluation("attention"))

@@ -1,0 +1,108 @@
+"""Where attention goes: how far back each layer looks, and how widely."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_posenc.metrics.forward import check_capacity, check_vocabulary, run
+from hf_posenc.metrics.in_turn import Measured, measure_in_turn
+from hf_posenc.metrics.language_modeling.windows import stream_windows, token_stream
+from hf_posenc.metrics.preserve import evaluation_mode
+from hf_posenc.metrics.sensitivity_material import ENGLISH
+from hf_posenc.report.records import Quantity, Record, Result, View
+from hf_posenc.schemes.config import SchemeConfig
+
+_QUANTITIES = (
+    Quantity("distance", "distance", "distance: mean number of tokens between a query and what it attends to."),
+    Quantity(
+        "entropy", "entropy", "entropy: of the weights of a query, in nats; the logarithm of the keys if uniform."
+    ),
+)
+
+
+def attention_test(
+    model: Any,
+    tokenizer: Any,
+    texts: Iterable[str] | None = None,
+    schemes: Sequence[str | SchemeConfig] | None = None,
+    *,
+    length: int = 128,
+    max_windows: int | None = 4,
+    seed: int = 0,
+) -> Result:
+    """Measures the distance and the entropy of attention in every layer, on windows of a text.
+
+    Args:
+        model: any transformers model, patched or not; left as it was found. Of an encoder-decoder the encoder is
+            measured.
+        tokenizer: its tokenizer.
+        texts: documents to read; by default a short English text.
+        schemes: what is measured, one after the other; see `measure_in_turn`.
+        length: tokens per window.
+        max_windows: at most so many windows, evenly spread over the text; `None` reads all of it.
+        seed: of new scheme weights.
+
+    Returns:
+        For each scheme and `layer`, counted from 1, the mean over heads, queries and windows of the `distance` in
+        tokens and of the `entropy` in nats.
+
+    Raises:
+        UnknownNameError: for an unknown scheme, before the model is touched.
+        MeasurementError: for text that is shorter than one window, or another model's tokenizer.
+        UnsupportedError: for a model that returns no attention weights.
+    """
+    stream = token_stream(tokenizer, [ENGLISH.passage] if texts is None else texts)
+    windows = stream_windows(stream, length, max_windows=max_windows)
+    check_vocabulary(model, int(windows.min()), int(windows.max()))
+
+    def measure(patched: Any) -> Measured:
+        check_capacity(patched, length)
+        means = [_means(patched, window) for window in windows.split(1)]
+        return Measured(
+            [
+                Record("", name, float(value), {"layer": layer}, count=windows.shape[0])
+                for layer, values in enumerate(torch.stack(means).mean(0).tolist(), start=1)
+                for name, value in zip(("distance", "entropy"), values, strict=True)
+            ]
+        )
+
+    with _eager(model), evaluation_mode(model):
+        subjects, records = measure_in_turn(model, schemes, measure, seed=seed)
+    name = type(model).__name__
+    return Result(
+        task="attention",
+        title=f"{name}: where attention goes, {windows.shape[0]} windows of {length} tokens",
+        quantities=_QUANTITIES,
+        subjects=subjects,
+        records=records,
+        views=(View(("distance", "entropy"), rows=("layer",)),),
+        settings={"model": name, "windows": windows.shape[0], "length": length, "seed": seed},
+    )
+
+
+def _means(model: Any, ids: Tensor) -> Tensor:
+    """`(layers, 2)` float64: distance and entropy of one window."""
+    places = torch.arange(ids.shape[1])
+    distance = (places.unsqueeze(0) - places.unsqueeze(1)).abs().double()
+    found = []
+    for weights in run(model, ids, attention_mask=torch.ones_like(ids), wanted="attentions").attentions:
+        shares = weights.cpu().double()
+        entropy = torch.special.entr(shares).sum(-1)
+        found.append(torch.stack([(shares * distance).sum(-1).mean(), entropy.mean()]))
+    return torch.stack(found)
+
+
+@contextmanager
+def _eager(model: Any) -> Iterator[None]:
+    """Fused kernels keep the weights to themselves."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)

@@ -1,0 +1,180 @@
+"""One forward of a model that is measured: what it is given, what it has to return, and how long it may be."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedError
+from hf_posenc.metrics.preserve import evaluation_mode
+from hf_posenc.metrics.statistics import relative_l2
+from hf_posenc.patching.apply import current_encoding, unwrapped
+from hf_posenc.patching.discovery import find_stacks
+from hf_posenc.patching.table_site import table_origin, table_weight
+
+
+def run(
+    model: Any,
+    input_ids: Tensor,
+    *,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    wanted: str = "",
+) -> Any:
+    """What a model returns without a cache; of an encoder-decoder, what its encoder returns.
+
+    Args:
+        model: any transformers model.
+        input_ids: `(batch, length)`.
+        attention_mask: the same shape; left out where the model takes none.
+        position_ids: the same shape; by default the model's own.
+        wanted: "hidden_states" or "attentions", which the output then holds.
+
+    Raises:
+        UnsupportedError: if the model takes no `position_ids`, or does not return what is wanted.
+    """
+    stack = model.get_encoder() if getattr(model.config, "is_encoder_decoder", False) else model
+    accepted = inspect.signature(stack.forward).parameters
+    if position_ids is not None and "position_ids" not in accepted:
+        raise UnsupportedError(f"{type(stack).__name__} takes no position_ids.")
+    device = model.get_input_embeddings().weight.device
+    given = {"attention_mask": attention_mask, "position_ids": position_ids}
+    options: dict[str, Any] = {
+        name: tensor.to(device) for name, tensor in given.items() if tensor is not None and name in accepted
+    }
+    options |= {"use_cache": False} if "use_cache" in accepted else {}
+    options |= {f"output_{wanted}": True, "return_dict": True} if wanted else {}
+    output = stack(input_ids=input_ids.to(device), **options)
+    found = getattr(output, wanted, None) if wanted else ()
+    if wanted and (not found or found[0] is None):
+        raise UnsupportedError(
+            f"{type(stack).__name__} returns no {wanted.replace('_', ' ')}, which are compared here. Use a model whose "
+            f"forward takes output_{wanted}=True, or `AttentionProbe` on its embeddings."
+        )
+    return output
+
+
+def sentence_states(model: Any, input_ids: Tensor) -> tuple[Tensor, ...]:
+    """The hidden states of one sentence, each `(length, hidden)`: embeddings first, then every layer.
+
+    Raises:
+        UnsupportedError: if the model returns none.
+    """
+    output = run(model, input_ids, attention_mask=torch.ones_like(input_ids), wanted="hidden_states")
+    return tuple(state[0] for state in output.hidden_states)
+
+
+def logits_of(model: Any, input_ids: Tensor) -> Tensor:
+    """`(sequences, length, vocabulary)` on the model's device and in its dtype.
+
+    Raises:
+        UnsupportedError: for a model that returns something else.
+    """
+    logits = getattr(run(model, input_ids), "logits", None)
+    if logits is None or logits.dim() != 3 or logits.shape[:2] != input_ids.shape:
+        found = "no logits" if logits is None else f"logits of shape {tuple(logits.shape)}"
+        raise UnsupportedError(
+            f"{type(model).__name__} returns {found} for {tuple(input_ids.shape)} tokens; the loss needs one row of "
+            f"them per token. Load the model with AutoModelForCausalLM or AutoModelForMaskedLM."
+        )
+    return logits
+
+
+def is_causal(model: Any, input_ids: Tensor, last: int) -> bool:
+    """Whether the tokens of a sentence up to the index `last` are blind to all that follows, as measured."""
+    other = input_ids.clone()
+    tail = other[0, last + 1 :]
+    # Other tokens, not another order: a bidirectional model without positions does not see order.
+    first = int(other[0, 0])
+    other[0, last + 1 :] = first if bool((tail != first).any()) else first + 1
+    before, after = (sentence_states(model, ids)[-1][: last + 1] for ids in (input_ids, other))
+    return relative_l2(before, after) <= rounding(before.dtype)
+
+
+def predicts_next_token(model: Any, input_ids: Tensor) -> bool:
+    """Whether the logits at a token are blind to all that follows it, as measured on the first few tokens.
+
+    Such a model is taken to predict the next token; one that sees both sides, to fill in masked ones.
+
+    Args:
+        model: a language model.
+        input_ids: `(sequences, length)`; the first sequence is read.
+
+    Raises:
+        MeasurementError: if there are fewer than two tokens, or the logits are no numbers.
+    """
+    ids = input_ids[:1, :16].clone()
+    if ids.shape[1] < 2:
+        raise MeasurementError("One token cannot show whether a model is causal. Pass causal=True or causal=False.")
+    other = ids.clone()
+    other[:, -1] = (
+        ids[0, 0] if ids[0, -1] != ids[0, 0] else (ids[0, 0] + 1) % model.get_input_embeddings().weight.shape[0]
+    )
+    with evaluation_mode(model):
+        before, after = (logits_of(model, tokens)[:, :-1].float() for tokens in (ids, other))
+    if not bool(before.isfinite().all() and after.isfinite().all()):
+        raise MeasurementError(
+            f"The logits of {type(model).__name__} are not finite, so its causality cannot be seen. Pass causal=True "
+            f"or causal=False."
+        )
+    # A token that is seen changes logits by far more than another order of summation does.
+    return bool((after - before).norm() <= 1e-4 * before.norm())
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """Distances of states up to this one are rounding."""
+    return max(1e-5, torch.finfo(dtype).eps)
+
+
+def check_vocabulary(model: Any, *token_ids: int) -> None:
+    """Refuses token ids that the model has no embeddings for.
+
+    Raises:
+        MeasurementError: for such ids, so that the tokenizer belongs to another model.
+    """
+    rows = model.get_input_embeddings().weight.shape[0]
+    if min(token_ids) < 0 or max(token_ids) >= rows:
+        raise MeasurementError(
+            f"The token ids run from {min(token_ids)} to {max(token_ids)}, but the model has {rows} embeddings, "
+            f"for 0 to {rows - 1}. Use the tokenizer that belongs to this model."
+        )
+
+
+def check_capacity(model: Any, length: int) -> None:
+    """Refuses a sequence that is longer than the learned table of a stock model; see `native_capacity`.
+
+    Raises:
+        SequenceLengthError: with both lengths.
+    """
+    capacity = native_capacity(model)
+    if capacity is not None and length > capacity:
+        raise SequenceLengthError(
+            f"Position {length - 1} lies past the {capacity} positions of the position table of "
+            f"{type(model).__name__}. Shorten the input, or patch the model with a scheme that extrapolates."
+        )
+
+
+def native_capacity(model: Any) -> int | None:
+    """How many positions the learned table of an unpatched model has; `None` without a table, or for a patched model.
+
+    A stock model fails past its table in a way of its own: with an index or a shape error on a CPU, and on a GPU with
+    one that ends the process. A patched model raises `SequenceLengthError` by itself.
+    """
+    target = unwrapped(model)
+    if current_encoding(target) is not None:
+        return None
+    try:
+        stacks = find_stacks(target)
+    except UnsupportedError:
+        # Not an architecture that this library patches; its own forward is then the judge.
+        return None
+    rows = [
+        table.module.weight.shape[0] - table_origin(table.module)
+        for stack in stacks
+        for table in stack.tables
+        if isinstance(table.module, nn.Embedding) and table_weight(table.module) is not None
+    ]
+    return min(rows, default=None)

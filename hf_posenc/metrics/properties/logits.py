@@ -1,0 +1,260 @@
+"""Properties of logits under shifts, far positions, repetition and several axes; and of the norms of queries."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from hf_posenc.errors import PositionEncodingError
+from hf_posenc.metrics.preserve import isolated_rng
+from hf_posenc.metrics.properties.measurement import DoesNotApplyError, Found, Refusals, measured
+from hf_posenc.metrics.properties.specimen import (
+    SEED,
+    TRAINING_LENGTH,
+    Specimen,
+    build_parts,
+    positions_at,
+    random_contents,
+)
+from hf_posenc.schemes.position_maps.hierarchical import HierarchicalConfig
+from hf_posenc.schemes.positions import Positions
+
+SHIFTS = (1, 17, 500, 4000, 30000)
+#: Parts compute angles in float32, which rounds one of 30000 radians by up to 1e-3, for the query and for the key. (In
+#: float64 relative schemes would stay below 1e-9; those that are not relative exceed 1e-2.)
+RELATIVE_UP_TO = 2e-3
+FAR = (2 * TRAINING_LENGTH, 4 * TRAINING_LENGTH, 30000)
+#: Far logits may exceed near ones by this factor: logarithmic temperatures grow by less up to 30000 positions.
+BOUNDED_UP_TO = 2.0
+#: Two evaluations and two builds agree to the last bit. In a batch of another shape matrix products may round
+#: differently, by a few units in the last place of logits up to about 10.
+SAME_UP_TO = 1e-5
+#: A rotation in float32 rounds each of 64 components by 6e-8; their norm is off by less than 1e-6.
+PRESERVED_UP_TO = 1e-5
+AXIS_SHIFTS = (1, 17, 500)
+#: A change of logits that is seen; their rounding is 1000 times smaller.
+SEEN_ABOVE = 1e-3
+_TOKENS = 48
+#: Steps per axis: those of a picture of 896 pixels in patches of 14.
+_STEPS = 64
+
+
+@measured(RELATIVE_UP_TO)
+def relativity(specimen: Specimen, refusals: Refusals, *, shifts: tuple[int, ...] = SHIFTS) -> Found | None:
+    """The largest change of a logit when all positions move by the same shift.
+
+    Measured with random contents, in two sets of 96 positions: the first ones, and a random selection below twice the
+    training length, for schemes that treat near and far keys differently. For additive schemes the logits are
+    `(x_i + PE_i) W_q . W_k (x_j + PE_j)`, contents included. The sequence keeps its length, for schemes that read it.
+    Changes are relative to the largest logit where that is more than 1; only pairs that the scheme may see are
+    compared. Passes up to 2e-3. `details["by_shift"]` is the largest change for each shift, in positions.
+    """
+    generator = torch.Generator().manual_seed(0)
+    spread = torch.randperm(2 * TRAINING_LENGTH, generator=generator)[:96].sort().values
+    by_shift: dict[int, float] = {}
+    for name, ids in {"near": torch.arange(96), "spread": spread}.items():
+        contents, lengths = random_contents(1, ids.shape[0]), ids[-1:].unsqueeze(0) + 1
+        unmoved = None
+        with refusals.at(f"{name} positions"):
+            unmoved = specimen.logits(positions_at(ids, lengths=lengths), contents)
+        if unmoved is None:
+            continue
+        for shift in shifts:
+            with refusals.at(f"{name} positions moved by {shift}"):
+                moved = specimen.logits(positions_at(ids + shift, lengths=lengths), contents)
+                by_shift[shift] = max(by_shift.get(shift, 0.0), logit_change(specimen, moved, unmoved))
+    return Found(max(by_shift.values()), {"by_shift": by_shift}) if by_shift else None
+
+
+def logit_change(specimen: Specimen, logits: Tensor, reference: Tensor) -> float:
+    """The largest difference on visible pairs, relative to the largest logit where that is more than 1."""
+    visible = specimen.visible(logits.shape[-1])
+    reference = reference[..., visible]
+    difference = (logits[..., visible] - reference).abs().max() / reference.abs().max().clamp(min=1)
+    # Not a number is no small change.
+    return float(difference.nan_to_num(nan=float("inf"), posinf=float("inf")))
+
+
+@measured(BOUNDED_UP_TO)
+def defined_past_training(specimen: Specimen, refusals: Refusals, *, far: tuple[int, ...] = FAR) -> Found:
+    """Whether a scheme can be evaluated past the training length, with finite logits of the usual size.
+
+    This is what can be said about extrapolation without training, and it is necessary, not sufficient: RoPE passes,
+    and models trained with it still collapse there. Whether the *loss* holds up is measured by training
+    (`hf-posenc compare`).
+
+    48 tokens at the start of a sequence and 48 at its far end, which begins at one of the `far` positions, attend to
+    each other. The value is the largest far logit over the largest near one. Passes where all logits are finite and the
+    value is at most 2 (a bias may fall without limit).
+    """
+    contents = random_contents(4, 96)
+    start, visible = torch.arange(48), specimen.visible(96)
+    near = specimen.logits(positions_at(torch.cat((start, start + TRAINING_LENGTH - 48))), contents)[..., visible]
+    largest_near, finite = float(near.max()), True
+    by_position: dict[int, float] = {}
+    for position in far:
+        with refusals.at(f"positions from {position}"):
+            logits = specimen.logits(positions_at(torch.cat((start, start + position))), contents)[..., visible]
+            finite = finite and bool(logits.isfinite().all())
+            by_position[position] = float(logits.max()) / largest_near
+    if not by_position:
+        return Found(None, {}, passed=False)
+    value = max(by_position.values())
+    passed = finite and not refusals and value <= BOUNDED_UP_TO
+    return Found(value, {"by_position": by_position, "finite": finite}, passed)
+
+
+@measured(SAME_UP_TO)
+def determinism(specimen: Specimen, refusals: Refusals) -> Found:
+    """The largest difference between logits that have to be the same.
+
+    Compared are two evaluations under different random states, two builds under different random states of which the
+    second takes over the weights of the first, and a sequence by itself and in a batch with a longer one (padding
+    before it and after it); `details` has each. Passes up to 1e-5, relative to the largest logit where that is more
+    than 1.
+    """
+    ids, contents = torch.arange(_TOKENS), random_contents(1, _TOKENS)
+    visible = specimen.visible(_TOKENS)
+
+    def evaluate(subject: Specimen, seed: int) -> Tensor:
+        with isolated_rng(seed):
+            return subject.logits(positions_at(ids), contents)[..., visible]
+
+    first = evaluate(specimen, 1)
+    compared = {
+        "evaluations": [evaluate(specimen, 2)],
+        "builds": [evaluate(_rebuilt(specimen), 1)],
+        "batches": [row[..., visible] for row in _in_batches(specimen, contents)],
+    }
+    size = float(first.abs().max().clamp(min=1))
+    details = {name: max(float((row - first).abs().max()) for row in rows) / size for name, rows in compared.items()}
+    return Found(max(details.values()), details)
+
+
+def _rebuilt(specimen: Specimen) -> Specimen:
+    """The same scheme, built under another random state, with the weights of the first."""
+    parts = build_parts(specimen.config, specimen.context, SEED + 1000)
+    for new, old in zip(parts, specimen.parts, strict=True):
+        new.load_state_dict(old.state_dict())
+    return dataclasses.replace(specimen, parts=parts)
+
+
+def _in_batches(specimen: Specimen, contents: Tensor) -> list[Tensor]:
+    """The logits of a sequence of 48 beside one of 64, padded on the left and on the right."""
+    results = []
+    other, padding = random_contents(1, 64, seed=SEED + 1), torch.full((16,), -1)
+    ids, token_ids, filler = torch.arange(48), torch.arange(48) * 7 % 11, torch.zeros(1, 16, contents.shape[-1])
+    for order in (1, -1):
+        row_ids, row_tokens = (
+            torch.cat((pad, row)[::order]) for pad, row in ((padding, ids), (padding * 0, token_ids))
+        )
+        positions = Positions(
+            torch.stack((row_ids, torch.arange(64))),
+            torch.tensor([[48], [64]]),
+            token_ids=torch.stack((row_tokens, torch.arange(64) * 7 % 11)),
+        )
+        logits = specimen.logits(positions, torch.cat((torch.cat((filler, contents)[::order], dim=1), other)))
+        inside = slice(16, 64) if order == 1 else slice(0, 48)
+        results.append(logits[:1, :, inside, inside])
+    return results
+
+
+@measured(PRESERVED_UP_TO)
+def norm_preservation(specimen: Specimen, refusals: Refusals) -> Found | None:
+    """The largest relative change of the norm of a query or key, `max_p | |R_p x| / |x| - 1 |`.
+
+    Over the positions of the training length and some far beyond it, for random queries and keys. Passes up to 1e-5.
+    `details["by_position"]` is how much of it depends on the position, `max_p | |R_p x| / |R_0 x| - 1 |`: zero for a
+    rotation of vectors that were changed otherwise.
+    """
+    query_key_map = specimen.parts.query_key_map
+    if query_key_map is None:
+        raise DoesNotApplyError("the scheme does not map queries and keys")
+    changes, by_position = [], []
+    windows = {"positions of the training length": torch.arange(TRAINING_LENGTH)}
+    windows |= {f"position {far}": torch.tensor([0, far]) for far in (4 * TRAINING_LENGTH, 30000)}
+    for name, ids in windows.items():
+        with refusals.at(name):
+            heads = random_contents(8, specimen.context.num_heads).unsqueeze(2).expand(-1, -1, ids.shape[0], -1)
+            phases = query_key_map.phases(positions_at(ids))
+            for apply in (query_key_map.map_query, query_key_map.map_key):
+                norms = apply(heads, phases).double().norm(dim=-1)
+                changes.append(float((norms / heads.double().norm(dim=-1) - 1).abs().max()))
+                by_position.append(float((norms / norms[..., :1] - 1).abs().max()))
+    return Found(max(changes), {"by_position": max(by_position)}) if changes else None
+
+
+@measured(RELATIVE_UP_TO)
+def extensibility(specimen: Specimen, refusals: Refusals, *, shifts: tuple[int, ...] = AXIS_SHIFTS) -> Found:
+    """Whether logits see every axis, and each only through distances along it.
+
+    48 tokens are placed at random on a grid of 64 steps per axis. Passes if logits change where the coordinates of any
+    one axis are drawn anew (by more than 1e-3), and do not where all of them move together along one axis by any of the
+    `shifts` (up to 2e-3), so that with all axes but one held fixed the scheme is a relative one of one dimension. The
+    two axes of a hierarchical scheme are the segment and the place within it.
+
+    The value is the largest change under a shift; `details` has it by axis, with the change where that axis is drawn
+    anew, and `text`: the change from no coordinates at all to coordinates that all equal the position, 0 where
+    one-dimensional text is a case of the scheme.
+    """
+    config, segment_length = specimen.config, None
+    if isinstance(config, HierarchicalConfig):
+        if config.separators:
+            raise DoesNotApplyError("segments end at separator tokens, so that positions alone do not say where")
+        segment_length = config.segment_length
+    axes = 2 if segment_length is not None else _number_of_axes(specimen)
+    if axes is None:
+        raise DoesNotApplyError("the scheme reads no coordinates")
+
+    def logits(coordinates: Tensor) -> Tensor:
+        if segment_length is None:
+            return _logits_at(specimen, coordinates)
+        segment, within = coordinates
+        return specimen.logits(positions_at(segment * segment_length + within), random_contents(1, _TOKENS))
+
+    # Tokens keep to the first quarter of their segments, so that a shift within them leads into no other.
+    steps = _STEPS if segment_length is None else max(segment_length // 4, 1)
+    grid, other = _grid(axes, 0, steps), _grid(axes, 1, steps)
+    reference = logits(grid)
+    seen, moved = [], []
+    for axis in range(axes):
+        redrawn = grid.clone()
+        redrawn[axis] = other[axis]
+        seen.append(logit_change(specimen, logits(redrawn), reference))
+        allowed = [s for s in shifts if segment_length is None or axis == 0 or s + steps <= segment_length]
+        changes = []
+        for shift in allowed:
+            shifted = grid.clone()
+            shifted[axis] += shift
+            changes.append(logit_change(specimen, logits(shifted), reference))
+        moved.append(max(changes))
+    text = None
+    if segment_length is None:
+        line = torch.arange(_TOKENS)
+        text = logit_change(specimen, logits(line.expand(axes, -1)), _logits_at(specimen, None))
+    details = {"axes": axes, "moved": moved, "seen": seen, "text": text}
+    return Found(max(moved), details, passed=max(moved) <= RELATIVE_UP_TO and min(seen) > SEEN_ABOVE)
+
+
+def _number_of_axes(specimen: Specimen) -> int | None:
+    """How many axes the scheme reads: the first number it accepts whose coordinates change the logits."""
+    for axes in (2, 3, 4):
+        try:
+            one, other = (_logits_at(specimen, _grid(axes, seed, _STEPS)) for seed in (0, 1))
+        except (PositionEncodingError, ValueError):
+            # A scheme of another number of axes says so; one of them is its own.
+            continue
+        if logit_change(specimen, other, one) > SEEN_ABOVE:
+            return axes
+    return None
+
+
+def _grid(axes: int, seed: int, steps: int) -> Tensor:
+    """`(axes, tokens)`."""
+    return torch.randint(0, steps, (axes, _TOKENS), generator=torch.Generator().manual_seed(seed))
+
+
+def _logits_at(specimen: Specimen, coordinates: Tensor | None) -> Tensor:
+    return specimen.logits(positions_at(torch.arange(_TOKENS), coordinates), random_contents(1, _TOKENS))

@@ -1,0 +1,444 @@
+"""What order and place of its tokens mean to a model: a suite beyond the one sentence of the dog test."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedError
+from hf_posenc.metrics.forward import check_capacity, is_causal, rounding, run
+from hf_posenc.metrics.in_turn import Measured, measure_in_turn
+from hf_posenc.metrics.preserve import evaluation_mode
+from hf_posenc.metrics.sensitivity_material import ENGLISH, Material, TokenizedMaterial, tokenize_material
+from hf_posenc.metrics.statistics import relative_changes
+from hf_posenc.patching.apply import unwrapped
+from hf_posenc.patching.discovery import find_stacks
+from hf_posenc.patching.table_site import table_origin
+from hf_posenc.report.records import Quantity, Record, Result, View
+from hf_posenc.report.tables import format_number
+from hf_posenc.schemes.config import SchemeConfig
+
+GAPS = (2, 4, 8, 16, 32, 64, 128)
+SHIFTS = (1, 16, 256)
+#: Tokens per forward call: every layer's states are kept.
+_TOKENS_PER_BATCH = 2048
+_CAUSAL_NOTE = (
+    "The model is causal: its mask shows every token another prefix, so it sees order without positions too. Read each "
+    "number beside that of 'none'."
+)
+_ENCODER_NOTE = (
+    "The model sees both sides: without position information all but the shifts is 0 up to {tolerance} (rounding)."
+)
+_SHOWN_GAPS = 4
+_QUANTITIES = (
+    Quantity("repeated", "gap {gap}"),
+    Quantity("word_role", "word's role"),
+    Quantity("roles", "roles"),
+    Quantity("loss", "loss", style="loss"),
+    Quantity("shuffled", "shuffled"),
+    Quantity("shuffled_loss", "shuffled: loss"),
+    Quantity("shuffled_block", "in {block}s"),
+    Quantity("shuffled_block_loss", "in {block}s: loss"),
+    Quantity("shift", "+{offset}"),
+    Quantity("left_padding", "left pad"),
+    Quantity("sees_order", "sees order", style="verdict"),
+)
+
+
+def sensitivity_test(
+    model: Any,
+    tokenizer: Any,
+    schemes: Sequence[str | SchemeConfig] | None = None,
+    *,
+    gaps: Sequence[int] = GAPS,
+    context: int = 48,
+    offsets: Sequence[int] = SHIFTS,
+    material: Material = ENGLISH,
+    text: str | None = None,
+    seed: int = 0,
+) -> Result:
+    """Measures what repeated words, exchanged roles, a shuffled context and shifted positions do to a model.
+
+    In an encoder all of it is 0 without position information, up to rounding: it sees a set of tokens. In a causal
+    model the mask itself tells positions apart from the second layer on (a token's state depends on what stood before
+    it), so its numbers are to be read beside those of the scheme `"none"`.
+
+    The model is left as it was found, also after an error.
+
+    Args:
+        model: any transformers model, patched or not. Of an encoder-decoder the encoder is measured.
+        tokenizer: its tokenizer.
+        schemes: what is measured, one after the other; see `measure_in_turn`.
+        gaps: tokens from a word to its repetition; see `repeated_words`.
+        context: tokens that are shuffled; see `permuted_context`.
+        offsets: what is added to positions; see `shifted_positions`.
+        material: the words of the sentences; English by default.
+        text: a text to shuffle and to shift, in place of that of the material.
+        seed: of the shuffles and of newly created scheme weights.
+
+    Returns:
+        Records of these quantities, each a relative L2 change:
+
+        - `repeated`, by `gap` and `layer` (0: the embeddings): distance of the two states of a repeated word.
+        - `word_role` and `roles`, by `layer`: subject and object exchanged.
+        - `shuffled`, and `shuffled_block` by `block`: a shuffled context. `shuffled_loss` and `shuffled_block_loss` are
+          the rise of the `loss` in nats.
+        - `shift`, by `offset`: positions that start elsewhere; `left_padding`, by `tokens`.
+        - `sees_order`: passed if the model is an encoder and any of these, shifts aside, is larger than rounding.
+
+        A scheme that the model cannot take has the reason in the `error` of its subject.
+
+    Raises:
+        UnknownNameError: for an unknown scheme, before the model is touched.
+        MeasurementError: if the tokenizer lacks the words, or the text is too short.
+        UnsupportedError: if the model returns no hidden states.
+    """
+    if text is not None:
+        material = dataclasses.replace(material, passage=text)
+    tokens = tokenize_material(tokenizer, material)
+    sentences, first = repeated_sentences(tokens, min(gaps, default=2))
+    causal = is_causal(model, sentences[:1], first)
+    tolerance = rounding(model.get_input_embeddings().weight.dtype)
+
+    def measure(patched: Any) -> Measured:
+        order = [
+            *repeated_words(patched, tokens, gaps),
+            *role_swaps(patched, tokens, causal=causal),
+            *permuted_context(patched, tokens, causal=causal, context=context, seed=seed),
+        ]
+        largest = max(one.value or 0.0 for one in order if not one.quantity.endswith("loss"))
+        sees_order = Record("", "sees_order", passed=None if causal else largest > tolerance)
+        return Measured([*order, *shifted_positions(patched, tokens, offsets=offsets), sees_order])
+
+    subjects, records = measure_in_turn(model, schemes, measure, seed=seed)
+    known_gaps = sorted({record.at["gap"] for record in records if record.quantity == "repeated"})
+    layers = [record.at["layer"] for record in records if "layer" in record.at]
+    note = _CAUSAL_NOTE if causal else _ENCODER_NOTE.format(tolerance=format_number(tolerance))
+    return Result(
+        task="sensitivity",
+        title=f"{type(model).__name__}: relative changes of states and outputs",
+        quantities=_QUANTITIES,
+        subjects=subjects,
+        records=records,
+        views=(
+            View(
+                tuple(one.name for one in _QUANTITIES if one.name != "sees_order"),
+                shown={"gap": _spread(known_gaps), "layer": [max(layers, default=0)]},
+            ),
+        ),
+        settings={
+            "model": type(model).__name__,
+            "causal": causal,
+            "tolerance": tolerance,
+            "context": context,
+            "seed": seed,
+        },
+        remarks=(*([_explanation(records, context, causal=causal)] if records else []), note),
+    )
+
+
+def repeated_words(model: Any, tokens: TokenizedMaterial, gaps: Sequence[int] = GAPS) -> list[Record]:
+    """Measures "the dog and then with ... another dog" with more and more words in between, for every noun.
+
+    An encoder without positions holds the two for exactly the same at any gap: equal tokens attend to the same set of
+    tokens. In a causal model the mask shows each another prefix, and the two differ without any positions.
+
+    Args:
+        model: any transformers model.
+        tokens: the words.
+        gaps: tokens from one occurrence to the other, at least 2.
+
+    Returns:
+        The mean distance over all nouns by `gap` and `layer`; for a gap that the encoding cannot represent, the reason.
+
+    Raises:
+        MeasurementError: for a gap below 2.
+    """
+    if not gaps or min(gaps) < 2:
+        raise MeasurementError(f"A gap is at least 2, for the word before the second noun; got {list(gaps)}.")
+    records = []
+    for gap in sorted(set(gaps)):
+        sentences, first = repeated_sentences(tokens, gap)
+        try:
+            states = outputs_of(model, sentences).states
+        except SequenceLengthError as error:
+            records.append(Record("", "repeated", None, {"gap": gap}, note=f"gap {gap}: {error}"))
+            continue
+        for layer, state in enumerate(states):
+            distance = float(relative_changes(state[:, first], state[:, first + gap]).mean())
+            records.append(Record("", "repeated", distance, {"gap": gap, "layer": layer}, count=len(tokens.nouns)))
+    return records
+
+
+def repeated_sentences(tokens: TokenizedMaterial, gap: int) -> tuple[Tensor, int]:
+    """One sentence per noun `(nouns, length)`, and where the noun first stands; the second stands `gap` behind."""
+    between = [tokens.fillers[index % len(tokens.fillers)] for index in range(gap - 2)]
+    words = [[tokens.article, noun, *between, tokens.another, noun] for noun in tokens.nouns]
+    sentences = tokens.sentences(words)
+    first = len(tokens.frame.before) + 1
+    assert bool(torch.equal(sentences[:, first], sentences[:, first + gap]))
+    return sentences, first
+
+
+def role_swaps(model: Any, tokens: TokenizedMaterial, *, causal: bool) -> list[Record]:
+    """Compares "the dog sees the pig" and "the pig sees the dog", with the verbs in turn, for every two nouns.
+
+    An encoder without positions sees a set of words: each noun has exactly the same state in both sentences, and both
+    sentences have the same representation.
+
+    Args:
+        model: any transformers model.
+        tokens: the words.
+        causal: whether a token sees only those before it.
+
+    Returns:
+        By `layer` the mean distance of a noun's state as the subject from its state as the object (`word_role`), and
+        that of the whole sentence (`roles`): of the mean of its states, or in a causal model of the state of its last
+        word, which sees all others and is the same in both sentences.
+    """
+    pairs, verbs = list(itertools.combinations(tokens.nouns, 2)), tokens.verbs
+    sentences = [
+        tokens.sentences(
+            [
+                [tokens.article, subject, verbs[number % len(verbs)], tokens.article, target, tokens.closing]
+                for number, (subject, target) in enumerate(ordered)
+            ]
+        )
+        for ordered in (pairs, [(second, first) for first, second in pairs])
+    ]
+    start = len(tokens.frame.before)
+    subject, target, last = start + 1, start + 4, start + 5
+    here, there = (outputs_of(model, batch).states for batch in sentences)
+    found: dict[str, list[float]] = {"word_role": [], "roles": []}
+    for one, other in zip(here, there, strict=True):
+        nouns = ((one[:, subject], other[:, target]), (one[:, target], other[:, subject]))
+        whole = (one[:, last], other[:, last]) if causal else (one.double().mean(dim=1), other.double().mean(dim=1))
+        found["word_role"].append(float(torch.cat([relative_changes(*both) for both in nouns]).mean()))
+        found["roles"].append(float(relative_changes(*whole).mean()))
+    return [
+        Record("", quantity, value, {"layer": layer}, count=len(pairs))
+        for quantity, values in found.items()
+        for layer, value in enumerate(values)
+    ]
+
+
+def permuted_context(
+    model: Any,
+    tokens: TokenizedMaterial,
+    *,
+    causal: bool,
+    context: int = 48,
+    within: Sequence[int | None] = (None, 8),
+    max_windows: int = 64,
+    seed: int = 0,
+) -> list[Record]:
+    """Shuffles all tokens before the last one, all together and in small blocks, and looks at the last one.
+
+    A causal model predicts the token after the last; a masked one the last itself, which is masked. An encoder without
+    positions does not change at all.
+
+    Args:
+        model: any transformers model.
+        tokens: with the text to read.
+        causal: whether a token sees only those before it.
+        context: tokens before the last one.
+        within: sizes of the blocks, `None` for the whole context.
+        max_windows: at most so many windows, evenly spread over the text; they may overlap.
+        seed: of the shuffles; the random state of the process is not touched.
+
+    Returns:
+        The mean `loss` of the last token, the mean change of its output (`shuffled`, and `shuffled_block` by `block`)
+        and the rise of its loss; no losses of a model without a language head.
+
+    Raises:
+        MeasurementError: if the text is shorter than one window, or a block is no block.
+    """
+    if context < 2 or any(size is not None and size < 2 for size in within):
+        raise MeasurementError(f"At least 2 tokens can be shuffled; got context={context} and within={list(within)}.")
+    length = context + 2
+    if tokens.passage.shape[0] < length:
+        raise MeasurementError(f"The text has {tokens.passage.shape[0]} tokens, and one window alone needs {length}.")
+    count = min(max_windows, tokens.passage.shape[0] - length + 1)
+    starts = torch.linspace(0, tokens.passage.shape[0] - length, count, dtype=torch.float64).long().tolist()
+    windows = torch.stack([tokens.passage[start : start + length] for start in starts])
+    text, targets = windows[:, :-1].clone(), windows[:, -1]
+    if not causal:
+        targets = text[:, -1].clone()
+        if tokens.mask_token_id is not None:
+            text[:, -1] = tokens.mask_token_id
+    place = len(tokens.frame.before) + context
+
+    def read(ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The outputs of the last token, and its losses if it is predicted."""
+        outputs = outputs_of(model, tokens.frame.around(ids, targets=False))
+        if outputs.logits is None or (not causal and tokens.mask_token_id is None):
+            return outputs.last[:, place], None
+        return outputs.last[:, place], functional.cross_entropy(
+            outputs.logits[:, place].float(), targets, reduction="none"
+        )
+
+    before, loss = read(text)
+    records = [] if loss is None else [Record("", "loss", float(loss.mean()), count=count)]
+    for size in within:
+        name, at = ("shuffled", {}) if size is None else ("shuffled_block", {"block": size})
+        generator = torch.Generator().manual_seed(seed)
+        order = shuffled_order(context, context if size is None else size, count, generator)
+        after, changed = read(torch.cat([text[:, :-1].gather(1, order), text[:, -1:]], dim=1))
+        records.append(Record("", name, float(relative_changes(before, after).mean()), at, count=count))
+        if loss is not None and changed is not None:
+            records.append(Record("", f"{name}_loss", float((changed - loss).mean()), at, count=count))
+    return records
+
+
+def shuffled_order(length: int, block: int, rows: int, generator: torch.Generator) -> Tensor:
+    """`(rows, length)` int64: a random permutation of each block of indices, another one in every row."""
+    keys = torch.rand(rows, length, generator=generator) + torch.arange(length) // block
+    return keys.argsort(dim=1)
+
+
+def shifted_positions(
+    model: Any,
+    tokens: TokenizedMaterial,
+    *,
+    length: int = 32,
+    offsets: Sequence[int] = SHIFTS,
+    padding: int = 5,
+    max_windows: int = 8,
+) -> list[Record]:
+    """Adds a number to all position ids, and then puts padding before the text.
+
+    A relative scheme does not change with the offset, but for rounding; an absolute one does. Left padding changes
+    nothing where padding is not counted.
+
+    Args:
+        model: any transformers model.
+        tokens: with the text to read.
+        length: tokens of text per window.
+        offsets: what is added, each at least 1.
+        padding: how many padding tokens.
+        max_windows: at most so many windows.
+
+    Returns:
+        The mean change of the output at all tokens by `offset` (`shift`), with the reason where there is none, and
+        behind padding (`left_padding`).
+
+    Raises:
+        MeasurementError: if the text is shorter than one window, or an offset is not positive.
+    """
+    if length < 1 or padding < 1 or any(offset < 1 for offset in offsets):
+        raise MeasurementError(
+            f"length, padding and offsets are at least 1; got {length}, {padding} and {list(offsets)}."
+        )
+    whole = tokens.passage.shape[0] // length
+    if whole == 0:
+        raise MeasurementError(f"The text has {tokens.passage.shape[0]} tokens, and one window alone needs {length}.")
+    ids = tokens.frame.around(tokens.passage[: whole * length].view(-1, length)[:max_windows], targets=False)
+    before = outputs_of(model, ids).last
+    records = []
+    first: int | None = None
+    for offset in sorted(set(offsets)):
+        at = {"offset": offset}
+        try:
+            first = _first_position(model, ids, before) if first is None else first
+            after = outputs_of(model, ids, position_ids=_counted(ids, first + offset)).last
+        except (SequenceLengthError, UnsupportedError) as error:
+            records.append(Record("", "shift", None, at, note=f"+{offset}: {error}"))
+        else:
+            records.append(Record("", "shift", float(relative_changes(before, after).mean()), at))
+    pads = ids.new_full((ids.shape[0], padding), tokens.pad_token_id)
+    mask = torch.cat([torch.zeros_like(pads), torch.ones_like(ids)], dim=1)
+    padded = outputs_of(model, torch.cat([pads, ids], dim=1), attention_mask=mask).last[:, padding:]
+    change = float(relative_changes(before, padded).mean())
+    return [*records, Record("", "left_padding", change, {"tokens": padding})]
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a model makes of a batch of sentences.
+
+    Args:
+        states: each `(batch, length, hidden)` on the CPU: embeddings first, then every layer.
+        logits: `(batch, length, vocabulary)` on the CPU, or `None` for a model without any for each token.
+    """
+
+    states: tuple[Tensor, ...]
+    logits: Tensor | None
+
+    @property
+    def last(self) -> Tensor:
+        """The logits, or else the states behind the last layer."""
+        return self.states[-1] if self.logits is None else self.logits
+
+
+def outputs_of(
+    model: Any, input_ids: Tensor, *, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+) -> Outputs:
+    """Runs a model, or the encoder of an encoder-decoder, in evaluation mode; see `forward.run`.
+
+    Raises:
+        SequenceLengthError: if the model has no positions for so long a sequence.
+        UnsupportedError: if it returns no hidden states, or takes no position_ids.
+    """
+    check_capacity(model, input_ids.shape[1] if position_ids is None else int(position_ids.max()) + 1)
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    rows = max(1, _TOKENS_PER_BATCH // input_ids.shape[1])
+    states: list[tuple[Tensor, ...]] = []
+    logits: list[Tensor] = []
+    with evaluation_mode(model):
+        for start in range(0, input_ids.shape[0], rows):
+            batch = slice(start, start + rows)
+            placed = None if position_ids is None else position_ids[batch]
+            output = run(
+                model, input_ids[batch], attention_mask=mask[batch], position_ids=placed, wanted="hidden_states"
+            )
+            states.append(tuple(state.cpu() for state in output.hidden_states))
+            found = getattr(output, "logits", None)
+            if found is not None and found.shape[:2] == input_ids[batch].shape:
+                logits.append(found.cpu())
+    joined = tuple(torch.cat(layer) for layer in zip(*states, strict=True))
+    return Outputs(joined, torch.cat(logits) if logits else None)
+
+
+def _first_position(model: Any, ids: Tensor, own: Tensor) -> int:
+    """The position id that the model itself gives the first token: 0, or behind the padding row of its table.
+
+    Raises:
+        UnsupportedError: if no such ids reproduce what it does without any.
+    """
+    origins = {table_origin(table.module) for stack in find_stacks(unwrapped(model)) for table in stack.tables}
+    for first in sorted({0, *origins}):
+        explicit = outputs_of(model, ids, position_ids=_counted(ids, first)).last
+        if float(relative_changes(own, explicit).max()) <= rounding(own.dtype):
+            return first
+    raise UnsupportedError(f"{type(model).__name__} does not take position_ids that are counted from 0.")
+
+
+def _counted(ids: Tensor, first: int) -> Tensor:
+    return torch.arange(first, first + ids.shape[1]).expand_as(ids)
+
+
+def _explanation(records: Sequence[Record], context: int, *, causal: bool) -> str:
+    counts = {record.quantity: record.count for record in records if record.count is not None}
+    whole = "the state of its last word" if causal else "the mean of its states"
+    return (
+        f"gap: distance of the two states of {counts.get('repeated', 0)} repeated nouns, that many tokens apart. "
+        f"Roles: {counts['roles']} sentences with subject and object exchanged, the word's own state and {whole}. "
+        f"Loss: that of the last of {context + 1} tokens in {counts['shuffled']} windows, in nats. Shuffled: change of "
+        "its output, and rise of its loss, when the tokens before it are shuffled, all or in blocks. +n: change of all "
+        "outputs when n is added to every position, and left pad: when padding stands before the text."
+    )
+
+
+def _spread(gaps: list[int]) -> list[int]:
+    """At most four gaps, evenly spread."""
+    if len(gaps) <= _SHOWN_GAPS:
+        return gaps
+    steps = _SHOWN_GAPS - 1
+    return [gaps[round(step * (len(gaps) - 1) / steps)] for step in range(_SHOWN_GAPS)]

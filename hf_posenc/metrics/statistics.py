@@ -1,0 +1,87 @@
+"""Distances of tensors, rank correlation, and how sure a fraction is."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+#: The 97.5 % quantile of the normal distribution: two sides of 2.5 %.
+_NORMAL_QUANTILE = 1.959963984540054
+#: Curves that vary less than this are flat: rounding has ranks too.
+_FLAT = 1e-4
+
+
+def relative_l2(first: Tensor, second: Tensor) -> float:
+    """Length of the difference, in units of the mean length of the two: 0 for equal tensors, at most 2.
+
+    Args:
+        first: any shape; compared as one vector, in float64.
+        second: the same shape.
+    """
+    first, second = first.detach().double().flatten(), second.detach().double().flatten()
+    scale = (first.norm() + second.norm()) / 2
+    return 0.0 if scale == 0 else float((first - second).norm() / scale)
+
+
+def cosine_distance(first: Tensor, second: Tensor) -> float:
+    """One minus the cosine of the angle: 0 for equal directions, 2 for opposite ones.
+
+    Computed as half the squared distance of the unit vectors, which, unlike `1 - cos`, loses no digits where
+    the two are close and is exactly 0 where they are equal.
+
+    Args:
+        first: any shape; compared as one vector, in float64.
+        second: the same shape.
+    """
+    first, second = first.detach().double().flatten(), second.detach().double().flatten()
+    lengths = first.norm(), second.norm()
+    if lengths[0] == 0 or lengths[1] == 0:
+        return 0.0 if lengths[0] == lengths[1] else 1.0
+    return float((first / lengths[0] - second / lengths[1]).square().sum() / 2)
+
+
+def relative_changes(first: Tensor, second: Tensor) -> Tensor:
+    """`relative_l2` row by row: `(batch, ...)`, twice -> `(batch,)` float64."""
+    first, second = (values.double().flatten(start_dim=1) for values in (first, second))
+    scale = (first.norm(dim=1) + second.norm(dim=1)) / 2
+    return torch.where(scale == 0, 0.0, (first - second).norm(dim=1) / scale)
+
+
+def spearman(first: Tensor, second: Tensor) -> float:
+    """The rank correlation of two curves; equal values share their mean rank, and a flat curve has none: 0."""
+    if float(second.max() - second.min()) < _FLAT:
+        return 0.0
+    ranks = torch.stack([_ranks(values) for values in (first, second)])
+    return float(torch.corrcoef(ranks)[0, 1])
+
+
+def _ranks(values: Tensor) -> Tensor:
+    _, inverse, counts = values.double().unique(return_inverse=True, return_counts=True)
+    ends = counts.cumsum(0).double()
+    return (ends - (counts - 1) / 2)[inverse]
+
+
+def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
+    """The 95 % confidence interval of a fraction (Wilson 1927, "Probable inference", J. Am. Stat. Assoc. 22).
+
+    Unlike the normal interval it stays between 0 and 1, and has a width even where all trials or none succeeded.
+
+    Args:
+        successes: how many.
+        trials: of how many, 1 or more.
+
+    Raises:
+        ValueError: for other counts.
+    """
+    if trials < 1 or not 0 <= successes <= trials:
+        raise ValueError(f"{successes} of {trials} is no fraction of trials.")
+    square = _NORMAL_QUANTILE**2
+    fraction = successes / trials
+    centre = (fraction + square / (2 * trials)) / (1 + square / trials)
+    spread = math.sqrt(fraction * (1 - fraction) / trials + square / (4 * trials**2))
+    half = _NORMAL_QUANTILE * spread / (1 + square / trials)
+    # The ends at 0 and 1 are exact; rounding must not leave them a little off.
+    low = 0.0 if successes == 0 else centre - half
+    return low, 1.0 if successes == trials else centre + half

@@ -1,0 +1,171 @@
+"""Tables as plain text, as Markdown and as HTML."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import itertools
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
+
+#: No column is made narrower than its longest word, or than this many characters where a word is longer.
+_LONGEST_WORD = 24
+_GAP = "  "
+
+_width: contextvars.ContextVar[int | None] = contextvars.ContextVar("width", default=None)
+
+
+@contextlib.contextmanager
+def fitted_to(width: int | None) -> Iterator[None]:
+    """While it lasts, text tables are at most this many characters wide: `None` for as wide as they are.
+
+    Words wrap inside their column. Columns that do not fit beside the others follow in a second table, behind the
+    first column.
+    """
+    token = _width.set(width)
+    try:
+        yield
+    finally:
+        _width.reset(token)
+
+
+def terminal_width() -> int | None:
+    """Columns of the terminal that stdout is, or of `COLUMNS`; `None` for a pipe or a file."""
+    if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit():
+        return shutil.get_terminal_size().columns
+    return None
+
+
+Form = Literal["text", "markdown", "html"]
+
+
+def format_table(
+    headers: Sequence[str], rows: Iterable[Sequence[str]], *, form: Form = "text", markdown: bool = False
+) -> str:
+    """Aligned columns, left for text and right for numbers.
+
+    Args:
+        headers: one name per column.
+        rows: cells as text, one sequence per row.
+        form: "text" for a terminal, "markdown" with pipes and a rule, as GitHub renders them, or "html", which needs
+            pandas.
+        markdown: the same as `form="markdown"`.
+
+    Raises:
+        ValueError: if a row has another number of cells than there are headers.
+    """
+    rows = list(rows)
+    for row in rows:
+        if len(row) != len(headers):
+            raise ValueError(f"A row has {len(row)} cells for {len(headers)} columns: {list(row)}.")
+    if form == "html":
+        import pandas
+
+        return str(pandas.DataFrame(rows, columns=list(headers)).to_html(index=False, border=0))
+    columns = [list(column) for column in zip(headers, *rows, strict=True)]
+    if markdown or form == "markdown":
+        return _markdown(columns)
+    return "\n\n".join(_text(block, _width.get()) for block in _blocks(columns, _width.get()))
+
+
+def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table whose cells are as long as they are: for pages that are written by a program."""
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (headers, ["---"] * len(headers), *rows))
+
+
+def _markdown(columns: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in columns]
+    right = [_is_right(column) for column in columns]
+    rule = ["-" * (width - 1) + ":" if is_right else "-" * width for width, is_right in zip(widths, right, strict=True)]
+    header, *rows = (_aligned(row, widths, right) for row in zip(*columns, strict=True))
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *rows))
+
+
+def _text(columns: Sequence[Sequence[str]], width: int | None) -> str:
+    right = [_is_right(column) for column in columns]
+    widths = _widths(columns, width)
+    header, *rows = (_lines(row, widths, right) for row in zip(*columns, strict=True))
+    return "\n".join([*header, _GAP.join("-" * size for size in widths), *itertools.chain.from_iterable(rows)])
+
+
+def _lines(row: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> list[str]:
+    """One row, in as many lines as its longest cell needs."""
+    wrapped = [
+        textwrap.wrap(cell, size, break_on_hyphens=False) if len(cell) > size else [cell]
+        for cell, size in zip(row, widths, strict=True)
+    ]
+    return [
+        _GAP.join(_aligned(cells, widths, right)).rstrip() for cells in itertools.zip_longest(*wrapped, fillvalue="")
+    ]
+
+
+def _blocks(columns: list[list[str]], width: int | None) -> list[list[list[str]]]:
+    """Columns that fit beside each other; the first one stands in front of every block."""
+    if width is None or len(columns) < 3:
+        return [columns]
+    first, *others = columns
+    blocks: list[list[list[str]]] = [[first]]
+    for column in others:
+        if len(blocks[-1]) > 1 and _total([_least(found) for found in (*blocks[-1], column)]) > width:
+            blocks.append([first])
+        blocks[-1].append(column)
+    return blocks
+
+
+def _widths(columns: Sequence[Sequence[str]], width: int | None) -> list[int]:
+    """The natural widths, the widest made narrower until the line fits."""
+    widths = [max(map(len, column)) for column in columns]
+    least = [_least(column) for column in columns]
+    while width is not None and _total(widths) > width:
+        shrinkable = [index for index, size in enumerate(widths) if size > least[index]]
+        if not shrinkable:
+            break
+        widths[max(shrinkable, key=lambda index: widths[index])] -= 1
+    return widths
+
+
+def _total(widths: Sequence[int]) -> int:
+    return sum(widths) + len(_GAP) * (len(widths) - 1)
+
+
+def _least(column: Sequence[str]) -> int:
+    """The least width of a column: numbers stay whole, text wraps between words."""
+    return max(
+        len(cell) if _is_number(cell) else min(_LONGEST_WORD, max(map(len, cell.split()), default=0)) for cell in column
+    )
+
+
+def _aligned(cells: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> list[str]:
+    return [
+        cell.rjust(width) if is_right else cell.ljust(width)
+        for cell, width, is_right in zip(cells, widths, right, strict=True)
+    ]
+
+
+def _is_right(column: Sequence[str]) -> bool:
+    return len(column) > 1 and all(_is_number(cell) for cell in column[1:])
+
+
+def format_number(value: float | None) -> str:
+    """Three significant digits, an exact zero as `0`, a missing value as `-`."""
+    if value is None:
+        return "-"
+    if value == 0:
+        return "0"
+    return f"{value:.1e}" if abs(value) < 1e-3 else f"{value:.3g}"
+
+
+def _is_number(cell: str) -> bool:
+    """Whether a cell is a number, a number with its interval ("1.65 ± 0.02"), a large one ("1,234"), or missing."""
+    if cell in ("-", ""):
+        return True
+    try:
+        for part in cell.split(" ± "):
+            float(part.replace(",", ""))
+    except ValueError:
+        return False
+    return True
