@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +46,19 @@ def losses(made: Trainer) -> list[float]:
     return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
 
 
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]]:
+    """The folder of a whole training, and its losses."""
+    folder = tmp_path_factory.mktemp("run")
+    whole = trainer(made("t5"), folder, 4)
+    whole.train()
+    return folder, losses(whole)
+
+
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    trainer(made("t5"), tmp_path / "run", 2).train()
-    return tmp_path / "run" / "checkpoint-2"
+def checkpoint(run: tuple[Path, list[float]], tmp_path: Path) -> Path:
+    """A copy of its first half."""
+    return Path(shutil.copytree(run[0] / "checkpoint-2", tmp_path / "run" / "checkpoint-2"))
 
 
 WRONG = [
@@ -84,17 +94,17 @@ def test_a_model_with_another_scheme_is_not_trained_on(
 
 
 @pytest.mark.parametrize("form", ["whole", "bin", "older"])
-def test_the_same_model_is_trained_on(checkpoint: Path, tmp_path: Path, form: str) -> None:
+def test_the_same_model_is_trained_on(
+    run: tuple[Path, list[float]], checkpoint: Path, tmp_path: Path, form: str
+) -> None:
     if form == "bin":
         torch.save(load_file(checkpoint / "model.safetensors"), checkpoint / "pytorch_model.bin")
         (checkpoint / "model.safetensors").unlink()
     elif form == "older":
         without_mark(checkpoint, entry_format=1)
-    whole = trainer(made("t5"), tmp_path / "whole", 4)
-    whole.train()
     again = trainer(made("t5"), tmp_path / "again", 4)
     again.train(resume_from_checkpoint=str(checkpoint))
-    assert losses(again)[-2:] == losses(whole)[-2:]
+    assert losses(again)[-2:] == run[1][-2:]
 
 
 def test_stock_checkpoints_and_stock_weights_in_a_patched_checkpoint(checkpoint: Path, tmp_path: Path) -> None:

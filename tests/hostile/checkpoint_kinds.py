@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -232,6 +231,3 @@ class WeightsIndex(Checkpoint):
         index = json.loads(path.read_text())
         change = change_of_json(index, [(), ("weight_map",)], rng)
         return path, Input(str(change), json_bytes(change.applied(index)), change.neutral)
-
-
-warnings.simplefilter("ignore")
