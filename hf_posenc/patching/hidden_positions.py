@@ -30,7 +30,7 @@ def refuse_hidden_positions(model: PreTrainedModel, stacks: list[Stack]) -> None
 
     Nothing in front of the first layer may depend on a token's place, and what attention gives the last token may not
     depend on the order of those before it. (Deeper layers of a causal model know the order from its mask.) Attention
-    behind a recurrent layer is not compared, since that layer knows the order too. A mechanism that a declaration
+    behind a recurrent layer, or with a convolution over its keys, is not compared: these know the order too. A mechanism that a declaration
     silences is looked for with the scheme "none" in place. Models on the meta device and models that carry a scheme
     already are passed over; a model in which discovery has found everything by itself costs nothing.
 
@@ -60,11 +60,16 @@ def _refuse_order(
     for stack, (embedded, attended, results) in zip(stacks, seen, strict=True):
         if _differ(embedded):
             raise UnsupportedError(message(stack, "the input of its first layer depends on the place of a token"))
-        if _differ(attended):
+        if _differ(attended) or _convolves(stack):
             continue
         last = [result[:, -1:] for result in results]
         if len(last) == 2 and _distance(*last) > 0:
             raise UnsupportedError(message(stack, "what its first attention layer computes depends on their order"))
+
+
+def _convolves(stack: Stack) -> bool:
+    modules = stack.attentions[0].module.modules()
+    return any(isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1 for module in modules)
 
 
 def _nothing_found(stack: Stack, architecture: Architecture) -> bool:

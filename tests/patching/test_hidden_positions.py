@@ -100,6 +100,14 @@ def test_a_mechanism_that_is_still_there_after_it_was_silenced_is_refused(
     assert not hasattr(model, "position_encoding")
 
 
+@pytest.mark.parametrize("name", ["causal-inkling_text", "causal-inkling2_text"])
+def test_a_convolution_over_keys_is_no_position_mechanism(name: str) -> None:
+    """It stays in the model beside any scheme, as a recurrent layer does."""
+    model = tiny_model(next(pair for pair in all_pairs() if pair.name == name))
+    patch_model(model, "none")
+    assert model.position_encoding.config.name == "none"
+
+
 def test_a_method_that_is_to_be_silenced_has_to_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model(next(pair for pair in all_pairs() if pair.name == "masked-mpnet")).to("meta")
     monkeypatch.delattr(type(model.mpnet.encoder), "compute_position_bias")
