@@ -30,9 +30,10 @@ def refuse_hidden_positions(model: PreTrainedModel, stacks: list[Stack]) -> None
 
     Nothing in front of the first layer may depend on a token's place, and what attention gives the last token may not
     depend on the order of those before it. (Deeper layers of a causal model know the order from its mask.) Attention
-    behind a recurrent layer, or with a convolution over its keys, is not compared: these know the order too. A mechanism that a declaration
-    silences is looked for with the scheme "none" in place. Models on the meta device and models that carry a scheme
-    already are passed over; a model in which discovery has found everything by itself costs nothing.
+    behind a recurrent layer, or with a convolution over its keys, is not compared: these know the order too. A
+    mechanism that a declaration silences is looked for with the scheme "none" in place. Models on the meta device and
+    models that carry a scheme already are passed over; a model in which discovery has found everything by itself costs
+    nothing.
 
     Raises:
         UnsupportedError: for a stack that takes in position where nothing was found, or nothing is left.
