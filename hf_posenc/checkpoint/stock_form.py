@@ -22,7 +22,6 @@ from hf_posenc.patching.placement import build_context
 from hf_posenc.patching.sites import Stack
 from hf_posenc.patching.table_site import table_origin, table_weight
 from hf_posenc.schemes import (
-    ComposedConfig,
     LayeredConfig,
     LearnedConfig,
     NoneConfig,
@@ -56,9 +55,9 @@ def stock_form(model: PreTrainedModel) -> tuple[Any, dict[str, Tensor]]:
 
 def _write_scheme(config: Any, state: dict[str, Tensor], model: PreTrainedModel, native: SchemeConfig) -> None:
     scheme, stacks = model.position_encoding.config, find_stacks(model)
-    own = {type(part) for part in _parts(native)}
+    own = {type(part) for part in native.acting_together()}
     own -= {part for part in own if issubclass(part, LayeredConfig)}
-    for part in _parts(scheme):
+    for part in scheme.acting_together():
         if isinstance(part, RopeConfig | PRopeConfig):
             if any(stack.rotaries for stack in stacks):
                 _write_rope_parameters(config, part, stacks)
@@ -74,10 +73,6 @@ def _write_scheme(config: Any, state: dict[str, Tensor], model: PreTrainedModel,
                 f"The scheme {part.name!r} cannot be said to a stock {type(model).__name__}, which has no such "
                 "mechanism. Use model.save_pretrained, and `import hf_posenc` where the checkpoint is loaded."
             )
-
-
-def _parts(scheme: SchemeConfig) -> tuple[SchemeConfig, ...]:
-    return scheme.parts if isinstance(scheme, ComposedConfig) else (scheme,)
 
 
 def _native(model: PreTrainedModel) -> SchemeConfig:

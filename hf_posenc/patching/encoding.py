@@ -24,8 +24,7 @@ from hf_posenc.patching.runtime import StackRuntime
 from hf_posenc.patching.sites import Stack
 from hf_posenc.patching.suitability import check_parts, refuse_unsuited
 from hf_posenc.patching.table_site import table_origin, table_weight
-from hf_posenc.schemes import ComposedConfig, LayeredConfig
-from hf_posenc.schemes.arrangement.blended import BlendedConfig
+from hf_posenc.schemes import LayeredConfig
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.parts import AdditiveEncoding, Part, SchemeParts
 from hf_posenc.schemes.reach import Reach, shortest
@@ -104,10 +103,10 @@ class StackEncoding(nn.Module):
         key = (config, context, path if config.per_layer else None, side)
         if key in self._built:
             return self._built[key]
-        if isinstance(config, ComposedConfig):
-            parts = config.merge([self._parts(part, context, path, side) for part in config.parts])
-        elif isinstance(config, BlendedConfig):
-            parts = config.merge(*(self._parts(getattr(config, end), context, path, end) for end in ("old", "new")))
+        if config.merges_children:
+            sides = {place: side if config.shares_children else f"{side}.{place}" for place in config.children()}
+            children = config.children().items()
+            parts = config.merge([self._parts(child, context, path, sides[place]) for place, child in children])
         else:
             with contextlib.nullcontext() if self._device is None else self._device:
                 parts = config.build(context)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from torch import nn
@@ -24,7 +23,7 @@ from hf_posenc.patching.sites import Stack
 from hf_posenc.patching.verify import verify_adopted_tables
 from hf_posenc.schemes import LayeredConfig
 from hf_posenc.schemes.arrangement.native import NativeConfig, names_native, with_native
-from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.config import SchemeConfig, walk
 from hf_posenc.schemes.labels import scheme_label
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
@@ -119,7 +118,7 @@ def _warn_if_theta_changes(config: SchemeConfig, model: PreTrainedModel) -> None
     own = _thetas(getattr(model.config, "rope_parameters", None))
     changed = {
         (found.name, found.theta)  # type: ignore[attr-defined]
-        for found in _all_configs(config)
+        for found in walk(config)
         if getattr(found, "theta", None) is not None and not found.gave("theta")
     }
     for name, theta in sorted(changed):
@@ -133,16 +132,6 @@ def _warn_if_theta_changes(config: SchemeConfig, model: PreTrainedModel) -> None
             UserWarning,
             stacklevel=3,
         )
-
-
-def _all_configs(config: SchemeConfig) -> Iterator[SchemeConfig]:
-    """A config and all that are nested in it: in a list, a schedule, an arrangement."""
-    yield config
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        for nested in value if isinstance(value, tuple) else (value,):
-            if isinstance(nested, SchemeConfig):
-                yield from _all_configs(nested)
 
 
 def _thetas(parameters: Any) -> set[float]:

@@ -61,25 +61,14 @@ def with_layout(
     config: SchemeConfig, stack: Stack, attention: FoundAttention, pairing_override: str | None
 ) -> SchemeConfig:
     """The config with every open layout in it resolved to the pairing the architecture was trained with."""
-    nested = {
-        field.name: _with_layout_inside(getattr(config, field.name), stack, attention, pairing_override)
-        for field in dataclasses.fields(config)
-    }
-    changed = {name: value for name, value in nested.items() if value is not getattr(config, name)}
-    if changed:
-        config = dataclasses.replace(config, **changed)
+    children = config.children().items()
+    config = config.with_children(
+        {place: with_layout(child, stack, attention, pairing_override) for place, child in children}
+    )
     if not config.leaves_layout_open:
         return config
     rotary: Any = config
     return dataclasses.replace(rotary, layout=pairing_override or native_pairing(stack, attention) or "half")
-
-
-def _with_layout_inside(value: Any, stack: Stack, attention: FoundAttention, pairing_override: str | None) -> Any:
-    if isinstance(value, SchemeConfig):
-        return with_layout(value, stack, attention, pairing_override)
-    if isinstance(value, tuple) and any(isinstance(item, SchemeConfig) for item in value):
-        return tuple(_with_layout_inside(item, stack, attention, pairing_override) for item in value)
-    return value
 
 
 def native_pairing(stack: Stack, attention: FoundAttention) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -102,12 +101,11 @@ def _check_all_occur(config: SchemeConfig, stacks: list[Stack]) -> None:
         return
     attentions = [attention for stack in stacks for attention in stack.attentions]
     used = {config.for_layer(attention.layer, attention.layer_type) for attention in attentions}
-    for field in dataclasses.fields(config):
-        scheme = getattr(config, field.name)
-        if isinstance(scheme, SchemeConfig) and scheme not in used:
+    for option, scheme in config.children().items():
+        if scheme not in used:
             layers = sorted({attention.layer for attention in attentions})
             raise ValueError(
-                f"{type(config).__name__}.{field.name} ({scheme.name!r}) would act in no layer: layers with attention "
+                f"{type(config).__name__}.{option} ({scheme.name!r}) would act in no layer: layers with attention "
                 f"here are {layers}. Change which layers get it, or use a ScheduleConfig."
             )
 

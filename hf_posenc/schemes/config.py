@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -53,6 +54,11 @@ class SchemeConfig:
     per_layer: ClassVar[bool] = False
     #: Whether it arranges other schemes instead of being one; such names are not listed.
     combinator: ClassVar[bool] = False
+    #: Whether its parts are made of those of its children by `merge`. Each child is then built on its own: layers share
+    #: its parts, or each has its own, as the child wants it, and the state dict names them.
+    merges_children: ClassVar[bool] = False
+    #: Whether equal children are one, with one set of parameters.
+    shares_children: ClassVar[bool] = True
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
         """Remembers which options the caller gave, because a default is not always meant."""
@@ -70,12 +76,57 @@ class SchemeConfig:
         """Whether an option `layout="auto"` stands for the pairs of dimensions that the architecture rotates."""
         return getattr(self, "layout", None) == "auto" and hasattr(self, "rotary_dim")
 
+    def children(self) -> dict[str, SchemeConfig]:
+        """The configs inside this one by their place in its options: `{"inner": ...}`, `{"parts[0]": ...}`."""
+        found: dict[str, SchemeConfig] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, SchemeConfig):
+                found[field.name] = value
+            elif isinstance(value, tuple):
+                items = enumerate(value)
+                found |= {f"{field.name}[{i}]": item for i, item in items if isinstance(item, SchemeConfig)}
+        return found
+
+    def with_children(self, children: Mapping[str, SchemeConfig]) -> Self:
+        """The same config with other ones inside.
+
+        Args:
+            children: by the names that `children` gives them; those that are left out stay.
+        """
+        changed: dict[str, Any] = {}
+        for place, child in children.items():
+            name, _, index = place.partition("[")
+            if not index:
+                changed[name] = child
+                continue
+            items = changed.setdefault(name, list(getattr(self, name)))
+            items[int(index.removesuffix("]"))] = child
+        changed = {name: tuple(value) if isinstance(value, list) else value for name, value in changed.items()}
+        if all(value == getattr(self, name) for name, value in changed.items()):
+            return self
+        return dataclasses.replace(self, **changed)
+
+    def acting_together(self) -> tuple[SchemeConfig, ...]:
+        """The schemes that act side by side at one place; a scheme by itself, unless it composes others."""
+        return (self,)
+
+    def merge(self, built: Sequence[SchemeParts]) -> SchemeParts:
+        """The parts of this config, made of those of its children; only where `merges_children` is true.
+
+        Args:
+            built: the parts of each child, in the order of `children`.
+        """
+        raise NotImplementedError
+
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds the parts for one place in a model.
 
         Raises:
             ValueError: if an option cannot hold at this place (for example an odd rotary width).
         """
+        if self.merges_children:
+            return self.merge([child.build(context) for child in self.children().values()])
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
@@ -140,11 +191,31 @@ class SubConfig:
         return known[kind]
 
 
+@dataclass(frozen=True)
+class OuterConfig(SchemeConfig):
+    """Base of the configs that act through the schemes inside them."""
+
+    @property
+    def per_layer(self) -> bool:  # type: ignore[override]
+        """Whether any of the schemes wants its own copy in every layer."""
+        return any(child.per_layer for child in self.children().values())
+
+    @property
+    def invisible_under_layer_norm(self) -> bool:
+        """Whether a LayerNorm removes what any of the schemes adds."""
+        return any(getattr(child, "invisible_under_layer_norm", False) for child in self.children().values())
+
+
+def walk(config: SchemeConfig) -> Iterator[SchemeConfig]:
+    """A config and all configs inside it."""
+    yield config
+    for child in config.children().values():
+        yield from walk(child)
+
+
 def nesting(config: SchemeConfig) -> int:
     """How many schemes are inside each other: 1 for one that holds no other."""
-    values = [getattr(config, field.name) for field in dataclasses.fields(config)]
-    items = [item for value in values for item in (value if isinstance(value, tuple) else (value,))]
-    return 1 + max((nesting(item) for item in items if isinstance(item, SchemeConfig)), default=0)
+    return 1 + max(map(nesting, config.children().values()), default=0)
 
 
 def _construct(cls: builtins.type[ConfigType], owner: str, options: dict[str, Any]) -> ConfigType:

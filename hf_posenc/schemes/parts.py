@@ -74,6 +74,14 @@ def take_declarations(part: Part, inner: Part) -> None:
                 setattr(part, name, getattr(inner, name, getattr(kind, name)))
 
 
+def declare_any(part: Part, parts: Sequence[Part]) -> None:
+    """Declares about `part`, which is made of others, every flag of its kind that holds for any of them."""
+    for kind in type(part).__mro__:
+        for name in inspect.get_annotations(kind) if issubclass(kind, Part) else ():
+            if isinstance(getattr(kind, name, None), bool):
+                setattr(part, name, any(getattr(one, name, False) for one in parts))
+
+
 class AdditiveEncoding(Part):
     """Positions -> vectors added to the token representations."""
 

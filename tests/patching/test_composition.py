@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from hf_posenc import (
     ComposedConfig,
     InterleavedConfig,
     LocalGlobalConfig,
+    NativeConfig,
     NoneConfig,
     RopeConfig,
     ScheduleConfig,
@@ -22,6 +25,8 @@ from hf_posenc import (
     native_scheme,
     patch_model,
 )
+from hf_posenc.schemes import SchemeConfig, SchemeParts
+from hf_posenc.schemes.config import OuterConfig
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
 from tests.models import tiny
@@ -38,6 +43,39 @@ def scheme(name: str, **options: Any) -> Any:
 
 def logits_of(config: Any, **overrides: Any) -> Tensor:
     return outputs(patched("llama_gqa", config, **overrides), LLAMA, tokens(), use_cache=False)
+
+
+@dataclass(frozen=True)
+class BiasAndRotation(OuterConfig):
+    """A combinator from outside the package: the biases of one scheme and the rotation of another."""
+
+    name = "bias_and_rotation"
+    combinator = True
+    merges_children = True
+
+    bias: SchemeConfig
+    rotation: SchemeConfig
+
+    def merge(self, built: Sequence[SchemeParts]) -> SchemeParts:
+        return SchemeParts(query_key_map=built[1].query_key_map, logit_bias=built[0].logit_bias)
+
+
+@torch.no_grad()
+def test_a_combinator_from_outside_takes_part_as_those_of_the_package_do() -> None:
+    """Its children are walked, given the layout and the native scheme of the model, and shared between layers."""
+    config = BiasAndRotation(get_scheme("t5")(), NativeConfig())
+    found = patched("llama_gqa", config)
+    wanted = patched("llama_gqa", ["t5", "native"])
+    own, parameters = found.position_encoding.parameters(), wanted.position_encoding.parameters()
+    for one, other in zip(own, parameters, strict=True):
+        one.copy_(other)
+    assert distance(outputs(found, LLAMA, tokens()), outputs(wanted, LLAMA, tokens())) == 0
+    chosen = found.position_encoding.config
+    assert isinstance(chosen, BiasAndRotation)
+    assert isinstance(chosen.rotation, RopeConfig)
+    assert sum(parameter.numel() for parameter in found.position_encoding.parameters()) == 32 * 4
+    per_layer = patched("llama_gqa", BiasAndRotation(get_scheme("kerple")(per_layer=True), RopeConfig()))
+    assert per_layer.position_encoding.config.per_layer
 
 
 def forget_gates_of(model: Any) -> Any:

@@ -218,7 +218,7 @@ def test_a_forget_gate_forgets_what_came_before_its_token():
     bias = build(ForgetGateConfig(), heads=1).logit_bias
     gates = torch.tensor([0.9, 0.5, 0.25, 0.1])
     unused = torch.zeros(1, 1, 4, HEAD_DIM)
-    pairs = AttentionPairs(unused, unused, torch.arange(4), counted(4), 1.0, None, gates.log().view(1, 1, 4, 1))
+    pairs = AttentionPairs(unused, unused, torch.arange(4), counted(4), 1.0, None, -gates.log().view(1, 1, 4, 1))
     kept = bias(pairs)[0, 0].exp().tril()
     expected = [[1, 0, 0, 0], [0.5, 1, 0, 0], [0.125, 0.25, 1, 0], [0.0125, 0.025, 0.1, 1]]
     torch.testing.assert_close(kept, torch.tensor(expected), rtol=1e-5, atol=1e-6)

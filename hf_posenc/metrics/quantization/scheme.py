@@ -232,13 +232,4 @@ def _wrapped(config: SchemeConfig, settings: QuantizedConfig) -> SchemeConfig:
         return config
     if not isinstance(config, LayeredConfig):
         return dataclasses.replace(settings, inner=config)
-    changes: dict[str, object] = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if isinstance(value, SchemeConfig):
-            changes[field.name] = _wrapped(value, settings)
-        elif isinstance(value, tuple):
-            changes[field.name] = tuple(
-                _wrapped(one, settings) if isinstance(one, SchemeConfig) else one for one in value
-            )
-    return dataclasses.replace(config, **changes)
+    return config.with_children({place: _wrapped(child, settings) for place, child in config.children().items()})

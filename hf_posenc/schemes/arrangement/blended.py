@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.arrangement.schedule import check_not_layered
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.config import OuterConfig, SchemeConfig
 from hf_posenc.schemes.logits import pairwise_bias
 from hf_posenc.schemes.none import NoneConfig
 from hf_posenc.schemes.parts import (
@@ -26,6 +26,7 @@ from hf_posenc.schemes.parts import (
     Part,
     QueryKeyMap,
     SchemeParts,
+    declare_any,
 )
 from hf_posenc.schemes.positions import AttentionPairs, Positions
 from hf_posenc.schemes.reach import Reach, shortest
@@ -51,11 +52,7 @@ class BlendedPart(Part, Generic[PartType]):
         self.old = old
         self.new = new
         self.strength = strength
-        for kind in type(self).__mro__:
-            for name in inspect.get_annotations(kind) if issubclass(kind, Part) else ():
-                # Every declaration that is a flag holds for the blend where it holds for either of the two.
-                if isinstance(getattr(kind, name, None), bool):
-                    setattr(self, name, any(getattr(part, name, False) for part in (old, new)))
+        declare_any(self, [part for part in (old, new) if part is not None])
         # At strength 1 an old part without a successor is still called, for the shape of what it returns.
         acting = self.weighted() or [(part, 0.0) for part in (old,) if part is not None]
         self.length_reach = shortest(self._reached(part, weight) for part, weight in acting)
@@ -224,7 +221,7 @@ def _scaled_positions(positions: Positions, weight: float) -> Positions:
 
 @register_scheme
 @dataclass(frozen=True)
-class BlendedConfig(SchemeConfig):
+class BlendedConfig(OuterConfig):
     """An old and a new scheme at once, in shares: how a pretrained model is led from one to the other.
 
     With `s` for `strength`, each kind of part is blended for itself::
@@ -254,6 +251,8 @@ class BlendedConfig(SchemeConfig):
 
     name: ClassVar[str] = "blended"
     combinator: ClassVar[bool] = True
+    merges_children: ClassVar[bool] = True
+    shares_children: ClassVar[bool] = False
 
     old: SchemeConfig = field(default_factory=RopeConfig)
     new: SchemeConfig = field(default_factory=NoneConfig)
@@ -267,30 +266,13 @@ class BlendedConfig(SchemeConfig):
                 raise ValueError(f"BlendedConfig.{option} is a blend itself; blend two schemes at a time.")
         check_number(self, "strength", minimum=0, maximum=1)
 
-    @property
-    def per_layer(self) -> bool:  # type: ignore[override]
-        """Whether either scheme wants its own copy in every layer."""
-        return self.old.per_layer or self.new.per_layer
-
-    @property
-    def invisible_under_layer_norm(self) -> bool:
-        """Whether a LayerNorm removes what either scheme adds."""
-        return any(getattr(scheme, "invisible_under_layer_norm", False) for scheme in (self.old, self.new))
-
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Builds both schemes and blends their parts.
-
-        Raises:
-            UnsupportedError: if a rotation of one of them cannot be given other positions.
-        """
-        return self.merge(self.old.build(context), self.new.build(context))
-
-    def merge(self, old: SchemeParts, new: SchemeParts) -> SchemeParts:
+    def merge(self, built: Sequence[SchemeParts]) -> SchemeParts:
         """What two schemes amount to together, given the parts of each.
 
         Raises:
             UnsupportedError: if a rotation of one of them cannot be given other positions.
         """
+        old, new = built
         for option, parts in (("old", old), ("new", new)):
             _refuse_unblendable(f"BlendedConfig.{option}", getattr(self, option), parts)
         strength = float(self.strength)

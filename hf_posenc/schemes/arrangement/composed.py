@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar, cast
+from typing import ClassVar, Generic, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.config import OuterConfig, SchemeConfig
 from hf_posenc.schemes.limits import MOST_PARTS, shown
 from hf_posenc.schemes.logits import pairwise_bias
 from hf_posenc.schemes.none import NoneConfig
@@ -23,6 +24,7 @@ from hf_posenc.schemes.parts import (
     PairwiseBias,
     Part,
     SchemeParts,
+    declare_any,
 )
 from hf_posenc.schemes.positions import AttentionPairs, Positions
 from hf_posenc.schemes.reach import shortest
@@ -41,9 +43,7 @@ class _PartSum(Part, Generic[PartType]):
     def __init__(self, parts: list[PartType]) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
-        self.length_dependent = any(part.length_dependent for part in parts)
-        self.needs_whole_sequence = any(part.needs_whole_sequence for part in parts)
-        self.reads_positions = any(part.reads_positions for part in parts)
+        declare_any(self, parts)
         self.length_reach = shortest(part.length_reach for part in parts)
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
@@ -87,12 +87,7 @@ class SummedPairwiseBias(_PartSum[LogitBias], PairwiseBias):
 
     def __init__(self, parts: list[LogitBias]) -> None:
         super().__init__(parts)
-        self.whole_heads = any(part.whole_heads for part in parts)
-        pairwise = [part for part in parts if isinstance(part, PairwiseBias)]
-        self.num_features = sum(part.num_features for part in pairwise)
-        self.reads_heads = any(part.reads_heads for part in pairwise)
-        self.replaces_logits = any(part.replaces_logits for part in pairwise)
-        self.reads_later_keys = any(part.reads_later_keys for part in pairwise)
+        self.num_features = sum(part.num_features for part in parts if isinstance(part, PairwiseBias))
 
     def key_features(self, hidden_states: Tensor) -> Tensor:
         """`(batch, heads, length, num_features)`: those of the summands, one after the other."""
@@ -134,7 +129,7 @@ def sum_of_biases(biases: list[LogitBias]) -> LogitBias | None:
 
 @register_scheme
 @dataclass(frozen=True)
-class ComposedConfig(SchemeConfig):
+class ComposedConfig(OuterConfig):
     """Several schemes at once: additive encodings and logit biases sum, scales multiply, at most one maps q and k.
 
     Biases that read queries or keys (`shaw`, `cope`, `grape`, ...) read those the logits are computed from: rotated
@@ -146,6 +141,7 @@ class ComposedConfig(SchemeConfig):
 
     name: ClassVar[str] = "composed"
     combinator: ClassVar[bool] = True
+    merges_children: ClassVar[bool] = True
 
     parts: tuple[SchemeConfig, ...]
 
@@ -163,25 +159,16 @@ class ComposedConfig(SchemeConfig):
                 raise ValueError(_compose_inside(part, parts[:index] + parts[index + 1 :]))
         object.__setattr__(self, "parts", parts)
 
-    @property
-    def per_layer(self) -> bool:  # type: ignore[override]
-        """Whether any of the schemes wants its own copy in every layer."""
-        return any(part.per_layer for part in self.parts)
+    def with_children(self, children: Mapping[str, SchemeConfig]) -> Self:
+        """The same config with other ones inside; a composition among them is taken apart."""
+        parts = [part for child in (self.children() | dict(children)).values() for part in child.acting_together()]
+        return self if tuple(parts) == self.parts else dataclasses.replace(self, parts=tuple(parts))
 
-    @property
-    def invisible_under_layer_norm(self) -> bool:
-        """Whether a LayerNorm removes the contribution of any of the schemes."""
-        return any(getattr(part, "invisible_under_layer_norm", False) for part in self.parts)
+    def acting_together(self) -> tuple[SchemeConfig, ...]:
+        """The parts."""
+        return self.parts
 
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Builds all schemes and merges their parts.
-
-        Raises:
-            ValueError: if more than one scheme maps queries and keys.
-        """
-        return self.merge([part.build(context) for part in self.parts])
-
-    def merge(self, built: list[SchemeParts]) -> SchemeParts:
+    def merge(self, built: Sequence[SchemeParts]) -> SchemeParts:
         """What the schemes amount to together, given the parts of each in order.
 
         Raises:
@@ -212,10 +199,7 @@ class ComposedConfig(SchemeConfig):
 def _compose_inside(layered: LayeredConfig, others: tuple[SchemeConfig, ...]) -> str:
     """Why an arrangement of layers cannot be composed, and how the same is said."""
     owner = type(layered).__name__
-    inner = next(
-        (field.name for field in dataclasses.fields(layered) if isinstance(getattr(layered, field.name), SchemeConfig)),
-        None,
-    )
+    inner = next((place for place in layered.children() if "[" not in place), None)
     # A schedule has no such option but a list of layers.
     scheme = NoneConfig() if inner is None else getattr(layered, inner)
     names = [type(part).__name__ + "()" for part in (scheme, *others) if not isinstance(part, NoneConfig)]
@@ -228,7 +212,7 @@ def _compose_inside(layered: LayeredConfig, others: tuple[SchemeConfig, ...]) ->
     )
 
 
-def _refuse_head_readers(configs: tuple[SchemeConfig, ...], built: list[SchemeParts]) -> None:
+def _refuse_head_readers(configs: tuple[SchemeConfig, ...], built: Sequence[SchemeParts]) -> None:
     """Raises for a bias that reads heads beside a map that changes their width."""
     for config, parts in zip(configs, built, strict=True):
         if isinstance(parts.logit_bias, PairwiseBias) and parts.logit_bias.reads_heads:

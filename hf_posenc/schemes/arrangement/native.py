@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from hf_posenc.schemes.arrangement.composed import ComposedConfig
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig, ScheduleConfig
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.config import BuildContext, SchemeConfig, walk
 from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.registry import register_scheme
 
@@ -40,7 +38,7 @@ class NativeConfig(SchemeConfig):
 
 def names_native(config: SchemeConfig) -> bool:
     """Whether a config, or any config inside it, is `NativeConfig`."""
-    return isinstance(config, NativeConfig) or any(names_native(inner) for inner in _nested(config))
+    return any(isinstance(found, NativeConfig) for found in walk(config))
 
 
 def with_native(config: SchemeConfig, native: SchemeConfig, layer_types: Sequence[str | None]) -> SchemeConfig:
@@ -66,27 +64,7 @@ def with_native(config: SchemeConfig, native: SchemeConfig, layer_types: Sequenc
     )
 
 
-def _nested(config: SchemeConfig) -> list[SchemeConfig]:
-    values = [getattr(config, field.name) for field in dataclasses.fields(config)]
-    items = [item for value in values for item in (value if isinstance(value, tuple) else (value,))]
-    return [item for item in items if isinstance(item, SchemeConfig)]
-
-
-def _parts(config: SchemeConfig) -> tuple[SchemeConfig, ...]:
-    return config.parts if isinstance(config, ComposedConfig) else (config,)
-
-
 def _replaced(config: SchemeConfig, native: SchemeConfig) -> SchemeConfig:
     if isinstance(config, NativeConfig):
         return native
-    changed: dict[str, Any] = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if isinstance(value, SchemeConfig):
-            changed[field.name] = _replaced(value, native)
-        elif isinstance(value, tuple) and any(isinstance(item, SchemeConfig) for item in value):
-            replaced = [_replaced(item, native) if isinstance(item, SchemeConfig) else item for item in value]
-            if isinstance(config, ComposedConfig):
-                replaced = [part for item in replaced for part in _parts(item)]
-            changed[field.name] = tuple(replaced)
-    return dataclasses.replace(config, **changed) if changed else config
+    return config.with_children({place: _replaced(child, native) for place, child in config.children().items()})

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.arrangement.schedule import check_not_layered
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.config import BuildContext, OuterConfig, SchemeConfig
 from hf_posenc.schemes.logits import pairwise_bias
 from hf_posenc.schemes.parts import (
     AdditiveEncoding,
@@ -213,7 +213,7 @@ def nested_scheme(config: SchemeConfig, option: str) -> None:
 
 
 @dataclass(frozen=True)
-class PositionMapConfig(SchemeConfig):
+class PositionMapConfig(OuterConfig):
     """Base of the configs that give a scheme other positions.
 
     All parts of the scheme get the mapped positions, a logit scale too: to leave one at the tokens' own positions,
@@ -229,16 +229,6 @@ class PositionMapConfig(SchemeConfig):
 
     def __post_init__(self) -> None:
         nested_scheme(self, "inner")
-
-    @property
-    def per_layer(self) -> bool:  # type: ignore[override]
-        """Whether the scheme wants its own copy in every layer."""
-        return self.inner.per_layer
-
-    @property
-    def invisible_under_layer_norm(self) -> bool:
-        """Whether a LayerNorm removes what the scheme adds."""
-        return getattr(self.inner, "invisible_under_layer_norm", False)
 
     def position_map(self) -> PositionMap:
         """A new map."""
