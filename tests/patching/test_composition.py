@@ -74,7 +74,7 @@ def test_a_combinator_from_outside_takes_part_as_those_of_the_package_do() -> No
     assert isinstance(chosen, BiasAndRotation)
     assert isinstance(chosen.rotation, RopeConfig)
     assert sum(parameter.numel() for parameter in found.position_encoding.parameters()) == 32 * 4
-    per_layer = patched("llama_gqa", BiasAndRotation(get_scheme("kerple")(per_layer=True), RopeConfig()))
+    per_layer = patched("llama_gqa", BiasAndRotation(get_scheme("forget_gate")(), RopeConfig()))
     assert per_layer.position_encoding.config.per_layer
 
 
