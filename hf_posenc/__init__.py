@@ -11,183 +11,55 @@ from typing import TYPE_CHECKING, Any
 
 from hf_posenc.checkpoint.install import install as _install
 from hf_posenc.errors import missing_attribute
-from hf_posenc.version import __version__
+from hf_posenc.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from hf_posenc import metrics as metrics
     from hf_posenc import plots as plots
     from hf_posenc import recipes as recipes
     from hf_posenc import schemes as schemes
-    from hf_posenc.checkpoint.configuration import CheckpointError
-    from hf_posenc.checkpoint.export import save_stock_checkpoint
-    from hf_posenc.checkpoint.position_adapters import load_position_adapter, save_position_adapter
-    from hf_posenc.errors import PositionEncodingError, SequenceLengthError, UnknownNameError, UnsupportedError
+    from hf_posenc.checkpoint.configuration import CheckpointError as CheckpointError
+    from hf_posenc.checkpoint.export import save_stock_checkpoint as save_stock_checkpoint
+    from hf_posenc.checkpoint.position_adapters import (
+        load_position_adapter as load_position_adapter,
+    )
+    from hf_posenc.checkpoint.position_adapters import (
+        save_position_adapter as save_position_adapter,
+    )
+    from hf_posenc.errors import (
+        PositionEncodingError as PositionEncodingError,
+    )
+    from hf_posenc.errors import (
+        SequenceLengthError as SequenceLengthError,
+    )
+    from hf_posenc.errors import (
+        UnknownNameError as UnknownNameError,
+    )
+    from hf_posenc.errors import (
+        UnsupportedError as UnsupportedError,
+    )
     from hf_posenc.patching import (
-        Architecture,
-        extend_context,
-        inspect_model,
-        native_scheme,
-        patch_model,
-        register_architecture,
-        unpatch_model,
+        Architecture as Architecture,
     )
-    from hf_posenc.schemes import (
-        AdditiveEncoding,
-        AlibiConfig,
-        AttentionPairs,
-        BinaryConfig,
-        BlendedConfig,
-        BuildContext,
-        ComposedConfig,
-        CopeConfig,
-        DistanceBias,
-        DynamicScaling,
-        FireConfig,
-        FopeConfig,
-        ForgetGateConfig,
-        GrapeConfig,
-        HierarchicalConfig,
-        HopeConfig,
-        IntegerConfig,
-        InterleavedConfig,
-        KerpleConfig,
-        LayeredConfig,
-        LearnedConfig,
-        LearnedRopeConfig,
-        LinearScaling,
-        Llama3Scaling,
-        Llama4ScaleConfig,
-        LocalGlobalConfig,
-        LogitBias,
-        LogitScale,
-        LogNScaleConfig,
-        LongRopeScaling,
-        LowRankRelativeConfig,
-        MRopeConfig,
-        NativeConfig,
-        NoneConfig,
-        NormalizedIntegerConfig,
-        NtkScaling,
-        PairwiseBias,
-        PopeConfig,
-        PositionClampConfig,
-        Positions,
-        PositionScaleConfig,
-        PositionShiftConfig,
-        PRopeConfig,
-        QueryKeyMap,
-        RandomizedConfig,
-        ReRopeConfig,
-        ResonanceConfig,
-        ResonanceScaling,
-        RopeConfig,
-        RopeNdConfig,
-        RopeScaling,
-        SandwichConfig,
-        ScheduleConfig,
-        SchemeConfig,
-        SchemeParts,
-        SelfExtendConfig,
-        ShawConfig,
-        SinusoidalConfig,
-        SSMaxConfig,
-        StringConfig,
-        T5Config,
-        TransformerXLConfig,
-        WaveletConfig,
-        XposConfig,
-        YarnScaling,
-        get_scheme,
-        list_schemes,
-        register_scheme,
+    from hf_posenc.patching import (
+        extend_context as extend_context,
     )
-
-__all__ = [
-    "AdditiveEncoding",
-    "AlibiConfig",
-    "Architecture",
-    "AttentionPairs",
-    "BinaryConfig",
-    "BlendedConfig",
-    "BuildContext",
-    "CheckpointError",
-    "ComposedConfig",
-    "CopeConfig",
-    "DistanceBias",
-    "DynamicScaling",
-    "FireConfig",
-    "FopeConfig",
-    "ForgetGateConfig",
-    "GrapeConfig",
-    "HierarchicalConfig",
-    "HopeConfig",
-    "IntegerConfig",
-    "InterleavedConfig",
-    "KerpleConfig",
-    "LayeredConfig",
-    "LearnedConfig",
-    "LearnedRopeConfig",
-    "LinearScaling",
-    "Llama3Scaling",
-    "Llama4ScaleConfig",
-    "LocalGlobalConfig",
-    "LogNScaleConfig",
-    "LogitBias",
-    "LogitScale",
-    "LongRopeScaling",
-    "LowRankRelativeConfig",
-    "MRopeConfig",
-    "NativeConfig",
-    "NoneConfig",
-    "NormalizedIntegerConfig",
-    "NtkScaling",
-    "PRopeConfig",
-    "PairwiseBias",
-    "PopeConfig",
-    "PositionClampConfig",
-    "PositionEncodingError",
-    "PositionScaleConfig",
-    "PositionShiftConfig",
-    "Positions",
-    "QueryKeyMap",
-    "RandomizedConfig",
-    "ReRopeConfig",
-    "ResonanceConfig",
-    "ResonanceScaling",
-    "RopeConfig",
-    "RopeNdConfig",
-    "RopeScaling",
-    "SSMaxConfig",
-    "SandwichConfig",
-    "ScheduleConfig",
-    "SchemeConfig",
-    "SchemeParts",
-    "SelfExtendConfig",
-    "SequenceLengthError",
-    "ShawConfig",
-    "SinusoidalConfig",
-    "StringConfig",
-    "T5Config",
-    "TransformerXLConfig",
-    "UnknownNameError",
-    "UnsupportedError",
-    "WaveletConfig",
-    "XposConfig",
-    "YarnScaling",
-    "__version__",
-    "extend_context",
-    "get_scheme",
-    "inspect_model",
-    "list_schemes",
-    "load_position_adapter",
-    "native_scheme",
-    "patch_model",
-    "register_architecture",
-    "register_scheme",
-    "save_position_adapter",
-    "save_stock_checkpoint",
-    "unpatch_model",
-]
+    from hf_posenc.patching import (
+        inspect_model as inspect_model,
+    )
+    from hf_posenc.patching import (
+        native_scheme as native_scheme,
+    )
+    from hf_posenc.patching import (
+        patch_model as patch_model,
+    )
+    from hf_posenc.patching import (
+        register_architecture as register_architecture,
+    )
+    from hf_posenc.patching import (
+        unpatch_model as unpatch_model,
+    )
+    from hf_posenc.schemes import *  # noqa: F403
 
 _HOMES = {
     "hf_posenc.checkpoint.configuration": ("CheckpointError",),
@@ -211,23 +83,21 @@ _SUBPACKAGES = ("metrics", "plots", "recipes", "schemes")
 def __getattr__(name: str) -> Any:
     if name in _SUBPACKAGES:
         return importlib.import_module(f"{__name__}.{name}")
-    if name in __all__:
-        value = getattr(importlib.import_module(_HOME_OF.get(name, "hf_posenc.schemes")), name)
-        globals()[name] = value
+    if name in _HOME_OF:
+        globals()[name] = value = getattr(importlib.import_module(_HOME_OF[name]), name)
         return value
-    known = [*__all__, *_SUBPACKAGES]
-    if name.endswith("Config"):
-        from hf_posenc.schemes import registered_configs
-
-        registered = {found.__name__: found for found in registered_configs()}
-        if name in registered:
-            return registered[name]
-        known += registered
-    raise missing_attribute(__name__, name, known)
+    # Every name of the schemes is one of this package.
+    schemes = importlib.import_module("hf_posenc.schemes")
+    if name == "__all__":
+        return sorted([*_HOME_OF, *schemes.__all__, "__version__"])
+    if not name.startswith("_") and hasattr(schemes, name):
+        return getattr(schemes, name)
+    registered = [config.__name__ for config in schemes.registered_configs()]
+    raise missing_attribute(__name__, name, [*_HOME_OF, *_SUBPACKAGES, *schemes.__all__, *registered])
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_SUBPACKAGES})
+    return sorted({*globals(), *__getattr__("__all__"), *_SUBPACKAGES})
 
 
 _install()

@@ -6,168 +6,172 @@ else. Its config class is then an attribute of this package and of `hf_posenc`, 
 
 import importlib
 import pkgutil
-from typing import Any
+from typing import Any as _Any
 
-from hf_posenc.errors import missing_attribute
-from hf_posenc.schemes.additive.binary import BinaryConfig
-from hf_posenc.schemes.additive.integer import IntegerConfig, NormalizedIntegerConfig
-from hf_posenc.schemes.additive.learned import LearnedConfig
-from hf_posenc.schemes.additive.sinusoidal import SinusoidalConfig
-from hf_posenc.schemes.arrangement.blended import BlendedConfig
-from hf_posenc.schemes.arrangement.composed import ComposedConfig
-from hf_posenc.schemes.arrangement.native import NativeConfig
-from hf_posenc.schemes.arrangement.schedule import InterleavedConfig, LayeredConfig, LocalGlobalConfig, ScheduleConfig
-from hf_posenc.schemes.bias.alibi import AlibiConfig
-from hf_posenc.schemes.bias.cope import CopeConfig
-from hf_posenc.schemes.bias.fire import FireConfig
-from hf_posenc.schemes.bias.forget_gate import ForgetGateConfig
-from hf_posenc.schemes.bias.grape import GrapeConfig
-from hf_posenc.schemes.bias.kerple import KerpleConfig
-from hf_posenc.schemes.bias.low_rank_relative import LowRankRelativeConfig
-from hf_posenc.schemes.bias.sandwich import SandwichConfig
-from hf_posenc.schemes.bias.shaw import ShawConfig
-from hf_posenc.schemes.bias.t5 import T5Config
-from hf_posenc.schemes.bias.transformer_xl import TransformerXLConfig
-from hf_posenc.schemes.bias.wavelet import WaveletConfig
-from hf_posenc.schemes.config import BuildContext, SchemeConfig, SubConfig
-from hf_posenc.schemes.none import NoneConfig
+from hf_posenc.errors import missing_attribute as _missing_attribute
+from hf_posenc.schemes.additive.binary import BinaryConfig as BinaryConfig
+from hf_posenc.schemes.additive.integer import (
+    IntegerConfig as IntegerConfig,
+)
+from hf_posenc.schemes.additive.integer import (
+    NormalizedIntegerConfig as NormalizedIntegerConfig,
+)
+from hf_posenc.schemes.additive.learned import LearnedConfig as LearnedConfig
+from hf_posenc.schemes.additive.sinusoidal import SinusoidalConfig as SinusoidalConfig
+from hf_posenc.schemes.arrangement.blended import BlendedConfig as BlendedConfig
+from hf_posenc.schemes.arrangement.composed import ComposedConfig as ComposedConfig
+from hf_posenc.schemes.arrangement.native import NativeConfig as NativeConfig
+from hf_posenc.schemes.arrangement.schedule import (
+    InterleavedConfig as InterleavedConfig,
+)
+from hf_posenc.schemes.arrangement.schedule import (
+    LayeredConfig as LayeredConfig,
+)
+from hf_posenc.schemes.arrangement.schedule import (
+    LocalGlobalConfig as LocalGlobalConfig,
+)
+from hf_posenc.schemes.arrangement.schedule import (
+    ScheduleConfig as ScheduleConfig,
+)
+from hf_posenc.schemes.bias.alibi import AlibiConfig as AlibiConfig
+from hf_posenc.schemes.bias.cope import CopeConfig as CopeConfig
+from hf_posenc.schemes.bias.fire import FireConfig as FireConfig
+from hf_posenc.schemes.bias.forget_gate import ForgetGateConfig as ForgetGateConfig
+from hf_posenc.schemes.bias.grape import GrapeConfig as GrapeConfig
+from hf_posenc.schemes.bias.kerple import KerpleConfig as KerpleConfig
+from hf_posenc.schemes.bias.low_rank_relative import LowRankRelativeConfig as LowRankRelativeConfig
+from hf_posenc.schemes.bias.sandwich import SandwichConfig as SandwichConfig
+from hf_posenc.schemes.bias.shaw import ShawConfig as ShawConfig
+from hf_posenc.schemes.bias.t5 import T5Config as T5Config
+from hf_posenc.schemes.bias.transformer_xl import TransformerXLConfig as TransformerXLConfig
+from hf_posenc.schemes.bias.wavelet import WaveletConfig as WaveletConfig
+from hf_posenc.schemes.config import (
+    BuildContext as BuildContext,
+)
+from hf_posenc.schemes.config import (
+    SchemeConfig as SchemeConfig,
+)
+from hf_posenc.schemes.config import (
+    SubConfig as SubConfig,
+)
+from hf_posenc.schemes.none import NoneConfig as NoneConfig
 from hf_posenc.schemes.parts import (
-    AdditiveEncoding,
-    DistanceBias,
-    LogitBias,
-    LogitScale,
-    PairwiseBias,
-    Part,
-    QueryKeyMap,
-    SchemeParts,
+    AdditiveEncoding as AdditiveEncoding,
 )
-from hf_posenc.schemes.position_maps.affine import PositionScaleConfig, PositionShiftConfig
-from hf_posenc.schemes.position_maps.clamped import PositionClampConfig
-from hf_posenc.schemes.position_maps.hierarchical import HierarchicalConfig
-from hf_posenc.schemes.position_maps.randomized import RandomizedConfig
-from hf_posenc.schemes.position_maps.rerope import ReRopeConfig
-from hf_posenc.schemes.position_maps.self_extend import SelfExtendConfig
-from hf_posenc.schemes.positions import AttentionPairs, Positions
-from hf_posenc.schemes.reach import Reach
+from hf_posenc.schemes.parts import (
+    DistanceBias as DistanceBias,
+)
+from hf_posenc.schemes.parts import (
+    LogitBias as LogitBias,
+)
+from hf_posenc.schemes.parts import (
+    LogitScale as LogitScale,
+)
+from hf_posenc.schemes.parts import (
+    PairwiseBias as PairwiseBias,
+)
+from hf_posenc.schemes.parts import (
+    Part as Part,
+)
+from hf_posenc.schemes.parts import (
+    QueryKeyMap as QueryKeyMap,
+)
+from hf_posenc.schemes.parts import (
+    SchemeParts as SchemeParts,
+)
+from hf_posenc.schemes.position_maps.affine import (
+    PositionScaleConfig as PositionScaleConfig,
+)
+from hf_posenc.schemes.position_maps.affine import (
+    PositionShiftConfig as PositionShiftConfig,
+)
+from hf_posenc.schemes.position_maps.clamped import PositionClampConfig as PositionClampConfig
+from hf_posenc.schemes.position_maps.hierarchical import HierarchicalConfig as HierarchicalConfig
+from hf_posenc.schemes.position_maps.randomized import RandomizedConfig as RandomizedConfig
+from hf_posenc.schemes.position_maps.rerope import ReRopeConfig as ReRopeConfig
+from hf_posenc.schemes.position_maps.self_extend import SelfExtendConfig as SelfExtendConfig
+from hf_posenc.schemes.positions import (
+    AttentionPairs as AttentionPairs,
+)
+from hf_posenc.schemes.positions import (
+    Positions as Positions,
+)
+from hf_posenc.schemes.reach import Reach as Reach
 from hf_posenc.schemes.registry import (
-    as_scheme,
-    get_scheme,
-    list_schemes,
-    register_scheme,
-    registered_configs,
-    scheme_from_dict,
+    as_scheme as as_scheme,
 )
-from hf_posenc.schemes.rotary.fope import FopeConfig
-from hf_posenc.schemes.rotary.hope import HopeConfig
-from hf_posenc.schemes.rotary.learned_frequencies import LearnedRopeConfig
-from hf_posenc.schemes.rotary.mrope import MRopeConfig
-from hf_posenc.schemes.rotary.p_rope import PRopeConfig
-from hf_posenc.schemes.rotary.pope import PopeConfig
-from hf_posenc.schemes.rotary.resonance import ResonanceConfig, ResonanceScaling
-from hf_posenc.schemes.rotary.rope import RopeConfig
-from hf_posenc.schemes.rotary.rope_nd import RopeNdConfig
+from hf_posenc.schemes.registry import (
+    get_scheme as get_scheme,
+)
+from hf_posenc.schemes.registry import (
+    list_schemes as list_schemes,
+)
+from hf_posenc.schemes.registry import (
+    register_scheme as register_scheme,
+)
+from hf_posenc.schemes.registry import (
+    registered_configs as registered_configs,
+)
+from hf_posenc.schemes.registry import (
+    scheme_from_dict as scheme_from_dict,
+)
+from hf_posenc.schemes.rotary.fope import FopeConfig as FopeConfig
+from hf_posenc.schemes.rotary.hope import HopeConfig as HopeConfig
+from hf_posenc.schemes.rotary.learned_frequencies import LearnedRopeConfig as LearnedRopeConfig
+from hf_posenc.schemes.rotary.mrope import MRopeConfig as MRopeConfig
+from hf_posenc.schemes.rotary.p_rope import PRopeConfig as PRopeConfig
+from hf_posenc.schemes.rotary.pope import PopeConfig as PopeConfig
+from hf_posenc.schemes.rotary.resonance import (
+    ResonanceConfig as ResonanceConfig,
+)
+from hf_posenc.schemes.rotary.resonance import (
+    ResonanceScaling as ResonanceScaling,
+)
+from hf_posenc.schemes.rotary.rope import RopeConfig as RopeConfig
+from hf_posenc.schemes.rotary.rope_nd import RopeNdConfig as RopeNdConfig
 from hf_posenc.schemes.rotary.scaling import (
-    DynamicScaling,
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
-    NtkScaling,
-    RopeScaling,
-    YarnScaling,
+    DynamicScaling as DynamicScaling,
 )
-from hf_posenc.schemes.rotary.stock import from_rope_parameters, to_rope_parameters
-from hf_posenc.schemes.rotary.string import StringConfig
-from hf_posenc.schemes.rotary.xpos import XposConfig
-from hf_posenc.schemes.scale.llama4_scale import Llama4ScaleConfig
-from hf_posenc.schemes.scale.log_n_scale import LogNScaleConfig
-from hf_posenc.schemes.scale.ssmax import SSMaxConfig
-
-__all__ = [
-    "AdditiveEncoding",
-    "AlibiConfig",
-    "AttentionPairs",
-    "BinaryConfig",
-    "BlendedConfig",
-    "BuildContext",
-    "ComposedConfig",
-    "CopeConfig",
-    "DistanceBias",
-    "DynamicScaling",
-    "FireConfig",
-    "FopeConfig",
-    "ForgetGateConfig",
-    "GrapeConfig",
-    "HierarchicalConfig",
-    "HopeConfig",
-    "IntegerConfig",
-    "InterleavedConfig",
-    "KerpleConfig",
-    "LayeredConfig",
-    "LearnedConfig",
-    "LearnedRopeConfig",
-    "LinearScaling",
-    "Llama3Scaling",
-    "Llama4ScaleConfig",
-    "LocalGlobalConfig",
-    "LogNScaleConfig",
-    "LogitBias",
-    "LogitScale",
-    "LongRopeScaling",
-    "LowRankRelativeConfig",
-    "MRopeConfig",
-    "NativeConfig",
-    "NoneConfig",
-    "NormalizedIntegerConfig",
-    "NtkScaling",
-    "PRopeConfig",
-    "PairwiseBias",
-    "Part",
-    "PopeConfig",
-    "PositionClampConfig",
-    "PositionScaleConfig",
-    "PositionShiftConfig",
-    "Positions",
-    "QueryKeyMap",
-    "RandomizedConfig",
-    "ReRopeConfig",
-    "Reach",
-    "ResonanceConfig",
-    "ResonanceScaling",
-    "RopeConfig",
-    "RopeNdConfig",
-    "RopeScaling",
-    "SSMaxConfig",
-    "SandwichConfig",
-    "ScheduleConfig",
-    "SchemeConfig",
-    "SchemeParts",
-    "SelfExtendConfig",
-    "ShawConfig",
-    "SinusoidalConfig",
-    "StringConfig",
-    "SubConfig",
-    "T5Config",
-    "TransformerXLConfig",
-    "WaveletConfig",
-    "XposConfig",
-    "YarnScaling",
-    "as_scheme",
-    "from_rope_parameters",
-    "get_scheme",
-    "list_schemes",
-    "register_scheme",
-    "registered_configs",
-    "scheme_from_dict",
-    "to_rope_parameters",
-]
+from hf_posenc.schemes.rotary.scaling import (
+    LinearScaling as LinearScaling,
+)
+from hf_posenc.schemes.rotary.scaling import (
+    Llama3Scaling as Llama3Scaling,
+)
+from hf_posenc.schemes.rotary.scaling import (
+    LongRopeScaling as LongRopeScaling,
+)
+from hf_posenc.schemes.rotary.scaling import (
+    NtkScaling as NtkScaling,
+)
+from hf_posenc.schemes.rotary.scaling import (
+    RopeScaling as RopeScaling,
+)
+from hf_posenc.schemes.rotary.scaling import (
+    YarnScaling as YarnScaling,
+)
+from hf_posenc.schemes.rotary.stock import (
+    from_rope_parameters as from_rope_parameters,
+)
+from hf_posenc.schemes.rotary.stock import (
+    to_rope_parameters as to_rope_parameters,
+)
+from hf_posenc.schemes.rotary.string import StringConfig as StringConfig
+from hf_posenc.schemes.rotary.xpos import XposConfig as XposConfig
+from hf_posenc.schemes.scale.llama4_scale import Llama4ScaleConfig as Llama4ScaleConfig
+from hf_posenc.schemes.scale.log_n_scale import LogNScaleConfig as LogNScaleConfig
+from hf_posenc.schemes.scale.ssmax import SSMaxConfig as SSMaxConfig
 
 
-def __getattr__(name: str) -> Any:
-    """The config class of a registered scheme, for those that are not listed above."""
+def __getattr__(name: str) -> _Any:
+    """The config class of a registered scheme, for those that are not listed above, and the names in `__all__`."""
+    public = [one for one, value in globals().items() if callable(value) and not one.startswith("_")]
+    if name == "__all__":
+        return sorted(public)
     registered = {} if name.startswith("_") else {found.__name__: found for found in registered_configs()}
     if name in registered:
         return registered[name]
-    raise missing_attribute(__name__, name, [*__all__, *registered])
+    raise _missing_attribute(__name__, name, [*public, *registered])
 
 
 for _module in pkgutil.walk_packages(__path__, prefix=f"{__name__}."):
