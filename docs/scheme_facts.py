@@ -11,11 +11,11 @@ from scheme_docstrings import linked, options, table_cell
 from scheme_pages import Page, default_config
 
 from hf_posenc.plots.schemes import Subject, applicable_kinds, subject_of
+from hf_posenc.plots.schemes.probes import added_bias, visible
 from hf_posenc.plots.schemes.subject import standard_places
 from hf_posenc.report.tables import markdown_table
 from hf_posenc.schemes import BuildContext, PairwiseBias, Positions, SchemeConfig, SchemeParts
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig
-from hf_posenc.schemes.logits import positional_logits
 from hf_posenc.schemes.parts import SeparableBias
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -86,18 +86,10 @@ def _what_a_bias_reads(subject: Subject) -> str:
         "keys": (query, other_key, hidden),
         "hidden states": (query, key, other_hidden),
     }
-    without_scale = dataclasses.replace(subject.parts, logit_scale=None)
-    visible = torch.ones(length, length, dtype=torch.bool)
-    visible = visible.tril() if subject.context.causal else visible
 
-    @torch.no_grad()
     def biases(ids: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         positions = Positions(ids.unsqueeze(0), ids[-1:].unsqueeze(0) + 1, token_ids=ids.unsqueeze(0) % 16)
-        biased, plain = (
-            positional_logits(parts, *tensors[:2], positions, tensors[2])
-            for parts in (without_scale, dataclasses.replace(without_scale, logit_bias=None))
-        )
-        return (biased - plain)[..., visible]
+        return added_bias(subject, positions, *tensors)[..., visible(subject, length)]
 
     found = []
     for name, tensors in inputs.items():

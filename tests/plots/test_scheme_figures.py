@@ -16,9 +16,9 @@ from PIL import Image
 
 from hf_posenc.cli import main
 from hf_posenc.errors import UnknownNameError, UnsupportedError
+from hf_posenc.metrics.properties.decay import envelope
 from hf_posenc.plots.schemes import KINDS, applicable_kinds, draw_kind, kind_named, plot_scheme, subject_of
 from hf_posenc.plots.schemes.drawing import color_scale
-from hf_posenc.plots.schemes.logits import roformer_envelope
 from hf_posenc.plots.schemes.probes import bias_matrix, equal_query_key_logits, turning_frequencies
 from hf_posenc.plots.schemes.rotations import turning_pairs, turning_speeds
 from hf_posenc.plots.schemes.subject import TINY
@@ -202,9 +202,9 @@ def test_the_envelope_is_that_of_roformer():
             cosine += math.cos(distance * frequency)
             sine += math.sin(distance * frequency)
             total += math.hypot(cosine, sine)
-        found = roformer_envelope(torch.tensor(frequencies), torch.tensor([distance]))
+        found = envelope(torch.tensor(frequencies), torch.tensor([distance]))
         assert float(found) == pytest.approx(total / 32, rel=1e-5)
-    assert float(roformer_envelope(torch.tensor(frequencies), torch.tensor([0]))) == pytest.approx(16.5)
+    assert float(envelope(torch.tensor(frequencies), torch.tensor([0]))) == pytest.approx(16.5)
 
 
 def test_decay_starts_at_the_mean_squared_length_of_the_vectors():

@@ -50,7 +50,7 @@ def long_term_decay(specimen: Specimen, refusals: Refusals, *, length: int = 256
     }
     frequencies = _rotation_frequencies(specimen, length)
     if frequencies is not None:
-        values = envelope(frequencies, ENVELOPE_DISTANCES)
+        values = envelope(frequencies, torch.tensor(ENVELOPE_DISTANCES)).tolist()
         details["envelope"] = dict(zip(ENVELOPE_DISTANCES, values, strict=True))
     return Found(value, details)
 
@@ -116,14 +116,13 @@ def rotary_envelope(
         head_dim: width of a head, even.
         theta: the base.
     """
-    return envelope(rope_inverse_frequencies(theta, head_dim), distances)
+    return envelope(rope_inverse_frequencies(theta, head_dim), torch.tensor(distances)).tolist()
 
 
-def envelope(inverse_frequencies: Tensor, distances: Sequence[int]) -> list[float]:
-    """`rotary_envelope` for any frequencies, `(head_dim / 2,)`."""
-    angles = torch.tensor(distances, dtype=torch.float64).unsqueeze(-1) * inverse_frequencies.double()
-    sums = torch.polar(torch.ones_like(angles), angles).cumsum(dim=-1)
-    return [float(value) for value in sums.abs().mean(dim=-1)]
+def envelope(inverse_frequencies: Tensor, distances: Tensor) -> Tensor:
+    """`rotary_envelope` for any frequencies, `(pairs,)` radians per position, at `(distances,)`; float64."""
+    angles = distances.double().unsqueeze(-1) * inverse_frequencies.double()
+    return torch.polar(torch.ones_like(angles), angles).cumsum(dim=-1).abs().mean(dim=-1)
 
 
 def _rotation_frequencies(specimen: Specimen, length: int) -> Tensor | None:

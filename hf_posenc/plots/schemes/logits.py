@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hf_posenc.metrics.properties.decay import envelope
 from hf_posenc.plots.schemes.drawing import FigureKind, head_maps, legend_below, panels, plot_heads
 from hf_posenc.plots.schemes.probes import added_vectors, equal_query_key_logits, turning_frequencies
 from hf_posenc.plots.schemes.subject import INPUT_SEED, Subject
@@ -24,22 +25,6 @@ _LENGTH, _SAMPLES = 257, 24
 _SIDE = 15
 #: Of the sequence in which logits are scaled.
 _FAR = 2**17
-
-
-def roformer_envelope(frequencies: Tensor, distances: Tensor) -> Tensor:
-    """RoFormer's bound on a rotated product, up to a factor (arXiv:2104.09864, section 3.4.3).
-
-    Args:
-        frequencies: `(pairs,)`, radians per position.
-        distances: `(distances,)`, tokens.
-
-    Returns:
-        `(distances,)`: the mean over `j = 1 .. pairs` of `|S_j|`, where `S_j` is the sum of `exp(i distance f)` over
-        the first `j` frequencies.
-    """
-    angles = distances.double().unsqueeze(-1) * frequencies.double()
-    partial = torch.polar(torch.ones_like(angles), angles).cumsum(-1)
-    return partial.abs().mean(-1)
 
 
 class Decay(FigureKind):
@@ -61,7 +46,7 @@ class Decay(FigureKind):
         axes.margins(x=0.01)
         if spectrum is not None:
             distances = torch.arange(_LENGTH)
-            others[0].plot(roformer_envelope(spectrum, distances).numpy(), color=COLORS[1])
+            others[0].plot(envelope(spectrum, distances).numpy(), color=COLORS[1])
             others[0].set_ylim(bottom=0)
             others[0].margins(x=0.01)
             others[0].set_title("RoFormer's envelope", fontsize=10)

@@ -41,15 +41,21 @@ def bias_matrix(subject: Subject, length: int, seed: int = INPUT_SEED) -> Tensor
     """`(heads, length, length)`: what the bias adds for random queries, keys and hidden states."""
     bias = subject.parts.logit_bias
     positions = subject.positions(length)
-    with torch.no_grad():
-        if isinstance(bias, DistanceBias):
+    if isinstance(bias, DistanceBias):
+        with torch.no_grad():
             per_head: Tensor = bias(positions.ids[0].unsqueeze(0) - positions.ids[0].unsqueeze(1))
-            return per_head.float()
-        query, key, hidden = subject.random_heads(length, seed=seed)
-        without_scale = dataclasses.replace(subject.parts, logit_scale=None)
-        plain = dataclasses.replace(without_scale, logit_bias=None)
-        biased = positional_logits(without_scale, query, key, positions, hidden)
-        return (biased - positional_logits(plain, query, key, positions, hidden))[0]
+        return per_head.float()
+    return added_bias(subject, positions, *subject.random_heads(length, seed=seed))[0]
+
+
+@torch.no_grad()
+def added_bias(subject: Subject, positions: Positions, query: Tensor, key: Tensor, hidden: Tensor) -> Tensor:
+    """`(batch, heads, length, length)`: what the bias adds for these queries, keys and hidden states."""
+    biased, plain = (
+        positional_logits(dataclasses.replace(subject.parts, **without), query, key, positions, hidden)
+        for without in ({"logit_scale": None}, {"logit_scale": None, "logit_bias": None})
+    )
+    return biased - plain
 
 
 def bias_reads_content(subject: Subject) -> bool:
