@@ -96,8 +96,11 @@ def _entry(label: str, options: dict[str, Any]) -> SchemeEntry:
     for name, value in (("training", training), ("swap", given)):
         if not isinstance(value, dict):
             raise SettingsError(f"{where}: {name} is {value!r}; it takes settings by name.")
+    if not isinstance(start, str | None):
+        raise SettingsError(f"{where}: from is {start!r}; it takes the label of another scheme.")
     try:
-        swap = TypeAdapter(SwapArguments).validate_json(json.dumps(given))
+        # As JSON, in which pydantic makes a dataclass of a mapping and still takes no text for a number.
+        swap = TypeAdapter(SwapArguments).validate_json(json.dumps(given, default=str))
     except ValidationError as error:
         raise settings_error(error, SwapArguments.__dataclass_fields__, f"{where}: swap") from error
     scheme = options.pop("scheme", label)

@@ -18,6 +18,10 @@ _OWN = {
 }  # fmt: skip
 
 
+#: Lengths beyond this one are a slip of the pen.
+_LONGEST = 10**6
+
+
 def parse_lengths(value: Any) -> Any:
     """`"1-10,12"` as a list of lengths, ascending; empty for an empty text.
 
@@ -31,6 +35,8 @@ def parse_lengths(value: Any) -> Any:
         if match is None or int(match[1]) < 1:
             raise ValueError("write lengths and ranges of them: 1-10 or 5,10,20")
         last = int(match[2] or match[1])
+        if last > _LONGEST:
+            raise ValueError(f"{part} reaches past {_LONGEST}")
         if last < int(match[1]):
             raise ValueError(f"the range {part} ends before it begins")
         lengths.update(range(int(match[1]), last + 1))
