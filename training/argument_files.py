@@ -15,7 +15,6 @@ from transformers import HfArgumentParser
 from hf_posenc.errors import close_names
 from training.errors import SettingsError
 from training.launched import launched_on_cpu
-from training.settings_text import settings_text
 
 #: Of the option `--import`.
 IMPORTS = {
@@ -23,6 +22,10 @@ IMPORTS = {
     "aliases": ["--import"],
     "action": "extend",
 }
+
+
+#: Bytes that a file of settings may have. YAML takes seconds for a megabyte.
+LARGEST_SETTINGS = 2**20
 
 
 class _Loader(yaml.SafeLoader):
@@ -85,16 +88,33 @@ def parse_arguments(
     return tuple(parsed)
 
 
-def _words(parser: HfArgumentParser, path: Path) -> list[str]:
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The settings in a YAML or JSON file, by name.
+
+    Raises:
+        SettingsError: for a file that cannot be read, is no text, is larger than settings ever are, or holds something
+            other than one mapping.
+    """
     try:
-        text = settings_text(path)
+        size = path.stat().st_size
+        if size > LARGEST_SETTINGS:
+            raise SettingsError(f"{path} holds {size} bytes; settings have at most {LARGEST_SETTINGS}.")
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"Cannot read the settings {path}: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{path} is not text in UTF-8: {error}.") from error
+    try:
         content = json.loads(text) if path.suffix == ".json" else yaml.load(text, Loader=_Loader)
-    except SettingsError:
-        raise
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise SettingsError(f"{path} is not {'JSON' if path.suffix == '.json' else 'YAML'}: {error}") from error
     if not isinstance(content, dict):
         raise SettingsError(f"{path} holds {type(content).__name__}; one mapping of options to values is expected.")
+    return content
+
+
+def _words(parser: HfArgumentParser, path: Path) -> list[str]:
+    content = read_mapping(path)
     actions = {action.dest: action for action in parser._actions}
     words: list[str] = []
     for name, value in content.items():

@@ -16,7 +16,6 @@ import contextlib
 import errno
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +28,17 @@ from tqdm.auto import tqdm
 
 from hf_posenc import PositionEncodingError
 from training.checkpoints import latest_complete_checkpoint
-from training.corpus import Corpus, load_corpus, load_tokenizer
 from training.errors import SettingsError
 from training.launched import check_met, launched_on_cpu, report
 from training.study.arguments import parse_study
 from training.study.cells import FAILED, FINISHED, Cell, study_cells
-from training.study.folder import check_cell, check_folder, clear, lock
-from training.study.models import model_class, model_config
-from training.study.outcome import study_results
+from training.study.corpus import Corpus, load_corpus, study_tokenizer
+from training.study.folder import check_cell, check_folder, clear, locked
+from training.study.models import task_model
 from training.study.outputs import write_outputs
+from training.study.results import study_results
 from training.study.settings import StudySettings
-from training.study.workers import quiet, run_here, run_in_workers
+from training.study.workers import quiet, run_cells
 
 #: A full disk, a quota, a folder that cannot be written to.
 _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
@@ -90,19 +89,16 @@ def compare(study: StudySettings, command: list[str]) -> dict[str, Any]:
     )
     folder = Path(study.output_dir)
     check_folder(folder)
-    with _exclusive(folder, state):
-        tokenizer = load_tokenizer(study.tokenizer_name)
-        for task in study.study_tasks:
-            model_class(task)
-            model_config(task, task.settings, tokenizer, task.settings.max_length)
+    with locked(folder) if state.is_main_process else contextlib.nullcontext():
+        tokenizer = study_tokenizer(study)
         with state.main_process_first():
-            corpus = _prepare(study, cells, tokenizer, state)
+            corpus, models = _prepare(study, cells, tokenizer, state)
         outcomes = {cell.name: result for cell in cells if (result := cell.result()) is not None}
         todo = [cell for cell in cells if cell.name not in outcomes]
         workers = 1 if state.num_processes > 1 else study.worker_count(len(todo), torch.cuda.device_count())
         outcomes |= _run(todo, workers, state)
         threads = max(1, (os.cpu_count() or 1) // workers)
-        results = study_results(study, command, corpus, tokenizer, outcomes, cells, threads)
+        results = study_results(study, command, corpus, models, tokenizer, outcomes, cells, threads)
         if state.is_main_process:
             written = write_outputs(results, folder)
             print((folder / "table.md").read_text(encoding="utf-8"))
@@ -110,9 +106,17 @@ def compare(study: StudySettings, command: list[str]) -> dict[str, Any]:
     return results
 
 
-def _prepare(study: StudySettings, cells: list[Cell], tokenizer: Any, state: PartialState) -> Corpus | None:
-    reading = [cell for cell in cells if cell.task.synthetic is None]
+def _prepare(
+    study: StudySettings, cells: list[Cell], tokenizer: Any, state: PartialState
+) -> tuple[Corpus | None, dict[str, str]]:
+    """The text, and the class of each task's models; refuses a folder in which other settings began."""
+    models: dict[str, str] = {}
+    digests: dict[str, str] = {}
     corpus = None
+    for task in study.study_tasks:
+        models[task.name], digest = task_model(study, task, tokenizer)
+        digests |= {} if digest is None else {"model": digest}
+    reading = [cell for cell in cells if cell.task.synthetic is None]
     if reading:
         corpus = load_corpus(
             study,
@@ -120,12 +124,13 @@ def _prepare(study: StudySettings, cells: list[Cell], tokenizer: Any, state: Par
             train_length=max(cell.settings.train_length for cell in reading),
             max_length=max(cell.task.settings.max_length for cell in reading),
         )
+        digests["corpus"] = corpus.summary["digest"]
     if state.is_main_process:
         folder = Path(study.output_dir)
         if study.overwrite:
             clear(folder)
         for cell in cells:
-            check_cell(cell, None if corpus is None else corpus.summary)
+            check_cell(cell, digests)
         if corpus is not None:
             corpus.save(folder / "data")
             summary = corpus.summary
@@ -136,7 +141,7 @@ def _prepare(study: StudySettings, cells: list[Cell], tokenizer: Any, state: Par
                 f"({summary['train_tokens']:,} tokens), {summary['validation_documents']} held out "
                 f"({summary['validation_tokens']:,} tokens)."
             )
-    return corpus
+    return corpus, models
 
 
 def _run(todo: list[Cell], workers: int, state: PartialState) -> dict[str, dict[str, Any]]:
@@ -169,34 +174,20 @@ def _run(todo: list[Cell], workers: int, state: PartialState) -> dict[str, dict[
         # A training that starts from another one comes after all that do not.
         for depth in sorted({cell.depth for cell in todo}):
             ready = [cell for cell in todo if cell.depth == depth]
-            if workers > 1:
-                run_in_workers(ready, workers, report, on_result)
-            else:
-                run_here(ready, report, on_result)
+            run_cells(ready, workers, report, on_result)
     return outcomes
 
 
 def _line(cell: Cell, result: dict[str, Any]) -> str:
     if result["status"] != FINISHED:
         return f"{cell.name:28} {result['status']}: {result['reason']}"
-    figures, name = (
-        (result["by_length"]["loss"], "loss") if "by_length" in result else (result["exact_match"]["accuracy"], "exact")
-    )
+    found = result.get("by_length") or result["exact_match"]
+    name = next(name for name in ("loss", "similarity", "accuracy") if name in found)
     first, last = (
         f"{'none' if value is None else format(value, '.3f')} at {length}"
-        for value, length in ((figures[0], cell.task.lengths[0]), (figures[-1], cell.task.lengths[-1]))
+        for value, length in ((found[name][place], found["lengths"][place]) for place in (0, -1))
     )
     return f"{cell.name:28} {name} {first}, {last}; {result['seconds']:.0f} s"
-
-
-@contextlib.contextmanager
-def _exclusive(folder: Path, state: PartialState) -> Iterator[None]:
-    held = lock(folder) if state.is_main_process else None
-    try:
-        yield
-    finally:
-        if held is not None:
-            held.release()
 
 
 if __name__ == "__main__":

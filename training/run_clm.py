@@ -19,9 +19,9 @@ from transformers import TrainingArguments
 
 from training.argument_files import parse_arguments
 from training.arguments import DataArguments, LoraArguments, ModelArguments, RunArguments, SchemeArguments
-from training.healing.arguments import HealingArguments
-from training.healing.extension import Healing
+from training.healing_run import Healing
 from training.language_modeling import RunInput, exit_status, train_language_model
+from training.swapping import HealingArguments
 
 _RUN = (ModelArguments, SchemeArguments, DataArguments, LoraArguments, RunArguments, TrainingArguments)
 

@@ -67,13 +67,22 @@ def load_tokenizer(arguments: ModelArguments, causal: bool) -> PreTrainedTokeniz
     return tokenizer
 
 
-def build_model(arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase, causal: bool, seed: int) -> Any:
+def build_model(
+    arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase, causal: bool, seed: int, loader: Any = None
+) -> Any:
     """The stock model: pretrained, or with weights drawn from `seed`.
+
+    Args:
+        arguments: which one.
+        tokenizer: whose tokens it has to know.
+        causal: the next token, rather than masked ones.
+        seed: of new weights.
+        loader: an Auto class; by default the one for language models of this kind.
 
     Raises:
         SettingsError: if it cannot be built, or is none of its kind.
     """
-    loader = AutoModelForCausalLM if causal else AutoModelForMaskedLM
+    loader = loader or (AutoModelForCausalLM if causal else AutoModelForMaskedLM)
     common: dict[str, Any] = {"trust_remote_code": arguments.trust_remote_code}
     if arguments.attn_implementation is not None:
         common["attn_implementation"] = arguments.attn_implementation

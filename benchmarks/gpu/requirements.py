@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 #: Without these nothing runs.
-_REQUIRED = ("torch", "transformers", "accelerate", "safetensors")
+_REQUIRED = ("torch", "transformers", "accelerate", "safetensors", "pydantic")
 
 #: What is left out where a package is missing, by the name it is imported by.
 _OPTIONAL = {

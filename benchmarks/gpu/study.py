@@ -5,8 +5,6 @@ The trainings are those of `training/compare.py`, without its report, figures an
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import shutil
 import warnings
 from pathlib import Path
@@ -17,22 +15,21 @@ import torch
 from benchmarks.errors import BenchmarkError
 from benchmarks.gpu.part import CRASHED, OK, REFUSED, OutOfTimeError, Row, Setup
 from benchmarks.gpu.texts import repository_text
-from training.corpus import Corpus, load_tokenizer
 from training.errors import SettingsError
 from training.study.arguments import parse_study
 from training.study.cells import DIVERGED, FINISHED, UNSUPPORTED, Cell, study_cells
+from training.study.corpus import Corpus, study_tokenizer
 from training.study.folder import check_cell
 from training.study.run import run_cell
 from training.study.settings import StudySettings
-from training.study.training_settings import fingerprint
 from training.study.workers import quiet
 
 _YAML = Path(__file__).resolve().parents[2] / "training" / "studies" / "gpu.yaml"
 _STATUSES = {FINISHED: OK, UNSUPPORTED: REFUSED, DIVERGED: CRASHED}
 _SMOKE: dict[str, Any] = {
-    "schemes": "none,alibi,rope",
-    "tasks": "causal",
-    "task_options": json.dumps({"causal": {"train_length": 16, "length_factor": 2, "max_steps": 2, "eval_windows": 2}}),
+    "schemes": ["none", "alibi", "rope"],
+    "tasks": ["causal"],
+    "task_options": {"causal": {"train_length": 16, "length_factor": 2, "max_steps": 2, "eval_windows": 2}},
     "hidden_size": 32,
     "num_layers": 1,
     "num_heads": 2,
@@ -58,7 +55,7 @@ class Study:
     def settings(self) -> dict[str, Any]:
         """What all rows depend on."""
         # The schemes and tasks may grow; the settings of a training are checked where it goes on.
-        return fingerprint(self.study.base()) | {"device": self.setup.device, "smoke": self.setup.smoke}
+        return self.study.base().fingerprint() | {"device": self.setup.device, "smoke": self.setup.smoke}
 
     def cells(self) -> list[str]:
         """The trainings."""
@@ -74,7 +71,7 @@ class Study:
         quiet()
         training = self._cells[cell]
         try:
-            check_cell(training, None if training.task.synthetic else self._prepared().summary)
+            check_cell(training, {} if training.task.synthetic else {"corpus": self._prepared().summary["digest"]})
         except SettingsError as error:
             raise BenchmarkError(f"{error} Here that is {self.work}, which can be removed.") from error
         with warnings.catch_warnings():
@@ -89,7 +86,7 @@ class Study:
 
     def _prepared(self) -> Corpus:
         if self._corpus is None:
-            tokenizer = load_tokenizer(self.study.tokenizer_name)
+            tokenizer = study_tokenizer(self.study)
             self._corpus = repository_text(tokenizer, _SMOKE_FILES if self.setup.smoke else None)
             self._corpus.save(self.work / "data")
         return self._corpus
@@ -98,7 +95,7 @@ class Study:
 def _settings(setup: Setup, work: Path) -> StudySettings:
     study = parse_study([str(_YAML)], "")
     changes: dict[str, Any] = {"output_dir": str(work), "workers": 1}
-    return dataclasses.replace(study, **changes | (_SMOKE if setup.smoke else {}))
+    return StudySettings(**study.model_dump(exclude_unset=True) | changes | (_SMOKE if setup.smoke else {}))
 
 
 def _row(cell: Cell, result: dict[str, Any]) -> Row:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from benchmarks.errors import BenchmarkError
-from training.corpus import Corpus
+from training.data.tokens import TokenStream
+from training.study.corpus import Corpus
 
 _ROOT = Path(__file__).resolve().parents[2]
 _KINDS = (("docs", "*.md"), ("hf_posenc", "*.py"), ("training", "*.py"))
@@ -37,29 +36,12 @@ def repository_text(tokenizer: PreTrainedTokenizerBase, most_files: int | None =
             f"{_ROOT} holds {len(files)} pages and modules: the study reads those of a checkout of the repository. Run "
             "the kit in one."
         )
-    streams = {
-        "validation": _tokens(files[::_HELD_OUT], tokenizer),
-        "train": _tokens([file for number, file in enumerate(files) if number % _HELD_OUT], tokenizer),
-    }
-    digest = hashlib.sha256(streams["train"].tobytes() + streams["validation"].tobytes()).hexdigest()[:16]
-    held_out = len(files[::_HELD_OUT])
-    summary = {
-        "source": "pages and code of this repository",
-        "train_documents": len(files) - held_out,
-        "validation_documents": held_out,
-        "train_tokens": len(streams["train"]),
-        "validation_tokens": len(streams["validation"]),
-        "tokenizer": type(tokenizer).__name__,
-        "vocabulary": len(tokenizer),
-        "digest": digest,
-    }
-    return Corpus(streams["train"], streams["validation"], summary)
+    held_out = TokenStream.of_texts(_tokens(files[::_HELD_OUT], tokenizer))
+    others = TokenStream.of_texts(_tokens([file for number, file in enumerate(files) if number % _HELD_OUT], tokenizer))
+    return Corpus.of(others, held_out, "pages and code of this repository", tokenizer)
 
 
-def _tokens(files: list[Path], tokenizer: PreTrainedTokenizerBase) -> NDArray[np.int32]:
-    end = tokenizer.eos_token_id
-    documents = []
-    for file in files:
-        found = tokenizer(file.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False)["input_ids"]
-        documents.append(np.asarray([*found, end], np.int32))
-    return np.concatenate(documents)
+def _tokens(files: list[Path], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    found = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    return [[*tokens, tokenizer.eos_token_id] for tokens in found]

@@ -12,7 +12,10 @@ if TYPE_CHECKING:
     import pandas
 
 FORMAT = 1
-STYLES = ("number", "signed", "loss", "fraction", "count", "text", "verdict")
+STYLES = (
+    "number", "signed", "loss", "fraction", "difference", "percent", "tenths", "milliseconds", "count", "text",
+    "verdict",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,9 @@ class Quantity:
         heading: of its columns, a format string of what `Record.at` holds: `"layer {layer}"`.
         meaning: one sentence for a reader of the table.
         style: how a value is written: "number" (three significant digits), "signed" (the same with its sign), "loss"
-            (four digits), "fraction" (three decimals), "count", "text", or "verdict" (yes or no, then the number).
+            (four digits), "fraction" (three decimals), "difference" (three decimals with their sign), "percent" (of a
+            fraction), "tenths" (one decimal), "milliseconds" (of seconds), "count", "text", or "verdict" (yes or no,
+            then the number).
     """
 
     name: str
@@ -105,7 +110,10 @@ def joined(parts: Iterable[tuple[Subject, Sequence[Record]]]) -> tuple[tuple[Sub
 
 @dataclass(frozen=True)
 class View:
-    """One table of a result. A column whose numbers have confidence intervals is followed by one that shows them.
+    """One table of a result.
+
+    A column whose numbers have confidence intervals is followed by one that shows them, unless `half_widths` asks for
+    `1.48 ± 0.04`.
 
     Args:
         quantities: names, in the order of the columns.
@@ -114,6 +122,7 @@ class View:
         shown: for a key of `Record.at`, the values that are shown; all if the key is missing.
         order: a quantity. Subjects ascend by its value in the last column, and those without one are left out; without
             an order all subjects stand as they do in the result.
+        half_widths: an interval stands beside its number, as ± half of its width.
     """
 
     quantities: tuple[str, ...]
@@ -121,6 +130,7 @@ class View:
     rows: tuple[str, ...] = ()
     shown: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     order: str = ""
+    half_widths: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from html import escape
 from typing import Any
 
@@ -64,7 +65,7 @@ def _table(
     columns = [
         column for name in view.quantities for column in dict.fromkeys(map(heading, records)) if column[0] == name
     ]
-    with_interval = {heading(record) for record in records if record.low is not None}
+    with_interval = {heading(record) for record in records if record.low is not None and not view.half_widths}
     rows = []
     for subject in _ordered(result.subjects, records, view):
         own = [record for record in records if record.subject == subject.label]
@@ -73,7 +74,7 @@ def _table(
             cells = [_label(subject, footnotes), *map(str, place)]
             for column in columns:
                 record = here.get(column)
-                cells.append(_cell(record, quantities[column[0]], footnotes))
+                cells.append(_cell(record, quantities[column[0]], footnotes, view))
                 cells += [_interval(record)] if column in with_interval else []
             rows.append(cells)
     headers = ["scheme", *view.rows]
@@ -103,10 +104,12 @@ def _label(subject: Subject, footnotes: _Footnotes) -> str:
     return " ".join([subject.label, *map(footnotes.mark, notes)])
 
 
-def _cell(record: Record | None, quantity: Quantity, footnotes: _Footnotes) -> str:
+def _cell(record: Record | None, quantity: Quantity, footnotes: _Footnotes, view: View) -> str:
     if record is None:
         return _MISSING
     text = format_value(record, quantity)
+    if view.half_widths and record.high is not None and record.low is not None and not record.shown:
+        text += f" ± {_FORMATS[quantity.style]((record.high - record.low) / 2).removeprefix('+')}"
     return f"{text} {footnotes.mark(record.note)}" if record.note else text
 
 
@@ -129,11 +132,20 @@ def _signed(value: float) -> str:
     return ("+" if value > 0 else "") + format_number(value)
 
 
+def _decimals(digits: int, value: float) -> str:
+    # Adding zero turns the negative zero that rounding leaves into a plain one.
+    return f"{round(value, digits) + 0.0:.{digits}f}"
+
+
 _FORMATS: dict[str, Callable[[float], str]] = {
     "number": format_number,
     "signed": _signed,
     "loss": "{:.4g}".format,
-    "fraction": "{:.3f}".format,
+    "fraction": partial(_decimals, 3),
+    "difference": lambda value: ("+" if round(value, 3) > 0 else "") + _decimals(3, value),
+    "percent": lambda value: _decimals(0, 100 * value),
+    "tenths": partial(_decimals, 1),
+    "milliseconds": lambda value: _decimals(1, 1000 * value),
     "count": "{:.0f}".format,
     "text": str,
     "verdict": format_number,

@@ -17,8 +17,16 @@ from hf_posenc.plots.heatmaps import plot_share_map
 from hf_posenc.plots.intervals import IntervalSeries, plot_intervals
 from hf_posenc.plots.style import line_style
 from tests.training.study_results import finished, published_comparison, study, three_seeds, unfinished
-from training.study.aggregation import aggregate
-from training.study.figures import draw_figures, save_figures
+from training.study.figures import draw_figures as draw_study
+from training.study.figures import save_figures
+from training.study.records import study_records
+from training.study.results import check_results
+
+
+def draw_figures(results):
+    checked = check_results(results)
+    return draw_study(checked, study_records(checked))
+
 
 FALLING = Curve("rope", (1, 2, 3), (3.0, 2.0, 1.0), (0.5, None, 0.25))
 RISING = Curve("alibi", (1, 2, 3), (1.0, None, 2.0))
@@ -110,7 +118,7 @@ def test_a_share_map_shows_percentages_and_the_edge_of_training():
 
 def test_a_study_gets_the_figures_it_has_data_for():
     results = three_seeds()
-    names = [figure.name for figure in draw_figures(results, aggregate(results))]
+    names = [figure.name for figure in draw_figures(results)]
     assert names == [
         *(
             f"{task}_{kind}"
@@ -119,9 +127,9 @@ def test_a_study_gets_the_figures_it_has_data_for():
                 "loss_curves",
                 "loss_by_length",
                 "tail_loss_by_length",
-                "sliding_window",
                 "loss_by_position",
                 "dog_distance",
+                "sliding_window",
                 "price",
             )
         ),
@@ -131,26 +139,26 @@ def test_a_study_gets_the_figures_it_has_data_for():
         "copy_price",
     ]
     published = published_comparison()
-    kinds = {figure.name for figure in draw_figures(published, aggregate(published))}
+    kinds = {figure.name for figure in draw_figures(published)}
     assert "causal_loss_by_length" in kinds
     assert not {name for name in kinds if "exact" in name or "further" in name}
 
 
 def test_what_did_not_finish_is_in_no_figure(tmp_path):
     results = study([finished("causal", "rope"), unfinished("causal", "t5", 0, "failed", "x")])
-    paths = save_figures(draw_figures(results, aggregate(results)), tmp_path)
+    paths = save_figures(draw_figures(results), tmp_path)
     text = (tmp_path / "causal_loss_by_length.svg").read_text()
     assert ">rope<" in text
     assert ">t5<" not in text
     assert {path.suffix for path in paths} == {".png", ".svg"}
     empty = study([unfinished("causal", "t5", 0, "failed", "x")])
-    assert draw_figures(empty, aggregate(empty)) == []
+    assert draw_figures(empty) == []
 
 
 def test_rows_of_the_exact_match_map_are_sorted_by_what_lies_beyond_training():
     worse = finished("copy", "rope")
     worse["exact_match"]["accuracy"] = [1.0, 1.0, 0.25, 0.0]
     results = study([worse, finished("copy", "none")])
-    figure = next(entry for entry in draw_figures(results, aggregate(results)) if entry.name == "copy_exact_match")
+    figure = next(entry for entry in draw_figures(results) if entry.name == "copy_exact_match")
     assert [label.get_text() for label in figure.figure.axes[0].get_yticklabels()] == ["none", "rope"]
-    assert "none 100 percent at 10 and 0 percent at length 20" in figure.alternative
+    assert "none 100 percent at 10 and 0 percent at 20" in figure.alternative

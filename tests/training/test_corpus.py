@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from training import compare
-from training.corpus import load_corpus, load_tokenizer, unigram_cross_entropy
 from training.errors import SettingsError
+from training.study.corpus import load_corpus, study_tokenizer, unigram_cross_entropy
 from training.study.settings import StudySettings
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return load_tokenizer(None)
+    return study_tokenizer(StudySettings())
 
 
 def settings(source, **changes) -> StudySettings:
@@ -24,7 +24,7 @@ def settings(source, **changes) -> StudySettings:
 def test_split_is_by_whole_documents_and_loses_nothing(text_folder, tokenizer):
     corpus = load_corpus(settings(text_folder), tokenizer, 16, 64)
     end = tokenizer.eos_token
-    parts = {name: tokenizer.decode(getattr(corpus, name)).split(end)[:-1] for name in ("train", "validation")}
+    parts = {name: tokenizer.decode(getattr(corpus, name).tokens()).split(end)[:-1] for name in ("train", "validation")}
     texts = sorted(path.read_text() for path in text_folder.iterdir())
     assert sorted(parts["train"] + parts["validation"]) == texts
     assert len(parts["validation"]) == 2 == corpus.summary["validation_documents"]
@@ -82,7 +82,9 @@ def test_a_single_document_is_divided_and_the_summary_says_where(tmp_path, token
     (tmp_path / "only.txt").write_text(text)
     (tmp_path / "blank.txt").write_text("  \n")
     corpus = load_corpus(settings(tmp_path), tokenizer, 16, 64)
-    train, validation = (tokenizer.decode(part, skip_special_tokens=True) for part in (corpus.train, corpus.validation))
+    train, validation = (
+        tokenizer.decode(part.tokens(), skip_special_tokens=True) for part in (corpus.train, corpus.validation)
+    )
     assert train + separator + validation == text
     assert len(validation) / len(text) == pytest.approx(0.25, abs=0.02)
     assert f"from the beginning of a {kind} on" in corpus.summary["division"]

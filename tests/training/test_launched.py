@@ -12,7 +12,7 @@ import torch
 from accelerate import PartialState
 
 from tests.training.run_cases import CONFIGS, REPOSITORY, launch, run, words, write_texts
-from training import compare, heal
+from training import compare
 from training.errors import SettingsError
 from training.language_modeling import exit_status
 from training.launched import launched_on_cpu
@@ -49,19 +49,6 @@ def test_a_comparison_of_processes_that_are_alone_is_refused(
     said = capsys.readouterr().err
     assert "2 processes were launched and each is alone" in said
     assert "accelerate launch" in said
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_healing_study_is_trained_by_one_process(
-    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, second: None
-) -> None:
-    study = REPOSITORY / "training/studies/heal_minilm.yaml"
-    arguments = [str(study), "--model_name_or_path=none", f"--output_dir={tmp_path / 'out'}"]
-    assert heal.main(arguments) == 2
-    assert capsys.readouterr().err == ""  # The first process says it.
-    monkeypatch.setenv("RANK", "0")
-    assert heal.main(arguments) == 2
-    assert "heal: 2 processes were launched" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -27,7 +27,7 @@ VOCABULARY = 32
 
 
 def stream(documents: list[list[int]] = DOCUMENTS) -> TokenStream:
-    return TokenStream(datasets.Dataset.from_dict({"input_ids": documents}))
+    return TokenStream.of_documents(datasets.Dataset.from_dict({"input_ids": documents}))
 
 
 def rows(packing: str = "documents", block_size: int = 6) -> PackedRows:
@@ -37,7 +37,7 @@ def rows(packing: str = "documents", block_size: int = 6) -> PackedRows:
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_stream_reads_any_stretch(chunked: bool) -> None:
     parts = [datasets.Dataset.from_dict({"input_ids": DOCUMENTS[cut]}) for cut in (slice(0, 2), slice(2, 6))]
-    found = TokenStream(datasets.concatenate_datasets(parts)) if chunked else stream()
+    found = TokenStream.of_documents(datasets.concatenate_datasets(parts)) if chunked else stream()
     flat = [token for document in DOCUMENTS for token in document]
     assert len(found) == len(flat) == 22
     assert found.documents == 6
@@ -56,7 +56,7 @@ def test_a_stream_reads_any_stretch(chunked: bool) -> None:
 
 def test_a_selection_of_documents_is_read_in_its_order() -> None:
     chosen = datasets.Dataset.from_dict({"input_ids": DOCUMENTS}).select([2, 0])
-    assert TokenStream(chosen).read(0, 10)[0].tolist() == [*DOCUMENTS[2], *DOCUMENTS[0]]
+    assert TokenStream.of_documents(chosen).read(0, 10)[0].tolist() == [*DOCUMENTS[2], *DOCUMENTS[0]]
 
 
 def test_rows_of_packed_documents() -> None:
@@ -92,7 +92,7 @@ def test_tokenising_drops_blanks_and_closes_documents() -> None:
 def test_only_blanks_make_no_rows() -> None:
     empty = tokenize(datasets.Dataset.from_dict({"body": [" "]}), "body", ByT5Tokenizer())
     with pytest.raises(SettingsError, match="0 tokens in 0 document"):
-        PackedRows(TokenStream(empty), 4, "documents", None)
+        PackedRows(TokenStream.of_documents(empty), 4, "documents", None)
 
 
 # Order and masks

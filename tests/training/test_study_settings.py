@@ -1,20 +1,27 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
+from pydantic import ValidationError
 
 from hf_posenc import RopeConfig, SinusoidalConfig, UnknownNameError
 from training import compare
-from training.corpus import load_tokenizer
 from training.errors import SettingsError
+from training.objectives import IGNORED
 from training.study.arguments import parse_study
 from training.study.cells import study_cells
+from training.study.corpus import study_tokenizer
 from training.study.data import cell_data
 from training.study.settings import StudySettings
-from training.study.text import IGNORED
-from training.study.training_settings import parse_lengths
+from training.study.training_settings import parse_lengths, settings_error
+
+
+def settings(**options):
+    """As `parse_study` makes them, where every value has the type that YAML gives it."""
+    try:
+        return StudySettings(**options)
+    except ValidationError as error:
+        raise settings_error(error, StudySettings.model_fields, "The study") from error
 
 
 @pytest.mark.parametrize(
@@ -23,66 +30,95 @@ from training.study.training_settings import parse_lengths
         ({"tasks": "causal,maskd"}, "Unknown task 'maskd'.*Did you mean 'masked'"),
         ({"schemes": ","}, "names nothing"),
         ({"schemes": "none,none"}, "more than once"),
-        ({"scheme_options": "{rope}"}, "not JSON"),
-        ({"scheme_options": "[1]"}, "must map names"),
-        ({"schemes": "none", "scheme_options": '{"rope": {}}'}, "which --schemes does not name"),
-        ({"tasks": "causal", "task_options": '{"masked": {}}'}, "which --tasks does not name"),
-        ({"task_options": '{"causal": {"max_step": 3}}'}, "Did you mean 'max_steps'"),
-        ({"task_options": '{"causal": {"max_steps": "3"}}'}, "it takes int"),
-        ({"task_options": '{"causal": {"max_steps": true}}'}, "it takes int"),
-        ({"task_options": '{"causal": {"schemes": ["xpos"]}}'}, "names the scheme 'xpos'"),
-        ({"schemes": "none", "scheme_options": '{"none": {"training": {"max_steps": 0}}}'}, "nothing to read"),
-        ({"schemes": "none", "scheme_options": '{"none": {"from": "rope"}}'}, "--schemes does not name"),
+        ({"scheme_options": [1]}, "valid dictionary"),
+        ({"scheme_options": {"rope": 3}}, "valid dictionary"),
+        ({"schemes": "none", "scheme_options": {"rope": {}}}, "which --schemes does not name"),
+        ({"tasks": "causal", "task_options": {"masked": {}}}, "which --tasks does not name"),
+        ({"max_step": 3}, "Did you mean 'max_steps'"),
+        ({"task_options": {"causal": {"max_step": 3}}}, "Task 'causal'.*Did you mean 'max_steps'"),
+        ({"task_options": {"causal": {"max_steps": "3"}}}, "--max_steps is '3'; it should be a valid integer"),
+        ({"task_options": {"causal": {"max_steps": True}}}, "valid integer"),
+        ({"task_options": {"causal": {"schemes": ["xpos"]}}}, "names the scheme 'xpos'"),
+        ({"schemes": "none", "scheme_options": {"none": {"training": {"max_steps": 0}}}}, "nothing to read"),
+        ({"schemes": "none", "scheme_options": {"none": {"from": "rope"}}}, "--schemes does not name"),
         (
-            {
-                "schemes": "a,b",
-                "scheme_options": '{"a": {"scheme": "none", "from": "b"}, "b": {"scheme": "none", "from": "a"}}',
-            },
+            {"schemes": "a,b", "scheme_options": {"a": {"scheme": "none", "from": "b"},
+                                                  "b": {"scheme": "none", "from": "a"}}},
             "no training could begin",
         ),
         (
-            {
-                "schemes": "rope,a",
-                "scheme_options": '{"a": {"scheme": "rope", "from": "rope", "training": {"num_layers": 3}}}',
-            },
+            {"schemes": "rope,a",
+             "scheme_options": {"a": {"scheme": "rope", "from": "rope", "training": {"num_layers": 3}}}},
             "cannot change its num_layers",
         ),
-        ({"schemes": "native", "scheme_options": '{"native": {"theta": 3}}'}, "it has no options"),
-        ({"schemes": "none", "scheme_options": '{"none": {"training": {"eval_windows": 3}}}'}, "read alike"),
+        ({"schemes": "native", "scheme_options": {"native": {"theta": 3}}}, "it has no options"),
+        ({"schemes": "none", "scheme_options": {"none": {"training": {"eval_windows": 3}}}}, "read alike"),
         (
-            {"tasks": "copy", "schemes": "none", "scheme_options": '{"none": {"training": {"train_length": 64}}}'},
+            {"tasks": "copy", "schemes": "none", "scheme_options": {"none": {"training": {"train_length": 64}}}},
             "train_length, which the task 'copy' does not use",
         ),
         (
-            {"tasks": "causal", "schemes": "none", "scheme_options": '{"none": {"training": {"train_lengths": "3"}}}'},
+            {"tasks": "causal", "schemes": "none", "scheme_options": {"none": {"training": {"train_lengths": "3"}}}},
             "train_lengths, which the task 'causal' does not use",
         ),
-        ({"schemes": "../none", "scheme_options": '{"../none": {"scheme": "none"}}'}, "part of a folder's name"),
+        ({"schemes": "../none", "scheme_options": {"../none": {"scheme": "none"}}}, "part of a folder's name"),
         ({"seeds": "0,-1"}, "whole numbers"),
-        ({"max_steps": -1}, "cannot be negative"),
+        ({"max_steps": -1}, "--max_steps is -1; it should be greater than or equal to 0"),
         ({"train_length": 1}, "--train_length is 1"),
         ({"length_factor": 3}, "power of two"),
         ({"hidden_size": 20, "num_heads": 4}, "heads of 5 dimensions"),
-        ({"mlm_probability": 1.0}, "between 0 and 1"),
-        ({"validation_fraction": 0.0}, "between 0 and 1"),
-        ({"learning_rate": 0.0}, "must be positive"),
-        ({"workers": -1}, "cannot be negative"),
+        ({"mlm_probability": 1.0}, "less than 1"),
+        ({"validation_fraction": 0.0}, "greater than 0"),
+        ({"learning_rate": 0.0}, "greater than 0"),
+        ({"workers": -1}, "greater than or equal to 0"),
         ({"test_lengths": "5-"}, "write lengths and ranges"),
         ({"train_lengths": "5-3"}, "ends before it begins"),
+        ({"trainer": {"learning_rat": 3}}, "Did you mean 'learning_rate'"),
+        ({"trainer": {"seed": 3}}, "a study takes as --seeds"),
+        ({"tasks": "embedding"}, "give --model_name_or_path"),
+        ({"model_name_or_path": "x", "hidden_size": 64}, "has hidden_size, but the models are that of"),
+        ({"model_name_or_path": "x", "train_length": 4}, "at least 8 tokens"),
+        # How a trained model takes over
+        ({"schemes": "none", "scheme_options": {"none": {"swap": {"lora": True}}}}, "new weights"),
+        *(
+            ({"model_name_or_path": "x", "schemes": "alibi", "scheme_options": {"alibi": {"swap": swap}}}, message)
+            for swap, message in (
+                ({"gradual_step": 3}, "Did you mean 'gradual_steps'"),
+                ({"gradual_steps": -1}, "gradual_steps is -1"),
+                ({"gradual_steps": "3"}, "valid integer"),
+                ({"gradual_steps": 2000}, "the old scheme still has a share"),
+                ({"gradual_steps": 3, "lora": True}, "lora cannot follow"),
+                ({"distill_weight": 0.3}, "without --distill"),
+                ({"distill": True, "distill_weight": 1.5}, r"distill_weight is 1\.5"),
+                ({"distill": True, "distill_temperature": 0.0}, "distill_temperature is 0"),
+                ({"table_extension": "last"}, "--initialization fitted"),
+                ({"initialization": "fited"}, "choose from auto, fitted, default"),
+            )
+        ),
+        (
+            {"model_name_or_path": "x", "schemes": "native",
+             "scheme_options": {"native": {"swap": {"gradual_steps": 1}}}},
+            "'native' keeps it",
+        ),
+        (
+            {"model_name_or_path": "x", "tasks": "embedding", "schemes": "none",
+             "scheme_options": {"none": {"swap": {"distill": True}}}},
+            "always has a teacher",
+        ),
     ],
 )  # fmt: skip
 def test_a_setting_that_cannot_work_says_why(options, message):
     with pytest.raises(SettingsError, match=message):
-        study_cells(StudySettings(**options))
+        study_cells(settings(**options))
 
 
 def test_unknown_scheme_and_option_are_refused_with_the_nearest_name():
     with pytest.raises(UnknownNameError, match="Did you mean 'sinusoidal'"):
         study_cells(StudySettings(schemes="none,sinusodal"))
     with pytest.raises(UnknownNameError, match="theta"):
-        study_cells(StudySettings(schemes="rope", scheme_options='{"rope": {"teta": 1.0}}'))
+        study_cells(StudySettings(schemes="rope", scheme_options={"rope": {"teta": 1.0}}))
     with pytest.raises(SettingsError, match="theta"):
-        study_cells(StudySettings(schemes="rope", scheme_options='{"rope": {"theta": -1.0}}'))
+        study_cells(StudySettings(schemes="rope", scheme_options={"rope": {"theta": -1.0}}))
 
 
 def test_a_wrong_command_line_leaves_no_output_folder(tmp_path, capsys):
@@ -95,20 +131,19 @@ def test_a_wrong_command_line_leaves_no_output_folder(tmp_path, capsys):
 
 
 def test_lengths():
-    settings = StudySettings(train_length=24, length_factor=4)
-    assert settings.lengths == [24, 48, 96]
-    assert settings.max_length == 96
-    assert parse_lengths("test_lengths", "5, 1-3,2") == [1, 2, 3, 5]
+    found = StudySettings(train_length=24, length_factor=4)
+    assert found.lengths == [24, 48, 96]
+    assert found.max_length == 96
+    assert parse_lengths("5, 1-3,2") == parse_lengths([5, "1-3"]) == [1, 2, 3, 5]
+    assert StudySettings(test_lengths=[64, 16]).lengths == [16, 64]
 
 
 def test_tasks_and_schemes_have_settings_of_their_own():
     study = StudySettings(
         schemes="rope,stretched",
-        scheme_options=json.dumps(
-            {"stretched": {"scheme": "rope", "theta": 500.0, "from": "rope", "training": {"max_steps": 7}}}
-        ),
+        scheme_options={"stretched": {"scheme": "rope", "theta": 500.0, "from": "rope", "training": {"max_steps": 7}}},
         tasks="causal,copy",
-        task_options=json.dumps({"causal": {"max_steps": 50, "seeds": [1, 2]}, "copy": {"schemes": ["rope"]}}),
+        task_options={"causal": {"max_steps": 50, "seeds": [1, 2]}, "copy": {"schemes": ["rope"]}},
         max_steps=90,
     )
     cells = {cell.name: cell for cell in study_cells(study)}
@@ -128,9 +163,9 @@ def test_tasks_and_schemes_have_settings_of_their_own():
 def test_what_a_scheme_starts_from_is_run_too():
     study = StudySettings(
         schemes="none,rope,tuned",
-        scheme_options='{"tuned": {"scheme": "rope", "from": "rope"}}',
+        scheme_options={"tuned": {"scheme": "rope", "from": "rope"}},
         tasks="causal",
-        task_options='{"causal": {"schemes": ["tuned"]}}',
+        task_options={"causal": {"schemes": ["tuned"]}},
     )
     assert [cell.entry.label for cell in study_cells(study)] == ["rope", "tuned"]
 
@@ -138,7 +173,7 @@ def test_what_a_scheme_starts_from_is_run_too():
 def test_sinusoids_have_the_size_of_the_tokens_unless_somebody_says_otherwise():
     by_default, by_hand = (
         StudySettings(schemes="sinusoidal", scheme_options=options).entries[0].config
-        for options in ("{}", '{"sinusoidal": {"scale": 1.0}}')
+        for options in ({}, {"sinusoidal": {"scale": 1.0}})
     )
     assert by_default == SinusoidalConfig(scale=0.07)
     assert by_hand == SinusoidalConfig(scale=1.0)
@@ -152,20 +187,29 @@ def test_a_yaml_file_says_what_flags_say_and_flags_come_after_it(tmp_path):
     )
     from_file = parse_study([str(path), "--max_steps=9", "--seeds=4"], "")
     from_flags = StudySettings(
-        schemes="none,rope", scheme_options='{"rope": {"theta": 500.0}}', seeds="4", learning_rate=1e-3,
-        task_options='{"causal": {"max_steps": 3}}', save_models=True, max_steps=9,
+        schemes="none,rope", scheme_options={"rope": {"theta": 500.0}}, seeds="4", learning_rate=1e-3,
+        task_options={"causal": {"max_steps": 3}}, save_models=True, max_steps=9,
     )  # fmt: skip
-    assert from_file.to_dict() == from_flags.to_dict()
+    assert from_file == from_flags
+    words = ["--schemes=none,rope", "--scheme_options={rope: {theta: 5e2}}", "--seeds", "4", "--learning_rate=1e-3"]
+    words += ['--task_options={"causal": {"max_steps": 3}}', "--save_models", "--max_steps=9", "--dataset_name=2024"]
+    assert parse_study(words, "") == from_flags.model_copy(update={"dataset_name": "2024"})
+
+
+def test_an_unknown_flag_is_refused_with_the_nearest_name():
+    with pytest.raises(SettingsError, match="Did you mean 'schemes'"):
+        parse_study(["--scheme=none"], "")
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("scheme: [none]", "unknown setting 'scheme'. Did you mean 'schemes'"),
-        ("- none", "must hold settings by name"),
-        ("max_steps: many", "it takes int"),
-        ("learning_rate: high", "it takes a number"),
+        ("- none", "one mapping"),
+        ("max_steps: many", "--max_steps is 'many'; it should be a valid integer"),
+        ("learning_rate: high", "valid number"),
         ("schemes: [none", "is not YAML"),
+        ("3: 4", "names that are words"),
     ],
 )
 def test_a_study_that_cannot_be_read_says_why(tmp_path, text, message):
@@ -177,7 +221,7 @@ def test_a_study_that_cannot_be_read_says_why(tmp_path, text, message):
 
 def test_identity_holds_what_changes_a_result_and_nothing_else():
     def identity(**options):
-        return study_cells(StudySettings(schemes="none", tasks="causal", **options))[0].identity({"digest": "d"})
+        return study_cells(StudySettings(schemes="none", tasks="causal", **options))[0].identity({"corpus": "d"})
 
     assert identity(workers=7, output_dir="x", checkpoint_every=3, name="y") == identity()
     for change in ({"learning_rate": 1.0}, {"train_length": 16}, {"mlm_probability": 0.3}, {"tokenizer_name": "t"}):
@@ -188,9 +232,9 @@ def test_every_option_has_a_help_text(capsys):
     with pytest.raises(SystemExit):
         compare.main(["--help"])
     text = capsys.readouterr().out
-    for name in StudySettings().to_dict():
+    for name, setting in StudySettings.model_fields.items():
         assert f"--{name}" in text
-    assert "None" not in {field.metadata.get("help") for field in StudySettings.__dataclass_fields__.values()}
+        assert setting.description
 
 
 def test_one_worker_for_each_gpu():
@@ -201,14 +245,14 @@ def test_one_worker_for_each_gpu():
 def test_a_scheme_can_be_trained_on_other_lengths_of_a_synthetic_task():
     study = StudySettings(
         schemes="none,longer", tasks="repeated_copy", max_steps=4, batch_size=8,
-        scheme_options='{"longer": {"scheme": "none", "training": {"train_lengths": "7"}}}',
+        scheme_options={"longer": {"scheme": "none", "training": {"train_lengths": "7"}}},
     )  # fmt: skip
     plain, longer = study_cells(study)
     assert (plain.train_lengths, longer.train_lengths) == (list(range(1, 11)), [7])
-    tokenizer = load_tokenizer(None)
+    tokenizer = study_tokenizer(study)
     found, other = (cell_data(cell, tokenizer) for cell in (longer, plain))
     assert len({len(found.train[index]["input_ids"]) for index in range(8)}) == 1
     targets = {int((found.train[index]["labels"] != IGNORED).sum()) for index in range(len(found.train))}
     assert len(targets) == 1
     assert len({int((other.train[index]["labels"] != IGNORED).sum()) for index in range(len(other.train))}) > 1
-    assert torch.equal(found.validation["input_ids"], other.validation["input_ids"])
+    assert torch.equal(found.validation.tensors["input_ids"], other.validation.tensors["input_ids"])

@@ -4,17 +4,18 @@ import numpy as np
 import pytest
 import torch
 
-from training.corpus import load_tokenizer
-from training.study.masking import MaskingCollator
-from training.study.text import IGNORED, TrainingWindows, validation_batch, validation_windows
+from training.objectives import IGNORED
+from training.study.corpus import study_tokenizer
+from training.study.settings import StudySettings
 from training.study.training_settings import TrainingSettings
+from training.study.windows import MaskingCollator, TrainingWindows, validation_batch, validation_windows
 
 STREAM = np.random.default_rng(0).integers(3, 259, size=1000).astype(np.int32)
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return load_tokenizer(None)
+    return study_tokenizer(StudySettings())
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,9 @@ def load_rows(
     streams = []
     for part, most in ((documents, data.max_train_samples), (held_out, data.max_eval_samples)):
         part = part if most is None else part.select(range(min(most, len(part))))
-        streams.append(TokenStream(tokenize(part, data.text_column, tokenizer, data.preprocessing_num_workers)))
+        streams.append(
+            TokenStream.of_documents(tokenize(part, data.text_column, tokenizer, data.preprocessing_num_workers))
+        )
     rows = [
         PackedRows(
             stream,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,19 +17,46 @@ class TokenStream:
     """The tokens of all documents, one after the other; read from disk where `datasets` keeps them there.
 
     Args:
-        documents: a `datasets.Dataset` with a column `input_ids`, one row per document, none of them empty.
+        pieces: the tokens, cut anywhere.
+        bounds: `(documents + 1,)`: where each document begins, and where the last one ends.
     """
 
-    def __init__(self, documents: Any) -> None:
+    def __init__(self, pieces: list[NDArray[Any]], bounds: NDArray[np.int64]) -> None:
+        self._pieces, self.bounds = pieces, bounds
+        self._piece_bounds = np.concatenate([[0], np.cumsum([len(piece) for piece in pieces], dtype=np.int64)])
+
+    @classmethod
+    def of_documents(cls, documents: Any) -> TokenStream:
+        """The tokens of a `datasets.Dataset` with a column `input_ids`, one row per document, none of them empty."""
         chunks = documents.with_format("arrow")[:].column("input_ids").chunks if len(documents) else []
         # Views of the Arrow file that `datasets` maps into memory: reading a stretch copies nothing but the stretch.
-        self._pieces: list[NDArray[Any]] = [chunk.flatten().to_numpy(zero_copy_only=True) for chunk in chunks]
-        self._piece_bounds = np.concatenate([[0], np.cumsum([len(piece) for piece in self._pieces], dtype=np.int64)])
+        pieces = [chunk.flatten().to_numpy(zero_copy_only=True) for chunk in chunks]
         lengths = [chunk.value_lengths().to_numpy(zero_copy_only=False) for chunk in chunks]
-        #: `(documents + 1,)`: where each document begins, and where the last one ends.
-        self.bounds: NDArray[np.int64] = np.concatenate(
-            [[0], np.cumsum(np.concatenate([*lengths, []]), dtype=np.int64)]
-        )
+        return cls(pieces, np.concatenate([[0], np.cumsum(np.concatenate([*lengths, []]), dtype=np.int64)]))
+
+    @classmethod
+    def of_texts(cls, documents: list[list[int]]) -> TokenStream:
+        """The tokens of documents, one list for each."""
+        bounds = np.concatenate([[0], np.cumsum([len(tokens) for tokens in documents], dtype=np.int64)])
+        return cls([np.asarray(tokens, np.int32) for tokens in documents], bounds)
+
+    def tokens(self) -> NDArray[np.int32]:
+        """All of them, `(tokens,)`."""
+        return np.concatenate(self._pieces).astype(np.int32, copy=False) if len(self._pieces) != 1 else self._pieces[0]
+
+    def save(self, path: Path) -> None:
+        """Writes `path.npy` and `path.bounds.npy`, so that other processes can map them; a kill leaves them whole."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for name, values in ((path.name, self.tokens().astype(np.int32)), (f"{path.name}.bounds", self.bounds)):
+            temporary = path.with_name(f"{name}.partial.npy")
+            np.save(temporary, values)
+            temporary.replace(path.with_name(f"{name}.npy"))
+
+    @classmethod
+    def open(cls, path: Path) -> TokenStream:
+        """What `save` wrote, mapped into memory."""
+        bounds = np.load(path.with_name(f"{path.name}.bounds.npy"))
+        return cls([np.load(path.with_name(f"{path.name}.npy"), mmap_mode="r")], bounds)
 
     def __len__(self) -> int:
         return int(self.bounds[-1])

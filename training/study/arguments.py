@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import json
+import argparse
 from pathlib import Path
 from typing import Any
 
-import yaml
-from transformers import HfArgumentParser
+from pydantic import ValidationError
 
+from training.argument_files import parse_structured, read_mapping
 from training.errors import SettingsError
-from training.settings_text import settings_text
 from training.study.settings import StudySettings
+from training.study.training_settings import settings_error, unknown
+
+#: Read as they stand: a folder may be called 2024.
+_TEXT = (str, str | None)
+_KNOWN = StudySettings.model_fields
 
 
 def parse_study(arguments: list[str], description: str) -> StudySettings:
@@ -22,54 +24,43 @@ def parse_study(arguments: list[str], description: str) -> StudySettings:
     Raises:
         SettingsError: for a file that cannot be read, or a setting that cannot work.
     """
-    parser = HfArgumentParser(StudySettings, description=description, prog="compare.py [STUDY.yaml]")
-    if arguments and arguments[0].endswith((".yaml", ".yml")):
-        parser.set_defaults(**_read(Path(arguments[0])))
+    values: dict[str, Any] = {}
+    if arguments and arguments[0].endswith((".yaml", ".yml", ".json")):
+        path = Path(arguments[0])
+        values = _checked(read_mapping(path), str(path)).model_dump(exclude_unset=True)
         arguments = arguments[1:]
-    settings: StudySettings
-    (settings,) = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
-    return settings
+    found, others = _parser(description).parse_known_args(arguments)
+    if others:
+        raise SettingsError(f"The command line: {unknown(others[0].partition('=')[0].lstrip('-'), _KNOWN)}")
+    given = vars(found)
+    for name, words in given.items():
+        if _KNOWN[name].annotation in _TEXT or not isinstance(words, str):
+            values[name] = words
+        else:
+            values[name] = parse_structured(words, name)
+    return _checked(values, "The command line")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _checked(values: dict[str, Any], where: str) -> StudySettings:
     try:
-        content = yaml.safe_load(settings_text(path))
-    except (yaml.YAMLError, RecursionError) as error:
-        raise SettingsError(f"{path} is not YAML: {error}") from error
-    if not isinstance(content, dict):
-        raise SettingsError(f"{path} must hold settings by name, such as 'schemes: [none, rope]'.")
-    known = {setting.name: setting for setting in dataclasses.fields(StudySettings)}
-    values = {}
-    for name, value in content.items():
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, 1)
-            raise SettingsError(
-                f"{path} has the unknown setting {name!r}." + (f" Did you mean {near[0]!r}?" if near else "")
-            )
-        if name == "imports":
-            values[name] = [value] if isinstance(value, str) else value
-            continue
-        values[name] = _as_flag(path, name, value, known[name].default)
-    return values
+        return StudySettings(**values)
+    except ValidationError as error:
+        raise settings_error(error, _KNOWN, where) from error
+    except TypeError as error:
+        raise SettingsError(f"{where}: settings have names that are words ({error}).") from error
 
 
-def _as_flag(path: Path, name: str, value: Any, default: Any) -> Any:
-    """A value as the command line would have given it."""
-    if isinstance(value, list):
-        value = ",".join(map(str, value))
-    elif isinstance(value, dict):
-        value = json.dumps(value)
-    elif isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    elif isinstance(default, float) and isinstance(value, str):
-        # YAML 1.1 reads 1e-3 as text.
-        try:
-            value = float(value)
-        except ValueError as error:
-            raise SettingsError(f"{path}: {name} is {value!r}; it takes a number.") from error
-    elif isinstance(default, str) and isinstance(value, int) and not isinstance(value, bool):
-        value = str(value)
-    wanted = str if default is None else type(default)
-    if type(value) is not wanted and not (value is None and default is None):
-        raise SettingsError(f"{path}: {name} is {value!r}; it takes {wanted.__name__}.")
-    return value
+def _parser(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=description,
+        prog="compare.py [STUDY.yaml]",
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for name, setting in _KNOWN.items():
+        flags = [f"--{name}", "--import"] if name == "imports" else [f"--{name}"]
+        text = f"{setting.description} (default: {setting.default})".replace("%", "%%")
+        boolean: dict[str, Any] = {"nargs": "?", "const": True} if setting.annotation is bool else {}
+        parser.add_argument(*flags, dest=name, help=text, **boolean)
+    return parser

@@ -1,82 +1,93 @@
-"""A model card for every saved model of a study, from its results."""
+"""A model card for every scheme of a task whose models were saved: one for all its seeds."""
 
 from __future__ import annotations
 
-import math
 import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard
 
 from hf_posenc.checkpoint.cards import card_data, loading_section, pipeline_tag, scheme_section
+from hf_posenc.report import Record, Result
 from hf_posenc.report.tables import format_table
 from training.data.loading import DEFAULT_PACKAGE
 from training.files import write_text
-from training.study.aggregation import ROUNDING, Aggregate, aggregate
-from training.study.schema import FINISHED, GENERALIZATION, ResultsError
-from training.study.tables import MISSING, budget_lines, number, ranges
+from training.study.records import MAIN, ROUNDING
+from training.study.results import Finished, ResultsError, Study, Task
+from training.study.wording import fit_note, ranges, start_notes
 
 TEMPLATE = Path(__file__).resolve().parents[2] / "model_cards" / "template.md"
-#: Of the weights: that of this repository.
-_LICENSE = "apache-2.0"
-#: A loss above this one is written without its perplexity, which would be a number of dozens of digits.
-_LARGEST_LOSS = 50.0
-
-_DEFAULT_SOURCE = f"Python package {DEFAULT_PACKAGE}"
-_DEFAULT_NAME = "State of the Union speeches"
-_DEFAULT_LICENCE = (
-    "The speeches are works of the United States government and in the public domain; the package that carries them is "
-    "under the MIT licence."
-)
-_UNKNOWN_LICENCE = "The study does not know the licence of that text: look it up at its source before passing this on."
+_AIMS = {"causal": "predict the next token", "masked": "fill in masked tokens", "embedding": "keep its embeddings"}
+#: Names in a model-index, and headings of the table of results.
+_METRICS = {
+    "loss": ("loss", "Loss at {length} tokens", "loss"),
+    "perplexity": ("perplexity", "Perplexity at {length} tokens", "perplexity"),
+    "accuracy": ("exact_match", "Exact match at length {length}", "exact match, %"),
+    "similarity": ("cosine_similarity", "Cosine at {length} tokens", "cosine"),
+}
 
 
-def write_model_cards(results: dict[str, Any], folder: Path) -> list[Path]:
-    """Writes the card of each saved model as `README.md` into its folder.
+@dataclass(frozen=True)
+class SchemeCard:
+    """The card of one scheme in one task.
+
+    Args:
+        name: of the card's file, such as `findings-causal-rope`.
+        models: folders of the models, relative to that of the study, one per seed.
+        card: the card.
+    """
+
+    name: str
+    models: tuple[str, ...]
+    card: ModelCard
+
+
+def write_model_cards(cards: Sequence[SchemeCard], folder: Path) -> list[Path]:
+    """Writes the card as `README.md` beside each saved model.
 
     A model that is not there gets no card: results may be read where the weights are not.
 
     Args:
-        results: of a study.
+        cards: of a study.
         folder: of the study; the models' paths are relative to it.
     """
-    paths = []
-    for run, card in study_cards(results):
-        model_folder = folder / run["model"]
-        if model_folder.is_dir():
-            paths.append(_write(card, model_folder / "README.md"))
-    return paths
+    return [
+        _write(card.card, folder / model / "README.md")
+        for card in cards
+        for model in card.models
+        if (folder / model).is_dir()
+    ]
 
 
-def write_cards(results: dict[str, Any], folder: Path) -> list[Path]:
-    """Writes the cards of all saved models side by side, as `STUDY-MODEL.md`, and an index of every card there.
+def write_cards(cards: Sequence[SchemeCard], folder: Path) -> list[Path]:
+    """Writes the cards side by side, as `STUDY-TASK-SCHEME.md`, and an index of every card there.
 
     Args:
-        results: of a study.
+        cards: of a study.
         folder: such as `model_cards/`. Cards of other studies in it stay.
     """
-    paths = [_write(card, folder / f"{card_name(results, run)}.md") for run, card in study_cards(results)]
-    index = folder / "README.md"
-    write_text(index, format_index(folder))
-    return [*paths, index]
+    paths = [_write(card.card, folder / f"{card.name}.md") for card in cards]
+    write_text(folder / "README.md", format_index(folder))
+    return [*paths, folder / "README.md"]
 
 
-def study_cards(results: dict[str, Any]) -> list[tuple[dict[str, Any], ModelCard]]:
-    """Each run that saved a model, with its card.
+def study_cards(study: Study, records: Mapping[str, Result]) -> list[SchemeCard]:
+    """A card for each scheme of each task that saved a model.
 
     Raises:
-        ResultsError: for results that `check_results` refuses.
+        ResultsError: for models of text in results that describe no text.
     """
-    aggregates = {(item.task, item.scheme): item for item in aggregate(results)}
-    saved = [run for run in results["runs"] if run["status"] == FINISHED and run["model"] is not None]
-    return [(run, _card(results, run, aggregates)) for run in saved]
-
-
-def card_name(results: dict[str, Any], run: dict[str, Any]) -> str:
-    """Such as `length-causal-rope-seed0`."""
-    study = re.sub(r"[^\w.-]+", "-", results["name"])
-    return f"{study}-{Path(run['model']).name}"
+    cards = []
+    for name, result in records.items():
+        for label in result.labels:
+            runs = [run for run in study.finished(name) if run.scheme == label]
+            models = tuple(run.model for run in runs if run.model is not None)
+            if models:
+                cards.append(SchemeCard(_card_name(study, name, label), models, _card(study, result, runs, models)))
+    return cards
 
 
 def format_index(folder: Path) -> str:
@@ -89,15 +100,17 @@ def format_index(folder: Path) -> str:
         scores = data.eval_results or []
         shown = [f"{score.metric_name}: {score.metric_value:g}" for score in (scores[:1] + scores[-1:])]
         tags = ", ".join(tag for tag in data.tags if tag not in ("hf_posenc", "position-encoding"))
-        rows.append(
-            (f"[{path.stem}]({path.name})", data.pipeline_tag or MISSING, tags, "; ".join(dict.fromkeys(shown)))
-        )
-    table = format_table(("model", "task", "tags", "first and last result"), rows, markdown=True)
+        rows.append((f"[{path.stem}]({path.name})", data.pipeline_tag or "-", tags, "; ".join(dict.fromkeys(shown))))
+    table = format_table(("models", "task", "tags", "first and last result"), rows, markdown=True)
     return (
-        "# Model cards\n\nOne card per model that a study trained and saved, written by `training/study/cards.py` from "
-        f"[{TEMPLATE.name}]({TEMPLATE.name}) and the results of the run. The weights are not in this repository: each "
-        f"card has the command that makes them.\n\n{table}\n"
+        "# Model cards\n\nOne card per scheme and task of the studies in `docs/`, for the models of all seeds, written "
+        f"by `training/study/cards.py` from [{TEMPLATE.name}]({TEMPLATE.name}) and the results of the study. The "
+        f"weights are not in this repository: each card has the command that makes them.\n\n{table}\n"
     )
+
+
+def _card_name(study: Study, task: str, label: str) -> str:
+    return f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', study.name)}-{task}-{label}"
 
 
 def _write(card: ModelCard, path: Path) -> Path:
@@ -105,242 +118,145 @@ def _write(card: ModelCard, path: Path) -> Path:
     return path
 
 
-def _card(results: dict[str, Any], run: dict[str, Any], aggregates: dict[tuple[str, str], Aggregate]) -> ModelCard:
-    task = results["tasks"][run["task"]]
-    item = aggregates[run["task"], run["scheme"]]
-    name = card_name(results, run)
-    patched = run["config"] is not None
-    scheme = run["config"]["scheme"] if patched else "unpatched"
-    generated = task["kind"] == GENERALIZATION
-    default_text = not generated and _corpus(results, run)["source"] == _DEFAULT_SOURCE
+def _card(study: Study, result: Result, runs: Sequence[Finished], models: Sequence[str]) -> ModelCard:
+    task, first, patched = study.tasks[result.task], runs[0], runs[0].config is not None
+    corpus = None if task.kind == "generalization" else study.corpus
+    if task.kind != "generalization" and corpus is None:
+        raise ResultsError(f"The task {result.task!r} was trained on text, but the results have no corpus.")
+    default_text = corpus is not None and corpus.source == f"Python package {DEFAULT_PACKAGE}"
+    name = _card_name(study, result.task, first.scheme)
+    trainings = _trainings(study, first)
     data = card_data(
         name,
-        task["model"],
-        scheme,
-        tags=[run["task"].replace("_", "-")],
-        eval_results=_eval_results(results, run, task),
-        license=_LICENSE,
+        task.model,
+        first.config["scheme"] if first.config is not None else "unpatched",
+        tags=[result.task.replace("_", "-")],
+        eval_results=_eval_results(study, result, first.scheme, default_text),
+        license="apache-2.0" if task.pretrained is None else None,
         language="en" if default_text else None,
     )
     return ModelCard.from_template(
         data,
         template_path=str(TEMPLATE),
         name=name,
-        description=_description(run, task),
-        position_encoding=_position_encoding(run, task),
-        notes=[*run["notes"], *budget_lines(task, item)],
-        training_data=_generated_data(run, task) if generated else _text_data(_corpus(results, run)),
-        training=_training(run, task),
-        command=results["command"],
-        results_text=_results_text(results, run, task),
-        results_table=_results_table(run, task, item, aggregates),
-        results_notes=_results_notes(run, task, item),
-        limits=_limits(results, run, task, item, default_text),
-        loading=loading_section(run["model"], task["model"], patched=patched, tokenizer=True),
-        versions=results["versions"],
-        machine=_machine(results, run),
+        task=task,
+        task_name=result.task,
+        run=first,
+        runs=runs,
+        seeds=[str(run.seed) for run in runs],
+        aim=_AIMS.get(result.task, f"solve the synthetic task '{result.task}'"),
+        scheme=scheme_section(first.config, task.model) if first.config is not None else "",
+        notes=[
+            *dict.fromkeys(note for run in runs for note in run.notes),
+            *start_notes(first.scheme, first, runs, task),
+            *fit_note(runs),
+        ],
+        corpus=corpus,
+        default_text=default_text,
+        ranges=ranges,
+        training=_training(task, first),
+        command=study.command,
+        trained_lengths=[run.training.get("train_length", task.train_length) for run in trainings],
+        all_steps=sum(run.steps for run in trainings),
+        results_table=_results_table(result, first.scheme, MAIN[task.kind]),
+        dog=_dog(result, first.scheme, runs, task),
+        loading=loading_section(models[0], task.model, patched=patched, tokenizer=True),
+        models=models,
+        versions=study.versions,
+        machine=_machine(study, runs),
     )
 
 
-def _machine(results: dict[str, Any], run: dict[str, Any]) -> str:
-    machine = results["machine"]
-    threads = f"{run.get('threads', machine['threads_per_run'])} thread(s)"
-    processes = run.get("processes", 1)
-    each = threads if processes == 1 else f"{processes} processes of {threads}"
-    return f"{machine.get('gpu', machine['cpu'])}, {each}"
-
-
-def _trainings(results: dict[str, Any], run: dict[str, Any]) -> list[dict[str, Any]]:
+def _trainings(study: Study, run: Finished) -> list[Finished]:
     """The runs that a model went through, first to last; one that only read a model is none."""
-    start = run.get("from")
     before = [
         trained
-        for found in results["runs"]
-        if start and (found["task"], found["scheme"], found["seed"]) == (run["task"], start, run["seed"])
-        for trained in _trainings(results, found)
+        for found in study.finished(run.task)
+        if (found.scheme, found.seed) == (run.start, run.seed)
+        for trained in _trainings(study, found)
     ]
-    return [*before, run] if run.get("curve", {"step": [0]})["step"][-1] else before
+    return [*before, run] if run.steps else before
 
 
-def _trained_lengths(trainings: list[dict[str, Any]], task: dict[str, Any]) -> list[int]:
-    return [run.get("training", {}).get("train_length", task["train_length"]) for run in trainings]
+def _training(task: Task, run: Finished) -> dict[str, Any]:
+    """What the models were trained with: the settings of the task, changed by those of the scheme."""
+    if not run.steps:
+        return {"steps": f"0: the weights are those of `{run.start or task.pretrained}`"}
+    told: dict[str, Any] = {"steps": f"{run.steps:,}", "sequences per step": task.batch_size}
+    told |= {} if task.train_length is None else {"tokens per sequence": task.train_length}
+    told |= {} if task.learning_rate is None else {"learning_rate": task.learning_rate}
+    names = {"batch_size": "sequences per step", "train_length": "tokens per sequence"}
+    return told | {names.get(name, name): value for name, value in run.training.items() if name != "max_steps"}
 
 
-def _corpus(results: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    corpus: dict[str, Any] | None = results["corpus"]
-    if corpus is None:
-        raise ResultsError(f"The task {run['task']!r} was trained on text, but the results have no corpus.")
-    return corpus
-
-
-def _description(run: dict[str, Any], task: dict[str, Any]) -> str:
-    aim = {
-        "causal": "predict the next token",
-        "masked": "fill in masked tokens",
-    }.get(task.get("objective", ""), f"solve the synthetic task '{run['task']}'")
-    begin = "Trained from scratch"
-    if run.get("from"):
-        further = "Trained further" if run["curve"]["step"][-1] else "The weights, without further training,"
-        begin = f"{further} from the model `{run['from']}` of the same study, which was trained"
-    which = "the unpatched control" if run["config"] is None else f"position encoding `{run['scheme']}`"
-    return (
-        f"A small `{task['model']}` ({run['parameters']:,} parameters): {which}. {begin} to {aim}; seed {run['seed']}."
-    )
-
-
-def _position_encoding(run: dict[str, Any], task: dict[str, Any]) -> str:
-    if run["config"] is None:
-        return f"The stock one of `{task['model']}`: this is the control that the patched models are compared with."
-    return scheme_section(run["config"], task["model"])
-
-
-def _text_data(corpus: dict[str, Any]) -> str:
-    known = corpus["source"] == _DEFAULT_SOURCE
-    source = f"{_DEFAULT_NAME} ({_DEFAULT_SOURCE})" if known else corpus["source"]
-    return (
-        f"Data: {source}, {corpus['train_documents']:,} documents with {corpus['train_tokens']:,} tokens to train on "
-        f"and {corpus['validation_documents']:,} others with {corpus['validation_tokens']:,} tokens held out "
-        f"(digest of the tokens: `{corpus['digest']}`). {_DEFAULT_LICENCE if known else _UNKNOWN_LICENCE}"
-    )
-
-
-def _generated_data(run: dict[str, Any], task: dict[str, Any]) -> str:
-    meaning = f" Length counts {task['length_meaning']}." if task.get("length_meaning") else ""
-    return (
-        f"Data: problems of the synthetic task '{run['task']}' with lengths {ranges(task['train_lengths'])}, drawn by "
-        f"the training script; no text of anybody.{meaning}"
-    )
-
-
-def _training(run: dict[str, Any], task: dict[str, Any]) -> list[tuple[str, str]]:
-    """What this run was trained with: the settings of its task, changed by those of its scheme."""
-    if not run["curve"]["step"][-1]:
-        rows = [("steps", f"0: the weights are those of `{run['from']}`")]
-        return [*rows, ("seed", str(run["seed"])), ("parameters", f"{run['parameters']:,}")]
-    own = {name: value for name, value in run.get("training", {}).items() if name != "max_steps"}
-    if "learning_rate" in task:
-        own = {"learning_rate": task["learning_rate"]} | own
+def _results_table(result: Result, label: str, main: str) -> str:
+    control = result.settings["control"]
+    columns = [(label, main, _METRICS[main][2])]
+    columns += [(control, main, f"control `{control}`")] if control not in (None, label) else []
+    columns += [(label, "perplexity", "perplexity")] if main == "loss" else []
+    lengths = [record.at["length"] for record in result.of(label, main)]
     rows = [
-        ("steps", f"{run['curve']['step'][-1]:,}"),
-        ("sequences per step", str(own.pop("batch_size", task["batch_size"]))),
+        [str(length), *(_said(result.record(name, quantity, length=length)) for name, quantity, _ in columns)]
+        for length in lengths
     ]
-    if task["kind"] != GENERALIZATION:
-        rows.append(("tokens per sequence", str(own.pop("train_length", task["train_length"]))))
-    rows += [(name, str(value)) for name, value in own.items()]
-    rows += [("seed", str(run["seed"])), ("trained parameters", f"{run['parameters']:,}")]
-    return [*rows, ("wall time", f"{run['seconds']:.0f} s"), ("processor time", f"{run['cpu_seconds']:.0f} s")]
+    return format_table(["length", *(heading for _, _, heading in columns)], rows, markdown=True)
 
 
-def _results_text(results: dict[str, Any], run: dict[str, Any], task: dict[str, Any]) -> str:
-    if task["kind"] == GENERALIZATION:
-        return (
-            f"Percent of up to {task['samples']} examples of each length answered without an error; lengths beyond "
-            f"{max(task['train_lengths'])} were never seen in training."
-        )
-    what = "masked tokens" if task["objective"] == "masked" else "tokens"
-    lengths = dict.fromkeys(map(str, _trained_lengths(_trainings(results, run), task)))
-    return (
-        f"Loss of {what} on held-out text in nats, and its exponential, the perplexity. Trained on "
-        f"{', then '.join(lengths)} tokens; a model that knows token frequencies only has a loss of "
-        f"{task['unigram_cross_entropy']:.3f}."
-    )
+def _said(record: Record) -> str:
+    factor, digits = {"accuracy": (100, 0), "perplexity": (1, 2)}.get(record.quantity, (1, 3))
+    if record.value is None:
+        return "-"
+    text = f"{factor * record.value:.{digits}f}"
+    if record.low is None or record.high is None:
+        return text
+    return f"{text} ± {factor * (record.high - record.low) / 2:.{digits}f}"
 
 
-def _results_table(
-    run: dict[str, Any], task: dict[str, Any], item: Aggregate, aggregates: dict[tuple[str, str], Aggregate]
-) -> str:
-    control = aggregates[run["task"], item.control] if item.control is not None else None
-    generated = task["kind"] == GENERALIZATION
-    own = run["exact_match"]["accuracy"] if generated else run["by_length"]["loss"]
-    digits, factor = (0, 100.0) if generated else (3, 1.0)
-    headers = ["length", "exact match" if generated else "loss", f"mean of {item.n} seed{'s' if item.n > 1 else ''}"]
-    headers += [f"control `{control.scheme}`"] if control else []
-    headers += [] if generated else ["perplexity"]
-    rows = []
-    for place, length in enumerate(task["lengths"]):
-        cells = [str(length), MISSING if own[place] is None else f"{factor * own[place]:.{digits}f}"]
-        cells += [
-            number((other.accuracy if generated else other.loss)[place], digits, factor)
-            for other in (item, control)
-            if other is not None
-        ]
-        perplexity = None if generated else _perplexity(own[place])
-        cells += [] if generated else [MISSING if perplexity is None else f"{perplexity:.2f}"]
-        rows.append(cells)
-    return format_table(headers, rows, markdown=True)
+def _dog(result: Result, label: str, runs: Sequence[Finished], task: Task) -> dict[str, Any] | None:
+    verdicts = [run.dog.told_apart for run in runs if run.dog is not None and run.dog.told_apart is not None]
+    distances = [record for record in result.of(label, "dog_distance") if record.value is not None]
+    if not verdicts or not distances:
+        return None
+    distance = distances[-1].value or 0.0
+    masked = task.objective != "masked" and not any(verdicts) and distance > ROUNDING
+    return {"told": sum(verdicts), "of": len(verdicts), "distance": distances[-1].shown, "by_the_mask": masked}
 
 
-def _results_notes(run: dict[str, Any], task: dict[str, Any], item: Aggregate) -> list[str]:
-    notes = []
-    if item.n > 1:
-        notes.append("± is half of the 95 % interval of the mean over seeds (Student's t).")
-    dog = run.get("dog", {})
-    if "told_apart" in dog and dog["told_apart"] is not None:
-        verdict = "tells" if dog["told_apart"] else "does not tell"
-        distance = dog["layers"][-1]
-        causal = task.get("objective") != "masked" and not dog["told_apart"] and distance > ROUNDING
-        notes.append(
-            f"In 'The dog chased another dog' the position encoding {verdict} the two dogs apart; their distance in "
-            f"the last layer is {distance:.2g} (relative L2){', which the causal mask alone makes' if causal else ''}."
-        )
-    return notes
+def _machine(study: Study, runs: Sequence[Finished]) -> str:
+    def threads(run: Finished) -> str:
+        count = f"{run.threads or study.machine['threads_per_run']} thread(s)"
+        return count if run.processes == 1 else f"{run.processes} processes of {count}"
+
+    used = " or ".join(dict.fromkeys(map(threads, runs)))
+    return f"{study.machine.get('gpu', study.machine['cpu'])}, {used}"
 
 
-def _limits(
-    results: dict[str, Any], run: dict[str, Any], task: dict[str, Any], item: Aggregate, default_text: bool
-) -> list[str]:
-    trainings = _trainings(results, run)
-    steps = sum(trained["curve"]["step"][-1] for trained in trainings)
-    limits = [
-        f"{run['parameters']:,} parameters and {steps:,} steps of training: nothing it writes is "
-        "reliable, and results at this size need not hold at another.",
-        "One seed of several; the spread between seeds is in the table above."
-        if item.n > 1
-        else "One seed: differences from other models that are as small as those between seeds say nothing.",
-    ]
-    if task["kind"] == GENERALIZATION:
-        return [*limits, "It solves one synthetic task and knows no language."]
-    longest = max(_trained_lengths(trainings, task))
-    limits.append(f"Inputs longer than the {longest} tokens of training are the subject of the experiment.")
-    if default_text:
-        limits.append("The text is political speech in English, 1790 to today, with the views of its times.")
-    return limits
-
-
-def _eval_results(results: dict[str, Any], run: dict[str, Any], task: dict[str, Any]) -> list[EvalResult]:
-    """Every figure of the model itself, for the model-index; a figure that is no number is left out."""
-    if task["kind"] == GENERALIZATION:
-        figures = [
-            ("exact_match", f"Exact match at length {length}", value)
-            for length, value in zip(task["lengths"], run["exact_match"]["accuracy"], strict=True)
-        ]
+def _eval_results(study: Study, result: Result, label: str, default_text: bool) -> list[EvalResult]:
+    """The means over seeds, for the model-index; a figure that is no number is left out."""
+    task, corpus = study.tasks[result.task], study.corpus
+    if task.kind == "generalization" or corpus is None:
         dataset: dict[str, Any] = {
-            "dataset_type": "synthetic",
-            "dataset_name": f"Synthetic task '{run['task']}', generated",
-        }
+            "dataset_type": "synthetic", "dataset_name": f"Synthetic task '{result.task}', generated"
+        }  # fmt: skip
     else:
-        figures = []
-        for length, loss in zip(task["lengths"], run["by_length"]["loss"], strict=True):
-            figures.append(("loss", f"Loss at {length} tokens", loss))
-            perplexity = _perplexity(loss)
-            figures.append(
-                ("perplexity", f"Perplexity at {length} tokens", None if perplexity is None else round(perplexity, 3))
-            )
-        corpus = _corpus(results, run)
-        known = corpus["source"] == _DEFAULT_SOURCE
+        named = "State of the Union speeches" if default_text else corpus.source
         dataset = {
-            "dataset_type": DEFAULT_PACKAGE if known else corpus["source"],
-            "dataset_name": f"{_DEFAULT_NAME if known else corpus['source']}, held-out documents",
+            "dataset_type": DEFAULT_PACKAGE if default_text else corpus.source,
+            "dataset_name": f"{named}, held-out documents",
             "dataset_split": "validation",
-            "dataset_revision": corpus["digest"],
+            "dataset_revision": corpus.digest,
         }
-    kind = pipeline_tag(task["model"]) or "other"
     return [
-        EvalResult(task_type=kind, metric_type=metric, metric_name=name, metric_value=value, **dataset)
-        for metric, name, value in figures
-        if value is not None
+        EvalResult(
+            task_type=pipeline_tag(task.model) or "other",
+            metric_type=_METRICS[record.quantity][0],
+            metric_name=_METRICS[record.quantity][1].format(**record.at),
+            metric_value=round(record.value, 4),
+            metric_args={"seeds": record.count} if (record.count or 0) > 1 else None,
+            **dataset,
+        )
+        for length in task.lengths
+        for quantity in (MAIN[task.kind], "perplexity")
+        for record in result.of(label, quantity, length=length)
+        if record.value is not None
     ]
-
-
-def _perplexity(loss: float | None) -> float | None:
-    return None if loss is None or loss > _LARGEST_LOSS else math.exp(loss)

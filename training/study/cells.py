@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ from training.errors import SettingsError
 from training.files import read_json
 from training.study.entries import SchemeEntry
 from training.study.settings import StudySettings
-from training.study.tasks import StudyTask
-from training.study.training_settings import TrainingSettings, fingerprint
+from training.study.tasks import EMBEDDING, MASKED, StudyTask
+from training.study.training_settings import TrainingSettings, changed_settings
 
 FINISHED, UNSUPPORTED, DIVERGED, FAILED = "finished", "unsupported", "diverged", "failed"
 
@@ -49,22 +48,32 @@ class Cell:
     @property
     def settings(self) -> TrainingSettings:
         """How it is trained: the settings of its task, changed by those of its scheme."""
-        return self.task.settings.changed(self.entry.training, f"Scheme {self.entry.label!r}")
+        return changed_settings(self.task.settings, self.entry.training, f"Scheme {self.entry.label!r}")
 
     @property
     def train_lengths(self) -> list[int]:
         """The lengths it is trained on, which its scheme may have changed."""
-        return dataclasses.replace(self.task, settings=self.settings).train_lengths
+        return self.task.train_lengths(self.settings)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it begins with trained weights: those of another cell, or pretrained ones."""
+        return self.start is not None or self.task.pretrained
+
+    @property
+    def study_folder(self) -> Path:
+        """Where the study goes."""
+        return Path(self.study.output_dir)
 
     @property
     def folder(self) -> Path:
         """Where its checkpoints and its result go."""
-        return Path(self.study.output_dir) / "trainings" / self.name
+        return self.study_folder / "trainings" / self.name
 
     @property
     def model_folder(self) -> Path:
         """Where its trained model goes."""
-        return Path(self.study.output_dir) / "models" / self.name
+        return self.study_folder / "models" / self.name
 
     @property
     def keeps_model(self) -> bool:
@@ -90,19 +99,25 @@ class Cell:
             "seed": self.seed,
             "from": self.entry.start,
             "training": self.entry.training,
-        }
+        } | ({"swap_options": self.entry.given} if self.entry.given else {})
 
-    def identity(self, corpus: dict[str, Any] | None) -> dict[str, Any]:
-        """Everything that its result depends on, JSON-ready."""
+    def identity(self, digests: dict[str, str]) -> dict[str, Any]:
+        """Everything that its result depends on, JSON-ready.
+
+        Args:
+            digests: of the text ("corpus") and of pretrained weights ("model"), where there are any.
+        """
         identity = {
-            **fingerprint(self.settings),
+            **self.settings.fingerprint(),
             "scheme": self.entry.config_dict(),
+            "swap": self.entry.given,
             "evaluated lengths": self.task.lengths,
-            "train_lengths": self.task.train_lengths,
+            "train_lengths": self.train_lengths,
             "tokenizer_name": self.study.tokenizer_name,
-            "corpus digest": None if corpus is None or self.task.synthetic else corpus["digest"],
+            "corpus digest": None if self.task.synthetic else digests.get("corpus"),
+            "model digest": digests.get("model"),
         }
-        return identity if self.start is None else identity | {"from": self.start.identity(corpus)}
+        return identity if self.start is None else identity | {"from": self.start.identity(digests)}
 
 
 def study_cells(study: StudySettings) -> list[Cell]:
@@ -132,34 +147,47 @@ def study_cells(study: StudySettings) -> list[Cell]:
 
 
 def _check(cell: Cell) -> None:
-    settings = cell.settings
+    settings, swap = cell.settings, cell.entry.swap
     _check_own_settings(cell)
-    if cell.start is None:
+    if not cell.goes_on:
         if settings.max_steps == 0:
             raise SettingsError(
                 f"{cell.name} is not trained (max_steps is 0) and starts from no other: there would be nothing to read."
             )
-        return
-    changed = [name for name in _SHAPE if getattr(settings, name) != getattr(cell.start.settings, name)]
+        if cell.entry.given:
+            raise SettingsError(
+                f"{cell.name} has swap options and new weights, in which there is nothing to take over: give 'from', "
+                "or --model_name_or_path for the whole study."
+            )
+    swap.check_steps(settings.max_steps)
+    if swap.lora and swap.gradual_steps:
+        raise SettingsError(
+            f"{cell.name}: gradual_steps changes what the frozen weights have to do from step to step, which lora "
+            "cannot follow; use one of them."
+        )
+    if settings.max_steps == 0 and (swap.lora or swap.distill):
+        raise SettingsError(f"{cell.name} is not trained (max_steps is 0), so lora and distill have no meaning.")
+    if cell.task.name == EMBEDDING and (swap.lora or swap.distill):
+        raise SettingsError(f"{cell.name}: the task {EMBEDDING!r} always has a teacher, and takes no lora.")
+    changed = [name for name in _SHAPE if cell.start and getattr(settings, name) != getattr(cell.start.settings, name)]
     if changed:
-        raise SettingsError(f"{cell.name} starts from {cell.start.name} and cannot change its {changed[0]}.")
+        raise SettingsError(f"{cell.name} goes on from another model and cannot change its {changed[0]}.")
 
 
 def _check_own_settings(cell: Cell) -> None:
     """Refuses settings of a scheme that nothing would come of: tables and cards would tell of them."""
-    own = sorted(set(cell.entry.training) & set(_OF_THE_TASK))
+    where, given = f"--scheme_options for {cell.entry.label!r}", set(cell.entry.training)
+    own = sorted(given & {*_OF_THE_TASK, *(_SHAPE if cell.task.pretrained else ())})
     if own:
         raise SettingsError(
-            f"--scheme_options for {cell.entry.label!r}: training has {own[0]}, but every scheme of a task has the "
-            "same kind of model, read alike. Set it for the task in --task_options, or for all."
+            f"{where}: training has {own[0]}, but every scheme of a task has the same kind of model, read alike. Set "
+            "it for the task in --task_options, or for all."
         )
-    if cell.task.synthetic is not None:
-        meaningless: tuple[str, ...] = ("train_length", "mlm_probability")
-    else:
-        meaningless = ("train_lengths", "mlm_probability") if cell.task.causal else ("train_lengths",)
-    unused = sorted(set(cell.entry.training) & set(meaningless))
+    unused_names = {"train_length"} if cell.task.synthetic is not None else {"train_lengths"}
+    unused_names |= {"mlm_probability"} if cell.task.name != MASKED else set()
+    unused = sorted(given & (unused_names - ({"train_lengths"} if cell.task.name == EMBEDDING else set())))
     if unused:
         raise SettingsError(
-            f"--scheme_options for {cell.entry.label!r}: training has {unused[0]}, which the task {cell.task.name!r} "
-            "does not use. Leave it out, or name the schemes of that task in --task_options."
+            f"{where}: training has {unused[0]}, which the task {cell.task.name!r} does not use. Leave it out, or name "
+            "the schemes of that task in --task_options."
         )

@@ -8,6 +8,8 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+#: What is evaluated while training, and what results call it.
+EVALUATED = {"eval_loss": "validation_loss", "eval_similarity": "validation_similarity"}
 #: Called after every step with the number of steps that are done.
 OnStep = Callable[[int], None]
 
@@ -53,16 +55,18 @@ class CurveCallback(TrainerCallback):
 
 
 def recorded_curve(state: TrainerState) -> dict[str, list[Any]]:
-    """Steps, the mean training loss since the point before, and the validation loss."""
+    """Steps, the mean training loss since the point before (`None` before the first step), and what was evaluated."""
     values: dict[str, dict[int, float]] = {
         name: {entry["step"]: entry[name] for entry in state.log_history if name in entry}
-        for name in ("loss", "eval_loss")
+        for name in ("loss", *EVALUATED)
     }
-    steps = sorted(values["eval_loss"])
+    (name,) = (name for name in EVALUATED if values[name])
+    steps = sorted(values[name])
+    losses = [values["loss"].get(step) for step in steps]
     return {
         "step": steps,
-        "train_loss": [round(float(values["loss"][step]), 4) for step in steps],
-        "validation_loss": [round(float(values["eval_loss"][step]), 4) for step in steps],
+        "train_loss": [None if loss is None else round(float(loss), 4) for loss in losses],
+        EVALUATED[name]: [round(float(values[name][step]), 4) for step in steps],
     }
 
 

@@ -1,24 +1,41 @@
-"""The schemes of a study: a label, a config, and what the training starts from."""
+"""The schemes of a study: a label, a config, and how its training begins."""
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
 from hf_posenc import PositionEncodingError, get_scheme
 from hf_posenc.schemes.config import SchemeConfig
+from training.arguments import LoraArguments
 from training.errors import SettingsError
+from training.study.training_settings import settings_error
+from training.swapping import HealingArguments
 
-#: The label of the unpatched model, the control.
+#: The scheme of the unpatched model, the control.
 NATIVE = "native"
 
 #: Used where `--scheme_options` says nothing else. The paper's sinusoids have the size of its token vectors, because it
-#: multiplies those by sqrt(hidden) (arXiv:1706.03762, section 3.4). None of the models here does, so the sinusoids come
-#: down to the tokens instead: at scale 1 they would drown them.
+#: multiplies those by sqrt(hidden) (arXiv:1706.03762, section 3.4). None of the models here does, so the sinusoids are
+#: scaled down to the tokens instead: at scale 1 they would drown them.
 DEFAULT_OPTIONS: dict[str, dict[str, Any]] = {"sinusoidal": {"scale": 0.07}}
 
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
+
+
+@dataclass
+class SwapArguments(HealingArguments, LoraArguments):
+    """How a trained model takes the scheme, and what helps it to recover."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
+
+    def __post_init__(self) -> None:
+        HealingArguments.__post_init__(self)
+        LoraArguments.__post_init__(self)
 
 
 @dataclass(frozen=True)
@@ -28,14 +45,20 @@ class SchemeEntry:
     Args:
         label: its name in tables and folders.
         config: the scheme, or `None` for the unpatched model.
-        start: label of the entry whose trained model this one starts from; `None` for new weights.
+        options: those of the scheme that were given.
+        start: label of the entry whose trained model this one starts from; `None` for none of this study.
+        swap: how a trained model takes the scheme; for new weights it has no meaning.
         training: settings of its trainings that differ from those of the task.
+        given: swap options as they were given, for results.
     """
 
     label: str
     config: SchemeConfig | None
+    options: dict[str, Any] = field(default_factory=dict)
     start: str | None = None
+    swap: SwapArguments = field(default_factory=SwapArguments)
     training: dict[str, Any] = field(default_factory=dict)
+    given: dict[str, Any] = field(default_factory=dict)
 
     def config_dict(self) -> dict[str, Any] | None:
         """The scheme as JSON, every option written out."""
@@ -48,15 +71,13 @@ def parse_entries(labels: list[str], options: dict[str, dict[str, Any]]) -> list
     Args:
         labels: in the order of the tables.
         options: per label the options of the scheme; and, where needed, `scheme` (its name, where the label is
-            another one), `from` (the label whose trained model it starts from) and `training` (settings of its own).
+            another one), `from` (the label whose trained model it starts from), `swap` (how a trained model takes it)
+            and `training` (settings of its own).
 
     Raises:
         UnknownNameError: for an unknown scheme or option, with the nearest names.
         SettingsError: for options without a scheme, a value out of range, or a start that does not exist.
     """
-    unused = sorted(set(options) - set(labels))
-    if unused:
-        raise SettingsError(f"--scheme_options has options for {', '.join(unused)}, which --schemes does not name.")
     entries = [_entry(label, dict(options.get(label, {}))) for label in labels]
     by_label = {entry.label: entry for entry in entries}
     for entry in entries:
@@ -65,19 +86,30 @@ def parse_entries(labels: list[str], options: dict[str, dict[str, Any]]) -> list
 
 
 def _entry(label: str, options: dict[str, Any]) -> SchemeEntry:
+    where = f"--scheme_options for {label!r}"
     if not _LABEL.fullmatch(label):
         raise SettingsError(
             f"--schemes has the label {label!r}, which is to be part of a folder's name: letters, digits and . _ + - "
             "only, beginning with a letter or a digit."
         )
-    start, training = options.pop("from", None), options.pop("training", {})
-    if not isinstance(training, dict):
-        raise SettingsError(f"--scheme_options for {label!r}: training is {training!r}; it takes settings by name.")
+    start, training, given = options.pop("from", None), options.pop("training", {}), options.pop("swap", {})
+    for name, value in (("training", training), ("swap", given)):
+        if not isinstance(value, dict):
+            raise SettingsError(f"{where}: {name} is {value!r}; it takes settings by name.")
+    if not isinstance(start, str | None):
+        raise SettingsError(f"{where}: from is {start!r}; it takes the label of another scheme.")
+    try:
+        # As JSON, in which pydantic makes a dataclass of a mapping and still takes no text for a number.
+        swap = TypeAdapter(SwapArguments).validate_json(json.dumps(given, default=str))
+    except ValidationError as error:
+        raise settings_error(error, SwapArguments.__dataclass_fields__, f"{where}: swap") from error
     scheme = options.pop("scheme", label)
     if scheme == NATIVE:
         if options:
             raise SettingsError(f"{NATIVE!r} is the unpatched model; it has no options ({', '.join(options)}).")
-        return SchemeEntry(label, None, start, training)
+        if swap.swaps:
+            raise SettingsError(f"{where}: swap takes over from the old scheme, and {NATIVE!r} keeps it.")
+        return SchemeEntry(label, None, {}, start, swap, training, given)
     if label == scheme:
         options = DEFAULT_OPTIONS.get(scheme, {}) | options
     try:
@@ -85,8 +117,8 @@ def _entry(label: str, options: dict[str, Any]) -> SchemeEntry:
     except PositionEncodingError:
         raise
     except (TypeError, ValueError) as error:
-        raise SettingsError(f"--scheme_options for {label!r}: {error}") from error
-    return SchemeEntry(label, config, start, training)
+        raise SettingsError(f"{where}: {error}") from error
+    return SchemeEntry(label, config, options, start, swap, training, given)
 
 
 def _check_start(entry: SchemeEntry, entries: dict[str, SchemeEntry]) -> None:

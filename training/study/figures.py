@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +11,9 @@ from hf_posenc.plots.curves import Curve, plot_curves
 from hf_posenc.plots.heatmaps import plot_share_map
 from hf_posenc.plots.intervals import IntervalSeries, plot_intervals
 from hf_posenc.plots.style import save_figure, styled
-from training.study.aggregation import ROUNDING, Aggregate, Estimate, of_task
-from training.study.schema import LANGUAGE_MODELING
-from training.study.summary import curve_summary, price_summary, share_summary, sliding_summary
+from hf_posenc.report import Record, Result
+from training.study.records import ROUNDING
+from training.study.results import Finished, Study, Task
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -28,8 +26,6 @@ _TRAINING_CEILING = 2.5
 _DOG_FLOOR = 1e-8
 #: An SVG is kept up to this many bytes; a larger one would weigh more than it shows.
 _SVG_LIMIT = 150_000
-
-_BANDS = "Bands: 95 % interval of the mean over seeds."
 
 
 @dataclass(frozen=True)
@@ -53,34 +49,41 @@ class StudyFigure:
     figure: Figure
 
 
-def draw_figures(results: dict[str, Any], aggregates: Sequence[Aggregate]) -> list[StudyFigure]:
+@dataclass(frozen=True)
+class _Lines:
+    """A figure with one line per scheme.
+
+    Args:
+        name: of the file, behind that of the task.
+        title: a heading.
+        quantity: of the records that are drawn.
+        key: of `Record.at`, along the horizontal axis.
+        x_label: of the horizontal axis.
+        y_label: of the vertical axis.
+        reading: how to read it.
+        options: of `plot_curves`.
+        which: "all" schemes; "new" for those from new weights; "further" for those that go on from another model.
+    """
+
+    name: str
+    title: str
+    quantity: str
+    key: str
+    x_label: str
+    y_label: str
+    reading: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    which: str = "all"
+
+
+def draw_figures(study: Study, records: Mapping[str, Result]) -> list[StudyFigure]:
     """Every figure that the finished runs have data for, task by task."""
-    labels = list(dict.fromkeys(run["scheme"] for run in results["runs"]))
-    figures = []
-    for name, task in results["tasks"].items():
-        finished = [item for item in of_task(aggregates, name) if item.n]
-        makers = _LANGUAGE if task["kind"] == LANGUAGE_MODELING else _GENERALIZATION
-        for make in makers:
-            if make in _APART:
-                drawn = [make(name, task, [item for item in finished if item.start is None], labels)]
-                drawn.append(_further(make(name, task, _started(finished), labels), name))
-            else:
-                drawn = [make(name, task, finished, labels)]
-            figures += [figure for figure in drawn if figure is not None]
-    return figures
-
-
-def _started(aggregates: Sequence[Aggregate]) -> list[Aggregate]:
-    """Models that start from a trained one, beside those they start from."""
-    starts = {item.start for item in aggregates if item.start is not None}
-    return [item for item in aggregates if item.start is not None or item.scheme in starts]
-
-
-def _further(figure: StudyFigure | None, task: str) -> StudyFigure | None:
-    if figure is None:
-        return None
-    name = figure.name.replace(f"{task}_", f"{task}_further_", 1)
-    return dataclasses.replace(figure, name=name, title=f"{figure.title}, models that start from a trained one")
+    labels = list(dict.fromkeys(run.scheme for run in study.runs))
+    return [
+        figure
+        for name, result in records.items()
+        for figure in _Drawing(name, study.tasks[name], result, study.finished(name), labels).figures()
+    ]
 
 
 def save_figures(figures: Sequence[StudyFigure], folder: Path) -> list[Path]:
@@ -97,296 +100,264 @@ def save_figures(figures: Sequence[StudyFigure], folder: Path) -> list[Path]:
     return paths
 
 
-def _loss_curves(
-    name: str, task: dict[str, Any], aggregates: Sequence[Aggregate], labels: list[str]
-) -> StudyFigure | None:
-    reading = (
-        "Loss on held-out data of the trained length, while training. A line that falls earlier learns faster; a flat "
-        "stretch is a plateau that the model has not left yet."
+@dataclass(frozen=True)
+class _Drawing:
+    """The figures of one task."""
+
+    name: str
+    task: Task
+    result: Result
+    finished: Sequence[Finished]
+    labels: list[str]
+
+    def figures(self) -> Iterator[StudyFigure]:
+        if self.task.kind == "generalization":
+            yield from self._exact_match_map()
+        for lines in self._specifications():
+            yield from self._drawn(lines)
+        yield from self._sliding_window()
+        yield from self._price()
+
+    def _specifications(self) -> list[_Lines]:
+        task = self.task
+        frequencies, ceiling = None, None
+        if task.unigram_cross_entropy is not None:
+            frequencies, ceiling = ("token frequencies", task.unigram_cross_entropy), task.unigram_cross_entropy
+        trained: dict[str, Any] = {"reference": frequencies, "ceiling": ceiling and _TRAINING_CEILING * ceiling}
+        control = self.result.settings["control"]
+        if task.pretrained and control is not None:
+            trained["reference"] = ("untouched model", self.result.value(control, "swapped"))
+        read = {"reference": frequencies, "ceiling": ceiling and _CEILING * ceiling}
+        evaluated = (
+            f"evaluated length in tokens (trained on {task.train_length or ', '.join(map(str, task.train_lengths))})"
+        )
+        shown = "cosine to the embeddings before" if task.kind == "embedding" else "loss (nats per token)"
+        point = "validation_similarity" if task.kind == "embedding" else "validation_loss"
+        curves = [
+            _Lines(
+                "loss_curves", "While training", point, "step", "training step", f"validation {shown}",
+                "On held-out data of the trained length, while training. A line that gets to its level earlier learns "
+                "faster; a flat stretch is a plateau that the model has not left yet.",
+                trained, "new",
+            ),
+            _Lines(
+                "further_loss_curves", "While training further", point, "step", "training step",
+                f"validation {shown}",
+                "Models that go on from a trained one, from the first point on. Where the position encoding was "
+                "exchanged, the line shows how fast the model recovers.",
+                trained, "further",
+            ),
+        ]  # fmt: skip
+        dogs = _Lines(
+            "dog_distance", "The two dogs, by layer", "dog_distance", "layer", "layer (0: embeddings; grey: rounding)",
+            "distance of the two dogs (relative L2)",
+            "How far apart the trained model holds the two dogs of 'The dog chased another dog'. In the grey area they "
+            "are the same to the model. A causal mask tells them apart even without positions; without a mask, no "
+            "positions mean no distance, at any layer.",
+            {"shaded_rows": (_DOG_FLOOR / 2, ROUNDING), "whole_x": True, "floor": _DOG_FLOOR},
+        )  # fmt: skip
+        if task.kind == "generalization":
+            shares = _Lines(
+                "exact_match_curves", "Exact match by length, with intervals", "accuracy", "length",
+                "length (grey: trained)", "exact match (share of examples)",
+                "A line that stays up right of the grey area generalises to longer inputs.",
+                {"shaded_columns": (min(task.train_lengths), max(task.train_lengths)), "y_limits": (-0.02, 1.02)},
+            )  # fmt: skip
+            return [shares, *curves, dogs]
+        if task.kind == "embedding":
+            return [*curves, *self._by_length("similarity", "Cosine by length", shown, evaluated, {}), dogs]
+        tail = task.tail_tokens
+        return [
+            *curves,
+            *self._by_length("loss", "Loss by length", f"mean {shown}", evaluated, read),
+            _Lines(
+                "tail_loss_by_length", f"Loss of the last {tail} tokens by length", "tail_loss", "length", evaluated,
+                f"loss of the last {tail} tokens (nats per token)",
+                f"The last {tail} targets are the same at every length, with more and more text before them: what "
+                "changes along a line is the effect of the longer context alone.",
+                {**read, "log2_x": True}, "apart",
+            ),
+            _Lines(
+                "loss_by_position", "Loss by position", "position_loss", "position",
+                "position in the sequence (grey: trained)", shown,
+                f"Loss at each position of pieces of {task.lengths[-1]} tokens. Where a line leaves its level at the "
+                "edge of the grey area, the scheme fails at the first position it was not trained on.",
+                {**read, "shaded_columns": (0, task.train_length)}, "apart",
+            ),
+            dogs,
+        ]  # fmt: skip
+
+    def _by_length(
+        self, quantity: str, title: str, y_label: str, x_label: str, options: dict[str, Any]
+    ) -> Iterator[_Lines]:
+        reading = (
+            "The same held-out text, read in pieces of each length. A line that keeps its level uses longer context or "
+            "is at least not harmed by it; one that leaves it is a model that fails beyond its training length. "
+            "A mean includes the short contexts at the start of every piece, which hide part of a collapse."
+        )
+        options = {**options, "log2_x": True}
+        yield _Lines(f"{quantity}_by_length", title, quantity, "length", x_label, y_label, reading, options, "apart")
+        before = "The models right after they got another position encoding, before any training."
+        yield _Lines(
+            f"swapped_{quantity}_by_length", f"{title}, right after the swap", f"before_{quantity}", "length", x_label,
+            y_label, before, options,
+        )  # fmt: skip
+
+    # Lines
+
+    def _drawn(self, lines: _Lines) -> Iterator[StudyFigure]:
+        further = {run.scheme for run in self.finished if run.start is not None or self.task.pretrained}
+        starts = {run.start for run in self.finished}
+        every = [subject.label for subject in self.result.subjects]
+        # Models that go on from others would crowd one figure, so they are drawn apart, beside those they start from.
+        groups = {
+            "all": [("", "", every)],
+            "new": [("", "", [label for label in every if label not in further])],
+            "further": [("", "", [label for label in every if label in further])],
+            "apart": [
+                ("", "", [label for label in every if label not in further or self.task.pretrained]),
+                ("further_", ", models that start from a trained one",
+                 [label for label in every if not self.task.pretrained and (label in further or label in starts)]
+                 if further else []),
+            ],
+        }[lines.which]  # fmt: skip
+        for prefix, suffix, chosen in groups:
+            curves = [curve for label in chosen if (curve := self._curve(label, lines)) is not None]
+            if not curves:
+                continue
+            figure = plot_curves(
+                curves, labels=self.labels, x_label=lines.x_label, y_label=lines.y_label, **lines.options
+            )
+            yield StudyFigure(
+                f"{self.name}_{prefix}{lines.name}",
+                self.name,
+                lines.title + suffix,
+                f"{lines.reading} Bands: 95 % interval of the mean over seeds.",
+                _described(curves, lines.key),
+                figure,
+            )
+
+    def _curve(self, label: str, lines: _Lines) -> Curve | None:
+        records = list(self.result.of(label, lines.quantity))
+        if lines.key == "step" and len(records) == 1 and records[0].at["step"] == 0:  # only read
+            return None
+        if all(record.value is None for record in records):
+            return None
+        return Curve(
+            label,
+            tuple(record.at[lines.key] for record in records),
+            tuple(record.value for record in records),
+            tuple(_half_width(record) for record in records),
+        )
+
+    # Other figures
+
+    def _exact_match_map(self) -> Iterator[StudyFigure]:
+        task, longest = self.task, max(self.task.train_lengths)
+        rows = {run.scheme: list(self.result.of(run.scheme, "accuracy")) for run in self.finished}
+        if not rows:
+            return
+        beyond = {
+            label: sum(record.value or 0.0 for record in records if record.at["length"] > longest)
+            for label, records in rows.items()
+        }
+        ordered = sorted(rows, key=lambda label: -beyond[label])
+        figure = plot_share_map(
+            [[record.value for record in rows[label]] for label in ordered],
+            ordered,
+            task.lengths,
+            x_label=f"length (orange line: longest trained, {longest})",
+            color_label="exact match",
+            trained=longest,
+        )
+        reading = (
+            "Percent of examples answered without an error, mean over seeds. Left of the line are lengths seen in "
+            "training; right of it, longer ones. Rows are sorted by their mean beyond the line, best first."
+        )
+        within = [length for length in task.lengths if length <= longest][-1:]
+        said = [
+            f"{label} "
+            + " and ".join(
+                f"{100 * (record.value or 0):.0f} percent at {record.at['length']}"
+                for record in rows[label]
+                if record.at["length"] in (*within, task.lengths[-1])
+            )
+            for label in ordered
+        ]
+        text = f"Heat map of exact match by scheme and length: {'; '.join(said)}."
+        yield StudyFigure(f"{self.name}_exact_match", self.name, "Exact match by length", reading, text, figure)
+
+    def _sliding_window(self) -> Iterator[StudyFigure]:
+        longest = {"length": self.task.lengths[-1]}
+        sliding = {record.subject: record for record in self.result.of(quantity="sliding_loss") if record.count}
+        if not sliding:
+            return
+        whole = [self.result.record(label, "loss", **longest) for label in sliding]
+        figure = plot_intervals(
+            list(sliding),
+            [_series("whole context", whole), _series("sliding window", list(sliding.values()))],
+            x_label=f"loss at {self.task.lengths[-1]} tokens (nats per token; dashed: token frequencies)",
+            reference=self.task.unigram_cross_entropy,
+        )
+        reading = (
+            f"The same text of {self.task.lengths[-1]} tokens, once as a whole, and once in overlapping windows of "
+            f"{self.task.train_length} tokens, so that the model never meets a longer input than in training. Where "
+            "the whole context is worse, the scheme is better off with the window."
+        )
+        said = [
+            f"{record.subject} {_said(record, 3)} with the whole context and {_said(sliding[record.subject], 3)} with "
+            "the window"
+            for record in whole
+        ]
+        text = f"Loss at {self.task.lengths[-1]} tokens: {'; '.join(said)}."
+        title = "Whole context or sliding window"
+        yield StudyFigure(f"{self.name}_sliding_window", self.name, title, reading, text, figure)
+
+    def _price(self) -> Iterator[StudyFigure]:
+        prices = [record for record in self.result.of(quantity="price") if record.value is not None]
+        if len(prices) < 2:
+            return
+        reference = self.result.settings["price_reference"]
+        time = f"{self.result.settings['clock']} time"
+        figure = plot_intervals(
+            [record.subject for record in prices],
+            [_series(time, prices)],
+            x_label=f"{time} per step, as a multiple of {reference}",
+            reference=1.0,
+        )
+        reading = (
+            f"{time.capitalize()} per training step divided by that of `{reference}` with the same seed, with 95 % "
+            "intervals. The runs shared the machine: it says what this study took, rather than what a scheme costs by "
+            "itself."
+        )
+        said = "; ".join(f"{record.subject} {_said(record, 2)}" for record in prices)
+        text = f"{time.capitalize()} per step relative to {reference}: {said}."
+        yield StudyFigure(f"{self.name}_price", self.name, "Price", reading, text, figure)
+
+
+def _described(curves: Sequence[Curve], x_name: str) -> str:
+    """Every line by its first and last value, the lowest end first."""
+    ends = {}
+    for curve in curves:
+        points = [(x, mean) for x, mean in zip(curve.x, curve.mean, strict=True) if mean is not None]
+        ends[curve.label] = points[0], points[-1]
+    parts = [
+        f"{label} from {first[1]:.3g} at {x_name} {first[0]:g} to {last[1]:.3g} at {last[0]:g}"
+        for label, (first, last) in sorted(ends.items(), key=lambda item: item[1][1][1])
+    ]
+    return f"Line chart of {len(curves)} scheme{'s' if len(curves) != 1 else ''}: {'; '.join(parts)}."
+
+
+def _half_width(record: Record) -> float | None:
+    return None if record.high is None or record.low is None else (record.high - record.low) / 2
+
+
+def _said(record: Record, digits: int) -> str:
+    half = _half_width(record)
+    return f"{record.value:.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
+
+
+def _series(name: str, records: Sequence[Record]) -> IntervalSeries:
+    return IntervalSeries(
+        name, tuple(record.value for record in records), tuple(_half_width(record) for record in records)
     )
-    new = [item for item in aggregates if item.start is None]
-    return _training_curves(name, task, new, labels, ("loss_curves", "Loss while training"), reading)
-
-
-def _further_curves(
-    name: str, task: dict[str, Any], aggregates: Sequence[Aggregate], labels: list[str]
-) -> StudyFigure | None:
-    reading = (
-        "Loss on held-out data of models that start from a trained one, from their first new step on. Where the "
-        "position encoding was exchanged, the line shows how fast the model recovers."
-    )
-    further = [item for item in aggregates if item.start is not None]
-    what = ("further_loss_curves", "Loss while training further")
-    return _training_curves(name, task, further, labels, what, reading)
-
-
-def _training_curves(
-    name: str,
-    task: dict[str, Any],
-    aggregates: Sequence[Aggregate],
-    labels: list[str],
-    what: tuple[str, str],
-    reading: str,
-) -> StudyFigure | None:
-    language = task["kind"] == LANGUAGE_MODELING
-    trained = [item for item in aggregates if item.steps[-1] > 0]
-    curves = _curves(trained, lambda item: item.steps, lambda item: item.validation_loss)
-    if not curves:
-        return None
-    figure = plot_curves(
-        curves,
-        labels=labels,
-        x_label="training step",
-        y_label="validation loss (nats per token)",
-        reference=_frequencies(task) if language else None,
-        ceiling=_TRAINING_CEILING * task["unigram_cross_entropy"] if language else None,
-    )
-    return StudyFigure(f"{name}_{what[0]}", name, what[1], f"{reading} {_BANDS}", curve_summary(curves, "step"), figure)
-
-
-def _loss_by_length(
-    name: str, task: dict[str, Any], aggregates: Sequence[Aggregate], labels: list[str]
-) -> StudyFigure | None:
-    return _by_length(
-        name, task, aggregates, labels, ("loss_by_length", "Loss by length"), lambda item: item.loss,
-        "mean loss (nats per token)",
-        "Mean loss over all positions when the same held-out text is read in pieces of each length. A flat or falling "
-        "line uses longer context or is at least not harmed by it; a rising line is a model that does not work "
-        "beyond its training length. The mean includes the short contexts at the start of every piece, which hide part "
-        "of a collapse.",
-    )  # fmt: skip
-
-
-def _tail_loss_by_length(
-    name: str, task: dict[str, Any], aggregates: Sequence[Aggregate], labels: list[str]
-) -> StudyFigure | None:
-    tail = task["tail_tokens"]
-    return _by_length(
-        name, task, aggregates, labels, ("tail_loss_by_length", f"Loss of the last {tail} tokens by length"),
-        lambda item: item.tail_loss, f"loss of the last {tail} tokens (nats per token)",
-        f"The last {tail} targets are the same at every length, with more and more text before them: what changes "
-        "along a line is the effect of the longer context alone.",
-    )  # fmt: skip
-
-
-def _sliding_window(
-    name: str, task: dict[str, Any], aggregates: Sequence[Aggregate], labels: list[str]
-) -> StudyFigure | None:
-    measured = [item for item in aggregates if item.sliding_loss is not None]
-    if not measured:
-        return None
-    longest = task["lengths"][-1]
-    figure = plot_intervals(
-        [item.scheme for item in measured],
-        [
-            _series("whole context", [item.loss[-1] for item in measured]),
-            _series("sliding window", [item.sliding_loss for item in measured]),
-        ],
-        x_label=f"loss at {longest} tokens (nats per token; dashed: token frequencies)",
-        reference=task["unigram_cross_entropy"],
-    )
-    reading = (
-        f"The same text of {longest} tokens, once as a whole, and once in overlapping windows of "
-        f"{task['train_length']} tokens, so that the model never meets a longer input than in training. Where the "
-        "whole context is worse, the scheme is better off with the window."
-    )
-    return StudyFigure(
-        f"{name}_sliding_window", name, "Whole context or sliding window", reading,
-        sliding_summary(measured, longest), figure,
-    )  # fmt: skip
-
-
-def _by_length(
-    name: str,
-    task: dict[str, Any],
-    aggregates: Sequence[Aggregate],
-    labels: list[str],
-    what: tuple[str, str],
-    read: Callable[[Aggregate], tuple[Estimate, ...]],
-    y_label: str,
-    reading: str,
-) -> StudyFigure | None:
-    curves = _curves(aggregates, lambda item: task["lengths"], read)
-    if not curves:
-        return None
-    figure = plot_curves(
-        curves,
-        labels=labels,
-        x_label=f"evaluated length in tokens (trained on {task['train_length']})",
-        y_label=y_label,
-        reference=_frequencies(task),
-        log2_x=True,
-        ceiling=_ceiling(task),
-    )
-    return StudyFigure(
-        f"{name}_{what[0]}", name, what[1], f"{reading} {_BANDS}", curve_summary(curves, "length"), figure
-    )
-
-
-def _loss_by_position(
-    name: str, task: dict[str, Any], aggregates: Sequence[Aggregate], labels: list[str]
-) -> StudyFigure | None:
-    def middles(item: Aggregate) -> list[float]:
-        return [(start + stop) / 2 for start, stop in itertools.pairwise(item.position_edges)]
-
-    curves = _curves([item for item in aggregates if item.position_loss], middles, lambda item: item.position_loss)
-    if not curves:
-        return None
-    figure = plot_curves(
-        curves,
-        labels=labels,
-        x_label="position in the sequence (grey: trained)",
-        y_label="loss (nats per token)",
-        reference=_frequencies(task),
-        shaded_columns=(0, task["train_length"]),
-        ceiling=_ceiling(task),
-    )
-    reading = (
-        f"Loss at each position of pieces of {task['lengths'][-1]} tokens. Where a line leaves its level at the edge "
-        "of the grey area, the scheme fails at the first position it was not trained on."
-    )
-    return StudyFigure(
-        f"{name}_loss_by_position", name, "Loss by position", f"{reading} {_BANDS}",
-        curve_summary(curves, "position"), figure,
-    )  # fmt: skip
-
-
-def _dog_distance(
-    name: str, task: dict[str, Any], aggregates: Sequence[Aggregate], labels: list[str]
-) -> StudyFigure | None:
-    measured = [item for item in aggregates if item.dog_layers]
-    curves = _curves(measured, lambda item: range(len(item.dog_layers)), lambda item: item.dog_layers)
-    if not curves:
-        return None
-    figure = plot_curves(
-        curves,
-        labels=labels,
-        x_label="layer (0: embeddings; grey: rounding)",
-        y_label="distance of the two dogs (relative L2)",
-        shaded_rows=(_DOG_FLOOR / 2, ROUNDING),
-        whole_x=True,
-        floor=_DOG_FLOOR,
-    )
-    reading = (
-        "How far apart the trained model holds the two dogs of 'The dog chased another dog'. In the grey area they are "
-        "the same to the model. "
-    )
-    reading += (
-        "In a causal model the mask alone tells them apart, so even no positions give a distance; the probe in the "
-        "table shows what the scheme adds."
-        if task.get("objective") == "causal"
-        else "Without positions they must lie there at every layer."
-    )
-    return StudyFigure(
-        f"{name}_dog_distance", name, "The two dogs, by layer", f"{reading} {_BANDS}",
-        curve_summary(curves, "layer"), figure,
-    )  # fmt: skip
-
-
-def _exact_match_map(
-    name: str, task: dict[str, Any], aggregates: Sequence[Aggregate], labels: list[str]
-) -> StudyFigure | None:
-    measured = [item for item in aggregates if item.accuracy]
-    if not measured:
-        return None
-    longest = max(task["train_lengths"])
-    beyond = [place for place, length in enumerate(task["lengths"]) if length > longest]
-    measured.sort(key=lambda item: -sum(item.accuracy[place].mean or 0.0 for place in beyond))
-    figure = plot_share_map(
-        [[estimate.mean for estimate in item.accuracy] for item in measured],
-        [item.scheme for item in measured],
-        task["lengths"],
-        x_label=f"length (orange line: longest trained, {longest})",
-        color_label="exact match",
-        trained=longest,
-    )
-    reading = (
-        "Percent of examples answered without an error, mean over seeds. Left of the line are lengths seen in "
-        "training; right of it, longer ones. Rows are sorted by their mean beyond the line, best first."
-    )
-    return StudyFigure(
-        f"{name}_exact_match", name, "Exact match by length", reading, share_summary(measured, task), figure
-    )
-
-
-def _exact_match_curves(
-    name: str, task: dict[str, Any], aggregates: Sequence[Aggregate], labels: list[str]
-) -> StudyFigure | None:
-    curves = _curves(aggregates, lambda item: task["lengths"], lambda item: item.accuracy)
-    if not curves:
-        return None
-    figure = plot_curves(
-        curves,
-        labels=labels,
-        x_label="length (grey: trained)",
-        y_label="exact match (share of examples)",
-        shaded_columns=(min(task["train_lengths"]), max(task["train_lengths"])),
-        y_limits=(-0.02, 1.02),
-    )
-    reading = "The same figures as lines. A line that stays up right of the grey area generalises to longer inputs."
-    return StudyFigure(
-        f"{name}_exact_match_curves", name, "Exact match by length, with intervals", f"{reading} {_BANDS}",
-        curve_summary(curves, "length"), figure,
-    )  # fmt: skip
-
-
-def _price(name: str, task: dict[str, Any], aggregates: Sequence[Aggregate], labels: list[str]) -> StudyFigure | None:
-    measured = [item for item in aggregates if item.price is not None and item.price.mean is not None]
-    if len(measured) < 2:
-        return None
-    reference = measured[0].price_reference
-    figure = plot_intervals(
-        [item.scheme for item in measured],
-        [_series(f"{measured[0].clock} time", [item.price for item in measured])],
-        x_label=f"{measured[0].clock} time per step, as a multiple of {reference}",
-        reference=1.0,
-    )
-    reading = (
-        f"{measured[0].clock.capitalize()} time per training step divided by that of `{reference}` with the same seed, "
-        "with 95 % intervals. The runs shared the machine: it says what this study took, rather than what a scheme "
-        "costs by itself."
-    )
-    return StudyFigure(f"{name}_price", name, "Price", reading, price_summary(measured), figure)
-
-
-_LANGUAGE = (
-    _loss_curves,
-    _further_curves,
-    _loss_by_length,
-    _tail_loss_by_length,
-    _sliding_window,
-    _loss_by_position,
-    _dog_distance,
-    _price,
-)
-#: Drawn twice where some models start from trained ones, which would crowd one figure.
-_APART = (_loss_by_length, _tail_loss_by_length, _loss_by_position)
-_GENERALIZATION = (_exact_match_map, _exact_match_curves, _loss_curves, _further_curves, _dog_distance, _price)
-
-
-def _curves(
-    aggregates: Sequence[Aggregate],
-    x: Callable[[Aggregate], Sequence[float]],
-    read: Callable[[Aggregate], tuple[Estimate, ...]],
-) -> list[Curve]:
-    curves = []
-    for item in aggregates:
-        estimates = read(item)
-        if any(estimate.mean is not None for estimate in estimates):
-            means = tuple(estimate.mean for estimate in estimates)
-            widths = tuple(estimate.half_width for estimate in estimates)
-            curves.append(Curve(item.scheme, tuple(x(item)), means, widths))
-    return curves
-
-
-def _series(name: str, estimates: Sequence[Estimate | None]) -> IntervalSeries:
-    present = [estimate or Estimate(None, None, 0) for estimate in estimates]
-    return IntervalSeries(name, tuple(entry.mean for entry in present), tuple(entry.half_width for entry in present))
-
-
-def _frequencies(task: dict[str, Any]) -> tuple[str, float]:
-    return "token frequencies", task["unigram_cross_entropy"]
-
-
-def _ceiling(task: dict[str, Any]) -> float:
-    return float(_CEILING * task["unigram_cross_entropy"])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -37,7 +38,8 @@ def check_folder(folder: Path) -> None:
         )
 
 
-def lock(folder: Path) -> FileLock:
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
     """Takes the folder for this run; the lock falls with the process, however it ends.
 
     Raises:
@@ -51,7 +53,10 @@ def lock(folder: Path) -> FileLock:
         raise SettingsError(
             f"Another study is writing to {folder}. Wait for it, or name another --output_dir."
         ) from error
-    return taken
+    try:
+        yield
+    finally:
+        taken.release()
 
 
 def clear(folder: Path) -> None:
@@ -64,21 +69,21 @@ def clear(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def check_cell(cell: Cell, corpus: dict[str, Any] | None) -> None:
+def check_cell(cell: Cell, digests: dict[str, str]) -> None:
     """Compares with what this training began with, or records it.
 
     Every training stands for itself: a study may be asked for more schemes, tasks and seeds in the same folder.
 
     Args:
         cell: the training.
-        corpus: summary of the text; `None` where no task reads any.
+        digests: of the text ("corpus") and of pretrained weights ("model"), where there are any.
 
     Raises:
         SettingsError: if a setting or the text itself differs, or if the training has ended without the model that is
             now asked for.
     """
     path = cell.folder / "settings.json"
-    wanted = cell.identity(corpus)
+    wanted = cell.identity(digests)
     earlier = read_json(path)
     if earlier is None:
         write_json(path, wanted)

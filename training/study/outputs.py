@@ -1,23 +1,24 @@
-"""Everything a study leaves for readers, in one call."""
+"""Everything a study leaves for readers, made from its records."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from hf_posenc.report import Result
 from training.errors import SettingsError
 from training.files import read_json, write_json, write_text
-from training.study.aggregation import aggregate
-from training.study.cards import write_cards, write_model_cards
+from training.study.cards import study_cards, write_cards, write_model_cards
 from training.study.figures import draw_figures, save_figures
+from training.study.records import study_records
 from training.study.report import format_report
-from training.study.schema import ResultsError
-from training.study.tables import format_tables
+from training.study.results import ResultsError, Study, check_results
 
 
 def write_outputs(results: dict[str, Any], folder: Path) -> list[Path]:
@@ -33,16 +34,23 @@ def write_outputs(results: dict[str, Any], folder: Path) -> list[Path]:
     Raises:
         ResultsError: for results that cannot be reported; then nothing is written.
     """
-    aggregates = aggregate(results)
-    tables = format_tables(results)
-    figures = draw_figures(results, aggregates)
-    report = format_report(results, figures)
+    study = check_results(results)
+    records = study_records(study)
+    figures = draw_figures(study, records)
+    report = format_report(study, records, figures)
+    cards = study_cards(study, records)
     write_json(folder / "results.json", results)
-    write_text(folder / "table.md", tables)
+    write_text(folder / "table.md", format_tables(study, records))
     plots = save_figures(figures, folder / "plots")
     write_text(folder / "report.html", report)
-    cards = write_model_cards(results, folder)
-    return [folder / "results.json", folder / "table.md", *plots, folder / "report.html", *cards]
+    models = write_model_cards(cards, folder)
+    return [folder / "results.json", folder / "table.md", *plots, folder / "report.html", *models]
+
+
+def format_tables(study: Study, records: Mapping[str, Result]) -> str:
+    """Markdown: a heading per task, its tables, how it was trained, and what could not be trained, with the reason."""
+    head = [f"# {study.name}", study.description, f"Made by `{study.command}`."]
+    return "\n\n".join([*filter(None, head), *(f"## {r.table(markdown=True)}" for r in records.values())]) + "\n"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -53,16 +61,13 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         results = read_json(options.folder / "results.json")
-    except SettingsError as error:
-        print(f"outputs: {error}", file=sys.stderr)
-        return 2
-    if results is None:
-        print(f"outputs: {options.folder} has no results.json; name the folder of a study.", file=sys.stderr)
-        return 2
-    try:
+        if results is None:
+            raise SettingsError(f"{options.folder} has no results.json; name the folder of a study.")
         written = write_outputs(results, options.folder)
-        written += write_cards(results, options.cards) if options.cards else []
-    except ResultsError as error:
+        if options.cards:
+            study = check_results(results)
+            written += write_cards(study_cards(study, study_records(study)), options.cards)
+    except (SettingsError, ResultsError) as error:
         print(f"outputs: {error}", file=sys.stderr)
         return 2
     print(f"Written: {len(written)} files.")

@@ -6,7 +6,7 @@ import base64
 import io
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,14 @@ import jinja2
 from markupsafe import Markup, escape
 from PIL import Image
 
-from training.study.aggregation import Aggregate, aggregate, of_task
-from training.study.figures import StudyFigure, draw_figures
-from training.study.schema import FINISHED
-from training.study.summary import task_findings
-from training.study.tables import scheme_text, task_tables, task_text, task_title, unfinished_lines
+from hf_posenc.report import Result
+from hf_posenc.report.rendering import table_cells
+from hf_posenc.schemes.labels import scheme_label
+from hf_posenc.schemes.registry import scheme_from_dict
+from training.study.figures import StudyFigure
+from training.study.findings import task_findings
+from training.study.results import Finished, Study, Task
+from training.study.wording import unfinished_lines
 
 _TEMPLATE = Path(__file__).with_name("report_template.html")
 #: Dots per inch of the embedded images: sharp at twice the width of the page's column, still small.
@@ -26,66 +29,55 @@ _DPI = 150
 _PALETTE = 256
 
 
-def format_report(results: dict[str, Any], figures: Sequence[StudyFigure] | None = None) -> str:
+def format_report(study: Study, records: Mapping[str, Result], figures: Sequence[StudyFigure]) -> str:
     """The page: what was trained with which command, per task findings, tables and figures, failures, settings.
 
     Args:
-        results: of a study.
-        figures: of these results, where they were drawn before.
-
-    Raises:
-        ResultsError: for results that `check_results` refuses.
+        study: its results.
+        records: one result per task.
+        figures: of these results.
     """
-    aggregates = aggregate(results)
-    drawn = draw_figures(results, aggregates) if figures is None else figures
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
     environment.filters["code"] = _with_code
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    seconds = sum(run.seconds for run in study.runs if isinstance(run, Finished))
     return template.render(
-        name=results["name"],
-        overview=_overview(results),
-        command=results["command"],
-        tasks=[_task(results, name, aggregates, drawn) for name in results["tasks"] if of_task(aggregates, name)],
-        unfinished=[f"{item.task}, `{item.scheme}`, {line}" for item in aggregates for line in unfinished_lines(item)],
-        schemes=_schemes(aggregates),
+        name=study.name,
+        overview=study.description,
+        runs=len(study.runs),
+        finished=sum(isinstance(run, Finished) for run in study.runs),
+        schemes_count=len({run.scheme for run in study.runs}),
+        seeds_count=len({run.seed for run in study.runs}),
+        minutes=seconds / 60,
+        command=study.command,
+        tasks=[_task(study.tasks[name], result, figures) for name, result in records.items()],
+        unfinished=[
+            f"{name}, `{label}`, {line}"
+            for name, result in records.items()
+            for label in result.labels
+            for line in unfinished_lines([run for run in study.runs if (run.task, run.scheme) == (name, label)])
+        ],
+        schemes=_schemes(records),
         listings=[
-            ("data", "Data", _listing(results["corpus"] or {})),
-            ("settings", "Settings", _listing(results["settings"])),
-            ("machine", "Versions and machine", _listing(results["versions"]) + _listing(results["machine"])),
+            ("data", "Data", _listing(study.corpus.model_dump() if study.corpus else {})),
+            ("settings", "Settings", _listing(study.settings)),
+            ("machine", "Versions and machine", _listing(study.versions) + _listing(study.machine)),
         ],
     )
 
 
-def _overview(results: dict[str, Any]) -> str:
-    runs = results["runs"]
-    finished = sum(run["status"] == FINISHED for run in runs)
-    seconds = sum(run["seconds"] for run in runs if run["status"] == FINISHED)
-    counts = [
-        (len({run["scheme"] for run in runs}), "scheme"),
-        (len({run["task"] for run in runs}), "task"),
-        (len({run["seed"] for run in runs}), "seed"),
-    ]
-    named = ", ".join(f"{count} {word}{'' if count == 1 else 's'}" for count, word in counts)
-    return f"{named}: {len(runs)} runs, of which {finished} finished, in {_duration(seconds)} of training altogether."
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.0f} seconds"
-    return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
-
-
-def _task(
-    results: dict[str, Any], name: str, aggregates: Sequence[Aggregate], figures: Sequence[StudyFigure]
-) -> dict[str, Any]:
-    task, found = results["tasks"][name], of_task(aggregates, name)
+def _task(task: Task, result: Result, figures: Sequence[StudyFigure]) -> dict[str, Any]:
+    tables, notes = table_cells(result)
     return {
-        "anchor": f"task-{re.sub(r'[^a-zA-Z0-9_-]+', '-', name)}",
-        "title": task_title(name, task),
-        "text": task_text(task),
-        "findings": task_findings(task, found),
-        "tables": task_tables(name, task, found),
-        "figures": [_embedded(figure) for figure in figures if figure.task == name],
+        "anchor": f"task-{re.sub(r'[^a-zA-Z0-9_-]+', '-', result.task)}",
+        "title": result.title,
+        "findings": task_findings(task, result),
+        "tables": [
+            {"title": view.title or "Seeds", "headers": headers, "rows": rows}
+            for view, (headers, rows) in zip(result.views, tables, strict=True)
+        ],
+        "notes": notes,
+        "figures": [_embedded(figure) for figure in figures if figure.task == result.task],
     }
 
 
@@ -107,11 +99,17 @@ def _embedded(figure: StudyFigure) -> dict[str, Any]:
     }
 
 
-def _schemes(aggregates: Sequence[Aggregate]) -> list[tuple[str, str, str]]:
+def _schemes(records: Mapping[str, Result]) -> list[tuple[str, str, str]]:
     """Label, tasks and scheme; a label that means another config in another task has a row for each."""
     tasks: dict[tuple[str, str], list[str]] = {}
-    for item in aggregates:
-        tasks.setdefault((item.scheme, scheme_text(item)), []).append(item.task)
+    for name, result in records.items():
+        for subject in result.subjects:
+            text = (
+                "the unpatched model"
+                if subject.config is None
+                else scheme_label(scheme_from_dict(dict(subject.config)))
+            )
+            tasks.setdefault((subject.label, text), []).append(name)
     return [(label, ", ".join(names), text) for (label, text), names in tasks.items()]
 
 

@@ -2,140 +2,161 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+import re
+from typing import Annotated, Any, Self
 
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from transformers import TrainingArguments
+
+from hf_posenc.errors import close_names
 from training.errors import SettingsError
 
-_AT_LEAST_ONE = (
-    "length_factor", "hidden_size", "num_layers", "num_heads", "batch_size", "eval_every", "eval_windows",
-    "checkpoint_every", "test_samples",
-)  # fmt: skip
-_NOT_NEGATIVE = ("max_steps", "warmup_steps", "weight_decay")
-#: How often a training is saved never changes what comes out of it.
-_WITHOUT_EFFECT = ("checkpoint_every",)
-
-Settings = TypeVar("Settings", bound="TrainingSettings")
+#: Arguments of `Trainer` that the study sets itself, by the setting that says it.
+_OWN = {
+    "seed": "seeds", "per_device_train_batch_size": "batch_size", "eval_steps": "eval_every", "save_steps":
+    "checkpoint_every", "output_dir": "output_dir",
+}  # fmt: skip
 
 
-@dataclass
-class TrainingSettings:
+#: Lengths beyond this one are a slip of the pen.
+_LONGEST = 10**6
+
+
+def parse_lengths(value: Any) -> Any:
+    """`"1-10,12"` as a list of lengths, ascending; empty for an empty text.
+
+    Raises:
+        ValueError: for what is not a list of positive lengths or ranges.
+    """
+    lengths: set[int] = set()
+    words = value if isinstance(value, list) else [value]
+    for part in (part.strip() for word in words for part in str(word).split(",") if part.strip()):
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
+        if match is None or int(match[1]) < 1:
+            raise ValueError("write lengths and ranges of them: 1-10 or 5,10,20")
+        last = int(match[2] or match[1])
+        if last > _LONGEST:
+            raise ValueError(f"{part} reaches past {_LONGEST}")
+        if last < int(match[1]):
+            raise ValueError(f"the range {part} ends before it begins")
+        lengths.update(range(int(match[1]), last + 1))
+    return sorted(lengths)
+
+
+Lengths = Annotated[list[int], BeforeValidator(parse_lengths)]
+
+
+class TrainingSettings(BaseModel):
     """What a task, or one scheme of a study, can have of its own."""
 
-    train_length: int = field(default=32, metadata={"help": "Tokens per training sequence of text."})
-    length_factor: int = field(
-        default=4, metadata={"help": "Evaluate text up to this many times the training length. A power of two."}
-    )
-    train_lengths: str = field(
-        default="", metadata={"help": "Lengths a synthetic task is trained on, such as 1-10. Default: the task's own."}
-    )
-    test_lengths: str = field(
-        default="", metadata={"help": "Lengths it is tested on, such as 5,10,12,20. Default: the task's own."}
-    )
-    test_samples: int = field(default=100, metadata={"help": "Examples per length of a synthetic task."})
-    model_type: str = field(
-        default="",
-        metadata={
-            "help": "Architecture of the models, such as qwen3, gpt2 or modernbert. Default: llama, and bert for the "
-            "masked task."
-        },
-    )
-    hidden_size: int = field(default=128, metadata={"help": "Width of the models."})
-    num_layers: int = field(default=2, metadata={"help": "Layers of the models."})
-    num_heads: int = field(default=4, metadata={"help": "Attention heads of the models."})
-    max_steps: int = field(
-        default=1000,
-        metadata={"help": "Optimizer steps of each training. 0, for a scheme that starts from another, only reads."},
-    )
-    batch_size: int = field(default=32, metadata={"help": "Sequences per step, over all processes together."})
-    learning_rate: float = field(default=2e-3, metadata={"help": "Peak rate of AdamW; cosine decay to zero."})
-    warmup_steps: int = field(default=50, metadata={"help": "Steps over which the rate rises to its peak."})
-    weight_decay: float = field(default=0.01, metadata={"help": "Weight decay of AdamW."})
-    max_grad_norm: float = field(default=1.0, metadata={"help": "Gradients are clipped to this norm."})
-    mlm_probability: float = field(default=0.15, metadata={"help": "Share of tokens masked in the masked task."})
-    eval_every: int = field(default=50, metadata={"help": "Steps between points of the loss curves."})
-    eval_windows: int = field(
-        default=256, metadata={"help": "Validation windows, each of length_factor x train_length tokens."}
-    )
-    checkpoint_every: int = field(default=100, metadata={"help": "Steps between checkpoints."})
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 
-    def __post_init__(self) -> None:
-        for name in _AT_LEAST_ONE:
-            if getattr(self, name) < 1:
-                raise SettingsError(f"--{name} is {getattr(self, name)}; it must be at least 1.")
-        for name in _NOT_NEGATIVE:
-            if getattr(self, name) < 0:
-                raise SettingsError(f"--{name} is {getattr(self, name)}; it cannot be negative.")
-        if self.train_length < 2:
-            raise SettingsError(f"--train_length is {self.train_length}; the next token needs at least 2.")
+    train_length: int = Field(32, ge=2, description="Tokens per training sequence of text.")
+    length_factor: int = Field(
+        4, ge=1, description="Evaluate text up to this many times the training length. A power of two."
+    )
+    train_lengths: Lengths = Field(
+        [],
+        description="Lengths a synthetic task is trained on, such as 1-10, or lengths of text that take turns. "
+        "Default: the task's own.",
+    )
+    test_lengths: Lengths = Field(
+        [],
+        description="Lengths that are evaluated, such as 5,10,12,20. Default: those of the synthetic task; of text, "
+        "the training length and its doublings.",
+    )
+    test_samples: int = Field(100, ge=1, description="Examples per length of a synthetic task.")
+    model_type: str = Field(
+        "",
+        description="Architecture of the models, such as qwen3, gpt2 or modernbert. Default: llama, and bert for the "
+        "masked task.",
+    )
+    hidden_size: int = Field(128, ge=1, description="Width of the models.")
+    num_layers: int = Field(2, ge=1, description="Layers of the models.")
+    num_heads: int = Field(4, ge=1, description="Attention heads of the models.")
+    max_steps: int = Field(
+        1000,
+        ge=0,
+        description="Optimizer steps of each training. 0, for a scheme that starts from another, only reads.",
+    )
+    batch_size: int = Field(32, ge=1, description="Sequences per step, over all processes together.")
+    learning_rate: float = Field(2e-3, gt=0, description="Peak rate of AdamW; cosine decay to zero.")
+    warmup_steps: int = Field(50, ge=0, description="Steps over which the rate rises to its peak.")
+    weight_decay: float = Field(0.01, ge=0, description="Weight decay of AdamW.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are clipped to this norm.")
+    trainer: dict[str, Any] = Field(
+        {}, description="Further arguments of transformers' Trainer: '{lr_scheduler_type: linear, bf16: true}'."
+    )
+    mlm_probability: float = Field(0.15, gt=0, lt=1, description="Share of tokens masked in the masked task.")
+    eval_every: int = Field(50, ge=1, description="Steps between points of the loss curves.")
+    eval_windows: int = Field(256, ge=1, description="Validation windows, each of the longest evaluated length.")
+    checkpoint_every: int = Field(100, ge=1, description="Steps between checkpoints.")
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
         if self.length_factor & (self.length_factor - 1):
-            raise SettingsError(f"--length_factor is {self.length_factor}; use a power of two: 1, 2, 4, 8, ...")
+            raise ValueError(f"--length_factor is {self.length_factor}; use a power of two: 1, 2, 4, 8, ...")
         if self.hidden_size % self.num_heads or (self.hidden_size // self.num_heads) % 2:
-            raise SettingsError(
+            raise ValueError(
                 f"--hidden_size {self.hidden_size} over --num_heads {self.num_heads} gives heads of "
                 f"{self.hidden_size / self.num_heads:g} dimensions; rotary encodings need a whole, even number."
             )
-        if not 0 < self.mlm_probability < 1:
-            raise SettingsError(f"--mlm_probability is {self.mlm_probability}; it must lie between 0 and 1.")
-        for name in ("learning_rate", "max_grad_norm"):
-            if getattr(self, name) <= 0:
-                raise SettingsError(f"--{name} is {getattr(self, name)}; it must be positive.")
-        for name in ("train_lengths", "test_lengths"):
-            parse_lengths(name, getattr(self, name))
+        for name in self.trainer:
+            if name in _OWN or name in TrainingSettings.model_fields:
+                raise ValueError(f"trainer has {name!r}, which a study takes as --{_OWN.get(name, name)}.")
+            if name not in TrainingArguments.__dataclass_fields__:
+                raise ValueError(f"trainer: {unknown(name, TrainingArguments.__dataclass_fields__)}")
+        return self
+
+    @property
+    def lengths(self) -> list[int]:
+        """Evaluated lengths of text."""
+        return self.test_lengths or [self.train_length * 2**power for power in range(self.length_factor.bit_length())]
 
     @property
     def max_length(self) -> int:
         """The longest evaluated sequence of text, in tokens."""
-        return self.train_length * self.length_factor
+        return self.lengths[-1]
 
-    @property
-    def lengths(self) -> list[int]:
-        """Evaluated lengths of text: the training length and its doublings up to `max_length`."""
-        return [self.train_length * 2**power for power in range(self.length_factor.bit_length())]
+    def fingerprint(self) -> dict[str, Any]:
+        """The settings that must not change while a training is under way, JSON-ready.
 
-    def changed(self: Settings, changes: dict[str, Any], where: str) -> Settings:
-        """A copy with other values.
-
-        Raises:
-            SettingsError: for a setting that does not exist, cannot be had here, or has a value of another type.
+        How often it is saved never changes what comes out of it.
         """
-        known = {setting.name: setting for setting in dataclasses.fields(TrainingSettings)}
-        for name, value in changes.items():
-            if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
-                raise SettingsError(f"{where} has no setting {name!r}.{hint} It can have: {', '.join(known)}.")
-            default = getattr(self, name)
-            fits = isinstance(value, (int, float)) if isinstance(default, float) else isinstance(value, type(default))
-            if not fits or isinstance(value, bool):
-                raise SettingsError(f"{where}: {name} is {value!r}; it takes {type(default).__name__}.")
-        try:
-            return dataclasses.replace(self, **changes)
-        except SettingsError as error:
-            raise SettingsError(f"{where}: {error}") from error
+        return self.model_dump(exclude={"checkpoint_every"})
 
 
-def fingerprint(settings: TrainingSettings) -> dict[str, Any]:
-    """The settings of one training that must not change while it is under way, JSON-ready."""
-    names = [setting.name for setting in dataclasses.fields(TrainingSettings) if setting.name not in _WITHOUT_EFFECT]
-    # Left out where it is the default, so that a study from before there was a choice can go on.
-    return {name: getattr(settings, name) for name in names if name != "model_type" or settings.model_type}
-
-
-def parse_lengths(option: str, text: str) -> list[int]:
-    """`"1-10,12"` as a list of lengths, ascending; empty for an empty text.
+def changed_settings(settings: TrainingSettings, changes: dict[str, Any], where: str) -> TrainingSettings:
+    """A copy with other values.
 
     Raises:
-        SettingsError: for what is not a list of positive lengths or ranges.
+        SettingsError: for a setting that does not exist, cannot be had here, or has a value of another type.
     """
-    lengths: set[int] = set()
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        first, dash, last = part.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()) or int(first) < 1:
-            raise SettingsError(f"--{option} is {text!r}; write lengths and ranges of them: 1-10 or 5,10,20.")
-        if dash and int(last) < int(first):
-            raise SettingsError(f"--{option} has the range {part}, which ends before it begins.")
-        lengths.update(range(int(first), int(last if dash else first) + 1))
-    return sorted(lengths)
+    try:
+        return TrainingSettings(**settings.model_dump() | changes)
+    except ValidationError as error:
+        raise settings_error(error, TrainingSettings.model_fields, where) from error
+
+
+def settings_error(error: ValidationError, known: Any, where: str) -> SettingsError:
+    """What pydantic found, in the words of the command line: the first problem, and the nearest name.
+
+    Args:
+        error: the refusal.
+        known: names of the settings.
+        where: of the settings, for the message.
+    """
+    found = error.errors(include_url=False)[0]
+    place = ".".join(map(str, found["loc"]))
+    if found["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return SettingsError(f"{where}: {unknown(place, known)}")
+    if found["type"] == "value_error" and not place:
+        return SettingsError(f"{where}: {found['ctx']['error']}".rstrip(".") + ".")
+    message = found["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    return SettingsError(f"{where}: --{place} is {found['input']!r}; it {message}.".replace("it it ", "it "))
+
+
+def unknown(name: str, known: Any) -> str:
+    """An unknown setting, with the nearest one."""
+    near = close_names(name, list(known))
+    return f"unknown setting {name!r}." + (f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(known)}.")

@@ -8,7 +8,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.queues import SimpleQueue
 from typing import Any
@@ -27,35 +27,36 @@ OnResult = Callable[[Cell, dict[str, Any]], None]
 _reports: SimpleQueue[tuple[str, int] | None] | None = None
 
 
-def run_here(cells: list[Cell], report: Report, on_result: OnResult) -> None:
-    """Runs one training after the other in this process."""
-    for cell in cells:
-        on_result(cell, _guarded(cell, report))
+def run_cells(cells: list[Cell], workers: int, report: Report, on_result: OnResult) -> None:
+    """Runs the trainings that do not wait for each other.
 
-
-def run_in_workers(cells: list[Cell], workers: int, report: Report, on_result: OnResult) -> None:
-    """Runs `workers` trainings at a time, each on its share of the cores, and on a GPU of its own if there is one.
+    Args:
+        cells: what is trained.
+        workers: trainings at a time, each in a process with its share of the cores, and on a GPU of its own if there
+            is one; 1 runs one after the other in this process.
+        report: told of every step.
+        on_result: told of every result.
 
     Raises:
         RuntimeError: if a worker process was killed, for example for want of memory.
     """
+    if workers <= 1:
+        for cell in cells:
+            on_result(cell, _guarded(cell, report))
+        return
     context = multiprocessing.get_context("spawn")
     queue: SimpleQueue[tuple[str, int] | None] = context.SimpleQueue()
     listener = threading.Thread(target=_listen, args=(queue, report), daemon=True)
     listener.start()
-    threads = max(1, (os.cpu_count() or 1) // workers)
     numbers = context.SimpleQueue()
     for number in range(workers):
         numbers.put(number)
-    pool = ProcessPoolExecutor(
-        workers, mp_context=context, initializer=_start_worker, initargs=(queue, numbers, threads)
-    )
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (queue, numbers, threads))
     try:
-        pending: dict[Future[dict[str, Any]], Cell] = {pool.submit(_run_in_worker, cell): cell for cell in cells}
-        while pending:
-            done, _ = wait(pending, return_when=FIRST_COMPLETED)
-            for future in done:
-                on_result(pending.pop(future), future.result())
+        cell_of = {pool.submit(_run_in_worker, cell): cell for cell in cells}
+        for future in as_completed(cell_of):
+            on_result(cell_of[future], future.result())
     except BrokenProcessPool as error:
         raise RuntimeError(
             "A worker process was killed from outside; on a small machine the usual cause is memory. What it had saved "

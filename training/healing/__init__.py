@@ -1,1 +1,0 @@
-"""Recovering a pretrained model whose position encoding was swapped."""

@@ -1,0 +1,121 @@
+"""A swap instead of a plain patch, in a run of `run_clm.py` or `run_mlm.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import Tensor
+from transformers import TrainerCallback, TrainingArguments
+
+from hf_posenc import PositionEncodingError, unpatch_model
+from hf_posenc.patching.apply import current_encoding, install
+from hf_posenc.recipes import Swap, frozen_teacher, swap_scheme
+from training.argument_files import parse_structured
+from training.data.rows import load_rows
+from training.errors import SettingsError
+from training.language_modeling import Extension, RunInput
+from training.starting_model import load_tokenizer
+from training.swapping import HealingArguments, sample_rows
+from training.trainer import LossHook
+
+
+class Healing(Extension):
+    """Gives the model its scheme by `swap_scheme`, and the run what helps the model to recover.
+
+    Args:
+        arguments: what is asked for.
+        given: the run.
+        causal: the next token, rather than masked ones.
+
+    Raises:
+        SettingsError: if there is nothing to swap, or nothing to learn from.
+    """
+
+    def __init__(self, arguments: HealingArguments, given: RunInput, causal: bool) -> None:
+        self.arguments, self.given, self.causal = arguments, given, causal
+        self.patches_again = arguments.swaps
+        self.swap: Swap[Any] | None = None
+        self._before: Any = None
+        self._teacher: Any = None
+        if arguments.swaps and given.scheme.scheme is None:
+            raise SettingsError("--initialization and --gradual_steps are about a new scheme: give --scheme.")
+        if (arguments.swaps or arguments.distill) and given.model.model_name_or_path is None:
+            raise SettingsError(
+                "--initialization, --gradual_steps and --distill take over what a model has learned: give "
+                "--model_name_or_path."
+            )
+        if arguments.gradual_steps and given.lora.lora:
+            raise SettingsError(
+                "--gradual_steps changes what the frozen weights have to do from step to step, which --lora cannot "
+                "follow; use one of them."
+            )
+
+    def before_scheme(self, model: Any) -> None:
+        """Keeps the teacher, and what there was to start from."""
+        self._before = current_encoding(model)
+        if self.arguments.distill:
+            self._teacher = frozen_teacher(model)
+
+    def after_scheme(self, model: Any) -> None:
+        """Puts a swap in the place of the plain patch, which has shown that the model takes the scheme.
+
+        Raises:
+            SettingsError: if the swap cannot be made.
+        """
+        arguments, scheme = self.arguments, self.given.scheme
+        if not arguments.swaps:
+            return
+        config: Any = model.position_encoding.config
+        options: dict[str, Any] = {}
+        named = scheme.scheme is not None and scheme.scheme.isidentifier()
+        if named and scheme.scheme_layers is None:
+            # By name, so that options left out can be taken from the old scheme.
+            config = scheme.scheme
+            options = parse_structured(scheme.scheme_options or "{}", "scheme_options")
+        unpatch_model(model)
+        if self._before is not None:
+            install(self._before, model)
+        try:
+            self.swap = swap_scheme(
+                model,
+                config,
+                initialization=arguments.initialization,
+                sample=None if arguments.initialization == "default" else self._sample(),
+                table_extension=arguments.table_extension,
+                gradual=arguments.gradual_steps > 0,
+                **options,
+            )
+        except (PositionEncodingError, ValueError) as error:
+            raise SettingsError(
+                f"--scheme {scheme.scheme}, --initialization {arguments.initialization}: {error}"
+            ) from error
+
+    def check_schedule(self, arguments: TrainingArguments, steps: int) -> None:
+        """Raises `SettingsError` if the training would end, or choose its best model, before the old scheme is gone."""
+        self.arguments.check_steps(steps)
+        gradual = self.arguments.gradual_steps
+        if gradual and arguments.load_best_model_at_end and (arguments.eval_delay or 0) < gradual:
+            raise SettingsError(
+                f"--load_best_model_at_end could choose a model from the first {gradual} steps, in which the old "
+                f"scheme still has a share. Give --eval_delay {gradual} as well, or leave it out."
+            )
+
+    def callbacks(self) -> list[TrainerCallback]:
+        """Raises the new scheme's share."""
+        return self.arguments.callbacks()
+
+    def loss_hooks(self) -> list[LossHook]:
+        """Adds what the teacher predicts."""
+        return self.arguments.loss_hooks(self._teacher, self.causal)
+
+    def settings(self) -> dict[str, Any]:
+        """What has to stay the same for a run to be resumed."""
+        return {"healing": dataclasses.asdict(self.arguments)}
+
+    def _sample(self) -> Tensor:
+        """Rows spread over the training text, `(rows, block_size)`."""
+        given = self.given
+        seed = given.trainer.seed if given.trainer.data_seed is None else given.trainer.data_seed
+        rows, _, _ = load_rows(given.data, load_tokenizer(given.model, self.causal), self.causal, seed)
+        return sample_rows(rows)

@@ -1,0 +1,153 @@
+"""The text of a study: any dataset that `datasets` can load, split by whole documents."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
+
+from training.arguments import ModelArguments
+from training.data.loading import load_named_dataset, require_column
+from training.data.tokens import TokenStream, tokenize
+from training.errors import SettingsError
+from training.starting_model import BYTES, load_tokenizer
+from training.study.settings import StudySettings
+
+PARTS = ("train", "validation")
+
+
+@dataclass
+class Corpus:
+    """Token streams of a dataset.
+
+    Args:
+        train: the documents to train on, each closed by the end token.
+        validation: others, likewise.
+        summary: what was read, JSON-ready; `digest` identifies the tokens.
+    """
+
+    train: TokenStream
+    validation: TokenStream
+    summary: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls, train: TokenStream, validation: TokenStream, source: str, tokenizer: PreTrainedTokenizerBase, **more: Any
+    ) -> Corpus:
+        """The corpus with its summary."""
+        digest = hashlib.sha256(train.tokens().astype(np.int32).tobytes())
+        digest.update(validation.tokens().astype(np.int32).tobytes())
+        summary = {
+            "source": source,
+            "train_documents": train.documents,
+            "validation_documents": validation.documents,
+            "train_tokens": len(train),
+            "validation_tokens": len(validation),
+            "tokenizer": type(tokenizer).__name__,
+            "vocabulary": len(tokenizer),
+            "digest": digest.hexdigest()[:16],
+        }
+        return cls(train, validation, summary | more)
+
+    def save(self, folder: Path) -> None:
+        """Writes both streams so that worker processes can map them."""
+        for name in PARTS:
+            getattr(self, name).save(folder / name)
+
+    @staticmethod
+    def open_streams(folder: Path) -> tuple[TokenStream, TokenStream]:
+        """The saved streams, memory-mapped."""
+        train, validation = (TokenStream.open(folder / name) for name in PARTS)
+        return train, validation
+
+
+def starting_arguments(study: StudySettings) -> ModelArguments:
+    """The pretrained model of a study and its tokenizer; without one, the tokenizer alone has a meaning."""
+    if study.model_name_or_path is not None:
+        return ModelArguments(model_name_or_path=study.model_name_or_path, tokenizer_name=study.tokenizer_name)
+    return ModelArguments(model_type="llama", tokenizer_name=study.tokenizer_name or BYTES)
+
+
+def study_tokenizer(study: StudySettings) -> PreTrainedTokenizerBase:
+    """The tokenizer of all models of a study. For new weights it has a mask token in any case."""
+    return load_tokenizer(starting_arguments(study), causal=False)
+
+
+def load_corpus(
+    settings: StudySettings, tokenizer: PreTrainedTokenizerBase, train_length: int, max_length: int
+) -> Corpus:
+    """Loads, splits by whole documents, and tokenises.
+
+    Args:
+        settings: which text, and how it is split.
+        tokenizer: to tokenise with.
+        train_length: tokens of the longest window that is trained on.
+        max_length: tokens of the longest window that is evaluated.
+
+    Raises:
+        SettingsError: if the dataset, its text column, or enough text in it cannot be found.
+    """
+    dataset, source = load_named_dataset(settings.dataset_name, settings.dataset_config_name, settings.dataset_split)
+    column = settings.text_column
+    require_column(dataset, column, source)
+    dataset = dataset.filter(lambda text: bool(text and text.strip()), input_columns=column, desc="Dropping blanks")
+    if len(dataset) == 0:
+        raise SettingsError(f"The dataset {source!r} holds no document with text.")
+    more = {}
+    order = np.random.default_rng(settings.split_seed).permutation(len(dataset))
+    if len(dataset) == 1:
+        from datasets import Dataset
+
+        texts, more["division"] = _divided(dataset[0][column], settings.validation_fraction, source)
+        dataset, order = Dataset.from_dict({column: texts}), np.array([1, 0])  # held out is the end
+    held_out = min(max(1, round(len(dataset) * settings.validation_fraction)), len(dataset) - 1)
+    streams = {}
+    for name, chosen, most, needed in (
+        ("validation", order[:held_out], settings.max_eval_samples, max_length),
+        ("train", order[held_out:], settings.max_train_samples, train_length),
+    ):
+        stream = TokenStream.of_documents(tokenize(dataset.select(chosen[:most]), column, tokenizer))
+        if len(stream) < needed:
+            raise SettingsError(
+                f"The {name} part of {source!r} has {len(stream)} tokens in {stream.documents} document(s); one window "
+                f"alone needs {needed}. Use more text, a shorter --train_length, or another --validation_fraction."
+            )
+        streams[name] = stream
+    return Corpus.of(streams["train"], streams["validation"], source, tokenizer, **more)
+
+
+def unigram_cross_entropy(train: NDArray[np.int32], targets: NDArray[np.int32], vocabulary: int) -> float:
+    """Loss in nats of a model that knows token frequencies and nothing else.
+
+    Frequencies come from the training stream, add-one smoothed; the loss is taken on `targets`.
+    """
+    counts = np.bincount(train, minlength=vocabulary) + 1.0
+    return float(-np.log(counts / counts.sum())[targets].mean())
+
+
+def _divided(text: str, fraction: float, source: str) -> tuple[list[str], str]:
+    """One document in two, and a sentence on where: before the last paragraph, line or word of the first share.
+
+    Raises:
+        SettingsError: if it has one word.
+    """
+    text = text.strip()
+    end = round(len(text) * (1 - fraction))
+    for separator, kind in (("\n\n", "paragraph"), ("\n", "line"), (" ", "word")):
+        # Not further away than a tenth of the text: a long paragraph is cut inside.
+        place = text.rfind(separator, max(0, end - len(text) // 10), end)
+        if place > 0:
+            first, second = text[:place].rstrip(), text[place:].lstrip()
+            return [first, second], (
+                f"{source} is one document: its first {len(first):,} characters are trained on, and the last "
+                f"{len(second):,}, from the beginning of a {kind} on, are held out."
+            )
+    raise SettingsError(
+        f"The dataset {source!r} is one document that cannot be divided into a part to train on and one to validate "
+        "on. Give several files or rows."
+    )

@@ -1,0 +1,165 @@
+"""A pretrained encoder that keeps its sentence embeddings: it learns the hidden states it had before the swap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from hf_posenc import SequenceLengthError
+from hf_posenc.metrics.forward import native_capacity
+from hf_posenc.recipes import hidden_state_loss, mean_pooled
+from training.data.tokens import TokenStream
+from training.trainer import SchemeTrainer
+
+
+class Texts:
+    """Pieces of a stream of documents between the special tokens of a sentence.
+
+    Args:
+        stream: the documents.
+        tokenizer: with [CLS] and [SEP].
+    """
+
+    def __init__(self, stream: TokenStream, tokenizer: Any) -> None:
+        self.stream = stream
+        self.before, self.after = int(tokenizer.cls_token_id), int(tokenizer.sep_token_id)
+
+    def row(self, start: int, length: int) -> Tensor:
+        """`(length,)` ids: `length - 2` tokens of the text from `start` on, framed."""
+        read, _ = self.stream.read(start, start + length - 2)
+        return self.framed(torch.from_numpy(read))
+
+    def framed(self, content: Tensor) -> Tensor:
+        """`(..., n)` -> `(..., n + 2)`."""
+        edge = content.new_ones(*content.shape[:-1], 1)
+        return torch.cat((edge * self.before, content, edge * self.after), dim=-1)
+
+    def rows(self, count: int, length: int) -> Tensor:
+        """`(count, length)`, spread evenly over the stream."""
+        spare = len(self.stream) - (length - 2)
+        return torch.stack([self.row(index * spare // max(count - 1, 1), length) for index in range(count)])
+
+
+class TeacherBatches(Dataset[dict[str, Tensor]]):
+    """One item is a whole batch; its length takes turns, its number of tokens does not.
+
+    Args:
+        texts: what is read.
+        lengths: that take turns.
+        tokens: in a batch.
+        steps: how many batches there are.
+        seed: of where they are read.
+    """
+
+    def __init__(self, texts: Texts, lengths: list[int], tokens: int, steps: int, seed: int) -> None:
+        self.texts, self.lengths, self.tokens, self.steps, self.seed = texts, lengths, tokens, steps, seed
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        length = self.lengths[index % len(self.lengths)]
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
+        count = max(1, self.tokens // length)
+        starts = torch.randint(len(self.texts.stream) - (length - 2), (count,), generator=generator)
+        return {"input_ids": torch.stack([self.texts.row(int(start), length) for start in starts])}
+
+
+class Teacher:
+    """The encoder before the swap.
+
+    Args:
+        model: frozen.
+        texts: know the special tokens.
+    """
+
+    def __init__(self, model: Any, texts: Texts) -> None:
+        self.model, self.texts = model, texts
+        self.capacity = native_capacity(model) or 2**31
+
+    @torch.no_grad()
+    def states(self, input_ids: Tensor) -> Tensor:
+        """What it says of text, also of longer text than it reads: that of pieces which fit, joined.
+
+        Args:
+            input_ids: `(batch, length)`, framed.
+
+        Returns:
+            `(batch, length, hidden)`; its mean over tokens is that over all pieces.
+        """
+        if input_ids.shape[1] <= self.capacity:
+            states: Tensor = self.model(input_ids=input_ids).last_hidden_state
+            return states
+        pieces = input_ids[:, 1:-1].split(self.capacity - 2, dim=1)
+        found = [self.model(input_ids=self.texts.framed(piece)).last_hidden_state for piece in pieces]
+        return torch.cat([found[0][:, :1], *(states[:, 1:-1] for states in found), found[-1][:, -1:]], dim=1)
+
+    def similarities(self, model: Any, lengths: list[int], windows: int) -> list[float | None]:
+        """The mean cosine of a model's sentence embeddings and those of the teacher.
+
+        Args:
+            model: after the swap.
+            lengths: in tokens.
+            windows: pieces of text for each length.
+
+        Returns:
+            One number per length; `None` past the model's end.
+        """
+        training = model.training
+        model.eval()
+        capacity = native_capacity(model)
+        try:
+            return [
+                None if capacity is not None and length > capacity else self._similarity(model, length, windows)
+                for length in lengths
+            ]
+        finally:
+            model.train(training)
+
+    @torch.no_grad()
+    def _similarity(self, model: Any, length: int, windows: int) -> float | None:
+        cosines = []
+        for row in self.texts.rows(windows, length):
+            ids = row[None].to(model.device)
+            try:
+                own = mean_pooled(model(input_ids=ids).last_hidden_state)
+            except SequenceLengthError:
+                return None
+            cosines.append(float(torch.nn.functional.cosine_similarity(own, mean_pooled(self.states(ids)))))
+        return sum(cosines) / len(cosines)
+
+
+class TeacherTrainer(SchemeTrainer):
+    """Trains on the hidden states of a teacher, and measures how near the sentence embeddings come.
+
+    Args:
+        *args: of `SchemeTrainer`.
+        teacher: what is learned from.
+        lengths: that are evaluated.
+        windows: pieces of text for each length.
+        **kwargs: of `SchemeTrainer`.
+    """
+
+    def __init__(self, *args: Any, teacher: Teacher, lengths: list[int], windows: int, **kwargs: Any) -> None:
+        self.teacher, self.lengths, self.windows = teacher, lengths, windows
+        super().__init__(*args, causal=False, **kwargs)
+        teacher.model.to(self.args.device)
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The distance of the hidden states."""
+        outputs = model(**inputs)
+        loss = hidden_state_loss(outputs.last_hidden_state, self.teacher.states(inputs["input_ids"]))
+        return (loss, outputs) if return_outputs else loss
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """The mean over the lengths that the model reads."""
+        found = self.teacher.similarities(self.model, self.lengths, self.windows)
+        known = [value for value in found if value is not None]
+        metrics = {"eval_similarity": sum(known) / len(known)}
+        self.log(metrics)
+        return metrics
