@@ -196,7 +196,7 @@ def test_memory_of_a_fresh_process():
 def test_a_fresh_process_says_why_there_is_no_memory_to_measure(capsys):
     request = {"level": "encoder", "subject": "xpos", "phase": "forward", "length": 16, "peers": ()}
     assert memory.main([json.dumps(request | {"setting": dataclasses.asdict(TINY)})]) == 1
-    assert capsys.readouterr().err.startswith("refused: XposConfig cannot serve")
+    assert "refused: XposConfig cannot serve" in capsys.readouterr().err
 
 
 def test_memory_grows_with_what_a_call_allocates():
@@ -205,8 +205,9 @@ def test_memory_grows_with_what_a_call_allocates():
         described = {"sizes": vars(TINY.sizes), "device": "cpu", "dtype": "float32", "seed": 0}
         return measure_here(request | {"length": length, "peers": ["mask"], "setting": described})["phase_bytes"]
 
-    # The mask alone: 4 heads x 1024 x 1024 numbers of four bytes.
-    assert phase(1024) >= 4 * 1024 * 1024 * 4
+    # The mask alone: 4 heads x 2048 x 2048 numbers of four bytes. What is smaller than 32 MiB may lie in memory that an
+    # earlier test has freed, which is resident already.
+    assert phase(2048) >= 4 * 2048 * 2048 * 4
 
 
 def test_long_inputs_are_planned_for_few_subjects(tmp_path):
