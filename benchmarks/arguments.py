@@ -118,7 +118,8 @@ def _parser() -> argparse.ArgumentParser:
         "--schemes",
         type=scheme_name,
         nargs="+",
-        help="names, by default all, and the usual ones in the encoder; alibi@flex_attention names a back-end too",
+        help="names, by default all, and the usual ones in the encoder; alibi@flex_attention names a back-end too, "
+        "alibi+forget_gate schemes that act together",
     )
     parser.add_argument(
         "--peers", choices=tuple(PEER_GROUPS), nargs="*", default=tuple(PEER_GROUPS), help="none if no name follows"
@@ -146,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def scheme_name(text: str) -> str:
-    """A name on the command line, checked.
+    """A name on the command line, or those of schemes that act together (`alibi+forget_gate`), checked.
 
     Raises:
         argparse.ArgumentTypeError: with the nearest names, if there is no such scheme or it arranges other ones; for a
@@ -156,7 +157,7 @@ def scheme_name(text: str) -> str:
     if separator and back_end not in BACK_ENDS:
         raise argparse.ArgumentTypeError(f"{back_end!r} is no back-end that is known here: {', '.join(BACK_ENDS)}")
     try:
-        arranges = get_scheme(name).combinator
+        arranges = any(get_scheme(one).combinator for one in name.split("+"))
     except UnknownNameError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     if arranges:

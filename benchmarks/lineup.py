@@ -16,7 +16,8 @@ from benchmarks.bare import AddsNothing, NoPhases, reduce_to_attention, shared_c
 from benchmarks.machine import DTYPES
 from benchmarks.peers import peer_subjects
 from benchmarks.subjects import AttentionCall, LanguageModel, Setting, Subject
-from hf_posenc import BuildContext, DistanceBias, PositionEncodingError, SchemeConfig, get_scheme, patch_model
+from hf_posenc import BuildContext, DistanceBias, PositionEncodingError, SchemeConfig, patch_model
+from hf_posenc.schemes import as_scheme
 
 #: One attention call; a small Llama; a small BERT.
 LEVELS = ("attention", "model", "encoder")
@@ -50,7 +51,8 @@ def build_lineup(level: str, schemes: Sequence[str], peers: Sequence[str], lengt
 
     Args:
         level: one of `LEVELS`, or `SMOLLM2_LEVEL`.
-        schemes: names of schemes and of `REFERENCES`; `alibi@flex_attention` is a scheme with a back-end of its own.
+        schemes: names of schemes and of `REFERENCES`; `alibi@flex_attention` is a scheme with a back-end of its own,
+            and `alibi+forget_gate` two that act together.
         peers: groups of peers, at the level of attention.
         length: tokens of the longest call.
         setting: of the run.
@@ -122,11 +124,13 @@ def _place(name: str, model: Any, level: str) -> str:
     if name == STOCK:
         return STOCK
     if name not in (BARE, CONTROL):
+        together = name.split("+")
+        config = as_scheme(together if len(together) > 1 else name)
         with warnings.catch_warnings():
             # They speak of trained weights and of generate(); here are neither.
             warnings.simplefilter("ignore", UserWarning)
-            patch_model(model, name)
-        return back_end or scheme_family(get_scheme(name)())
+            patch_model(model, config)
+        return back_end or scheme_family(config)
     if level == "encoder":
         model.bert.embeddings.position_embeddings = AddsNothing()
     else:
