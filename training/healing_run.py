@@ -14,13 +14,13 @@ from hf_posenc.recipes import Swap, frozen_teacher, swap_scheme
 from training.argument_files import parse_structured
 from training.data.rows import load_rows
 from training.errors import SettingsError
-from training.language_modeling import Extension, RunInput
+from training.language_modeling import RunInput
 from training.starting_model import load_tokenizer
 from training.swapping import HealingArguments, sample_rows
 from training.trainer import LossHook
 
 
-class Healing(Extension):
+class Healing:
     """Gives the model its scheme by `swap_scheme`, and the run what helps the model to recover.
 
     Args:
@@ -34,6 +34,7 @@ class Healing(Extension):
 
     def __init__(self, arguments: HealingArguments, given: RunInput, causal: bool) -> None:
         self.arguments, self.given, self.causal = arguments, given, causal
+        #: Whether `after_scheme` places the scheme once more, with warnings of its own.
         self.patches_again = arguments.swaps
         self.swap: Swap[Any] | None = None
         self._before: Any = None

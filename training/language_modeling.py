@@ -8,15 +8,15 @@ import math
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import datasets
 import transformers
 from accelerate import PartialState
-from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
+from transformers import PreTrainedTokenizerBase, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
 from hf_posenc import PositionEncodingError
@@ -45,7 +45,10 @@ from training.files import write_json
 from training.hub import HUB_ERRORS
 from training.launched import report
 from training.starting_model import add_lora, apply_scheme, build_model, load_tokenizer, weights_digest
-from training.trainer import LossHook, SavingError, SchemeTrainer, TrainingError, row_order
+from training.trainer import SavingError, SchemeTrainer, TrainingError, row_order
+
+if TYPE_CHECKING:
+    from training.healing_run import Healing
 
 logger = logging.getLogger(__name__)
 
@@ -66,34 +69,6 @@ class RunInput:
     lora: LoraArguments
     run: RunArguments
     trainer: TrainingArguments
-
-
-class Extension:
-    """What a script adds to a run. As it stands, it adds nothing."""
-
-    #: Whether `after_scheme` places the scheme once more, with warnings of its own.
-    patches_again = False
-
-    def before_scheme(self, model: Any) -> None:
-        """Sees the model before it gets its scheme."""
-
-    def after_scheme(self, model: Any) -> None:
-        """May change the model after it got its scheme, before LoRA and before anything is trained."""
-
-    def check_schedule(self, arguments: TrainingArguments, steps: int) -> None:
-        """Raises `SettingsError` if training for this many steps cannot give what is asked for."""
-
-    def callbacks(self) -> list[TrainerCallback]:
-        """For the Trainer."""
-        return []
-
-    def loss_hooks(self) -> list[LossHook]:
-        """For the Trainer."""
-        return []
-
-    def settings(self) -> dict[str, Any]:
-        """What has to stay the same for a run to be resumed."""
-        return {}
 
 
 def exit_status(program: str, run: Callable[[], Any]) -> int:
@@ -119,7 +94,7 @@ def exit_status(program: str, run: Callable[[], Any]) -> int:
     return 0
 
 
-def train_language_model(given: RunInput, causal: bool, extensions: Sequence[Extension] = ()) -> dict[str, float]:
+def train_language_model(given: RunInput, causal: bool, healing: Healing | None = None) -> dict[str, float]:
     """Trains and evaluates; resumes if the output folder holds this run's checkpoints.
 
     Everything that can be wrong with the arguments is found before anything is written.
@@ -127,7 +102,7 @@ def train_language_model(given: RunInput, causal: bool, extensions: Sequence[Ext
     Args:
         given: all arguments.
         causal: the next token, rather than masked ones.
-        extensions: what is added to the run.
+        healing: how a trained model takes over its scheme, and what helps it to recover.
 
     Returns:
         The content of `all_results.json`.
@@ -153,9 +128,9 @@ def train_language_model(given: RunInput, causal: bool, extensions: Sequence[Ext
     trains = arguments.do_train or arguments.eval_strategy != IntervalStrategy.NO or not arguments.do_eval
     if trains:
         steps = _planned_steps(row_order(len(train), arguments), arguments)
-        for extension in extensions:
-            extension.check_schedule(arguments, steps)
-    model, batches = prepare_model(given, tokenizer, causal, extensions)
+        if healing is not None:
+            healing.check_schedule(arguments, steps)
+    model, batches = prepare_model(given, tokenizer, causal, healing)
     settings = checkpoint_settings(
         arguments,
         objective="causal" if causal else "masked",
@@ -166,7 +141,7 @@ def train_language_model(given: RunInput, causal: bool, extensions: Sequence[Ext
         mlm_probability=None if causal else given.data.mlm_probability,
         scheme=given.scheme,
         lora=given.lora,
-        **{name: value for extension in extensions for name, value in extension.settings().items()},
+        **({} if healing is None else healing.settings()),
     )
     if arguments.load_best_model_at_end:
         settings["validation_text"] = validation.stream.digest()
@@ -181,8 +156,8 @@ def train_language_model(given: RunInput, causal: bool, extensions: Sequence[Ext
             eval_dataset=validation,
             data_collator=batches,
             processing_class=tokenizer,
-            callbacks=[callback for extension in extensions for callback in extension.callbacks()],
-            loss_hooks=[hook for extension in extensions for hook in extension.loss_hooks()],
+            callbacks=[] if healing is None else healing.callbacks(),
+            loss_hooks=[] if healing is None else healing.loss_hooks(),
         )
     except HUB_ERRORS as error:
         written = "--push_to_hub" if arguments.push_to_hub else f"--output_dir {arguments.output_dir}"
@@ -214,7 +189,7 @@ def train_language_model(given: RunInput, causal: bool, extensions: Sequence[Ext
 
 
 def prepare_model(
-    given: RunInput, tokenizer: PreTrainedTokenizerBase, causal: bool, extensions: Iterable[Extension] = ()
+    given: RunInput, tokenizer: PreTrainedTokenizerBase, causal: bool, healing: Healing | None = None
 ) -> tuple[Any, Batches]:
     """The model as it will be trained, and how its batches are made.
 
@@ -222,14 +197,14 @@ def prepare_model(
         SettingsError: if it cannot be built, take the scheme, read rows of this length, or keep documents apart.
     """
     model = build_model(given.model, tokenizer, causal, given.trainer.seed)
-    for extension in extensions:
-        extension.before_scheme(model)
+    if healing is not None:
+        healing.before_scheme(model)
     with warnings.catch_warnings():
-        if any(extension.patches_again for extension in extensions):
+        if healing is not None and healing.patches_again:
             warnings.simplefilter("ignore", UserWarning)  # of this patch, which shows only that the scheme fits
         apply_scheme(model, given.scheme)
-    for extension in extensions:
-        extension.after_scheme(model)
+    if healing is not None:
+        healing.after_scheme(model)
     size, vocabulary = given.data.block_size, len(tokenizer)
     check_reads(model, size, causal, vocabulary)
     blocking = find_blocking(model, size, causal, vocabulary) if given.data.packing == DOCUMENTS else None

@@ -33,8 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
     def run() -> None:
         *parsed, healing = parse_arguments((*_RUN, HealingArguments), words, __doc__)
         given = RunInput(*parsed)
-        extensions = [Healing(healing, given, causal=False)] if healing.swaps or healing.distill else []
-        train_language_model(given, causal=False, extensions=extensions)
+        heals = healing.swaps or healing.distill
+        train_language_model(given, causal=False, healing=Healing(healing, given, causal=False) if heals else None)
 
     return exit_status("run_mlm", run)
 
