@@ -88,7 +88,6 @@ def _times(content: dict[str, Any]) -> Iterator[Record]:
                 yield Record(name, "peer", median, without, shown=f"{median:.3g}{inner}")
             if name in (BARE, STOCK):
                 yield Record(name, "milliseconds", row["milliseconds"], at, shown=f"{row['milliseconds']:.4g} ms")
-            if name == BARE:
                 yield Record(name, "rounds", cell["rounds"], at, shown=str(cell["rounds"]))
             if "peak_bytes" in row and name != CONTROL:
                 bare = next((one.get("peak_bytes") for one in cell["rows"] if one["subject"] == BARE), None)

@@ -44,7 +44,7 @@ def test_a_penalty_on_distance_keeps_attention_near(tiny_llama, word_tokenizer):
 
 def test_an_encoder_attends_on_both_sides(tiny_bert, word_tokenizer):
     result = attention_test(tiny_bert(), word_tokenizer, TEXT, ["native", "alibi", "forget_gate"], length=16)
-    assert "causal" in result.subject("forget_gate").error
+    assert "bidirectional" in result.subject("forget_gate").error
     assert "| layer" in result.table(markdown=True)
     assert result.value("native", "distance", layer=1) > 4
 
