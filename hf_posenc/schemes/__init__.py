@@ -1,7 +1,7 @@
-"""Position-encoding schemes: pure torch, without any knowledge of transformers.
+"""Position-encoding schemes in pure torch. They do not depend on transformers.
 
-Importing this package imports every module in it, and so registers every scheme: a new one needs a file and nothing
-else. Its config class is then an attribute of this package and of `hf_posenc`, by name.
+Importing this package imports every module in it, which registers every scheme. A new scheme only needs a file. Its
+config class then becomes an attribute of this package and of `hf_posenc`.
 """
 
 import importlib
@@ -163,7 +163,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The config class of a registered scheme, for those that are not listed above."""
+    """Returns the config class of a registered scheme that is not imported above."""
     registered = {} if name.startswith("_") else {found.__name__: found for found in registered_configs()}
     if name in registered:
         return registered[name]
