@@ -1,7 +1,7 @@
 """Replace the position encoding of any Hugging Face transformers model, exactly and reversibly.
 
-Importing this package also teaches `from_pretrained` to load the checkpoints that patched models save. Everything
-else is loaded when it is first used.
+Importing this package also enables `from_pretrained` to load checkpoints of patched models. Everything else is imported
+on first use.
 """
 
 from __future__ import annotations

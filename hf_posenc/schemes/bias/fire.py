@@ -45,7 +45,7 @@ class FireBias(PairwiseBias):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Sets `c` and the threshold to the config's values, and initialises the network like PyTorch's linear layers."""
+        """Resets `c` and the threshold, and initialises the network like PyTorch's linear layers."""
         nn.init.constant_(self.c, self.config.initial_c)
         nn.init.ones_(self.threshold_factor)
         for parameter, inputs in (

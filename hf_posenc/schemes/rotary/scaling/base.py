@@ -99,7 +99,7 @@ class Factor:
         check_number(self, "factor", minimum=1)
 
     def made_for(self, native_length: int | None) -> int | None:
-        """Returns `s` times the original length, or times the model's own length if the scaling does not specify one."""
+        """Returns `s` times the original length, or times the model's own length if the scaling has none."""
         original = getattr(self, "original_max_positions", native_length)
         return None if original is None else math.floor(self.factor * original)
 
