@@ -1,7 +1,7 @@
 """Replace the position encoding of any Hugging Face transformers model, exactly and reversibly.
 
-Importing this package also teaches `from_pretrained` to load the checkpoints that patched models save. Everything
-else is loaded when it is first used.
+Importing this package also enables `from_pretrained` to load checkpoints of patched models. Everything else is imported
+on first use.
 """
 
 from __future__ import annotations
@@ -14,49 +14,26 @@ from hf_posenc.errors import missing_attribute
 from hf_posenc.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from hf_posenc import metrics as metrics
-    from hf_posenc import plots as plots
-    from hf_posenc import recipes as recipes
-    from hf_posenc import schemes as schemes
+    from hf_posenc import metrics as metrics, plots as plots, recipes as recipes, schemes as schemes
     from hf_posenc.checkpoint.configuration import CheckpointError as CheckpointError
     from hf_posenc.checkpoint.export import save_stock_checkpoint as save_stock_checkpoint
     from hf_posenc.checkpoint.position_adapters import (
         load_position_adapter as load_position_adapter,
-    )
-    from hf_posenc.checkpoint.position_adapters import (
         save_position_adapter as save_position_adapter,
     )
     from hf_posenc.errors import (
         PositionEncodingError as PositionEncodingError,
-    )
-    from hf_posenc.errors import (
         SequenceLengthError as SequenceLengthError,
-    )
-    from hf_posenc.errors import (
         UnknownNameError as UnknownNameError,
-    )
-    from hf_posenc.errors import (
         UnsupportedError as UnsupportedError,
     )
     from hf_posenc.patching import (
         Architecture as Architecture,
-    )
-    from hf_posenc.patching import (
         extend_context as extend_context,
-    )
-    from hf_posenc.patching import (
         inspect_model as inspect_model,
-    )
-    from hf_posenc.patching import (
         native_scheme as native_scheme,
-    )
-    from hf_posenc.patching import (
         patch_model as patch_model,
-    )
-    from hf_posenc.patching import (
         register_architecture as register_architecture,
-    )
-    from hf_posenc.patching import (
         unpatch_model as unpatch_model,
     )
     from hf_posenc.schemes import *  # noqa: F403

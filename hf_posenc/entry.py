@@ -1,4 +1,4 @@
-"""How a config is recognised as that of a patched model. Imports nothing, because every `from_pretrained` asks."""
+"""Detection of configs of patched models. It imports nothing, because every `from_pretrained` uses it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import Any
 MODEL_TYPE = "hf_posenc"
 #: The attribute of a config, and of a base model, that holds the position encoding.
 ATTRIBUTE = "position_encoding"
-#: Version of the entry. From 2 on the weights name their scheme too (`patching/mark.py`).
+#: Version of the entry. Since version 2, the weights name their scheme too (`patching/mark.py`).
 FORMAT = 2
-#: The name that torch gives the extra state of a module in a state dict.
+#: The name of a module's extra state in torch state dicts.
 MARK = "_extra_state"
 
 
 def read_entry(config: Any) -> dict[str, Any] | None:
-    """The scheme dictionary a config carries, or `None` for the config of a stock model."""
+    """Returns the scheme dictionary in a config, or `None` for the config of a stock model."""
     entry = read_fields(config)
     return None if entry is None else entry["scheme"]
 
 
 def read_fields(config: Any) -> dict[str, Any] | None:
-    """The whole entry of a config, `{"format": ..., "scheme": {"scheme": name, **options}, ...}`, or `None`.
+    """Returns the entry of a config, `{"format": ..., "scheme": {"scheme": name, **options}, ...}`, or `None`.
 
-    The stock config of another project may have an attribute of the same name: only the format makes it ours.
+    Configs of other projects may have an attribute with the same name, so the format is checked.
     """
     entry = getattr(config, "__dict__", {}).get(ATTRIBUTE)
     return entry if is_entry(entry) else None
@@ -44,18 +44,18 @@ def is_on_disk_form(config: Any) -> bool:
 
 
 def find_marks(names: Iterable[str]) -> list[str]:
-    """The keys under which a state dict names the schemes of its weights, among all of its keys."""
+    """Returns the keys of a state dict that hold the schemes of its weights."""
     whole = f"{ATTRIBUTE}.{MARK}"
     return [name for name in names if name.endswith(whole) and name[: -len(whole)][-1:] in ("", ".")]
 
 
 def find_mark(names: Iterable[str]) -> str | None:
-    """The first of these keys, if there is one."""
+    """Returns the first of these keys, if there is one."""
     return next(iter(find_marks(names)), None)
 
 
 def find_position_weight(names: Iterable[str]) -> str | None:
-    """The first key of a position weight, or of a mark, among those of a state dict."""
+    """Returns the first key of a state dict that holds a position weight or a mark."""
     inside = f"{ATTRIBUTE}.stacks."
     found = (name for name in names if name.startswith(inside) or f".{inside}" in name)
     return find_mark(names) or next(found, None)

@@ -1,31 +1,31 @@
-"""The errors of the library. Each message says what was found, why it cannot work, and what to do instead."""
+"""Exceptions of the library. Each message says what was found, why it cannot work, and what to do instead."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 
-#: Characters of a name that are worth reading.
+#: Maximum number of characters of a name in a message.
 _LONGEST_NAME = 100
 
 
 class PositionEncodingError(Exception):
-    """Base of every error raised by `hf_posenc`."""
+    """Base class of all errors of `hf_posenc`."""
 
 
 class UnknownNameError(PositionEncodingError, ValueError):
-    """A scheme, option or architecture name that nobody registered.
+    """A scheme, option or architecture name is unknown.
 
     Args:
-        kind: what was named.
-        name: the name.
-        known: the names there are.
-        owner: whose names these are, for a message like "Unknown option 'thetha' of scheme 'rope'".
-        hint: a sentence on what is probably meant, in place of the nearest names.
-        remedy: a sentence on what to do if the name is right.
+        kind: kind of name, such as "scheme".
+        name: the unknown name.
+        known: the known names.
+        owner: owner of the names, for a message like "Unknown option 'thetha' of scheme 'rope'".
+        hint: a suggestion to use instead of similar names.
+        remedy: what to do if the name is correct.
 
     Attributes:
-        known: the names there are, sorted.
+        known: the known names, sorted.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class UnknownNameError(PositionEncodingError, ValueError):
 
 
 def close_names(name: str, known: Iterable[str]) -> list[str]:
-    """At most three of the known names that resemble one, whatever its case, the nearest first."""
+    """Returns up to three known names that are similar to a name, ignoring case, the closest first."""
     by_lower = {candidate.lower(): candidate for candidate in sorted(known)}
     if name.lower() in by_lower:
         return [by_lower[name.lower()]]
@@ -50,23 +50,23 @@ def close_names(name: str, known: Iterable[str]) -> list[str]:
 
 
 def missing_attribute(module: str, name: str, known: Iterable[str]) -> AttributeError:
-    """The error of a module for an attribute it does not have, with the nearest of those it has."""
+    """Returns the error for a missing module attribute, with the closest existing name."""
     close = [] if name.startswith("_") else close_names(name, known)
     hint = f". Did you mean {close[0]!r}?" if close else ""
     return AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name)
 
 
 class UnsupportedError(PositionEncodingError, ValueError):
-    """A combination of architecture, scheme, attention back-end or cache that cannot be computed correctly."""
+    """A combination of architecture, scheme, attention back-end or cache is not supported."""
 
 
 class SequenceLengthError(PositionEncodingError, IndexError):
-    """A sequence that is longer than the encoding can represent."""
+    """A sequence is longer than the encoding supports."""
 
 
 class UsageError(Exception):
-    """A request of a command or a script that cannot be carried out; the message says why and what to do."""
+    """A command or script cannot run with the given arguments; the message says why and what to do."""
 
 
 class MeasurementError(PositionEncodingError, ValueError):
-    """A sentence, a swap or a tokenizer with which a measurement would mean nothing."""
+    """A measurement would be meaningless for the given sentence, swap or tokenizer."""

@@ -1,6 +1,6 @@
-"""The evaluations: one row each. The verb, the script in `eval/` and the module of `evaluate` follow from it.
+"""The registry of evaluations. The subcommand, the script in `eval/` and the `evaluate` module use it.
 
-Nothing is imported before an evaluation is asked for, so that the shell can list them without torch.
+An evaluation is imported when it is used, so the command line can list them without importing torch.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ class Evaluation:
     """One evaluation.
 
     Args:
-        summary: one line for the shell.
+        summary: one-line description for the command line.
         function: `"module:name"` of a function `(model, tokenizer, ..., schemes, ...)` that returns a
-            `hf_posenc.report.Result`, or of one of `schemes` alone. Its further parameters are the options.
-        data: the parameter that takes what a module of `evaluate` is given as `data`; `None` where it takes no data.
-        each: whether that module measures each of the data by itself.
-        files: a parameter that takes texts, which the shell reads from the files named by `--text`.
-        joined: whether several texts are joined to one.
+            `hf_posenc.report.Result`, or of one of `schemes` alone. Its other parameters are the options.
+        data: the parameter for the `data` of an `evaluate` module; `None` if it takes no data.
+        each: whether that module measures each item of the data separately.
+        files: a parameter for texts, which the command line reads from the files given with `--text`.
+        joined: whether several texts are joined into one.
         plot: `"module:name"` of a function `(result, path)` that draws a figure.
-        reference: the paper or the data that it comes from.
+        reference: source paper or data.
     """
 
     summary: str
@@ -41,7 +41,7 @@ class Evaluation:
         return _named(self.function)
 
     def draw(self) -> Callable[..., Any]:
-        """The function that draws a figure."""
+        """Imports and returns the function that draws a figure."""
         assert self.plot is not None
         return _named(self.plot)
 
@@ -54,7 +54,7 @@ def _named(path: str) -> Callable[..., Any]:
 
 EVALUATIONS: dict[str, Evaluation] = {
     "dog": Evaluation(
-        "does the model tell apart the dogs of 'The dog chased another dog'?",
+        "can the model distinguish the dogs in 'The dog chased another dog'?",
         "hf_posenc.metrics.dog:dog_test",
         data="sentence",
         each=True,
@@ -86,7 +86,7 @@ EVALUATIONS: dict[str, Evaluation] = {
         reference="Kazemnejad et al. 2023, The Impact of Positional Encoding on Length Generalization in Transformers",
     ),
     "minimal-pairs": Evaluation(
-        "does the model give the grammatical of two texts the higher probability?",
+        "does the model assign the grammatical one of two texts the higher probability?",
         "hf_posenc.metrics.minimal_pairs.accuracy:minimal_pairs_accuracy",
         data="task",
         each=True,
@@ -100,7 +100,7 @@ EVALUATIONS: dict[str, Evaluation] = {
         reference="Hooper et al. 2024, KVQuant (arXiv:2401.18079)",
     ),
     "attention": Evaluation(
-        "how far back each layer attends, and how widely, on a text",
+        "how far back, and how widely, each layer attends on a text",
         "hf_posenc.metrics.attention:attention_test",
         data="texts",
         files="texts",

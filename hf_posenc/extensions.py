@@ -1,7 +1,7 @@
-"""Modules of others that register schemes or architectures, by name: in this process and in those it starts.
+"""Third-party modules that register schemes or architectures, in this process and in its child processes.
 
-They are named in the environment, so that every child process knows them, and imported when somebody looks up a
-scheme or an architecture: a process that does neither pays nothing.
+An environment variable holds their names, so that child processes inherit them. They are imported when a scheme or an
+architecture is first looked up, so other processes have no overhead.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Iterable
 
 from hf_posenc.errors import PositionEncodingError
 
-#: Names of modules, with commas between them.
+#: Comma-separated names of modules.
 MODULES = "HF_POSENC_IMPORT"
-#: Folders in which they are looked for, behind the import path: the working folders in which they were named.
+#: Folders to search after the import path: the working folders at the time the modules were named.
 FOLDERS = "HF_POSENC_IMPORT_FROM"
 
 _lock = threading.RLock()
@@ -25,11 +25,11 @@ _asked: str | None = None
 
 
 class ExtensionError(PositionEncodingError, ImportError):
-    """A module that was named does not exist."""
+    """A module given with `--import` does not exist."""
 
 
 def name_modules(names: Iterable[str]) -> None:
-    """Names modules in the environment of this process; they may lie in the working folder.
+    """Adds module names to the environment of this process. The modules may be in the working folder.
 
     Raises:
         ExtensionError: for a module that does not exist.
@@ -48,7 +48,7 @@ def name_modules(names: Iterable[str]) -> None:
 
 
 def import_named_modules() -> None:
-    """Imports the modules that the environment names, once.
+    """Imports the modules named in the environment, once.
 
     Raises:
         ExtensionError: for a module that does not exist.
@@ -80,7 +80,7 @@ def _folders() -> list[str]:
 
 
 def _working_folder() -> str | None:
-    """The working folder, or `None` if it has been deleted."""
+    """Returns the working folder, or `None` if it was deleted."""
     try:
         return os.getcwd()
     except FileNotFoundError:
@@ -98,7 +98,7 @@ def _find(name: str) -> None:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
         found = False
-    except (ImportError, ValueError):  # no name of a module: a path, say
+    except (ImportError, ValueError):  # not a module name, for example a path
         found = False
     if not found:
         searched = " or in ".join(["on the import path", *_folders()])

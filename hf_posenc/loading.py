@@ -1,4 +1,4 @@
-"""Models and tokenizers by hub id or folder, for commands, scripts and modules of `evaluate`."""
+"""Loading of models and tokenizers by hub id or folder, for commands, scripts and `evaluate` modules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ARCHITECTURE_PREFIX = "hf_posenc."
 
 
 def load_config(model: str) -> Any:
-    """The config of a hub id or local folder.
+    """Loads the config of a hub id or local folder.
 
     Raises:
         UsageError: if there is none.
@@ -23,10 +23,10 @@ def load_config(model: str) -> Any:
 
 
 def auto_class(config: Any) -> Any:
-    """The Auto class for the architecture a config names; `AutoModel` where it names none.
+    """Returns the Auto class for the architecture in a config; `AutoModel` if the config names none.
 
     Raises:
-        UsageError: if none of the Auto classes knows the architecture: another class would drop its head.
+        UsageError: if no Auto class supports the architecture, because another class would drop its head.
     """
     import transformers
     from transformers.models.auto import modeling_auto
@@ -56,11 +56,11 @@ def auto_class(config: Any) -> Any:
 
 
 def load_model(model: str, *, config_only: bool = False) -> Any:
-    """The model of a hub id or local folder, in evaluation mode.
+    """Loads the model of a hub id or local folder, in evaluation mode.
 
     Args:
         model: hub id or local folder.
-        config_only: build it from its config, with random weights.
+        config_only: whether to build it from its config, with random weights.
 
     Raises:
         UsageError: if it cannot be found.
@@ -71,7 +71,7 @@ def load_model(model: str, *, config_only: bool = False) -> Any:
 
 
 def load_tokenizer(model: str) -> Any:
-    """The tokenizer of a hub id or local folder.
+    """Loads the tokenizer of a hub id or local folder.
 
     Raises:
         UsageError: if there is none.
@@ -83,7 +83,7 @@ def load_tokenizer(model: str) -> Any:
 
 
 def missing_folder(model: str) -> str:
-    """A sentence with a blank behind it on a name that is no folder here; empty for a folder that is there."""
+    """Returns a sentence with a trailing space if the folder does not exist, otherwise an empty string."""
     if Path(model).exists():
         return ""
     if _may_be_on_hub(model):
@@ -92,10 +92,10 @@ def missing_folder(model: str) -> str:
 
 
 def _check_path(model: str) -> None:
-    """Refuses the path of a folder that does not exist before transformers looks for it on the hub.
+    """Raises for the path of a missing folder, before transformers looks for it on the hub.
 
     Raises:
-        UsageError: if it cannot be the name of a model on the hub either.
+        UsageError: if the name is also not a valid hub id.
     """
     if not _may_be_on_hub(model) and (missing := missing_folder(model)):
         raise UsageError(missing)
@@ -115,7 +115,7 @@ def _load(loader: Any, model: str) -> Any:
 
 
 def model_and_tokenizer(model: Any, tokenizer: Any = None) -> tuple[Any, Any]:
-    """Loads what is given by hub id or folder, and takes what is loaded as it is.
+    """Loads a model and a tokenizer given by hub id or folder. Loaded objects are returned unchanged.
 
     Args:
         model: a transformers model, or its hub id or folder; loaded with the Auto class that keeps its head.
@@ -128,8 +128,8 @@ def model_and_tokenizer(model: Any, tokenizer: Any = None) -> tuple[Any, Any]:
     if tokenizer is None:
         if not isinstance(model, str):
             raise ValueError(
-                f"A loaded {type(model).__name__} does not say which tokenizer it was trained with. Pass tokenizer=, "
-                "or the model as a hub id or folder."
+                f"The tokenizer of a loaded {type(model).__name__} is not known. Pass tokenizer=, or pass the model "
+                "as a hub id or folder."
             )
         tokenizer = model
     loaded = load_model(model) if isinstance(model, str) else model

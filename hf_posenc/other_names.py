@@ -1,4 +1,4 @@
-"""The error about an unknown scheme: what the field calls things that have another name here, and one's own schemes."""
+"""The error for unknown schemes, with hints for other names of schemes and for third-party schemes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from hf_posenc.errors import UnknownNameError
 
-_OF_ONES_OWN = "For a scheme of your own, import the module that registers it first; in a shell: --import MODULE."
+_OF_ONES_OWN = "For your own scheme, first import the module that registers it; on the command line: --import MODULE."
 
 _SCHEMES = {
     "no_pe": ("none",),
@@ -49,20 +49,20 @@ _SCALINGS = {
 
 
 def unknown_scheme(name: str, known: Iterable[str]) -> UnknownNameError:
-    """The error about a scheme that nobody registered.
+    """Returns the error for a scheme that is not registered.
 
     Args:
-        name: as it was given.
-        known: the names there are.
+        name: the given name.
+        known: the known names.
     """
     return UnknownNameError("scheme", name, known, hint=_hint_for(name), remedy=_OF_ONES_OWN)
 
 
 def _hint_for(name: str) -> str:
-    """A sentence on what somebody means by a name that no scheme has, or an empty text."""
+    """Returns a hint for a common name that is not the name of a scheme, or an empty string."""
     word = name.lower().replace("-", "_").replace(" ", "_")
     if word == "drope":
-        return "It is a way to train and not a scheme: hf_posenc.recipes.drope(total_steps)."
+        return "It is a training recipe, not a scheme: hf_posenc.recipes.drope(total_steps)."
     if word in _SCALINGS:
         from hf_posenc.schemes.config import SubConfig, constructor_example
 

@@ -1,3 +1,3 @@
-"""The version, in a module of its own so that the disk format can name it without importing the package."""
+"""The version, in a separate module so that the disk format can use it without importing the package."""
 
 __version__ = "0.1.0"

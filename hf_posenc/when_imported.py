@@ -1,6 +1,6 @@
-"""Running a function when another package is imported, without importing it.
+"""Runs a function when another package is imported, without importing it.
 
-`import hf_posenc` must not load `peft` or `transformers.trainer`, which take seconds, but has to act when a program
+`import hf_posenc` must not load `peft` or `transformers.trainer`, which take seconds, but must run code when a program
 imports them.
 """
 
@@ -21,30 +21,29 @@ Hook = Callable[[ModuleType], None]
 
 
 def when_imported(name: str, hook: Hook) -> None:
-    """Calls `hook(module)` once: now if the module is loaded, else right after its first import.
+    """Calls `hook(module)` once: immediately if the module is loaded, otherwise right after its first import.
 
     Args:
         name: full name of the module, such as "peft.peft_model".
-        hook: called with the module after its code has run. What it raises reaches the import statement.
+        hook: called with the module after its code has run. Its exceptions propagate to the import statement.
 
     Raises:
-        ImportError: if the code of the module is running and has led here, so that nothing can follow it.
+        ImportError: if the module is being imported by the current call stack, so that the hook cannot run after it.
     """
     if name not in sys.modules:
         sys.meta_path.insert(0, _Finder(name, hook))
         return
-    # Waits where another thread is in the middle of importing it.
+    # Waits if another thread is importing it.
     module = importlib.import_module(name)
     if getattr(module.__spec__, "_initializing", False):
         raise ImportError(
-            f"{__package__} was first imported by something that {name} imports, when {name} was not complete. "
-            f"Import {__package__} before it."
+            f"{__package__} was first imported during the import of {name}. Import {__package__} before {name}."
         )
     hook(module)
 
 
 class _Finder:
-    """Finds one module where the other finders find it, and gives its loader the hook."""
+    """Finds one module with the other finders and adds the hook to its loader."""
 
     def __init__(self, name: str, hook: Hook) -> None:
         self.name, self.hook = name, hook
@@ -74,5 +73,5 @@ class _Finder:
                 sys.meta_path.remove(self)
                 self.hook(module)
 
-        # The loader of a source file is made anew for each module, so this reaches no other one.
+        # Each module has its own loader for source files, so this does not affect other modules.
         loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Patched models on disk: loading them back through transformers' own functions, stock checkpoints, model cards."""
+"""Checkpoints of patched models: saving and loading with transformers' functions, stock checkpoints, model cards."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """`adapter_config.json` of a PEFT adapter that was trained on a patched model.
 
-A process without this package must not put such an adapter on a model with its stock positions, and PEFT ignores files
-and keys that it does not know. So the type of the adapter is a sentence, which PEFT cannot look up and therefore
-quotes, and the fields that other programs read without looking at the type (rank, target modules) are moved aside.
+A process without this package must not load such an adapter into a model with stock positions, but PEFT ignores unknown
+files and keys. Therefore the adapter type is a sentence: PEFT does not know this type and shows it in its error. Fields
+that other programs read without checking the type (rank, target modules) are moved into a nested entry.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ SENTENCE = (
     "process did not import. Install it (`pip install hf-posenc`, or `pip install .` in a clone of its repository), "
     "and `import hf_posenc` before loading the adapter"
 )
-#: What programs look up to find the base model.
+#: The fields that programs read to find the base model.
 _LEFT_IN_PLACE = ("base_model_name_or_path", "revision")
 
 
 def is_marked(config: Any) -> bool:
-    """Whether what was read from `adapter_config.json` is that of an adapter on a patched model."""
+    """Whether the contents of `adapter_config.json` belong to an adapter of a patched model."""
     return isinstance(config, dict) and str(config.get("peft_type", "")).startswith("hf_posenc:")
 
 
 def marked(config: dict[str, Any], scheme: dict[str, Any]) -> dict[str, Any]:
-    """The form on disk of the config of an adapter that was trained with a scheme."""
+    """Converts the config of an adapter that was trained with a scheme to its form on disk."""
     visible = {name: config[name] for name in _LEFT_IN_PLACE if name in config}
     entry = {"format": FORMAT, "file": JSON_FILE, "scheme": scheme, "adapter": config}
     return {"peft_type": SENTENCE, **visible, ATTRIBUTE: entry}
 
 
 def unmarked(disk: dict[str, Any], source: str) -> dict[str, Any]:
-    """The config that PEFT wrote. The visible fields win: who edits the name of the base edits that one.
+    """Restores the config that PEFT wrote. Top-level fields take precedence, so that edits of the base model's name
+    work.
 
     Raises:
-        CheckpointError: for a file that was damaged, or is in a newer format.
+        CheckpointError: for a file that is damaged or in a newer format.
     """
     entry = disk.get(ATTRIBUTE)
     config = entry.get("adapter") if isinstance(entry, dict) else None
@@ -62,19 +63,19 @@ def unmarked(disk: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def scheme_of(disk: dict[str, Any]) -> dict[str, Any]:
-    """The scheme that a marked config names; empty where an older version wrote it."""
+    """Returns the scheme in a marked config; empty if an older version wrote it."""
     scheme = disk[ATTRIBUTE].get("scheme")
     return scheme if isinstance(scheme, dict) else {}
 
 
 def write_marked(path: Path, scheme: dict[str, Any]) -> None:
-    """Marks a file that PEFT has written, in one step."""
+    """Marks a file that PEFT has written. The file is replaced atomically."""
     config = json.loads(path.read_text(encoding="utf-8"))
     replace_file(path, json.dumps(marked(config, scheme), indent=2, sort_keys=True).encode())
 
 
 def names_a_scheme(source: str | os.PathLike[str], hub: Mapping[str, Any]) -> bool:
-    """Whether a folder or hub id is that of an adapter on a patched model."""
+    """Whether a folder or hub id holds an adapter of a patched model."""
     path = find_file(source, CONFIG_FILE, hub)
     if path is None:
         return False
@@ -85,6 +86,6 @@ def names_a_scheme(source: str | os.PathLike[str], hub: Mapping[str, Any]) -> bo
 
 
 def holds_adapter(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder on this machine has the weights or the config of a PEFT adapter."""
+    """Whether a local folder has the weights or the config of a PEFT adapter."""
     names = (CONFIG_FILE, "adapter_model.safetensors", "adapter_model.bin")
     return any(Path(folder, name).is_file() for name in names)

@@ -1,7 +1,7 @@
-"""A PEFT config that was read from a marked adapter remembers the scheme, also where it is used without the adapter.
+"""Checks of PEFT configs: a config that was read from a marked adapter keeps the adapter's scheme.
 
-The config and the weights of an adapter can be loaded apart, with functions that never see the folder. What they share
-is that adapter layers are made from the config, so that is where the model is checked.
+The config and the weights of an adapter can be loaded separately, with functions that do not get the folder. All of
+these functions create adapter layers from the config, so the model is checked there.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from typing import Any
 
 from hf_posenc.errors import UnsupportedError
 
-#: Set on the instance. It is no field of the dataclass, so it is neither saved nor passed on by `to_dict`.
+#: Set on the instance. It is not a dataclass field, so it is not saved and not included in `to_dict`.
 _SCHEME = "_hf_posenc_scheme"
 
 
 def remember(config: Any, scheme: dict[str, Any]) -> None:
-    """Tells a config the scheme its adapter was trained with; an empty one if the adapter does not name it."""
+    """Stores the scheme of an adapter in its config; an empty one if the adapter does not name a scheme."""
     setattr(config, _SCHEME, scheme)
 
 
 def check_scheme(model: Any, config: Any) -> None:
-    """Compares the scheme that a PEFT config remembers with that of the model its adapter is put into.
+    """Compares the scheme stored in a PEFT config with the scheme of the model that gets the adapter.
 
     Args:
         model: a transformers model, a PEFT model around one, or a module that holds one.
-        config: a PEFT config; one that was not read from a marked adapter fits every model.
+        config: a PEFT config. A config that was not read from a marked adapter is valid for every model.
 
     Raises:
         UnsupportedError: if the model has its stock positions, or another scheme.
@@ -43,18 +43,18 @@ def check_scheme(model: Any, config: Any) -> None:
     kind, present = type(config).__name__, repr(found[0]) if found else "its stock positions"
     raise UnsupportedError(
         f"This {kind} was read from an adapter that was trained with {trained}, and this {type(model).__name__} has "
-        f"{present}. The adapter cannot work with other positions than its own. "
+        f"{present}. The adapter only works with the positions it was trained with. "
         "Load the adapter with PeftModel.from_pretrained(model, folder) or hf_posenc.load_position_adapter(model, "
-        "folder), which place the scheme, or call patch_model with it first. To train a new adapter with the same "
-        f"settings, make a config of its own: {kind}(**config.to_dict())."
+        "folder), which apply the scheme, or call patch_model with the scheme first. To train a new adapter with the "
+        f"same settings, create a new config: {kind}(**config.to_dict())."
     )
 
 
 def check_swap(model: Any, config: Any) -> None:
-    """Checks the weights of an adapter that are put in the place of another's, where only the config is at hand.
+    """Checks an adapter whose weights replace those of another adapter, if only its config is available.
 
     Raises:
-        UnsupportedError: as `check_scheme`; also if the scheme has parameters, which cannot be compared.
+        UnsupportedError: as `check_scheme`, and if the scheme has parameters, because they cannot be compared.
     """
     check_scheme(model, config)
     if getattr(config, _SCHEME, None) is None:
@@ -63,7 +63,7 @@ def check_swap(model: Any, config: Any) -> None:
 
     if any(next(encoding.parameters(), None) is not None for encoding in encodings(model)):
         raise UnsupportedError(
-            "The scheme of this model has parameters, and those that the new adapter was trained with are not among "
-            "the weights given here. Call peft.utils.hotswap.hotswap_adapter(model, folder, name), which hf_posenc "
-            "extends to compare them."
+            "The scheme of this model has parameters, but the given weights do not include the parameters that the "
+            "new adapter was trained with. Call peft.utils.hotswap.hotswap_adapter(model, folder, name), which "
+            "hf_posenc extends to compare them."
         )

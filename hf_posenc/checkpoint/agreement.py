@@ -1,4 +1,4 @@
-"""Whether weights belong to the scheme of the model they are loaded into."""
+"""Checks that weights belong to the scheme of the model they are loaded into."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from hf_posenc.patching.mark import NOT_STRICT, disagreement, marked_scheme
 
 
 class SchemeMismatchError(CheckpointError, RuntimeError):
-    """Weights that were trained with another position encoding than that of the model.
+    """The weights were trained with another position encoding than the model has.
 
-    A `RuntimeError` too, as torch's own error for a state dict that does not fit.
+    It is also a `RuntimeError`, like torch's error for a state dict that does not fit.
     """
 
 
 def check_loaded_mark(model: Any, info: Mapping[str, Any], source: str, entry_format: int) -> None:
-    """Compares the scheme that a folder's weights name with that of its config.
+    """Compares the scheme named by a folder's weights with the scheme in its config.
 
     Args:
-        model: just loaded.
+        model: the model that was just loaded.
         info: transformers' loading info.
         source: path or hub id, for messages.
-        entry_format: of the folder's config; weights of format 1 name no scheme.
+        entry_format: format of the folder's config; weights of format 1 do not name a scheme.
 
     Raises:
-        SchemeMismatchError: if they differ, or if the weights name none where they should.
+        SchemeMismatchError: if they differ, or if the weights should name a scheme but do not.
     """
     (encoding,) = encodings(model)
     found, absent = encoding.loaded_scheme(), find_mark(info.get("missing_keys", ())) is not None
     if found is None and not absent:
-        return  # Transformers did not show it: weights that stay on disk, or come from another process.
+        return  # Transformers did not report it, because the weights stay on disk or come from another process.
     if absent and entry_format < 2:
         warnings.warn(
-            f"{source} was saved by an older hf_posenc, whose weights do not name their scheme, so nothing shows "
-            "whether they belong to this config. Save the model again to tie them together.",
+            f"{source} was saved by an older hf_posenc, whose weights do not name their scheme, so it cannot be "
+            "checked whether they belong to this config. Save the model again to store the scheme with the weights.",
             UserWarning,
             stacklevel=4,
         )
@@ -56,15 +56,15 @@ def check_loaded_mark(model: Any, info: Mapping[str, Any], source: str, entry_fo
 
 
 def refuse_marked_weights(info: Mapping[str, Any], model: Any, source: str) -> None:
-    """Refuses a stock model that was loaded from the weights of a patched one.
+    """Raises for a stock model that was loaded from the weights of a patched model.
 
     Raises:
-        SchemeMismatchError: always, with what to do.
+        SchemeMismatchError: always; the message says what to do.
     """
     raise SchemeMismatchError(
-        f"The weights of {source} were trained with a position encoding of hf_posenc, which "
-        f"{find_position_weight(info['unexpected_keys'])} among them shows, but the config they were loaded with does "
-        f"not carry it: this {type(model).__name__} would run them with its stock positions. Restore the config.json "
+        f"The weights of {source} were trained with a position encoding of hf_posenc, (they include "
+        f"{find_position_weight(info['unexpected_keys'])}), but the config they were loaded with has no position "
+        f"encoding: this {type(model).__name__} would run them with its stock positions. Restore the config.json "
         "that was saved with them, or pass no `config`. To give up the scheme, load the model as it was saved and call "
         "unpatch_model."
     )
@@ -74,8 +74,8 @@ def check_state_dict(model: Any, state_dict: Mapping[str, Any], remedy: str = f"
     """Compares the scheme of a state dict with that of a model, before anything is copied.
 
     Args:
-        model: any module; what is not patched has its stock positions.
-        state_dict: about to be loaded.
+        model: any module; unpatched models have stock positions.
+        state_dict: the state dict to load.
         remedy: another sentence for the message.
 
     Raises:
@@ -87,16 +87,16 @@ def check_state_dict(model: Any, state_dict: Mapping[str, Any], remedy: str = f"
 
 
 def state_dict_problem(model: Any, state_dict: Mapping[str, Any]) -> str | None:
-    """How a state dict and a model differ in their schemes, as a sentence without its end; `None` where they agree."""
+    """Describes the difference between the schemes of a state dict and a model; `None` if they agree."""
     return _problem(model, {key: marked_scheme(state_dict[key]) for key in find_marks(state_dict)})
 
 
 def check_file(model: Any, file: str | os.PathLike[str], remedy: str = "") -> None:
-    """Compares the schemes that a file of weights names with that of a model, before anything is copied.
+    """Compares the schemes named by a weight file with the scheme of a model, before anything is copied.
 
     Args:
-        model: any module; what is not patched has its stock positions.
-        file: of weights, or the index of several.
+        model: any module; unpatched models have stock positions.
+        file: a weight file, or the index of several.
         remedy: another sentence for the message.
 
     Raises:
@@ -119,7 +119,7 @@ def _problem(model: Any, named: Mapping[str, dict[str, Any]]) -> str | None:
         for path, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, PositionEncoding) and module in found
     }
-    if len(placed) <= 1 and len(named) <= 1:  # A model inside another one has other keys than alone.
+    if len(placed) <= 1 and len(named) <= 1:  # A model inside another module has prefixed keys.
         return disagreement(next(iter(named.values()), None), next(iter(placed.values()), None))
     problems = (disagreement(named.get(key), placed.get(key)) for key in {**placed, **named})
     return next((problem for problem in problems if problem is not None), None)

@@ -1,13 +1,14 @@
-"""Saving a model into a folder so that whoever is killed on the way leaves the old model or the new one.
+"""Atomic saves of models: an interrupted save leaves either the old or the new model in a folder.
 
-Files are written into a draft, a folder of its own. Where the target does not exist, the draft becomes it in one
-`rename`. Where it does, it may hold what others write at the same time (a tokenizer, optimizer states of other ranks,
-logs), so it stays in place: the draft lies inside it, a file with the names of what has been written makes the draft
-final, and then its files are moved up, one by one. If the process dies before that file exists, the old model is
-whole. If it dies afterwards, `finish_saving`, which every load and every later save begins with, moves the rest.
+Files are written into a separate folder, the draft. If the target does not exist, a single `rename` turns the draft
+into the target. If it exists, it may contain files that others write at the same time (a tokenizer, optimizer states of
+other ranks, logs), so it is not replaced. In that case the draft is a folder inside the target. A file that lists the
+written files marks the draft as final, and then its files are moved up, one by one. If the process dies before that
+file exists, the old model is intact. If it dies afterwards, `finish_saving` moves the remaining files. Every load and
+every save calls it first.
 
-A draft found in a folder is only trusted as far as it can be checked: it moves files out of itself into the folder
-around it, never anywhere else, and it gives way to a model that was saved after it.
+A draft found in a folder is not trusted: its files are only moved into the folder around it, and it is ignored if a
+model was saved after it.
 """
 
 from __future__ import annotations
@@ -25,30 +26,30 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-#: How a draft is called. The target's name is no part of it, because both together can be too long for a file system.
+#: Prefix of draft names. They do not include the target's name, because the result could be too long for a file system.
 _DRAFT = re.compile(r"\.hf_posenc-(?P<host>.+)-(?P<process>\d+)-[0-9a-f]{8}")
-#: What makes a draft final: a JSON list of the files it held when it was complete.
+#: Name of the file that marks a draft as final: a JSON list of the files of the complete draft.
 _FINAL = "written.json"
-#: Weights of transformers: whole or in shards, with the index of shards, of any variant ("model.fp16.safetensors").
+#: Weight files of transformers: single files, shards and indices, of any variant ("model.fp16.safetensors").
 _WEIGHTS = re.compile(
     r"model(?:\.(?P<of_weights>[\w-]+?))?(?:-\d{5}-of-\d{5})?\.safetensors"
     r"(?:\.index(?:\.(?P<of_index>[\w-]+))?\.json)?"
 )
-#: Without it, nothing reads a folder as a model.
+#: Without this file, a folder is not read as a model.
 _CONFIG = "config.json"
-#: After how many seconds a draft of another machine counts as abandoned.
+#: Number of seconds after which a draft of another machine counts as abandoned.
 _ABANDONED = 24 * 3600
 
 
 @contextlib.contextmanager
 def replaced_as_a_whole(target: Path) -> Iterator[Path]:
-    """Gives an empty folder to write into; at the end of the block its files are in `target`, all of them or none.
+    """Yields an empty folder to write into. At the end of the block, either all of its files are in `target` or none.
 
-    Files of the same names are replaced, and earlier weights of the same variant go. Everything else in `target` stays.
-    A block that raises, or writes nothing, changes nothing.
+    Files with the same names are replaced, and earlier weights of the same variant are removed. Everything else in
+    `target` is kept. If the block raises or writes nothing, `target` does not change.
 
     Args:
-        target: folder of the model; it and its parents are made where they are missing.
+        target: folder of the model. Missing folders are created.
     """
     target = Path(os.path.realpath(target))
     clear_drafts(target)
@@ -66,9 +67,9 @@ def replaced_as_a_whole(target: Path) -> Iterator[Path]:
 
 
 def clear_drafts(target: str | os.PathLike[str]) -> None:
-    """Leaves no draft of an earlier save in or beside a folder that is about to be written to.
+    """Removes drafts of earlier saves in and next to a folder before it is written to.
 
-    Drafts that are final are moved up first. Those of running processes and of other users stay.
+    Final drafts are moved up first. Drafts of running processes and of other users are kept.
 
     Raises:
         OSError: if the files of a final draft cannot be moved.
@@ -82,9 +83,9 @@ def clear_drafts(target: str | os.PathLike[str]) -> None:
 
 
 def finish_saving(target: str | os.PathLike[str]) -> None:
-    """Moves the files of a draft that is final to where they belong. Cheap where there is none.
+    """Moves the files of a final draft to the target. This is cheap if there is none.
 
-    A draft that is damaged is left alone, with a warning, and so is one that is older than the model in the folder.
+    A damaged draft, or a draft that is older than the model in the folder, is ignored with a warning.
 
     Raises:
         OSError: if they cannot be moved, for example because the folder is read-only.
@@ -103,8 +104,8 @@ def _finish(target: Path, remove: bool) -> None:
         except ValueError as problem:
             if not remove:
                 warnings.warn(
-                    f"{draft} looks like the rest of a save that was ended early, but {problem}. It is ignored: the "
-                    "model is read from the other files of the folder. Saving a model there removes it.",
+                    f"{draft} looks like the remains of an interrupted save, but {problem}. It is ignored: the model "
+                    "is read from the other files of the folder. Saving a model there removes it.",
                     UserWarning,
                     stacklevel=3,
                 )
@@ -118,13 +119,14 @@ def _finish(target: Path, remove: bool) -> None:
                 shutil.rmtree(draft, ignore_errors=True)
         except OSError as error:
             raise OSError(
-                f"The process that saved a model to {target} was ended while it put the new files in place, and the "
-                f"rest of them cannot be moved there now: {error}. Load it once where the folder can be written to."
+                f"The process that saved a model to {target} was interrupted while it moved the new files into place, "
+                f"and the remaining files cannot be moved now: {error}. Load the model once with write access to the "
+                "folder."
             ) from error
 
 
 def _drafts(folder: Path) -> Iterator[tuple[Path, re.Match[str]]]:
-    """The drafts that lie in a folder: real folders, of this user or of the one who owns the folder around them."""
+    """Returns the drafts in a folder: real folders that belong to this user or to the owner of the folder."""
     if not os.path.isdir(folder):
         return
     for name in sorted(os.listdir(folder)):
@@ -139,11 +141,11 @@ def _drafts(folder: Path) -> Iterator[tuple[Path, re.Match[str]]]:
 
 
 def _names_in(draft: Path, target: Path) -> list[str]:
-    """The files that a final draft consists of, each in the draft or moved to the target already.
+    """Returns the files of a final draft. Each is either in the draft or already in the target.
 
     Raises:
-        ValueError: saying what is wrong with the list.
-        FileNotFoundError: if the draft is gone.
+        ValueError: if the list is invalid; the message gives the problem.
+        FileNotFoundError: if the draft no longer exists.
     """
     if _is_plain_file(draft / _FINAL) is False:
         raise ValueError(f"its {_FINAL} is not a regular file")
@@ -163,12 +165,12 @@ def _names_in(draft: Path, target: Path) -> list[str]:
 
 
 def _is_file_name(name: str) -> bool:
-    """Whether a name stays in the folder it is joined to, on every operating system."""
+    """Whether joining a name to a folder stays inside that folder, on every operating system."""
     return name not in ("", ".", "..", _FINAL) and not any(character in name for character in "/\\:\0")
 
 
 def _is_plain_file(path: Path) -> bool | None:
-    """Whether something is a regular file, and no link to one; `None` if there is nothing."""
+    """Whether a path is a regular file and not a link; `None` if it does not exist."""
     try:
         return stat.S_ISREG(os.lstat(path).st_mode)
     except FileNotFoundError:
@@ -176,9 +178,9 @@ def _is_plain_file(path: Path) -> bool | None:
 
 
 def _is_outdated(draft: Path, target: Path, names: list[str]) -> bool:
-    """Whether a model was saved into the target after the draft was final, by a process that did not look for it.
+    """Whether a model was saved into the target after the draft was final, by a process that did not check for drafts.
 
-    Files that were moved up keep their times, which lie before that of the list of names.
+    Moved files keep their modification times, which are before that of the list of names.
     """
     with contextlib.suppress(FileNotFoundError):
         final = os.stat(draft / _FINAL).st_mtime_ns
@@ -195,13 +197,13 @@ def _commit(draft: Path, target: Path) -> None:
         except OSError:
             if not target.is_dir():
                 raise
-        # Another process has made the target in the meantime.
+        # Another process has created the target in the meantime.
         moved = target / draft.name
         os.rename(draft, moved)
         draft = moved
     for path in list(draft.rglob("*")):
         if path.parent != draft and path.is_file():
-            # No part of a model lies in a folder below it, so these need not change together with the rest.
+            # Subfolders are not part of a model, so they do not need to change atomically.
             place = target / path.relative_to(draft)
             place.parent.mkdir(parents=True, exist_ok=True)
             os.replace(path, place)
@@ -214,7 +216,7 @@ def _commit(draft: Path, target: Path) -> None:
 
 
 def _move_up(draft: Path, target: Path, names: list[str]) -> None:
-    """Can be done again from any point on, by several processes at once."""
+    """Moves the files up. This can be repeated from any point, also by several processes at once."""
     for path in target.iterdir():
         if path.name not in names and _replaces(names, path):
             path.unlink(missing_ok=True)
@@ -225,13 +227,13 @@ def _move_up(draft: Path, target: Path, names: list[str]) -> None:
 
 
 def _replaces(names: list[str], path: Path) -> bool:
-    """Whether a file holds weights of a variant that is among the names."""
+    """Whether a file holds weights of a variant that the new files also have."""
     variant = _variant(path.name)
     return variant is not None and variant in map(_variant, names)
 
 
 def _variant(name: str) -> str | None:
-    """The variant of a file with weights, "" for the ordinary one; `None` for any other file."""
+    """Returns the variant of a weight file, "" for the default; `None` for any other file."""
     match = _WEIGHTS.fullmatch(name)
     return None if match is None else match["of_weights"] or match["of_index"] or ""
 

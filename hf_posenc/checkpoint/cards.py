@@ -1,4 +1,4 @@
-"""The model card of a patched model: what takes in position, how it is loaded, and what it scored."""
+"""Model cards of patched models: the scheme, how to load the model, and evaluation results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_posenc.errors import PositionEncodingError
 from hf_posenc.patching.apply import current_encoding, unwrapped
 from hf_posenc.version import __version__
 
-#: Tags of every card, which make patched models findable.
+#: Tags of every card, by which patched models can be found.
 TAGS = ("hf_posenc", "position-encoding")
 
 _PACKAGES = ("torch", "transformers", "peft")
@@ -35,27 +35,26 @@ def model_card(
     datasets: Sequence[str] | None = None,
     eval_results: Sequence[EvalResult] | None = None,
 ) -> ModelCard:
-    """A card for a patched model, to be saved beside it or pushed with it.
+    """Creates a card for a patched model, to save or push with it.
 
         card = model_card(model, model_id="me/llama-alibi", base_model="HuggingFaceTB/SmolLM2-135M")
         card.save("llama-alibi/README.md")
 
-    It says which scheme the model has, with its options, what of the stock model it replaced, and that `hf_posenc` has
-    to be imported before `from_pretrained`. What a program cannot know (training data, intended use, limits) comes
-    from `sections`.
+    It describes the scheme and its options, the replaced parts of the stock model, and that `hf_posenc` must be
+    imported before `from_pretrained`. Use `sections` for other information (training data, intended use, limits).
 
     Args:
-        model: a patched model, or a PEFT model around one. PEFT writes a card of its own into the folder of an
-            adapter, which says nothing of the scheme: save this one after `save_pretrained`.
+        model: a patched model, or a PEFT model around one. PEFT writes its own card into the folder of an adapter,
+            without the scheme: save this card after `save_pretrained`.
         model_id: hub id or folder, for the title and the loading example.
         description: a paragraph below the title.
-        sections: further sections, title to Markdown text, in this order.
-        base_model: hub id of the model that was patched; by default the one it was loaded from, unless that is a
-            path of this machine.
+        sections: additional sections, from title to Markdown text, in this order.
+        base_model: hub id of the model that was patched; by default the one it was loaded from, unless that is a local
+            path.
         license: identifier of the licence, such as "apache-2.0".
         language: code or codes, such as "en".
-        datasets: hub ids of what it was trained on.
-        eval_results: for the model-index of the card.
+        datasets: hub ids of the training data.
+        eval_results: results for the model-index of the card.
 
     Raises:
         PositionEncodingError: for a model that is not patched.
@@ -65,14 +64,14 @@ def model_card(
     encoding = current_encoding(inner)
     if encoding is None:
         raise PositionEncodingError(
-            f"This {type(inner).__name__} is not patched, so its card would have nothing to say about a scheme. Call "
-            "patch_model first, or write an ordinary huggingface_hub.ModelCard."
+            f"This {type(inner).__name__} is not patched, so there is no scheme to describe. Call patch_model first, "
+            "or create a huggingface_hub.ModelCard."
         )
     adapter = model is not inner
     base = base_model or _hub_name(inner)
     if adapter and base is None:
         raise PositionEncodingError(
-            "The card of an adapter has to name the model below it: give base_model, its hub id or folder."
+            "The card of an adapter must name the base model: give base_model, its hub id or folder."
         )
     class_name = type(inner).__name__
     data = card_data(
@@ -103,16 +102,16 @@ def card_data(
     library_name: str = "transformers",
     **fields: Any,
 ) -> ModelCardData:
-    """The YAML head of a card: library, task of the class, tags with the scheme, and results.
+    """Returns the YAML metadata of a card: library, task, tags with the scheme, and results.
 
     Args:
         model_id: hub id or folder; its last part names the model in the model-index.
-        class_name: of the model, such as "LlamaForCausalLM".
+        class_name: class of the model, such as "LlamaForCausalLM".
         scheme: name of the scheme, which becomes a tag.
-        tags: further tags.
+        tags: additional tags.
         eval_results: for the model-index.
-        library_name: what loads it.
-        fields: of `huggingface_hub.ModelCardData`; `None` leaves one out.
+        library_name: the library that loads it.
+        fields: fields of `huggingface_hub.ModelCardData`; `None` values are omitted.
     """
     every_tag = [*TAGS, scheme.replace("_", "-"), *tags]
     return ModelCardData(
@@ -126,7 +125,7 @@ def card_data(
 
 
 def scheme_section(config: Mapping[str, Any], class_name: str) -> str:
-    """Which scheme it is, with every option, in Markdown."""
+    """Describes the scheme with every option, in Markdown."""
     options = json.dumps(dict(config), indent=2, ensure_ascii=False)
     return (
         f"A stock `{class_name}` whose position encoding was replaced by `{config['scheme']}` of the package "
@@ -135,13 +134,13 @@ def scheme_section(config: Mapping[str, Any], class_name: str) -> str:
 
 
 def loading_section(path: str, class_name: str, *, patched: bool = True, tokenizer: bool = False) -> str:
-    """How a saved model is loaded, and what happens without the package, in Markdown.
+    """Describes how to load a saved model, and what happens without the package, in Markdown.
 
     Args:
         path: hub id or folder.
-        class_name: of the model.
+        class_name: class of the model.
         patched: whether it has a scheme of this package; a stock model needs no import.
-        tokenizer: whether its tokenizer lies beside it.
+        tokenizer: whether its tokenizer is saved with it.
     """
     names = ["AutoTokenizer", class_name] if tokenizer else [class_name]
     lines = ["import hf_posenc  # before from_pretrained"] if patched else []
@@ -158,7 +157,7 @@ def loading_section(path: str, class_name: str, *, patched: bool = True, tokeniz
 
 
 def adapter_loading(path: str, class_name: str, base_model: str) -> str:
-    """How an adapter on a patched model is loaded, in Markdown."""
+    """Describes how to load an adapter of a patched model, in Markdown."""
     return (
         f"```python\nimport hf_posenc  # before from_pretrained\nfrom peft import PeftModel\nfrom transformers import "
         f'{class_name}\n\nbase = {class_name}.from_pretrained("{base_model}")\n'
@@ -169,7 +168,7 @@ def adapter_loading(path: str, class_name: str, base_model: str) -> str:
 
 
 def versions_section() -> str:
-    """The installed versions, in Markdown."""
+    """Returns the installed versions, in Markdown."""
     lines = [f"- hf_posenc {__version__}"]
     for package in _PACKAGES:
         try:
@@ -180,12 +179,12 @@ def versions_section() -> str:
 
 
 def pipeline_tag(class_name: str) -> str | None:
-    """The hub's task of a model class, such as "text-generation"; `None` for a base model."""
+    """Returns the hub task of a model class, such as "text-generation"; `None` for a base model."""
     return next((task for task, names in TASK_MAPPING.items() if class_name in names.values()), None)
 
 
 def _hub_name(model: PreTrainedModel) -> str | None:
-    """What the model was loaded from, if that is a name others can load: `owner/name` or a bare name, not a path."""
+    """Returns the hub id that the model was loaded from, `owner/name` or a bare name; `None` for a path."""
     name = str(getattr(model, "name_or_path", "") or "")
     is_path = name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1 or Path(name).exists()
     return None if not name or is_path else name

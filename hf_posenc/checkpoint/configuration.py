@@ -1,4 +1,4 @@
-"""`config.json` of a patched model back to the config it describes."""
+"""Reads and checks the `config.json` of a patched model."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from hf_posenc.schemes.limits import check_shape_of_json, shown
 
 #: Fields of the entry that describe the file and are not part of the config in memory.
 _OF_THE_FILE = ("base_model_type", "hf_posenc_version")
-#: Dictionaries and lists inside each other in a config.json, and values in all of them.
+#: Limits for a config.json: nesting depth of dictionaries and lists, and total number of values.
 _DEEPEST_CONFIG = 64
 _LARGEST_CONFIG = 2**20
 
 
 class CheckpointError(PositionEncodingError, ValueError):
-    """A patched checkpoint that is damaged, incomplete, or from a newer version."""
+    """A patched checkpoint is damaged, incomplete, or from a newer version."""
 
 
 def from_disk(disk: dict[str, Any], source: str) -> dict[str, Any]:
-    """The stock `config.json` dictionary, with the scheme under `position_encoding`.
+    """Converts the dictionary of a patched `config.json` to the stock dictionary, with the scheme under
+    `position_encoding`.
 
     Args:
-        disk: what `config_entry.to_disk` wrote.
+        disk: the output of `config_entry.to_disk`.
         source: path or hub id, for error messages.
 
     Raises:
@@ -76,10 +77,10 @@ def from_disk(disk: dict[str, Any], source: str) -> dict[str, Any]:
 
 
 def check_format(entry: dict[str, Any], source: str) -> None:
-    """Refuses an entry of a newer format.
+    """Raises for an entry of a newer format.
 
     Raises:
-        CheckpointError: with the version that wrote it.
+        CheckpointError: if the format is newer; names the version that wrote it.
     """
     if entry["format"] > FORMAT:
         raise CheckpointError(
@@ -90,10 +91,10 @@ def check_format(entry: dict[str, Any], source: str) -> None:
 
 
 def check_scheme(scheme: Any, source: str) -> None:
-    """Requires a scheme that can be built.
+    """Checks that the scheme can be built.
 
     Raises:
-        CheckpointError: with the reason.
+        CheckpointError: if not; gives the reason.
     """
     from hf_posenc.schemes import scheme_from_dict
     from hf_posenc.schemes.arrangement.native import names_native
@@ -107,29 +108,29 @@ def check_scheme(scheme: Any, source: str) -> None:
         config = scheme_from_dict(scheme)
     except (ValueError, TypeError, KeyError) as error:
         raise CheckpointError(
-            f"The scheme in the config.json of {source} cannot be built: {error} If a package of yours registers "
-            "this scheme, import it before loading; if a newer hf_posenc wrote the checkpoint "
+            f"The scheme in the config.json of {source} cannot be built: {error} If another package registers this "
+            "scheme, import it before loading; if a newer hf_posenc wrote the checkpoint "
             f"(this is format {FORMAT}), run `pip install --upgrade hf-posenc`."
         ) from error
     if names_native(config):
         raise CheckpointError(
-            f"The scheme in the config.json of {source} names 'native', which stands for whatever a model has and is "
+            f"The scheme in the config.json of {source} is 'native', which refers to the model's own scheme and is "
             "never saved. The file was edited or damaged; restore it, or save the model again."
         )
 
 
 def check_model_type(config_class: Any, memory: dict[str, Any], source: str) -> None:
-    """Requires that the entry, the architecture and the class that reads the file mean the same kind of model.
+    """Checks that the entry, the architecture and the class that reads the file belong to the same model type.
 
-    What stands in `base_model_type` decides which declarations apply to the model, so it has to be true.
+    `base_model_type` determines which declarations apply to the model, so it must be correct.
 
     Args:
         config_class: the class `from_pretrained` was called on; `PreTrainedConfig` for the auto classes.
-        memory: what `from_disk` returned.
+        memory: the output of `from_disk`.
         source: path or hub id, for error messages.
 
     Raises:
-        CheckpointError: naming the field.
+        CheckpointError: if they differ; names the field.
     """
     from transformers import CONFIG_MAPPING
 
@@ -155,7 +156,7 @@ def check_model_type(config_class: Any, memory: dict[str, Any], source: str) -> 
 
 
 def _model_types_of(architecture: str) -> set[str]:
-    """The model types of a class name, as transformers' auto classes pair them; empty for a class they do not list."""
+    """Returns the model types of a class name in transformers' auto classes; empty for an unlisted class."""
     from transformers.models.auto import modeling_auto
 
     found = set()
@@ -178,25 +179,25 @@ def _check_lengths(native: Any, disk: dict[str, Any], source: str) -> None:
             raise CheckpointError(
                 f"The {ATTRIBUTE!r} entry in the config.json of {source} has {NATIVE_LENGTHS}={native!r}, where the "
                 f"config has {path}={stated!r}; expected a dictionary of the lengths that the stock config states, for "
-                'example {"max_position_embeddings": 512}, all of them positive integers here and there. The file was '
+                'example {"max_position_embeddings": 512}, all of them positive integers, in both places. The file was '
                 "edited or damaged."
             )
 
 
 def is_length(value: Any) -> bool:
-    """Whether a value that was read from a file can be a context length in tokens."""
+    """Whether a value read from a file is a valid context length in tokens."""
     return type(value) is int and 0 < value < 2**31
 
 
 def follow_lengths(model: Any, config: Any) -> None:
-    """Makes a model that was just built state the length of its config file.
+    """Sets the length of a newly built model to the length in its config file.
 
     Args:
-        model: patched, with the lengths that its scheme gives it by itself.
-        config: as it was read.
+        model: a patched model with the lengths set by its scheme.
+        config: the config as read.
 
     Raises:
-        CheckpointError: if somebody edited the length to one that the scheme does not reach.
+        CheckpointError: if the scheme does not support the length, because the file was edited.
     """
     stated = stated_lengths(config)
     try:
@@ -204,17 +205,17 @@ def follow_lengths(model: Any, config: Any) -> None:
         tell_length(model.position_encoding)
     except SequenceLengthError as error:
         raise CheckpointError(
-            f"The config.json of this {type(model).__name__} states {stated}, which its position encoding does not "
-            f"reach: {error} Restore {native_lengths(config)}, and call extend_context(model, tokenizer, length=...) "
-            "on the loaded model, which says what is possible."
+            f"The config.json of this {type(model).__name__} has the length {stated}, which its position encoding "
+            f"does not support: {error} Restore {native_lengths(config)}, and call extend_context(model, tokenizer, "
+            "length=...) on the loaded model."
         ) from error
 
 
 def check_not_sliced(config_class: Any, memory: dict[str, Any], source: str) -> None:
-    """Refuses to read one part of a composite checkpoint, because the scheme belongs to the whole.
+    """Raises if only one part of a composite checkpoint is read, because the scheme belongs to the whole model.
 
-    `PreTrainedConfig.from_pretrained` reads a nested dictionary where the class it is called on describes only
-    that part (the text model of a vision-language model, say), and would leave the scheme behind.
+    If a config class describes only a part of a model (for example the text model of a vision-language model),
+    `PreTrainedConfig.from_pretrained` reads the nested dictionary of that part, without the scheme.
 
     Raises:
         UnsupportedError: if `config_class` would read a nested dictionary.

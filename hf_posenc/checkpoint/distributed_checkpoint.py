@@ -1,7 +1,7 @@
-"""`torch.distributed.checkpoint.load`: the scheme that a checkpoint names, before a weight of it is read.
+"""Checks for `torch.distributed.checkpoint.load`: compares schemes before any weights are read.
 
-torch reads the entries that the state dict to be filled has, and passes over all others, so the weights of a patched
-model would go into a stock one. The marks of a checkpoint stand in its metadata; a small load of its own reads them.
+torch reads only the entries of the state dict to fill and ignores all others, so it would load the weights of a patched
+model into a stock model. The marks of a checkpoint are listed in its metadata and are read with a separate small load.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _REMEDY = (
 
 
 def wrap_loader(module: ModuleType) -> None:
-    """Wraps what every way of loading a distributed checkpoint goes through."""
+    """Wraps the function that every way of loading a distributed checkpoint uses."""
     wrap(module, "_load_state_dict", _load)
 
 
@@ -38,7 +38,7 @@ def _load(
 ) -> Any:
     how = (process_group, coordinator_rank, no_dist)
     if getattr(planner, "allow_partial_load", False):
-        # The weights alone are asked for. Marks of two schemes differ in size, which torch refuses.
+        # Only the weights are requested. Marks of two schemes differ in size, which torch would refuse.
         with _without_marks(state_dict):
             return original(state_dict, storage_reader, *how, planner)
 
@@ -54,7 +54,7 @@ def _load(
 
 @contextmanager
 def _without_marks(state_dict: dict[str, Any]) -> Iterator[None]:
-    """Takes the marks out of a state dict, nested ones too, and puts them back."""
+    """Removes the marks from a state dict, also from nested ones, and restores them afterwards."""
     taken: list[tuple[dict[str, Any], str, Any]] = []
 
     def take(entries: dict[str, Any]) -> None:
@@ -75,16 +75,16 @@ def _without_marks(state_dict: dict[str, Any]) -> Iterator[None]:
 def _compare(
     state_dict: Mapping[str, Any], storage_reader: Any, read: Callable[[Mapping[str, Any]], dict[str, Any]]
 ) -> None:
-    """Compares the marks of a checkpoint with those of the state dict that it is about to fill.
+    """Compares the marks of a checkpoint with those of the state dict to fill.
 
     Raises:
-        SchemeMismatchError: naming both schemes, if they differ.
+        SchemeMismatchError: if they differ; names both schemes.
     """
     here = dict(_entries(state_dict))
     try:
         stored = storage_reader.read_metadata().state_dict_metadata
     except Exception:
-        return  # torch reports a checkpoint that cannot be read, on all processes.
+        return  # If a checkpoint cannot be read, torch reports it on all processes.
     found = {name: stored[name] for name in find_marks(stored) if _weights_beside(name, here.keys() & stored.keys())}
     placed = [name for name in find_marks(here) if _weights_beside(name, here.keys() & stored.keys())]
     if not found and not placed:
@@ -103,13 +103,13 @@ def _compare(
 
 
 def _weights_beside(mark: str, names: Any) -> bool:
-    """Whether other weights of the model that a mark belongs to are among these."""
+    """Whether these include other weights of the model that a mark belongs to."""
     model = mark.removesuffix(f"{ATTRIBUTE}.{MARK}")
     return any(name.startswith(model) and name != mark for name in names)
 
 
 def _entries(state_dict: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """The entries under the names that torch saves them by."""
+    """Returns the entries by the names under which torch saves them."""
     for name, value in state_dict.items():
         if isinstance(value, Mapping):
             yield from _entries(value, f"{before}{name}.")

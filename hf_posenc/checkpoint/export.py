@@ -1,4 +1,4 @@
-"""Plain stock checkpoints, for schemes that stock transformers can express by config and weights alone."""
+"""Stock checkpoints, for schemes that stock transformers can express with its config and weights."""
 
 from __future__ import annotations
 
@@ -17,31 +17,33 @@ from hf_posenc.entry import read_entry
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
 from hf_posenc.patching.apply import current_encoding
 
-#: Largest difference, in float32 and relative to outputs larger than 1, at which two models count as the same.
+#: Largest difference at which two models count as equal, in float32, relative for outputs larger than 1.
 TOLERANCE = 1e-5
 _SHORT = 48
 _LONGEST = 8192
 
 
 def save_stock_checkpoint(model: PreTrainedModel, directory: str | os.PathLike[str], **save_kwargs: Any) -> None:
-    """Saves a patched model as a checkpoint that needs nothing but transformers (or vLLM, llama.cpp, ...).
+    """Saves a patched model as a checkpoint that needs only transformers (or vLLM, llama.cpp, ...).
 
-    What was written is loaded with stock code and must give the outputs of `model` on random tokens, also beyond a
-    sliding window and beyond the original length of a RoPE scaling; `directory` appears only after that.
+    The checkpoint is loaded with stock code and must give the same outputs as `model` on random tokens, also beyond a
+    sliding window and beyond the original length of a RoPE scaling. `directory` is created only after this check.
 
     Args:
-        model: a patched model. One without a patch is saved as it is.
-        directory: a new folder, or one that holds no model yet.
-        save_kwargs: further arguments of `save_pretrained`, such as `max_shard_size`.
+        model: a patched model. An unpatched model is saved unchanged.
+        directory: a new folder, or a folder without a model.
+        save_kwargs: additional arguments of `save_pretrained`, such as `max_shard_size`.
 
     Raises:
-        UnsupportedError: if stock transformers cannot express the scheme on this architecture, with the difference.
-        FileExistsError: if the folder already holds a model.
+        UnsupportedError: if stock transformers cannot express the scheme on this architecture; gives the difference.
+        FileExistsError: if the folder already contains a model.
         TypeError: for something that is not a transformers model, such as a PEFT wrapper.
     """
     target = Path(directory)
     _check_arguments(model, target, save_kwargs)
-    current_encoding(model)  # Refuses a model of which a part was patched, or that another copy of the package patched.
+    current_encoding(
+        model
+    )  # Raises for a partly patched model, and for a model patched by another copy of the package.
     if read_entry(model.config) is None:
         model.save_pretrained(target, **save_kwargs)
         return
@@ -65,11 +67,11 @@ def _check_arguments(model: Any, target: Path, save_kwargs: dict[str, Any]) -> N
     for option in ("push_to_hub", "state_dict"):
         if save_kwargs.get(option):
             raise ValueError(
-                f"save_stock_checkpoint does not take {option}=: it checks what it writes before anyone sees it. "
-                "Save first; then load the folder with from_pretrained and push that."
+                f"save_stock_checkpoint does not accept {option}=, because it checks the checkpoint before publishing "
+                "it. Save first, then load the folder with from_pretrained and push that model."
             )
     if target.exists() and (not target.is_dir() or any(_is_model_file(path) for path in target.iterdir())):
-        raise FileExistsError(f"{target} already holds a model (or is a file). Give a new folder.")
+        raise FileExistsError(f"{target} already contains a model (or is a file). Give a new folder.")
 
 
 def _is_model_file(path: Path) -> bool:
@@ -79,7 +81,7 @@ def _is_model_file(path: Path) -> bool:
 def _write(
     model: PreTrainedModel, config: Any, state: dict[str, Tensor], draft: Path, save_kwargs: dict[str, Any]
 ) -> None:
-    """`save_pretrained` of a stock model that has no weights of its own in memory."""
+    """Calls `save_pretrained` of a stock model without weights in memory."""
     with torch.device("meta"):
         stock = type(model)(config)
     stock.to(model.dtype)
@@ -106,8 +108,8 @@ def _prove(model: PreTrainedModel, draft: Path, variant: str | None) -> None:
             difference = _difference(reference, stock, length)
             if not difference <= TOLERANCE:
                 raise UnsupportedError(
-                    f"The scheme {scheme!r} cannot be said to a stock {type(model).__name__}: its outputs would differ "
-                    f"by {difference:.3g} on random tokens at length {length} (allowed: {TOLERANCE}). Use "
+                    f"The scheme {scheme!r} cannot be expressed by a stock {type(model).__name__}: its outputs would "
+                    f"differ by {difference:.3g} on random tokens at length {length} (allowed: {TOLERANCE}). Use "
                     "model.save_pretrained, and `import hf_posenc` where the checkpoint is loaded."
                 )
     finally:
@@ -115,7 +117,9 @@ def _prove(model: PreTrainedModel, draft: Path, variant: str | None) -> None:
 
 
 def _lengths(model: PreTrainedModel) -> list[int]:
-    """Lengths to compare at: a short one, one beyond a sliding window, one beyond a scaling's original length."""
+    """Returns the lengths to compare at: a short one, one beyond a sliding window, one beyond a scaling's original
+    length.
+    """
     scheme, config = model.position_encoding.config, model.config.get_text_config()
     scaling = getattr(scheme, "scaling", None)
     beyond = [
@@ -136,7 +140,7 @@ def _difference(reference: PreTrainedModel, stock: PreTrainedModel, length: int)
     try:
         expected = reference(**arguments)[0]
     except SequenceLengthError:
-        # A table shorter than the shortest comparison: nothing to compare at this length, so compare below it.
+        # The table is shorter than the shortest comparison, so compare at a smaller length.
         return _difference(reference, stock, length // 2)
     try:
         found = stock(**arguments)[0]
@@ -148,7 +152,7 @@ def _difference(reference: PreTrainedModel, stock: PreTrainedModel, length: int)
 def _random_ids(model: PreTrainedModel, length: int) -> Tensor:
     config = model.config.get_text_config()
     special = {getattr(config, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
-    # Some architectures count positions from the padding tokens they see.
+    # Some architectures derive positions from padding tokens in the input.
     ordinary = torch.tensor([token for token in range(min(config.vocab_size, _LONGEST)) if token not in special])
     picks = torch.randint(0, len(ordinary), (1, length), generator=torch.Generator().manual_seed(0))
     return ordinary[picks].to(model.device)

@@ -1,19 +1,19 @@
-"""The methods of transformers that know of patched models: which they are, and what each of them does first.
+"""Wrappers of transformers methods that load and save models.
 
-The methods below are wrapped, once per process. Each wrapper looks for an entry and, where there is none, is the
-stock method:
+The methods below are wrapped once per process. Each wrapper checks for an entry and calls the stock method if there is
+none:
 
-- `PreTrainedConfig.get_config_dict` turns the form of `config.json` into the one in memory;
+- `PreTrainedConfig.get_config_dict` converts the form in `config.json` to the form in memory;
 - `PreTrainedConfig.__post_init__` gives a config built with an entry the class that also saves it;
 - `PreTrainedModel.from_pretrained` and `_from_config` build the model with its scheme already in place, so
   that weights, dtypes, shards, device maps and low-memory loading are handled by the stock code;
-- `PreTrainedModel.__init__` refuses an entry that reaches it, because the stock class would ignore it;
-- `PreTrainedModel.load_state_dict` refuses weights that were trained with another scheme, where it is strict;
-- `PreTrainedModel.save_pretrained` saves a patched model as a whole, or refuses to;
+- `PreTrainedModel.__init__` raises for a config with an entry, because the stock class would ignore it;
+- `PreTrainedModel.load_state_dict` refuses weights that were trained with another scheme, if strict;
+- `PreTrainedModel.save_pretrained` saves a patched model atomically, or raises;
 - `Trainer._load_from_checkpoint` and `_load_best_model` refuse checkpoints of a model with another scheme.
 
-Each is wrapped when its module is imported, and what only patched models need is imported by the functions
-that use it: `import hf_posenc` loads neither torch nor transformers.
+Each method is wrapped when its module is imported. Imports that only patched models need are inside functions, so
+`import hf_posenc` loads neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from hf_posenc.when_imported import when_imported
 
 
 def install() -> None:
-    """Wraps the loading methods of transformers, PEFT and others, each as soon as its module is there."""
+    """Wraps the loading methods of transformers, PEFT and others, each as soon as its module is imported."""
     when_imported("transformers.configuration_utils", install_in_configs)
     when_imported("transformers.modeling_utils", install_in_models)
     when_imported("transformers.trainer", _wrap_trainer)
@@ -69,7 +69,7 @@ def _get_config_dict(original: Callable[..., Any], config_class: Any, source: An
     finish_saving_of(source, kwargs)
     if isinstance(source, str | os.PathLike):
         path = Path(source, kwargs.get("subfolder") or "", "config.json")
-        if path.is_dir():  # A model class would take its defaults for the config.
+        if path.is_dir():  # A model class would otherwise use its default config.
             raise IsADirectoryError(f"{path} is a folder, where the config of a model is expected.")
     try:
         config, unused = original(config_class, source, **kwargs)
@@ -90,12 +90,12 @@ def _get_config_dict(original: Callable[..., Any], config_class: Any, source: An
         check_not_sliced(config_class, config, str(source))
         check_model_type(config_class, config, str(source))
     elif isinstance(config, dict) and is_entry(config.get(ATTRIBUTE)):
-        # The dictionary of a config, written to the file by hand: it has to hold as much.
+        # Someone may write the dictionary of a config to the file by hand, so it must be complete.
         from hf_posenc.checkpoint.configuration import CheckpointError, check_format, check_scheme
 
         if not isinstance(config.get("model_type"), str):
             raise CheckpointError(
-                f"The config.json of {source} has a model_type that is no string. The file was edited or damaged; "
+                f"The config.json of {source} has a model_type that is not a string. The file was edited or damaged; "
                 "restore it, or save the model again."
             )
         check_format(config[ATTRIBUTE], str(source))

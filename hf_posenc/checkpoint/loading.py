@@ -1,4 +1,4 @@
-"""`from_pretrained` and `_from_config` of patched models: the scheme is in place before any weight is read."""
+"""`from_pretrained` and `_from_config` of patched models. The scheme is applied before any weights are read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class EntryIgnoredError(UnsupportedError):
-    """A model class was called with a config whose position encoding it would ignore."""
+    """A model class was called with a config that has a position encoding, which it would ignore."""
 
     def __init__(self, model_class: type, scheme: str) -> None:
         self.model_class = model_class
@@ -44,7 +44,7 @@ def from_pretrained(
     """Wraps `PreTrainedModel.from_pretrained`.
 
     Raises:
-        CheckpointError: for files that are damaged, or do not belong together.
+        CheckpointError: for files that are damaged or do not belong together.
         UnsupportedError: for a config without the scheme of the weights.
     """
     from transformers import PreTrainedConfig
@@ -64,7 +64,7 @@ def from_pretrained(
         try:
             return stock(with_info=with_info, **kwargs)
         except EntryIgnoredError as error:
-            # What could not be told from files on this machine: a first download, or an adapter's base model.
+            # Cases that local files do not show: a first download, or an adapter's base model.
             if error.model_class is not model_class:
                 raise
     from safetensors import SafetensorError
@@ -78,7 +78,7 @@ def from_pretrained(
     stored = stored_position_weights(source, kwargs)
 
     def check_fits(model: Any, scheme: Any) -> None:
-        # A model on the hub has been downloaded by now.
+        # At this point a model on the hub has been downloaded.
         found = stored_position_weights(source, kwargs) if stored is None else stored
         check_scheme_fits(model, scheme, found, str(source))
 
@@ -92,7 +92,7 @@ def from_pretrained(
         ) from error
     check_loaded_mark(model, info, str(source), built[-1].entry_format)
     _check_loaded(model, info, str(source))
-    # Transformers splits a model over processes after it was built, and so after it was patched.
+    # Transformers shards a model over processes after building it, and so after it was patched.
     split_heads(model.position_encoding, model)
     built.pop().follow(model)
     if is_patched(str(model.config._name_or_path), kwargs):
@@ -105,7 +105,7 @@ def from_pretrained(
 def _stock_from_pretrained(
     original: Callable[..., Any], model_class: Any, source: Any, *model_args: Any, with_info: bool, **kwargs: Any
 ) -> Any:
-    """The stock method, unless the weights it finds are those of a patched model."""
+    """Calls the stock method, and raises if it loads the weights of a patched model."""
     model, info = original(model_class, source, *model_args, output_loading_info=True, **kwargs)
     if find_position_weight(info["unexpected_keys"]) is not None:
         from hf_posenc.checkpoint.agreement import refuse_marked_weights
@@ -117,15 +117,15 @@ def _stock_from_pretrained(
 def patching_proxy(
     model_class: Any, built: list[_Built] | None = None, check_fits: Callable[[Any, Any], None] | None = None
 ) -> Any:
-    """A class that transformers can call like `model_class`, and that returns a patched `model_class`.
+    """Returns a class that transformers can call like `model_class`, and that creates a patched `model_class`.
 
-    The instance is not one of the proxy, so Python does not initialise it a second time, and nothing that
-    is keyed by the class of a model can tell the difference.
+    The result is not an instance of the proxy. So Python does not initialise it a second time, and lookups by the class
+    of the model work.
 
     Args:
         model_class: the stock class.
-        built: takes what has to follow the model when its weights are loaded.
-        check_fits: is given the stock model and the scheme, and refuses one that is not to be built.
+        built: receives the objects that must be updated when the weights are loaded.
+        check_fits: receives the stock model and the scheme, and raises if the scheme must not be built.
     """
 
     def __new__(cls: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> Any:
@@ -142,8 +142,8 @@ def patching_proxy(
         written, config = config, copy.deepcopy(config)
         detach_entry(config)
         model = model_class(config, *args, **kwargs)
-        # Transformers builds models on the meta device and under another default dtype. Constants of a scheme
-        # are computed for real and in float32; `patch_model` then moves its parameters to where the model is.
+        # Transformers builds models on the meta device and with another default dtype. Constants of a scheme are
+        # computed on a real device in float32; `patch_model` then moves the parameters to the model's device.
         with torch.device("cpu"), _default_dtype(torch.float32):
             scheme = scheme_from_dict(fields["scheme"])
             if check_fits is not None:
@@ -165,11 +165,11 @@ def patching_proxy(
 
 
 class _Built:
-    """Objects of a model without weights that a patch refers to, and that transformers replaces while it loads.
+    """Objects that a patch refers to and that transformers replaces while it loads the weights.
 
     Args:
-        model: patched, without weights yet.
-        entry_format: of the config it was built from.
+        model: a patched model without weights.
+        entry_format: format of the config it was built from.
     """
 
     def __init__(self, model: Any, entry_format: int) -> None:
@@ -177,11 +177,11 @@ class _Built:
         self.generation_config = getattr(model, "generation_config", None)
 
     def follow(self, model: Any) -> None:
-        """Applies what the patch did to the old objects to the new ones, and lets its journal undo it there."""
+        """Applies the patch to the new objects, and updates its journal so that it is undone there."""
         from hf_posenc.patching.fingerprint import samples
         from hf_posenc.patching.lengths import take_generation_length
 
-        # There were none when the model was patched.
+        # They did not exist when the model was patched.
         model.position_encoding.base_weights = samples(model, read_offloaded=False)
         for change in model.position_encoding.journal.changes:
             if change.kind == "frozen":
@@ -205,7 +205,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _check_loaded(model: Any, info: dict[str, Any], source: str) -> None:
-    """A scheme must not run on weights that nobody trained."""
+    """Checks that the scheme does not run with random weights."""
     from hf_posenc.checkpoint.configuration import CheckpointError
 
     own = {name for name, _ in model.named_parameters() if _is_position_weight(name)}
@@ -215,16 +215,16 @@ def _check_loaded(model: Any, info: dict[str, Any], source: str) -> None:
     if absent:
         raise CheckpointError(
             f"{source} has no weights, or none of the right shape, for its position encoding "
-            f"{entry.get('scheme')!r}: {', '.join(absent[:5])}{' ...' if len(absent) > 5 else ''}. It would run on "
-            "fresh random ones. Save the model again, or load the stock weights and call patch_model to train "
-            "the scheme anew."
+            f"{entry.get('scheme')!r}: {', '.join(absent[:5])}{' ...' if len(absent) > 5 else ''}. It would run with "
+            "random weights. Save the model again, or load the stock weights and call patch_model to train the "
+            "scheme again."
         )
-    # Transformers does not place the mark where it splits a model over processes; it has been compared by now.
+    # Transformers does not load the mark if it shards a model over processes. It was already compared.
     found = [key for key in info.get("unexpected_keys", ()) if _is_position_weight(key)]
     surplus = sorted(key for key in found if find_mark([key]) is None)
     if surplus:
         raise CheckpointError(
-            f"{source} holds weights that its position encoding {entry.get('scheme')!r} does not have: "
+            f"{source} contains weights that its position encoding {entry.get('scheme')!r} does not have: "
             f"{', '.join(surplus[:5])}{' ...' if len(surplus) > 5 else ''}. The entry in config.json and the "
             "weights are from different models."
         )

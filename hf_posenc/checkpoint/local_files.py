@@ -1,4 +1,4 @@
-"""Which file of a checkpoint lies on this machine."""
+"""Local files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 def local_file(source: Any, name: str, kwargs: dict[str, Any]) -> Path | None:
-    """A file of what `from_pretrained` was asked for, in a folder or in the hub's cache. Nothing is ever downloaded.
+    """Finds a file of a checkpoint in a folder or in the hub's cache, without downloading anything.
 
     Args:
         source: the first argument of `from_pretrained`.
-        name: of the file.
+        name: name of the file.
         kwargs: the other arguments.
     """
     if not isinstance(source, str | os.PathLike):

@@ -1,14 +1,14 @@
-"""Functions of other libraries that put files of weights into a model, and look at names and shapes alone.
+"""Wrappers of functions in other libraries that load weight files and check only names and shapes.
 
 `install` wraps, once per process and as soon as their modules are imported:
 
 - `accelerate.load_checkpoint_in_model`, and with it `load_checkpoint_and_dispatch` and `load_and_quantize_model`;
-- `transformers.trainer_utils.load_sharded_checkpoint` and `safetensors.torch.load_model`, where they are strict;
+- `transformers.trainer_utils.load_sharded_checkpoint` and `safetensors.torch.load_model`, if strict;
 - `optimum.quanto.requantize`, and with it `QuantizedModelForCausalLM.from_pretrained`;
 - `torch.distributed.checkpoint.load` (`distributed_checkpoint.py`).
 
-Each refuses weights that were trained with another scheme than that of the model, before anything is copied. For
-models and weights without a scheme, each is the stock function.
+Each wrapper refuses weights of another scheme before anything is copied. For models and weights without a scheme it
+calls the stock function.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _wrap_quanto(module: ModuleType) -> None:
 
 
 def _wrap_distributed(module: ModuleType) -> None:
-    # It needs torch, which is there by now, and which importing this package must not load.
+    # This needs torch, which is already imported here. Importing this package must not load it.
     from hf_posenc.checkpoint.distributed_checkpoint import wrap_loader
 
     wrap_loader(module)
@@ -78,7 +78,7 @@ def _load_checkpoint(original: Callable[..., Any], model: Any, checkpoint: Any, 
 
 
 def _read_by_accelerate(checkpoint: Path) -> Path | None:
-    """The file, or index of files, that accelerate reads; `None` where it reports that there is none."""
+    """Returns the file, or index of files, that accelerate reads; `None` if accelerate reports that there is none."""
     if checkpoint.is_file():
         return checkpoint
     found = [checkpoint / name for name in ("pytorch_model.bin", "model.safetensors")]
@@ -88,7 +88,7 @@ def _read_by_accelerate(checkpoint: Path) -> Path | None:
 def _read_state_dict(original: Callable[..., Any], file: Any, device_map: Any = None, *args: Any, **kw: Any) -> Any:
     state_dict = original(file, device_map, *args, **kw)
     if _COMPARED.get() and device_map is not None:
-        # With a device map accelerate places each entry by itself, and knows parameters and buffers only.
+        # With a device map, accelerate sets each entry separately and supports only parameters and buffers.
         for key in find_marks(state_dict):
             del state_dict[key]
     return state_dict

@@ -1,4 +1,4 @@
-"""Training with schemes: starts that lose least, schemes that change while training, healing, parameter groups."""
+"""Training recipes: fitted initialization, schemes that change during training, healing, parameter groups."""
 
 from hf_posenc.recipes.distillation import (
     Distillation,

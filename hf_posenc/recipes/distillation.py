@@ -1,4 +1,4 @@
-"""Learning from the model as it was: losses between a model with another scheme and its teacher."""
+"""Distillation from the original model into a model with another scheme."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from hf_posenc.patching.apply import current_encoding, unwrapped
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
 
-#: The label of a token that is no target, in transformers.
+#: The label of tokens that are not targets, in transformers.
 IGNORED = -100
 
 
 def frozen_teacher(model: ModelType) -> ModelType:
-    """A copy of a model to learn from: in evaluation mode, without gradients. Make it before the swap.
+    """Returns a frozen copy of a model in evaluation mode, to use as a teacher. Call it before the swap.
 
-    It is a copy even where the weights stay the same (LoRA): taking the scheme out and putting it back around every
-    step would forget what gradient checkpointing needs, and cannot be done under DDP or torch.compile.
+    A copy is needed even if the weights do not change (LoRA). Removing and restoring the scheme around every step would
+    break gradient checkpointing, and is not possible with DDP or torch.compile.
 
     Args:
-        model: the model as it is; a scheme it already has stays part of what is taught.
+        model: the model before the swap; if it is patched, the teacher keeps its scheme.
     """
-    current_encoding(unwrapped(model))  # Refuses what is no model, or was patched in parts.
+    current_encoding(unwrapped(model))  # Raises for anything that is not a model, and for partly patched models.
     teacher = copy.deepcopy(model)
     teacher.requires_grad_(False)
     teacher.eval()
@@ -37,15 +37,16 @@ def frozen_teacher(model: ModelType) -> ModelType:
 def soft_target_loss(
     student_logits: Tensor, teacher_logits: Tensor, chosen: Tensor, temperature: float = 2.0
 ) -> Tensor:
-    """The divergence of a student's predictions from its teacher's, summed over tokens (arXiv:1503.02531, section 2).
+    """Computes the divergence of a student's predictions from its teacher's, summed over tokens (arXiv:1503.02531,
+    section 2).
 
-    `T ** 2 * KL(softmax(teacher / T) || softmax(student / T))`: the factor keeps gradients as large as those of the
-    cross-entropy beside it.
+    `T ** 2 * KL(softmax(teacher / T) || softmax(student / T))`: the factor keeps gradients comparable to those of the
+    cross-entropy.
 
     Args:
         student_logits: `(batch, length, vocabulary)`.
         teacher_logits: the same shape.
-        chosen: `(batch, length)` bool, the tokens whose predictions count.
+        chosen: `(batch, length)` bool, the tokens to include.
         temperature: `T`, greater than 0.
 
     Returns:
@@ -57,7 +58,7 @@ def soft_target_loss(
 
 
 def mean_pooled(hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-    """`(batch, length, hidden)` -> `(batch, hidden)`: the mean over real tokens, as sentence-transformers pools."""
+    """Computes the mean over real tokens: `(batch, length, hidden)` -> `(batch, hidden)`."""
     if attention_mask is None:
         return hidden_states.mean(1)
     weights = attention_mask.unsqueeze(-1).to(hidden_states.dtype)
@@ -67,15 +68,15 @@ def mean_pooled(hidden_states: Tensor, attention_mask: Tensor | None = None) -> 
 def hidden_state_loss(
     student: Tensor, teacher: Tensor, attention_mask: Tensor | None = None, embedding_weight: float = 1.0
 ) -> Tensor:
-    """How far the last hidden states and their mean are from a teacher's: for encoders without a head.
+    """Compares the last hidden states and their mean with a teacher's, for encoders without a head.
 
-    Both are mean squared errors in units of the teacher's variance, so 1 is as bad as a constant.
+    Both are mean squared errors relative to the teacher's variance, so a constant prediction has a loss of 1.
 
     Args:
         student: `(batch, length, hidden)`.
         teacher: the same shape.
         attention_mask: `(batch, length)`, 1 for real tokens; all by default.
-        embedding_weight: of the pooled embeddings beside the hidden states.
+        embedding_weight: weight of the loss of the pooled embeddings.
     """
     student, teacher = student.float(), teacher.float()
     mask = torch.ones(student.shape[:2], device=student.device) if attention_mask is None else attention_mask
@@ -87,18 +88,18 @@ def hidden_state_loss(
 
 
 class Distillation:
-    """Adds what a teacher predicts to a language model's loss: `(1 - weight) * loss + weight * soft_target_loss`.
+    """Adds a distillation term to a language model's loss: `(1 - weight) * loss + weight * soft_target_loss`.
 
     Called inside `Trainer.compute_loss`, or as one of the `loss_hooks` of `training.trainer.SchemeTrainer`.
 
     Args:
         teacher: from `frozen_teacher`.
-        causal: whether a place predicts the token after it, rather than its own.
-        temperature: of `soft_target_loss`.
-        weight: between 0 and 1; 1 leaves the labels out.
+        causal: whether a position predicts the next token instead of its own.
+        temperature: temperature of `soft_target_loss`.
+        weight: between 0 and 1; with 1 the labels are not used.
 
     Raises:
-        ValueError: for a temperature or a weight out of range, or a teacher that would be trained.
+        ValueError: for a temperature or a weight out of range, or a teacher with trainable parameters.
     """
 
     def __init__(self, teacher: nn.Module, *, causal: bool, temperature: float = 2.0, weight: float = 0.5) -> None:
@@ -116,13 +117,13 @@ class Distillation:
         self.weight = weight
 
     def __call__(self, inputs: Mapping[str, Any], outputs: Any, loss: Tensor, num_items: Tensor | int) -> Tensor:
-        """The loss to train on.
+        """Returns the training loss.
 
         Args:
-            inputs: of the model, "labels" included; the teacher gets the same without them.
-            outputs: what the student returned, with `logits`.
-            loss: the student's own.
-            num_items: how many targets the whole update has, which the sum over tokens is divided by.
+            inputs: inputs of the model, including "labels"; the teacher gets the same inputs without labels.
+            outputs: outputs of the student, with `logits`.
+            loss: the student's own loss.
+            num_items: number of targets in the whole update, by which the sum over tokens is divided.
         """
         labels = inputs["labels"]
         given = {name: value for name, value in inputs.items() if name != "labels"}

@@ -1,4 +1,4 @@
-"""Leading a model from one scheme to another by degrees."""
+"""Gradual swaps from one scheme to another."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ from hf_posenc.schemes.arrangement.blended import BlendedConfig, BlendedPart
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.parts import Part
 
-#: The parts of a layer, as `LayerEncoding` names them.
+#: Attributes of `LayerEncoding` that hold parts.
 LAYER_PARTS = ("query_key_map", "logit_bias", "logit_scale")
 
 
 def begin_blend(model: nn.Module, scheme: SchemeLike) -> PositionEncoding:
-    """Puts a blend of the scheme in force and a new one into a model, at strength 0: it computes what it did.
+    """Patches a model with a blend of its current scheme and a new one, at strength 0: outputs do not change.
 
-    What the scheme in force has learned is taken over, and frozen: it is on its way out.
+    The learned parameters of the current scheme are kept and frozen.
 
     Args:
         model: patched or not.
-        scheme: the new one, in any form that `patch_model` takes.
+        scheme: the new scheme, in any form that `patch_model` accepts.
 
     Returns:
-        The encoding, in which every part is a `BlendedPart`.
+        The encoding. Every part of it is a `BlendedPart`.
 
     Raises:
-        UnsupportedError: if the model is being led to another scheme already, if no scheme describes its native
-            mechanism, or if one of the two schemes cannot act by degrees.
+        UnsupportedError: if the model already has a blend, if no scheme describes its native mechanism, or if one of
+            the two schemes cannot be blended.
     """
     target = unwrapped(model)
     previous = current_encoding(target)
     if previous is not None and _blends_in(previous.config):
         raise UnsupportedError(
             f"This model is a blend already ({previous.config!r}). Train it to the end and call finish_blend(model), "
-            "or take the blend out with unpatch_model."
+            "or remove the blend with unpatch_model."
         )
     old = native_scheme(target) if previous is None else previous.config
     patch_model(target, _blend(old, scheme_config(scheme, {}), target))
@@ -65,13 +65,13 @@ def begin_blend(model: nn.Module, scheme: SchemeLike) -> PositionEncoding:
 
 
 def blend_strength(model: nn.Module) -> float | None:
-    """How far a model has been led to its new scheme, between 0 and 1; `None` for a model without a blend."""
+    """Returns the strength of the new scheme in a blend, between 0 and 1; `None` for a model without a blend."""
     encoding = current_encoding(unwrapped(model))
     return None if encoding is None else next((blend.strength for blend in _blends_in(encoding.config)), None)
 
 
 def set_blend_strength(model: nn.Module, strength: float) -> None:
-    """Gives the new scheme of a blend its share. The model's config says so too, and with it a checkpoint.
+    """Sets the strength of the new scheme in a blend. It is also stored in the model's config, and so in checkpoints.
 
     Raises:
         ValueError: for a strength outside [0, 1].
@@ -87,20 +87,20 @@ def set_blend_strength(model: nn.Module, strength: float) -> None:
 
 
 def finish_blend(model: nn.Module) -> None:
-    """Leaves a model whose new scheme has all of the strength with that scheme alone.
+    """Replaces a blend at strength 1 by its new scheme.
 
-    Its parameters stay the same objects, so an optimizer goes on training them.
+    The parameters stay the same objects, so an optimizer continues to train them.
 
     Raises:
-        UnsupportedError: for a model without a blend, or with one whose old scheme still acts.
+        UnsupportedError: for a model without a blend, or with a strength below 1.
     """
     target = unwrapped(model)
     encoding = _blend_of(target)
     strength = blend_strength(target)
     if strength != 1:
         raise UnsupportedError(
-            f"The strength of the new scheme is {strength}: leaving the old one out now would change what the model "
-            "computes. Train to strength 1 first, or call set_blend_strength(model, 1.0) to jump."
+            f"The strength of the new scheme is {strength}: removing the old scheme now would change the outputs of "
+            "the model. Train to strength 1 first, or call set_blend_strength(model, 1.0) to skip the rest."
         )
     trained = [new for _, new in paired_parts(encoding)]
     patch_model(target, new_scheme(encoding.config))
@@ -112,14 +112,16 @@ def finish_blend(model: nn.Module) -> None:
 
 
 def new_scheme(config: SchemeConfig) -> SchemeConfig:
-    """The scheme that a blend, or a schedule of blends, leads to."""
+    """Returns the new scheme of a blend, or of a schedule of blends."""
     if isinstance(config, ScheduleConfig):
         return _joined(tuple(new_scheme(layer) for layer in config.layers))
     return config.new if isinstance(config, BlendedConfig) else config
 
 
 def all_parts(encoding: PositionEncoding) -> Iterator[Part | None]:
-    """Every place of a part in a model, in order: what is added in each stack, then map, bias and scale of layers."""
+    """Returns every place of a part in a model, in order: additive parts of each stack, then map, bias and scale of
+    layers.
+    """
     for stack in encoding.stacks.values():
         assert isinstance(stack, StackEncoding)
         yield stack.additive
@@ -129,12 +131,12 @@ def all_parts(encoding: PositionEncoding) -> Iterator[Part | None]:
 
 
 def blended_parts(encoding: PositionEncoding) -> Iterator[BlendedPart[Part]]:
-    """The blended ones among them."""
+    """Returns the blended parts."""
     return (part for part in all_parts(encoding) if isinstance(part, BlendedPart))
 
 
 def paired_parts(encoding: PositionEncoding) -> Iterator[tuple[Part | None, Part | None]]:
-    """For every place the old part and the new one."""
+    """Returns the old and the new part for every place."""
     return ((part.old, part.new) if isinstance(part, BlendedPart) else (None, None) for part in all_parts(encoding))
 
 
@@ -142,8 +144,8 @@ def _blend_of(target: PreTrainedModel) -> PositionEncoding:
     encoding = current_encoding(target)
     if encoding is None or not _blends_in(encoding.config):
         raise UnsupportedError(
-            f"This {type(target).__name__} is not being led from one scheme to another. Begin with "
-            "swap_scheme(model, scheme, gradual=True)."
+            f"This {type(target).__name__} has no blend of two schemes. Begin with swap_scheme(model, scheme, "
+            "gradual=True)."
         )
     return encoding
 
@@ -154,11 +156,11 @@ def _blends_in(config: SchemeConfig) -> list[BlendedConfig]:
 
 
 def _blend(old: SchemeConfig, new: SchemeConfig, target: PreTrainedModel) -> SchemeConfig:
-    """One blend for all layers, or a schedule of blends where either scheme differs between layers."""
+    """Builds one blend for all layers, or a schedule of blends if one of the schemes differs between layers."""
     if not isinstance(old, LayeredConfig) and not isinstance(new, LayeredConfig):
         return BlendedConfig(old, new)
     stacks = find_stacks(target)
-    schedule(new, stacks, None, None)  # Refuses an arrangement that does not fit these layers.
+    schedule(new, stacks, None, None)  # Raises if an arrangement does not fit these layers.
     types = {attention.layer: attention.layer_type for stack in stacks for attention in stack.attentions}
 
     def at(config: SchemeConfig, layer: int) -> SchemeConfig:
@@ -180,7 +182,7 @@ def _with_strength(config: SchemeConfig, strength: float) -> SchemeConfig:
 
 
 def _move_parameters(source: nn.Module, target: nn.Module) -> None:
-    """Makes the parameters of one part those of another that was built alike."""
+    """Replaces the parameters of one part by those of another part with the same structure."""
     for name, module in source.named_modules():
         twin = target.get_submodule(name)
         for key, parameter in module._parameters.items():
@@ -188,19 +190,20 @@ def _move_parameters(source: nn.Module, target: nn.Module) -> None:
 
 
 class GradualSwapCallback(TrainerCallback):
-    """Raises the strength of a model's new scheme step by step, and leaves the model with that scheme alone.
+    """Increases the strength of a model's new scheme at every step, and removes the old scheme at the end.
 
-    Before optimizer step `n`, counted from 0, the strength becomes `min(1, (n + 1) / steps)`. It follows from the step
-    alone, so a resumed run goes on where it was. When the training ends, the old scheme is taken out::
+    Before optimizer step `n`, counted from 0, the strength becomes `min(1, (n + 1) / steps)`. It depends only on the
+    step, so a resumed run continues correctly. When the training ends, the old scheme is removed::
 
         swap_scheme(model, "alibi", gradual=True)
         Trainer(model, ..., callbacks=[GradualSwapCallback(steps=200)]).train()
         model.save_pretrained(...)  # a model with "alibi"
 
-    A checkpoint written on the way holds the blend at the strength it had, which `from_pretrained` loads as such.
+    An intermediate checkpoint contains the blend with its strength, and `from_pretrained` loads it as a blend.
 
     Args:
-        steps: after how many optimizer steps the new scheme stands alone; the training may go on from there.
+        steps: number of optimizer steps after which only the new scheme is active. The training may continue after
+            that.
 
     Raises:
         ValueError: for less than one step.
@@ -214,55 +217,55 @@ class GradualSwapCallback(TrainerCallback):
         self.steps = steps
 
     def strength(self, step: int) -> float:
-        """The strength during an optimizer step, counted from 0."""
+        """Returns the strength during an optimizer step, counted from 0."""
         return min(1.0, (step + 1) / self.steps)
 
     def match_checkpoint(self, model: Any, step: int) -> None:
-        """Sets the strength of a checkpoint that was saved after so many steps, before it is loaded."""
+        """Sets the strength for a checkpoint saved after `step` steps, before it is loaded."""
         if blend_strength(_unwrapped(model)) is not None:
             set_blend_strength(_unwrapped(model), self.strength(step - 1))
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Sets the strength of the last step that was done, so that a first evaluation sees the model it left.
+        """Sets the strength of the last completed step, so that a first evaluation uses the right model.
 
         Raises:
-            ValueError: if the training ends before the new scheme stands alone, or may pick a best checkpoint from
+            ValueError: if the training ends before only the new scheme is active, or may select a best checkpoint from
                 before that.
-            UnsupportedError: if the model is no blend.
+            UnsupportedError: if the model has no blend.
         """
         if state.max_steps < self.steps:
             raise ValueError(
-                f"The new scheme stands alone after {self.steps} steps, and this training ends after "
-                f"{state.max_steps}. Give fewer gradual steps, or train longer."
+                f"The gradual swap takes {self.steps} steps, but this training ends after {state.max_steps}. Use "
+                "fewer gradual steps, or train longer."
             )
         if args.load_best_model_at_end and (args.eval_delay or 0) < self.steps:
             raise ValueError(
                 f"load_best_model_at_end may choose a checkpoint from the first {self.steps} steps, in which the old "
-                f"scheme still acts and which is no model of the new one. Set eval_delay={self.steps}, or leave it out."
+                f"scheme is still active. Set eval_delay={self.steps}, or omit load_best_model_at_end."
             )
         set_blend_strength(_unwrapped(kwargs["model"]), self.strength(state.global_step - 1))
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Sets the strength of the step about to begin."""
+        """Sets the strength of the step that is about to begin."""
         set_blend_strength(_unwrapped(kwargs["model"]), self.strength(state.global_step))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Takes the old scheme out, unless the training was stopped before its share was gone."""
+        """Removes the old scheme, unless the training was stopped before strength 1."""
         model = _unwrapped(kwargs["model"])
         strength = blend_strength(model)
         if strength == 1:
             finish_blend(model)
             return
         warnings.warn(
-            f"The training stopped after {state.global_step} of {self.steps} gradual steps, so the model stays a blend "
-            f"with strength {strength}. Go on training, or jump with set_blend_strength(model, 1.0) and "
-            "finish_blend(model).",
+            f"The training stopped after {state.global_step} of {self.steps} gradual steps, so the model is still a "
+            f"blend with strength {strength}. Continue the training, or skip the rest with set_blend_strength(model, "
+            "1.0) and finish_blend(model).",
             UserWarning,
             stacklevel=2,
         )

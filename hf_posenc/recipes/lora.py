@@ -1,4 +1,4 @@
-"""Low-rank adaptation of a model with another scheme."""
+"""LoRA for patched models."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from hf_posenc.schemes.arrangement.blended import BlendedPart
 
 
 def add_lora(model: nn.Module, config: Any) -> Any:
-    """Puts LoRA adapters around a patched model and trains the scheme's own parameters beside them.
+    """Adds LoRA adapters to a patched model and makes the scheme's parameters trainable.
 
-    PEFT freezes whatever it does not know. A scheme's parameters are few and new, so they are trained as they are; of a
-    blend only those of the new scheme. `save_pretrained` writes the adapters, and the scheme with its parameters beside
-    them; `merge_and_unload()` gives an ordinary patched model, which has both.
+    PEFT freezes all other parameters. A scheme's parameters are few and new, so they are trained in full; in a blend,
+    only those of the new scheme. `save_pretrained` writes the adapters and, next to them, the scheme with its
+    parameters. `merge_and_unload()` returns an ordinary patched model with both.
 
     Args:
-        model: patched.
+        model: a patched model.
         config: a `peft.LoraConfig`.
 
     Returns:
         The `peft.PeftModel`.
 
     Raises:
-        UnsupportedError: for a model that is not patched, whose adapters peft alone can make.
+        UnsupportedError: for a model that is not patched, for which PEFT alone is enough.
     """
     from peft import get_peft_model
 
     encoding = current_encoding(unwrapped(model))
     if encoding is None:
         raise UnsupportedError(
-            "This model has no scheme to train beside its adapters. Call swap_scheme or patch_model first, or "
-            "peft.get_peft_model for adapters alone."
+            "This model has no scheme to train. Call swap_scheme or patch_model first, or use peft.get_peft_model "
+            "for adapters alone."
         )
     trained = [parameter for parameter in encoding.parameters() if parameter.requires_grad]
     wrapped = get_peft_model(model, config)

@@ -1,4 +1,4 @@
-"""Which parameters an optimizer decays."""
+"""Parameter groups with and without weight decay."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch import nn
 
 from hf_posenc.schemes.parts import Part
 
-#: What `transformers.Trainer` leaves out of weight decay, beside the weights of LayerNorm modules.
+#: Names that `transformers.Trainer` excludes from weight decay, in addition to the weights of LayerNorm modules.
 _UNDECAYED_NAMES = (r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
 
 
 def undecayed_scheme_parameters(model: nn.Module) -> set[str]:
-    """Names of the scheme's parameters that its paper trains without weight decay."""
+    """Returns the names of the scheme's parameters that its paper trains without weight decay."""
     return {
         f"{path}.{name}" if path else name
         for path, module in model.named_modules()
@@ -24,14 +24,15 @@ def undecayed_scheme_parameters(model: nn.Module) -> set[str]:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer: as `transformers.Trainer` makes them, and as the scheme's paper wants its own.
+    """Returns the parameter groups of `transformers.Trainer`, with the weight decay of the scheme's paper for its
+    parameters.
 
-    Trainer decides by name what it decays and knows nothing of schemes, so hand it the optimizer:
+    Trainer chooses the parameters to decay by name and does not know about schemes, so pass it the optimizer:
     `Trainer(..., optimizers=(torch.optim.AdamW(parameter_groups(model, 0.1), lr=3e-4), None))`.
 
     Args:
         model: patched or not.
-        weight_decay: of the parameters that are decayed.
+        weight_decay: weight decay of the decayed parameters.
 
     Returns:
         Two groups, the decayed and the undecayed parameters; frozen ones are in neither.

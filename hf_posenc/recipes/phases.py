@@ -1,4 +1,4 @@
-"""A scheme that changes while a model is trained."""
+"""Schemes that change during training."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ NATIVE = "native"
 
 @dataclass(frozen=True)
 class SchemePhases:
-    """Which scheme a model has from which training step on.
+    """The schemes of a training run and the steps at which they start.
 
     Args:
-        phases: pairs of a first step and a scheme, in order, the first one at step 0. A scheme is given in any form
-            that `patch_model` takes; "native" stands for the stock model.
+        phases: pairs of a first step and a scheme, in order; the first pair has step 0. A scheme can have any form that
+            `patch_model` accepts; "native" is the stock model.
 
     Raises:
-        ValueError: if the phases do not begin at step 0, are not in order, or name an unknown scheme.
+        ValueError: if the phases do not begin at step 0, are not in order, or contain an unknown scheme.
     """
 
     phases: tuple[tuple[int, SchemeLike], ...]
@@ -37,24 +37,25 @@ class SchemePhases:
         object.__setattr__(self, "phases", tuple((int(step), scheme) for step, scheme in self.phases))
         if not self.phases or self.phases[0][0] != 0:
             raise ValueError(
-                "Phases begin at step 0: give the scheme of the first steps too, 'native' for the model's own."
+                "Phases must begin at step 0. Add the scheme of the first steps, for example 'native' for the "
+                "model's own scheme."
             )
         for (before, _), (after, _) in pairwise(self.phases):
             if after <= before:
-                raise ValueError(f"Phases have to be in order of their first steps; {after} follows {before}.")
+                raise ValueError(f"Phases must be in order of their first steps; {after} follows {before}.")
         for _, scheme in self.phases:
             if scheme != NATIVE:
                 scheme_config(scheme, {})
 
     def at(self, step: int) -> SchemeLike:
-        """The scheme in force at a training step, counted from 0."""
+        """Returns the scheme of a training step, counted from 0."""
         return [scheme for first, scheme in self.phases if first <= step][-1]
 
     def apply(self, model: PreTrainedModel, step: int) -> bool:
-        """Gives the model the scheme of a step, and says whether that changed anything. Call it before the step.
+        """Patches the model with the scheme of a step. Returns whether the scheme changed. Call it before the step.
 
         Raises:
-            UnsupportedError: for a later phase with learned parameters, which the optimizer at hand would not train.
+            UnsupportedError: for a later phase with learned parameters, which an existing optimizer would not train.
         """
         scheme, encoding = self.at(step), current_encoding(unwrapped(model))
         if scheme == NATIVE:
@@ -76,22 +77,22 @@ def _refuse_new_parameters(model: PreTrainedModel, config: SchemeConfig, step: i
     count = parameter_count(build_encoding(config, target, find_stacks(target)))
     if count:
         raise UnsupportedError(
-            f"Scheme {config.name!r}, in force from step {step} on, has {count} parameters of its own, which an "
-            "optimizer made before would not train. Begin a new training run with it."
+            f"Scheme {config.name!r}, which starts at step {step}, has {count} parameters, which an existing "
+            "optimizer would not train. Start a new training run with it."
         )
 
 
 def drope(total_steps: int, recalibration: float = 0.12, scheme: SchemeLike = NATIVE) -> SchemePhases:
-    """DroPE: train with positions, drop them, recalibrate (arXiv:2512.12167, section 4).
+    """Returns the phases of DroPE: train with positions, drop them, recalibrate (arXiv:2512.12167, section 4).
 
-    Positions make training fast, and their absence makes it generalise to longer inputs; so they are dropped for the
-    last part of the training. The paper recalibrates for 2 of 16.8 billion tokens (12 %), at the peak learning rate of
-    the pretraining, with QK-norm where that rate is high.
+    Positions make training faster, but models without positions generalise better to longer inputs, so positions are
+    dropped for the last part of the training. The paper recalibrates for 2 of 16.8 billion tokens (12 %), at the peak
+    learning rate of the pretraining, with QK-norm if that rate is high.
 
     Args:
-        total_steps: of the whole training.
-        recalibration: share of them without positions.
-        scheme: of the steps before; by default the model's own.
+        total_steps: number of steps of the whole training.
+        recalibration: fraction of the steps without positions.
+        scheme: scheme of the steps before; by default the model's own.
 
     Raises:
         ValueError: if either part would have no steps.
@@ -99,17 +100,17 @@ def drope(total_steps: int, recalibration: float = 0.12, scheme: SchemeLike = NA
     dropped = total_steps - round(total_steps * recalibration)
     if not 0 < dropped < total_steps:
         raise ValueError(
-            f"Of {total_steps} steps a share of {recalibration} leaves {dropped} with positions and "
-            f"{total_steps - dropped} without; both have to be at least one."
+            f"With total_steps={total_steps} and recalibration={recalibration}, {dropped} steps have positions and "
+            f"{total_steps - dropped} do not; both must be at least 1."
         )
     return SchemePhases(((0, scheme), (dropped, "none")))
 
 
 class SchemePhasesCallback(TrainerCallback):
-    """Gives the model the scheme of each training step: `Trainer(..., callbacks=[SchemePhasesCallback(phases)])`.
+    """Applies the scheme of each training step: `Trainer(..., callbacks=[SchemePhasesCallback(phases)])`.
 
     Args:
-        phases: which scheme from which optimizer step on.
+        phases: the schemes and the optimizer steps at which they start.
     """
 
     def __init__(self, phases: SchemePhases) -> None:
@@ -120,7 +121,7 @@ class SchemePhasesCallback(TrainerCallback):
         self.phases = phases
 
     def match_checkpoint(self, model: Any, step: int) -> None:
-        """Gives the model the phase of a checkpoint that was saved after so many steps, before it is loaded."""
+        """Applies the phase of a checkpoint saved after `step` steps, before it is loaded."""
         from accelerate.utils import extract_model_from_parallel
 
         self.phases.apply(extract_model_from_parallel(model), max(step - 1, 0))
@@ -128,7 +129,7 @@ class SchemePhasesCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Applies the phase the training begins, or resumes, in.
+        """Applies the phase in which the training begins or resumes.
 
         Raises:
             ValueError: if the training ends before the last phase begins.
@@ -136,15 +137,15 @@ class SchemePhasesCallback(TrainerCallback):
         last, scheme = self.phases.phases[-1]
         if last >= state.max_steps:
             raise ValueError(
-                f"The phase of {scheme!r} begins at step {last}, but this training ends after {state.max_steps} steps "
-                "and would never reach it. Make the phases for the number of steps the training has."
+                f"The phase of {scheme!r} begins at step {last}, but this training ends after {state.max_steps} "
+                "steps. Adapt the phases to the number of training steps."
             )
         self._apply(state, kwargs["model"], kwargs.get("optimizer"))
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Applies the phase of the step about to begin."""
+        """Applies the phase of the step that is about to begin."""
         self._apply(state, kwargs["model"], kwargs.get("optimizer"))
 
     def _apply(self, state: TrainerState, model: Any, optimizer: Any) -> None:
@@ -156,22 +157,22 @@ class SchemePhasesCallback(TrainerCallback):
 
 
 def _check_trained(model: Any, optimizer: Any, step: int) -> None:
-    """Requires that the optimizer, made before, holds every parameter that is trained from now on.
+    """Checks that the existing optimizer has every parameter that is trained from now on.
 
     Raises:
-        UnsupportedError: naming the first that it does not hold.
+        UnsupportedError: with the name of the first missing parameter.
     """
     groups = [] if optimizer is None else optimizer.param_groups
     held = {id(parameter) for group in groups for parameter in group["params"]}
     trained = {name: id(parameter) for name, parameter in model.named_parameters() if parameter.requires_grad}
-    # A wrapper that flattens parameters holds others than the model's; it cannot be looked into.
+    # A wrapper that flattens parameters has other parameters than the model, so this cannot be checked.
     if not held & set(trained.values()):
         return
     missing = [name for name, identity in trained.items() if identity not in held]
     if missing:
         raise UnsupportedError(
-            f"From step {step} on, {missing[0]} ({len(missing)} parameters in all) would have to be trained, but the "
-            "Trainer made its optimizer before they could be. Patch the model with the scheme of the first phase "
-            "before the Trainer is made, and give later phases schemes without parameters; a phase that goes back to "
+            f"From step {step} on, {missing[0]} ({len(missing)} parameters in total) would have to be trained, but "
+            "they are not in the optimizer of the Trainer. Patch the model with the scheme of the first phase before "
+            "you create the Trainer, and use schemes without parameters in later phases. A phase that returns to "
             "'native' needs a model whose position table was trained from the start."
         )

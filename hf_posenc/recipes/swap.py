@@ -1,4 +1,4 @@
-"""Another position encoding in a pretrained model, losing as little as possible."""
+"""Swaps of the position encoding of a pretrained model, with a fitted initialization."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from hf_posenc.schemes.labels import scheme_label
 ModelType = TypeVar("ModelType", bound=nn.Module)
 
 _QUANTITIES = (
-    Quantity("residual_before", "missed at its own start"),
+    Quantity("residual_before", "residual of the default start"),
     Quantity(
         "residual",
-        "missed after the fit",
-        "Root mean square of what the part misses, relative to that of what it was fitted to; - where that is zero.",
+        "residual after the fit",
+        "Root mean square of the residual, relative to that of the target; - if the target is zero.",
     ),
 )
 INITIALIZATIONS = ("auto", "fitted", "default")
@@ -41,15 +41,15 @@ INITIALIZATIONS = ("auto", "fitted", "default")
 
 @dataclass(frozen=True)
 class Swap(Generic[ModelType]):
-    """What `swap_scheme` did.
+    """The result of `swap_scheme`.
 
     Args:
         model: the model, with its new scheme.
-        old: the scheme before; `None` where no scheme describes the native mechanism.
-        new: the scheme now.
+        old: the previous scheme; `None` if no scheme describes the native mechanism.
+        new: the new scheme.
         gradual: whether the model is a blend of both, at strength 0.
-        fits: the parts that start at what the old scheme did.
-        options: options of the new scheme that were taken from the old one.
+        fits: the parts that were fitted to the old scheme.
+        options: options of the new scheme that were taken from the old scheme.
     """
 
     model: ModelType
@@ -60,7 +60,7 @@ class Swap(Generic[ModelType]):
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the model, ready for JSON."""
+        """Returns everything except the model, in a form that can be written to JSON."""
         return {
             "old": None if self.old is None else self.old.to_dict(),
             "new": self.new.to_dict(),
@@ -70,7 +70,7 @@ class Swap(Generic[ModelType]):
         }
 
     def result(self) -> Result:
-        """How near each part starts to what the old scheme did: `residual` by `part`, with and without the fit."""
+        """Returns the `residual` of each `part` relative to the old scheme, with and without the fit."""
         label = scheme_label(self.new)
         records = [
             Record(
@@ -82,7 +82,7 @@ class Swap(Generic[ModelType]):
         old = "positions of no known scheme" if self.old is None else scheme_label(self.old)
         return Result(
             task="swap",
-            title=f"{type(self.model).__name__}: {label} in the place of {old}",
+            title=f"{type(self.model).__name__}: {label} replaces {old}",
             quantities=_QUANTITIES,
             subjects=(Subject(label, self.new.name, self.new.to_dict()),),
             records=tuple(records),
@@ -105,49 +105,54 @@ def swap_scheme(
     gradual: bool = False,
     **options: Any,
 ) -> Swap[ModelType]:
-    """Gives a pretrained model another scheme, whose parameters start at what the old scheme did.
+    """Patches a pretrained model with a new scheme and fits its parameters to the old scheme.
 
-    `patch_model` with a start that loses less. Where the old scheme leaves something to start from:
+    Like `patch_model`, with a better initialization where the old scheme allows it:
 
-    - a learned table gets the vectors that the old scheme added, row by row; a longer one is extended from them, and
-      one in a model that added nothing starts at zero;
-    - a learned bias (t5, kerple, learned alibi slopes, fire) is fitted, per head, to the mean logits by distance that
-      the old scheme makes on `sample` and the new one without its bias does not. If the old scheme adds vectors to
-      embeddings, the model is run once without them for that; otherwise both are computed from the same heads;
+    - a learned table gets the vectors that the old scheme added, row by row. A longer table is extended from them. If
+      the old scheme added nothing, the table starts at zero;
+    - a learned bias (t5, kerple, learned alibi slopes, fire) is fitted, per head, to a difference of mean logits by
+      distance on `sample`: the logits of the old scheme minus the logits of the new scheme without its bias. If the old
+      scheme adds vectors to embeddings, the model runs once without them for this; otherwise both are computed from the
+      same heads;
     - a learned logit scale is fitted to the old one, or to 1;
-    - `theta` of a rotation by rotation is the old one, if the new scheme is given by name and the option is left out.
+    - if both schemes are rotations, the new one keeps the old `theta`, unless the new scheme is given as a config or
+      with a `theta`.
 
-    Fits are least squares over all pairs of tokens of the sample. Content biases (shaw, cope, forget_gate, ...) and
-    rotations keep their own start: what they do has no mean over content.
+    Fits are least-squares fits over all pairs of tokens of the sample. Content biases (shaw, cope, forget_gate, ...)
+    and rotations are not fitted, because their effect depends on content.
 
     Args:
-        model: patched or not; a PEFT model around it too.
-        scheme: the new one, as in `patch_model`.
-        initialization: "auto" fits what can be fitted; "fitted" requires that something is; "default" is what
-            `patch_model` does.
-        sample: `(batch, length)` token ids of ordinary text, without padding, as long as the distances that matter; for
-            biases.
+        model: patched or not; may be wrapped in a PEFT model.
+        scheme: the new scheme, as in `patch_model`.
+        initialization: "auto" fits what can be fitted; "fitted" raises if nothing can be fitted; "default" is the same
+            as `patch_model`.
+        sample: `(batch, length)` token ids of ordinary text, without padding, long enough for the distances that
+            matter. Needed to fit biases.
         table_extension: how a longer learned table continues past the old positions: "linear" (the default), "spline",
             "repeat" or "last", see `extended_rows`.
-        gradual: leaves the model as a blend at strength 0, which computes what it did; `GradualSwapCallback` leads it
-            on.
-        **options: fields of the new scheme's config, for one given by name.
+        gradual: makes the model a blend at strength 0, which does not change outputs; `GradualSwapCallback` then
+            increases the strength.
+        **options: fields of the new scheme's config, if the scheme is given by name.
 
     Returns:
-        The model, with what was fitted and how well.
+        A `Swap` with the model, the fitted parts and their residuals.
 
     Raises:
-        ValueError: for an unknown option, or a bias to be fitted without a sample.
-        UnsupportedError: as `patch_model`; with "fitted", where nothing of the old scheme can be carried over; and with
-            `gradual`, where one of the two cannot act by degrees.
+        ValueError: for an unknown option, or if a bias is to be fitted without a sample.
+        UnsupportedError: as `patch_model`; with "fitted", if nothing of the old scheme can be transferred; and with
+            `gradual`, if one of the two schemes cannot be blended.
 
-    In every one of these cases the model is left as it was.
+    In all of these cases the model is left unchanged.
     """
     _check_choice("initialization", initialization, INITIALIZATIONS)
     if table_extension is not None:
         _check_choice("table_extension", table_extension, TABLE_EXTENSIONS)
         if initialization == "default":
-            raise ValueError("table_extension says how a table is fitted, and initialization='default' fits nothing.")
+            raise ValueError(
+                "table_extension controls how a table is fitted, but initialization='default' does not fit anything. "
+                "Omit one of them."
+            )
     target = unwrapped(model)
     with _left_as_it_was(target):
         old = _scheme_in_force(target, required=gradual or initialization == "fitted")
@@ -169,8 +174,8 @@ def swap_scheme(
         if table_extension is not None and not any("extended" in fit.target for fit in fits):
             raise ValueError(
                 f"table_extension={table_extension!r} is for a learned table with more positions than the old scheme "
-                f"({'unknown' if old is None else old.name}) has vectors for, and {config.name!r} has none here. Leave "
-                "it out."
+                f"({'unknown' if old is None else old.name}) has vectors for, and {config.name!r} has none here. Omit "
+                "it."
             )
     placed = current_encoding(target)
     assert placed is not None
@@ -179,7 +184,7 @@ def swap_scheme(
 
 @contextmanager
 def _left_as_it_was(target: PreTrainedModel) -> Iterator[None]:
-    """Puts the encoding of before back if anything goes wrong."""
+    """Restores the previous encoding if an error occurs."""
     before = current_encoding(target)
     try:
         yield
@@ -202,7 +207,7 @@ def _scheme_in_force(target: PreTrainedModel, required: bool) -> SchemeConfig | 
 
 
 def _old_encoding(target: PreTrainedModel, old: SchemeConfig) -> PositionEncoding:
-    """The old scheme's encoding, its parts still usable after another one has taken their place."""
+    """Returns the old scheme's encoding. Its parts stay usable after they are replaced."""
     if current_encoding(target) is None:
         patch_model(target, old)
     encoding = current_encoding(target)
@@ -218,7 +223,7 @@ def _place(target: PreTrainedModel, config: SchemeConfig, gradual: bool) -> None
 
 
 def _carried_options(scheme: SchemeLike, options: dict[str, Any], old: SchemeConfig | None) -> dict[str, Any]:
-    """Options of the new scheme, given by name, that the trained weights were made for."""
+    """Returns options of the old scheme that the new scheme should keep, if it is given by name."""
     theta = getattr(old, "theta", None)
     if not isinstance(scheme, str) or scheme == "native" or theta is None or "theta" in options:
         return {}
@@ -228,10 +233,10 @@ def _carried_options(scheme: SchemeLike, options: dict[str, Any], old: SchemeCon
 
 def _nothing_to_fit(old: SchemeConfig | None, new: SchemeConfig) -> str:
     known = "unknown" if old is None else repr(old.name)
-    remedy = " AlibiConfig(learnable=True) has slopes that can be." if new.name == "alibi" else ""
+    remedy = " AlibiConfig(learnable=True) has slopes that can be fitted." if new.name == "alibi" else ""
     return (
-        f"Nothing of the old scheme ({known}) can be carried over into {new.name!r}: it has no table, no bias by "
-        f"distance and no logit scale whose parameters could be fitted.{remedy} Use initialization='default', "
+        f"Nothing of the old scheme ({known}) can be transferred to {new.name!r}: it has no table, distance bias or "
+        f"logit scale with parameters that can be fitted.{remedy} Use initialization='default', "
         "gradual=True, or both."
     )
 

@@ -1,7 +1,7 @@
-"""Position-encoding schemes: pure torch, without any knowledge of transformers.
+"""Position-encoding schemes in pure torch. They do not depend on transformers.
 
-Importing this package imports every module in it, and so registers every scheme: a new one needs a file and nothing
-else. Its config class is then an attribute of this package and of `hf_posenc`, by name.
+Importing this package imports every module in it, which registers every scheme. A new scheme only needs a file. Its
+config class then becomes an attribute of this package and of `hf_posenc`.
 """
 
 import importlib
@@ -12,8 +12,6 @@ from hf_posenc.errors import missing_attribute as _missing_attribute
 from hf_posenc.schemes.additive.binary import BinaryConfig as BinaryConfig
 from hf_posenc.schemes.additive.integer import (
     IntegerConfig as IntegerConfig,
-)
-from hf_posenc.schemes.additive.integer import (
     NormalizedIntegerConfig as NormalizedIntegerConfig,
 )
 from hf_posenc.schemes.additive.learned import LearnedConfig as LearnedConfig
@@ -23,14 +21,8 @@ from hf_posenc.schemes.arrangement.composed import ComposedConfig as ComposedCon
 from hf_posenc.schemes.arrangement.native import NativeConfig as NativeConfig
 from hf_posenc.schemes.arrangement.schedule import (
     InterleavedConfig as InterleavedConfig,
-)
-from hf_posenc.schemes.arrangement.schedule import (
     LayeredConfig as LayeredConfig,
-)
-from hf_posenc.schemes.arrangement.schedule import (
     LocalGlobalConfig as LocalGlobalConfig,
-)
-from hf_posenc.schemes.arrangement.schedule import (
     ScheduleConfig as ScheduleConfig,
 )
 from hf_posenc.schemes.bias.alibi import AlibiConfig as AlibiConfig
@@ -47,42 +39,22 @@ from hf_posenc.schemes.bias.transformer_xl import TransformerXLConfig as Transfo
 from hf_posenc.schemes.bias.wavelet import WaveletConfig as WaveletConfig
 from hf_posenc.schemes.config import (
     BuildContext as BuildContext,
-)
-from hf_posenc.schemes.config import (
     SchemeConfig as SchemeConfig,
-)
-from hf_posenc.schemes.config import (
     SubConfig as SubConfig,
 )
 from hf_posenc.schemes.none import NoneConfig as NoneConfig
 from hf_posenc.schemes.parts import (
     AdditiveEncoding as AdditiveEncoding,
-)
-from hf_posenc.schemes.parts import (
     DistanceBias as DistanceBias,
-)
-from hf_posenc.schemes.parts import (
     LogitBias as LogitBias,
-)
-from hf_posenc.schemes.parts import (
     LogitScale as LogitScale,
-)
-from hf_posenc.schemes.parts import (
     PairwiseBias as PairwiseBias,
-)
-from hf_posenc.schemes.parts import (
     Part as Part,
-)
-from hf_posenc.schemes.parts import (
     QueryKeyMap as QueryKeyMap,
-)
-from hf_posenc.schemes.parts import (
     SchemeParts as SchemeParts,
 )
 from hf_posenc.schemes.position_maps.affine import (
     PositionScaleConfig as PositionScaleConfig,
-)
-from hf_posenc.schemes.position_maps.affine import (
     PositionShiftConfig as PositionShiftConfig,
 )
 from hf_posenc.schemes.position_maps.clamped import PositionClampConfig as PositionClampConfig
@@ -92,27 +64,15 @@ from hf_posenc.schemes.position_maps.rerope import ReRopeConfig as ReRopeConfig
 from hf_posenc.schemes.position_maps.self_extend import SelfExtendConfig as SelfExtendConfig
 from hf_posenc.schemes.positions import (
     AttentionPairs as AttentionPairs,
-)
-from hf_posenc.schemes.positions import (
     Positions as Positions,
 )
 from hf_posenc.schemes.reach import Reach as Reach
 from hf_posenc.schemes.registry import (
     as_scheme as as_scheme,
-)
-from hf_posenc.schemes.registry import (
     get_scheme as get_scheme,
-)
-from hf_posenc.schemes.registry import (
     list_schemes as list_schemes,
-)
-from hf_posenc.schemes.registry import (
     register_scheme as register_scheme,
-)
-from hf_posenc.schemes.registry import (
     registered_configs as registered_configs,
-)
-from hf_posenc.schemes.registry import (
     scheme_from_dict as scheme_from_dict,
 )
 from hf_posenc.schemes.rotary.fope import FopeConfig as FopeConfig
@@ -123,37 +83,21 @@ from hf_posenc.schemes.rotary.p_rope import PRopeConfig as PRopeConfig
 from hf_posenc.schemes.rotary.pope import PopeConfig as PopeConfig
 from hf_posenc.schemes.rotary.resonance import (
     ResonanceConfig as ResonanceConfig,
-)
-from hf_posenc.schemes.rotary.resonance import (
     ResonanceScaling as ResonanceScaling,
 )
 from hf_posenc.schemes.rotary.rope import RopeConfig as RopeConfig
 from hf_posenc.schemes.rotary.rope_nd import RopeNdConfig as RopeNdConfig
 from hf_posenc.schemes.rotary.scaling import (
     DynamicScaling as DynamicScaling,
-)
-from hf_posenc.schemes.rotary.scaling import (
     LinearScaling as LinearScaling,
-)
-from hf_posenc.schemes.rotary.scaling import (
     Llama3Scaling as Llama3Scaling,
-)
-from hf_posenc.schemes.rotary.scaling import (
     LongRopeScaling as LongRopeScaling,
-)
-from hf_posenc.schemes.rotary.scaling import (
     NtkScaling as NtkScaling,
-)
-from hf_posenc.schemes.rotary.scaling import (
     RopeScaling as RopeScaling,
-)
-from hf_posenc.schemes.rotary.scaling import (
     YarnScaling as YarnScaling,
 )
 from hf_posenc.schemes.rotary.stock import (
     from_rope_parameters as from_rope_parameters,
-)
-from hf_posenc.schemes.rotary.stock import (
     to_rope_parameters as to_rope_parameters,
 )
 from hf_posenc.schemes.rotary.string import StringConfig as StringConfig
@@ -164,7 +108,7 @@ from hf_posenc.schemes.scale.ssmax import SSMaxConfig as SSMaxConfig
 
 
 def __getattr__(name: str) -> _Any:
-    """The config class of a registered scheme, for those that are not listed above, and the names in `__all__`."""
+    """Returns the config class of a registered scheme that is not imported above, or the names in `__all__`."""
     public = [one for one, value in globals().items() if callable(value) and not one.startswith("_")]
     if name == "__all__":
         return sorted(public)

@@ -1,4 +1,4 @@
-"""Fixed numbers of a part that must not be module state."""
+"""Constant tensors of a part that must not be module state."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class DeviceConstant:
-    """A fixed tensor, with one copy per device, that module casts and meta-device loading cannot reach.
+    """A constant tensor with one copy per device, unaffected by module casts and meta-device loading.
 
-    A buffer would be rounded by `module.to(torch.bfloat16)` and left uninitialised by meta-device loading: bfloat16
-    frequencies are wrong by whole turns after a few hundred positions.
+    A buffer would be rounded by `module.to(torch.bfloat16)` and left uninitialised by meta-device loading. Angles
+    computed from bfloat16 frequencies are off by full turns after a few hundred positions.
 
     Args:
         values: the constant on the CPU.
@@ -22,7 +22,7 @@ class DeviceConstant:
         self._copies: dict[torch.device, Tensor] = {torch.device("cpu"): values}
 
     def on(self, device: torch.device) -> Tensor:
-        """The constant on `device`, copied there once."""
+        """Returns the constant on `device`. It is copied once per device."""
         copy = self._copies.get(device)
         if copy is None:
             copy = self._copies[torch.device("cpu")].to(device)

@@ -1,4 +1,4 @@
-"""Schemes as tables, figures, reports and messages write them."""
+"""Labels of schemes for tables, figures, reports and messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hf_posenc.schemes.config import SchemeConfig, SubConfig
 
 
 def scheme_label(config: SchemeConfig) -> str:
-    """The name, and the options that differ from their defaults: `rope`, `rope(theta=500000, yarn x4)`."""
+    """Returns the name and the non-default options, such as `rope` or `rope(theta=500000, yarn x4)`."""
     changed = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

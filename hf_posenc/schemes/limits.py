@@ -1,9 +1,9 @@
-"""How large the options of a scheme may be, and how deep configs may be nested.
+"""Limits for the options of schemes and for the nesting of configs.
 
-A config may come from a file that somebody else wrote. An option whose cost no weight in a checkpoint bounds (the width
-of a formula, the rows of a table in a model that is built without weights) would let a file of one kilobyte take all
-memory, and a number that float32 can hold is not yet one that a model can be multiplied with. Every bound here is far
-beyond what any paper or released model uses.
+A config may come from an untrusted file. Without limits, a file of one kilobyte could exhaust the memory through an
+option that is not tied to the size of a checkpoint's weights (the width of a formula, or the rows of a table in a model
+that is built without weights). Numbers that fit float32 can also still overflow when a model multiplies with them.
+Every limit is far above the values used by papers and released models.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from typing import Any
 
 #: Positions, distances and lengths, in tokens.
 LARGEST_LENGTH = 2**31 - 1
-#: Rows of a table with one row per position, and positions that are drawn from.
+#: Rows of a table with one row per position, and the range of random positions.
 MOST_ROWS = 2**20
-#: Distances that a bias tells apart where every query is multiplied with all of them.
+#: Distinct distances of a bias that multiplies every query with a vector for each of them.
 MOST_DISTANCES = 2**16
-#: Units or components that every pair of tokens passes through.
+#: Units or components that are computed for every pair of tokens.
 LARGEST_WIDTH = 2**12
-#: Factors, strengths and standard deviations, and the inverse of those that are divided by.
+#: Factors, strengths and standard deviations, and the inverse of divisors.
 LARGEST_FACTOR = 1e6
 SMALLEST_FACTOR = 1e-6
 #: Numbers in an option that is a sequence.
 MOST_NUMBERS = 2**16
-#: Schemes that act together in one layer.
+#: Schemes combined in one layer.
 MOST_PARTS = 64
-#: Layers that a schedule names.
+#: Layers listed in a schedule.
 MOST_LAYERS = 2**12
-#: Schemes inside each other, counting the innermost.
+#: Nesting depth of schemes, including the innermost.
 DEEPEST_NESTING = 16
-#: Dictionaries and lists inside each other, and values in all of them, in the JSON form of a scheme. A level of nesting
-#: takes two containers where schemes are listed.
+#: Nesting depth of dictionaries and lists, and the total number of values, in the JSON form of a scheme. A list of
+#: schemes needs two containers per level of nesting.
 DEEPEST_JSON = 2 * DEEPEST_NESTING + 2
 MOST_VALUES = 2**17
 
@@ -43,7 +43,7 @@ _REPR.maxother = 400
 
 
 def shown(value: Any) -> str:
-    """The `repr` of a value for an error message, cut to a readable length."""
+    """Returns the `repr` of a value for an error message, shortened to a readable length."""
     # Python refuses to print integers of thousands of digits.
     if isinstance(value, int) and value.bit_length() > 63:
         return f"an integer of {value.bit_length()} bits"
@@ -54,13 +54,13 @@ def shown(value: Any) -> str:
 
 
 def check_shape_of_json(value: Any, owner: str, *, depth: int = DEEPEST_JSON, size: int = MOST_VALUES) -> None:
-    """Requires that dictionaries and lists are nested no deeper than `depth` and hold at most `size` values.
+    """Checks that dictionaries and lists are nested at most `depth` deep and hold at most `size` values.
 
     Args:
-        value: what `json.loads` returned, or anything else.
-        owner: what it is, for the error.
-        depth: containers inside each other.
-        size: values in all of them.
+        value: usually the return value of `json.loads`.
+        owner: description of the value for the error message.
+        depth: maximum nesting depth of containers.
+        size: maximum number of values in total.
 
     Raises:
         ValueError: naming the limit.

@@ -1,6 +1,6 @@
-"""What the parts of a scheme make of queries and keys, written out plainly: the formula that every back-end must equal.
+"""A simple reference implementation of attention logits. Every back-end must give the same result.
 
-Patched models never run this; tests, property measurements and plots do.
+Tests, property measurements and plots use it. Patched models do not.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ def positional_logits(
     hidden_states: Tensor | None = None,
     scaling: float | None = None,
 ) -> Tensor:
-    """The attention logits of tokens that attend to each other and to themselves, before mask and softmax.
+    """Computes the attention logits of self-attention, before mask and softmax.
 
     Args:
-        parts: a scheme's parts; what they add to embeddings is the caller's to apply.
+        parts: a scheme's parts. The caller applies the additive part to the embeddings.
         query: `(batch, heads, length, head_dim)`.
         key: `(batch, key_value_heads, length, head_dim)`.
-        positions: of the tokens, `(batch or 1, length)`; any positions, in any order.
+        positions: positions of the tokens, `(batch or 1, length)`, in any order.
         hidden_states: `(batch, length, hidden)`, for schemes that read them.
         scaling: factor of `query . key`; `head_dim ** -0.5` by default.
 

@@ -1,4 +1,4 @@
-"""No position encoding at all (NoPE)."""
+"""The scheme without position encoding (NoPE)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hf_posenc.schemes.registry import register_scheme
 class NoneConfig(SchemeConfig):
     """No position encoding (NoPE, arXiv:2203.16634, arXiv:2305.19466).
 
-    A causal model still tells positions apart through its mask; a bidirectional one becomes
-    permutation-equivariant, that is, blind to word order.
+    A causal model can still distinguish positions through its mask. A bidirectional model becomes
+    permutation-equivariant: it ignores word order.
     """
 
     name: ClassVar[str] = "none"
 
     def build(self, context: BuildContext) -> SchemeParts:
-        """Builds nothing."""
+        """Returns empty parts."""
         return SchemeParts()

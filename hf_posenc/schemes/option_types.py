@@ -1,4 +1,4 @@
-"""Values of options as the types that a config declares: JSON and the shell do not tell 1 from 1.0."""
+"""Conversion of option values to the types that a config declares. JSON and the shell do not distinguish 1 from 1.0."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ _PLAIN: dict[str, tuple[type, str]] = {
     "bool": (bool, "True or False"),
     "None": (type(None), "None"),
 }
-#: The largest integer below which float64 holds all of them.
+#: float64 represents all integers up to this one exactly.
 EXACT_INTEGERS = 2**53
 
 
 def kind_of(field: dataclasses.Field[Any]) -> str:
-    """The annotation of a field as it is written."""
+    """Returns the annotation of a field as a string."""
     kind = field.type
     return kind.__name__ if type(kind) is type else str(kind)
 
 
 def is_text(field: dataclasses.Field[Any]) -> bool:
-    """Whether a field takes nothing but text."""
+    """Whether a field accepts only strings."""
     return kind_of(field) == "str"
 
 
 def as_declared(value: Any, field: dataclasses.Field[Any]) -> Any:
-    """A value read from JSON or the shell, with floats for integers where only floats are declared, in sequences too.
+    """Converts integers from JSON or the shell to floats if the field declares only floats, also in sequences.
 
     Args:
         value: of the option.
@@ -42,23 +42,23 @@ def as_declared(value: Any, field: dataclasses.Field[Any]) -> Any:
 
 
 def check_declared(value: Any, field: dataclasses.Field[Any], owner: str) -> None:
-    """Refuses a value that is no number or truth value where one is declared.
+    """Raises an error if a field declares a number or a boolean and the value is neither.
 
-    The configs of this package refuse more than that, in better words; those of others may check nothing.
+    The configs of this package have stricter checks with more specific messages. Third-party configs may have none.
 
     Args:
         value: of the option.
         field: of the config.
-        owner: name of the config class, for the error.
+        owner: name of the config class, for the error message.
 
     Raises:
-        ValueError: for a value of another type: 1.0 where an integer is declared, 1 where a truth value is.
+        ValueError: for a value of another type, such as 1.0 for an integer or 1 for a boolean.
     """
     kinds = kind_of(field).split(" | ")
     if not set(kinds) <= set(_PLAIN):
         return
     types = tuple(_PLAIN[kind][0] for kind in kinds)
-    # A bool is an int to Python, and an integer that no float holds stays one.
+    # In Python a bool is an int. An integer that a float cannot represent is not converted.
     fits = bool in types if isinstance(value, bool) else isinstance(value, (*types, int) if float in types else types)
     if not fits:
         expected = " or ".join(_PLAIN[kind][1] for kind in kinds)

@@ -1,4 +1,4 @@
-"""Parameters that are read as the nearest value of a range."""
+"""Parameters that are clamped to a range when they are used."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class _Projected(torch.autograd.Function):
-    """Clamps, and drops only those gradients whose descent would lead further out of the range."""
+    """Clamps values, and drops only the gradients that would move them further out of the range."""
 
     generate_vmap_rule = True
 
@@ -31,10 +31,10 @@ class _Projected(torch.autograd.Function):
 
 
 def projected(values: Tensor, minimum: float, maximum: float) -> Tensor:
-    """`values` clamped to `[minimum, maximum]`, with gradients that can lead back into the range.
+    """Clamps `values` to `[minimum, maximum]` and keeps gradients that lead back into the range.
 
-    A plain clamp has no gradient outside of the range, so that a parameter that one step carries over the edge would
-    stay there for good. Here it receives every gradient but those whose descent leads further out.
+    A plain clamp has no gradient outside the range, so a parameter that leaves the range would never return. Here it
+    receives all gradients except those that would move it further out.
 
     Args:
         values: of any shape.

@@ -1,4 +1,4 @@
-"""How long a sequence a part can encode."""
+"""The maximum sequence length of a part."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hf_posenc.schemes.validation import check_positions_below
 
 @dataclass(frozen=True)
 class Reach:
-    """The lengths of one part, in tokens.
+    """The maximum length and the intended length of one part, in tokens.
 
     Args:
-        length: of the longest sequence it can encode; `None` without a limit.
-        remedy: the end of the sentence "A sequence of length 9 is longer than the 8 positions ...": what the positions
-            are, and which option gives more of them.
-        made_for: the length that the options of the part were chosen for, such as `factor * original_max_positions` of
-            YaRN; `None` where they name none.
+        length: the longest sequence that the part can encode; `None` if there is no limit.
+        remedy: the end of the error message "A sequence of length 9 is longer than the 8 positions ...". It says which
+            positions these are and which option increases their number.
+        made_for: the length that the options of the part are configured for, such as `factor * original_max_positions`
+            of YaRN; `None` if the options do not specify one.
     """
 
     length: int | None = None
@@ -29,7 +29,7 @@ class Reach:
     made_for: int | None = None
 
     def check(self, ids: Tensor) -> None:
-        """Refuses positions past the limit.
+        """Raises an error if a position exceeds the limit.
 
         Raises:
             SequenceLengthError: naming the length found, the limit and the remedy.
@@ -38,11 +38,11 @@ class Reach:
             check_positions_below(ids, self.length, self.remedy)
 
     def under(self, last_position: Callable[[int], int | None]) -> Reach:
-        """The reach of a part that is given other positions.
+        """Returns the reach of this part if its positions are mapped.
 
         Args:
-            last_position: the greatest position that tokens at positions up to its argument may get, which must not
-                decrease; `None` where that is not known, and the limit is then taken to stay what it is.
+            last_position: a function that takes a position and returns the greatest position that tokens up to it can
+                be mapped to. It must not decrease. With `None`, the limit is not changed.
         """
         limit, most = self.length, sys.maxsize
         if limit is None or last_position(most - 1) is None:
@@ -57,7 +57,7 @@ class Reach:
 
 
 def shortest(reaches: Iterable[Reach]) -> Reach:
-    """The reach of parts that act together: the shortest limit, and the longest length that one was made for."""
+    """Returns the reach of combined parts: the smallest `length` and the largest `made_for`."""
     found = list(reaches)
     limited = [reach for reach in found if reach.length is not None]
     limit = min(limited, key=lambda reach: reach.length or 0, default=Reach())

@@ -1,4 +1,4 @@
-"""Schemes by name. Third parties add their own with the same decorator the package uses."""
+"""The registry of schemes by name. Third-party schemes use the same decorator as this package."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ConfigType = TypeVar("ConfigType", bound=type[SchemeConfig])
 
 
 def register_scheme(config_class: ConfigType) -> ConfigType:
-    """Class decorator: makes a `SchemeConfig` subclass known under its `name`.
+    """Class decorator that registers a `SchemeConfig` subclass under its `name`.
 
     Raises:
         ValueError: if the class has no lower-case name, the name is taken by another class, or an option is called
-            "scheme" or "type", which mean something else in the JSON form.
+            "scheme" or "type", which are reserved in the JSON form.
     """
     name = config_class.name
     if not name or name != name.lower() or not name.isidentifier():
@@ -43,16 +43,16 @@ def register_scheme(config_class: ConfigType) -> ConfigType:
 
 
 def list_schemes() -> list[str]:
-    """The names of all registered schemes, sorted; combinators of schemes are left out."""
+    """Returns the sorted names of all registered schemes, without combinators."""
     import_named_modules()
     return sorted(name for name, config_class in _SCHEMES.items() if not config_class.combinator)
 
 
 def get_scheme(name: str) -> type[SchemeConfig]:
-    """The config class of a scheme.
+    """Returns the config class of a scheme.
 
     Raises:
-        UnknownNameError: with the nearest names, if nobody registered it.
+        UnknownNameError: if no scheme has this name; the message suggests similar names.
     """
     import_named_modules()
     try:
@@ -62,18 +62,18 @@ def get_scheme(name: str) -> type[SchemeConfig]:
 
 
 def registered_configs() -> list[type[SchemeConfig]]:
-    """The config classes of all registered schemes, combinators included, by name."""
+    """Returns the config classes of all registered schemes by name, including combinators."""
     import_named_modules()
     return [_SCHEMES[name] for name in sorted(_SCHEMES)]
 
 
 def scheme_from_dict(entry: dict[str, Any]) -> SchemeConfig:
-    """The config that `SchemeConfig.to_dict` described.
+    """Builds the config from the output of `SchemeConfig.to_dict`.
 
     Raises:
         UnknownNameError: for an unknown scheme or option.
-        ValueError: if the dictionary names no scheme, or is nested deeper or holds more than a scheme can need
-            (`hf_posenc.schemes.limits`).
+        ValueError: if the dictionary names no scheme, or exceeds the limits on nesting and size in
+            `hf_posenc.schemes.limits`.
     """
     options = dict(entry)
     name = options.pop("scheme", None)
@@ -83,22 +83,22 @@ def scheme_from_dict(entry: dict[str, Any]) -> SchemeConfig:
 
 
 def as_scheme(value: Any, option: str = "") -> SchemeConfig:
-    """A config from any form a scheme is nested in. Every option that holds a scheme is read by this function.
+    """Converts any supported form of a nested scheme to a config. Every option that holds a scheme uses this function.
 
     Args:
-        value: a config, a config class, a name, the dictionary of a config, or a list of these, which act together.
-        option: the option that holds it, for errors.
+        value: a config, a config class, a name, the dictionary of a config, or a list of these to combine.
+        option: the option that holds the value, for error messages.
 
     Raises:
         UnknownNameError: for an unknown scheme or option.
-        ValueError: for anything else, and for schemes nested so deep that another one around them is too many.
+        ValueError: for anything else, and for schemes that are nested too deep to be wrapped again.
     """
     config = _as_scheme(value, option)
     depth = nesting(config)
     if depth >= DEEPEST_NESTING:
         raise ValueError(
-            f"{config.name!r} holds schemes inside each other, {depth} deep with itself; the limit is "
-            f"{DEEPEST_NESTING} including what they are put in."
+            f"{config.name!r} has {depth} levels of nested schemes; the limit is {DEEPEST_NESTING}, including the "
+            "scheme around it."
         )
     return config
 

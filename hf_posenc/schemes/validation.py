@@ -1,4 +1,4 @@
-"""Checks shared by the config constructors: each error names the field, the value found, and what is expected."""
+"""Checks for config constructors. Each error names the field, the value found and what is expected."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hf_posenc.errors import SequenceLengthError, UnknownNameError
 from hf_posenc.schemes.limits import LARGEST_FACTOR, LARGEST_LENGTH, MOST_NUMBERS, SMALLEST_FACTOR, shown
 from hf_posenc.schemes.option_types import EXACT_INTEGERS
 
-#: A base below this one has frequencies that float32 cannot hold once they are multiplied with any 64-bit position.
+#: With a smaller base, the product of a frequency and a 64-bit position can overflow float32.
 SMALLEST_BASE = 1e-18
-#: A base above this one has frequencies that are zero in float32.
+#: With a larger base, frequencies underflow to zero in float32.
 LARGEST_BASE = 1e30
-#: The frequency, in radians per position, that belongs to the smallest base.
+#: The frequency of the smallest base, in radians per position.
 LARGEST_FREQUENCY = 1e18
 
 
@@ -29,10 +29,10 @@ def check_number(
     maximum: float = LARGEST_FACTOR,
     optional: bool = False,
 ) -> None:
-    """Requires an `int` or `float` (not a `bool`) within `[minimum, maximum]` and greater than `above`.
+    """Checks that a field is an `int` or `float` (not a `bool`) within `[minimum, maximum]` and greater than `above`.
 
-    Without `minimum` and `above` it may be negative, down to `-maximum`. Integers that float64 does not hold exactly
-    become floats: tensors take no larger ones.
+    Without `minimum` and `above`, the value may be negative, down to `-maximum`. Integers that float64 cannot represent
+    exactly are converted to floats, because tensors do not accept larger integers.
 
     Raises:
         ValueError: for any other value.
@@ -49,7 +49,7 @@ def check_number(
 
 
 def check_strength(config: object, field: str) -> None:
-    """Requires a number other than 0, for the factor of all that a scheme adds; it may be negative.
+    """Checks that a field is a nonzero number. It is the factor of everything that a scheme adds, and may be negative.
 
     Raises:
         ValueError: for any other value.
@@ -58,7 +58,7 @@ def check_strength(config: object, field: str) -> None:
     value = getattr(config, field)
     if value == 0:
         message = _message(config, field, value, "a number other than 0")
-        raise ValueError(f"{message} With 0 nothing is added, which is the scheme 'none'.")
+        raise ValueError(f"{message} A scheme with factor 0 adds nothing: use the scheme 'none'.")
     if abs(value) < SMALLEST_FACTOR:
         raise ValueError(_message(config, field, value, f"at least {SMALLEST_FACTOR} in magnitude"))
 
@@ -71,7 +71,7 @@ def check_integer(
     maximum: int = LARGEST_LENGTH,
     optional: bool = False,
 ) -> None:
-    """Requires an `int` (not a `bool`) within `[minimum, maximum]`.
+    """Checks that a field is an `int` (not a `bool`) within `[minimum, maximum]`.
 
     Raises:
         ValueError: for any other value.
@@ -84,14 +84,14 @@ def check_integer(
 
 
 def check_integers(config: object, field: str, *, minimum: int, least: int = 0, most: int = MOST_NUMBERS) -> None:
-    """Requires a sequence of integers within `[minimum, LARGEST_LENGTH]`, and stores it as a tuple.
+    """Checks that a field is a sequence of integers within `[minimum, LARGEST_LENGTH]`, and stores it as a tuple.
 
     Args:
-        config: holds the sequence.
-        field: where.
-        minimum: of each integer.
-        least: how many there have to be.
-        most: how many there may be.
+        config: the config with the field.
+        field: name of the field.
+        minimum: the smallest allowed value of each integer.
+        least: minimum number of integers.
+        most: maximum number of integers.
 
     Raises:
         ValueError: for any other value.
@@ -109,7 +109,7 @@ def check_integers(config: object, field: str, *, minimum: int, least: int = 0, 
 
 
 def check_base(config: object, field: str, *, optional: bool = False) -> None:
-    """Requires a number greater than 0 whose powers make frequencies that float32 can hold at every position.
+    """Checks that a field is a positive base whose frequencies are representable in float32 at every position.
 
     Raises:
         ValueError: for any other value.
@@ -122,7 +122,7 @@ def check_base(config: object, field: str, *, optional: bool = False) -> None:
 
 
 def check_boolean(config: object, field: str, *, optional: bool = False) -> None:
-    """Requires `True` or `False`, or `None` where `optional`.
+    """Checks that a field is `True` or `False`, or `None` if `optional`.
 
     Raises:
         ValueError: for any other value.
@@ -134,10 +134,10 @@ def check_boolean(config: object, field: str, *, optional: bool = False) -> None
 
 
 def check_choice(config: object, field: str, choices: Iterable[str]) -> None:
-    """Requires one of `choices`.
+    """Checks that a field is one of `choices`.
 
     Raises:
-        UnknownNameError: with the nearest choice, for any other value.
+        UnknownNameError: for any other value; the message suggests the closest choice.
     """
     value = getattr(config, field)
     choices = tuple(choices)
@@ -147,7 +147,7 @@ def check_choice(config: object, field: str, choices: Iterable[str]) -> None:
 
 
 def check_numbers(config: object, field: str, *, minimum: float, maximum: float = LARGEST_FACTOR) -> None:
-    """Requires a non-empty sequence of numbers within `[minimum, maximum]`, and stores it as a tuple.
+    """Checks that a field is a non-empty sequence of numbers within `[minimum, maximum]`, and stores it as a tuple.
 
     Raises:
         ValueError: for any other value.
@@ -164,10 +164,9 @@ def check_numbers(config: object, field: str, *, minimum: float, maximum: float 
 
 
 def check_positions_below(ids: Tensor, limit: int, remedy: str) -> None:
-    """Refuses positions at or past `limit`.
+    """Raises an error if a position is `limit` or greater.
 
-    Reading the maximum needs the values, so the check is left out where only a trace of them exists (compilation,
-    graph capture, the meta device).
+    The check reads values, so it is skipped when there are none (compilation, graph capture, the meta device).
 
     Raises:
         SequenceLengthError: naming the length found, the limit and the remedy.
@@ -182,21 +181,21 @@ def check_positions_below(ids: Tensor, limit: int, remedy: str) -> None:
 
 
 def whole_positions(ids: Tensor, scheme: str) -> Tensor:
-    """Positions or distances that have to be whole numbers, returned as they are.
+    """Checks that positions or distances are integers, and returns them unchanged.
 
     Raises:
-        ValueError: for real numbers.
+        ValueError: for floating-point numbers.
     """
     if ids.is_floating_point():
         raise ValueError(
-            f"The scheme {scheme!r} needs whole positions, but these are real numbers ({ids.dtype}). Give whole ones, "
-            "or use a scheme of real positions such as 'rope', 'alibi' or 'sinusoidal'."
+            f"The scheme {scheme!r} needs integer positions, but these are floating-point ({ids.dtype}). Pass integer "
+            "positions, or use a scheme that accepts real positions, such as 'rope', 'alibi' or 'sinusoidal'."
         )
     return ids
 
 
 def _is_number(value: Any, minimum: float | None, above: float | None, maximum: float) -> bool:
-    # Comparisons are false for what is no number, and exact for integers that no float can hold.
+    # Comparisons are false for NaN, and exact for integers that a float cannot represent.
     if isinstance(value, bool) or not isinstance(value, int | float) or not value <= maximum:
         return False
     return (minimum is None or value >= minimum) and (above is None or value > above)

@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
-from hf_posenc.attention import blockwise
-from hf_posenc.attention import fused_attention as module
+from hf_posenc.attention import blockwise, fused_attention as module
 from hf_posenc.errors import UnsupportedError
 
 from .fused import distance_attention

@@ -12,8 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from benchmarks.errors import BenchmarkError
-from benchmarks.gpu import __main__ as kit
-from benchmarks.gpu import correctness, requirements, worker
+from benchmarks.gpu import __main__ as kit, correctness, requirements, worker
 from benchmarks.gpu.arguments import PARTS, parse_options
 from benchmarks.gpu.checks import CHECKS
 from benchmarks.gpu.correctness import Correctness

@@ -9,8 +9,7 @@ import pytest
 
 from hf_posenc import extensions
 from hf_posenc.cli import main
-from hf_posenc.cli.catalogue import registered
-from hf_posenc.cli.catalogue import shipped as shipped_without_import
+from hf_posenc.cli.catalogue import registered, shipped as shipped_without_import
 from hf_posenc.schemes import (
     registry,
 )

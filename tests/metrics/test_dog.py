@@ -7,8 +7,7 @@ import torch
 
 from hf_posenc import patch_model
 from hf_posenc.errors import UnknownNameError
-from hf_posenc.metrics import MeasurementError, dog_test
-from hf_posenc.metrics import dog as dog_module
+from hf_posenc.metrics import MeasurementError, dog as dog_module, dog_test
 from hf_posenc.report import Result
 from hf_posenc.schemes import (
     AdditiveEncoding,

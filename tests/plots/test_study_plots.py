@@ -17,8 +17,7 @@ from hf_posenc.plots.heatmaps import plot_share_map
 from hf_posenc.plots.intervals import IntervalSeries, plot_intervals
 from hf_posenc.plots.style import line_style
 from tests.training.study_results import finished, published_comparison, study, three_seeds, unfinished
-from training.study.figures import draw_figures as draw_study
-from training.study.figures import save_figures
+from training.study.figures import draw_figures as draw_study, save_figures
 from training.study.records import study_records
 from training.study.results import check_results
 

@@ -34,9 +34,9 @@ from hf_posenc.schemes import (
     get_scheme,
     list_schemes,
     register_scheme,
+    registry as registry_module,
     scheme_from_dict,
 )
-from hf_posenc.schemes import registry as registry_module
 from hf_posenc.schemes.bias.forget_gate import ForgetGateConfig
 from hf_posenc.schemes.bias.transformer_xl import TransformerXLConfig
 from hf_posenc.schemes.rotary.pope import PopeConfig

@@ -8,8 +8,7 @@ from typing import cast
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from hf_posenc.errors import UnknownNameError

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from transformers import CohereConfig, GPTNeoXConfig, LlamaConfig, PhiConfig
 from transformers.models.cohere import modeling_cohere as cohere
 from transformers.models.glm import modeling_glm as glm

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from hf_posenc.schemes.positions import Positions, integer_range
 from hf_posenc.schemes.rotary import turning

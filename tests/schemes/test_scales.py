@@ -7,8 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import Tensor
 from transformers import Llama4TextConfig, Ministral3Config
 from transformers.models.llama4.modeling_llama4 import Llama4TextAttention

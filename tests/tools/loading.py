@@ -213,8 +213,7 @@ def _attention(implementation: str) -> Any:
 
 def _sentences(scheme: Any) -> None:
     """Embeddings of a padded batch against means over each sentence alone."""
-    from sentence_transformers import SentenceTransformer
-    from sentence_transformers import models as modules
+    from sentence_transformers import SentenceTransformer, models as modules
 
     with saved(bert(None).bert) as source, folder() as path:
         transformer = modules.Transformer(source)

@@ -19,8 +19,7 @@ from tests.thinning import mostly_slow
 from tests.training.run_cases import CONFIGS, REPOSITORY, launch
 from training import compare
 from training.checkpoints import latest_complete_checkpoint
-from training.study import folder as study_folder
-from training.study import outputs, run, workers
+from training.study import folder as study_folder, outputs, run, workers
 
 STRETCHED = {"stretched": {"scheme": "rope", "from": "rope", "training": {"max_steps": 0}, "theta": 500.0}}
 

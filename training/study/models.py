@@ -23,8 +23,7 @@ from hf_posenc import UnknownNameError, patch_model, unpatch_model
 from hf_posenc.metrics.forward import native_capacity
 from hf_posenc.recipes import Swap, frozen_teacher, swap_scheme
 from training.errors import SettingsError
-from training.starting_model import build_model as starting_model
-from training.starting_model import weights_digest
+from training.starting_model import build_model as starting_model, weights_digest
 from training.study.cells import Cell
 from training.study.corpus import starting_arguments
 from training.study.data import CellData

@@ -13,8 +13,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from hf_posenc.errors import MeasurementError
-from hf_posenc.metrics.generalization.encoding import IGNORED, encode_example, padding_token
-from hf_posenc.metrics.generalization.encoding import row_length as tokens_of_row
+from hf_posenc.metrics.generalization.encoding import (
+    IGNORED,
+    encode_example,
+    padding_token,
+    row_length as tokens_of_row,
+)
 from hf_posenc.metrics.generalization.task import Example, SyntheticTask, get_task, tested_lengths
 
 #: One prompt in so many is kept for testing.

@@ -1,1 +1,1 @@
-"""Where the parameters of a new scheme start in a pretrained model: at what the old scheme did."""
+"""Initialization of a new scheme's parameters in a pretrained model, fitted to the old scheme."""

@@ -1,4 +1,4 @@
-"""What a scheme does to attention logits on real text, by distance."""
+"""Mean attention logits of a scheme by distance, on a sample of text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LayerHeads:
     Args:
         query: `(batch, heads, length, head_dim)`.
         key: `(batch, key_value_heads, length, head_dim)`.
-        positions: of the tokens.
+        positions: positions of the tokens.
         scaling: the layer's factor of `query . key`.
         hidden_states: `(batch, length, hidden)`, the layer's input.
     """
@@ -37,9 +37,9 @@ class LayerHeads:
 
 
 class _RecordingMap(QueryKeyMap):
-    """A map that remembers what it was given."""
+    """A map that records its inputs."""
 
-    #: Queries and keys are wanted whole, wherever the architecture would hand them over in slices.
+    #: The recorder needs full queries and keys, even if the architecture passes slices.
     whole_heads = True
 
     def __init__(self, inner: QueryKeyMap | None) -> None:
@@ -63,7 +63,7 @@ class _RecordingMap(QueryKeyMap):
 
 
 class _RecordingBias(PairwiseBias):
-    """A bias that remembers what else a layer knew."""
+    """A bias that records the layer's other inputs."""
 
     def __init__(self, inner: LogitBias | None) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class _RecordingBias(PairwiseBias):
 
 @contextmanager
 def _recording(layers: list[LayerEncoding]) -> Iterator[list[tuple[_RecordingMap, _RecordingBias]]]:
-    """Recorders around the maps and biases of layers for the length of a `with` block."""
+    """Wraps the maps and biases of layers in recorders inside a `with` block."""
     before = [(layer.query_key_map, layer.logit_bias) for layer in layers]
     recorders = [(_RecordingMap(rotation), _RecordingBias(bias)) for rotation, bias in before]
     try:
@@ -100,11 +100,11 @@ def _recording(layers: list[LayerEncoding]) -> Iterator[list[tuple[_RecordingMap
 
 @torch.no_grad()
 def recorded_heads(model: PreTrainedModel, encoding: PositionEncoding, sample: Tensor) -> list[LayerHeads]:
-    """Runs a patched model on a sample and returns what every layer computed its logits from.
+    """Runs a patched model on a sample and returns the inputs of every layer's logits.
 
     Args:
-        model: patched with `encoding`; its mode is kept, and dropout is off during the run.
-        encoding: in force.
+        model: patched with `encoding`. Dropout is disabled during the run, and the mode is restored.
+        encoding: the current encoding.
         sample: `(batch, length)` token ids without padding.
     """
     layers = layers_of(encoding)
@@ -134,7 +134,7 @@ def recorded_heads(model: PreTrainedModel, encoding: PositionEncoding, sample: T
 
 
 def layers_of(encoding: PositionEncoding) -> list[LayerEncoding]:
-    """The layers of all stacks, in order."""
+    """Returns the layers of all stacks, in order."""
     found = []
     for stack in encoding.stacks.values():
         assert isinstance(stack, StackEncoding)
@@ -144,16 +144,16 @@ def layers_of(encoding: PositionEncoding) -> list[LayerEncoding]:
 
 @torch.no_grad()
 def mean_logits(parts: SchemeParts, heads: LayerHeads, causal: bool) -> Tensor:
-    """The mean logit of every head by distance, over all pairs of a sample that the layer's queries may see.
+    """Computes the mean logit of every head by distance, over all visible pairs of a sample.
 
     Args:
-        parts: of the scheme at this layer.
-        heads: recorded.
+        parts: the scheme's parts at this layer.
+        heads: the recorded heads.
         causal: whether queries see only keys at or before their own position.
 
     Returns:
         `(heads, distances)` float32; distance is key position minus query position, from `1 - length` up to 0, or to
-        `length - 1` where queries look both ways.
+        `length - 1` in a bidirectional layer.
     """
     logits = positional_logits(
         parts, heads.query, heads.key, heads.positions, heads.hidden_states, heads.scaling
@@ -167,6 +167,8 @@ def mean_logits(parts: SchemeParts, heads: LayerHeads, causal: bool) -> Tensor:
 
 
 def pair_counts(length: int, causal: bool) -> Tensor:
-    """`(distances,)` float32: how many pairs of one sequence have each distance, in the order of `mean_logits`."""
+    """Returns the number of pairs of one sequence at each distance, `(distances,)` float32, in the order of
+    `mean_logits`.
+    """
     past = torch.arange(1, length + 1).float()
     return past if causal else torch.cat((past, past[:-1].flip(0)))

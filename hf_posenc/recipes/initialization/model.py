@@ -1,4 +1,4 @@
-"""Every part of a new encoding fitted to the old one, in a model."""
+"""Fits all parts of a new encoding in a model to the old encoding."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from hf_posenc.schemes.additive.learned import LearnedEncoding
 from hf_posenc.schemes.arrangement.blended import BlendedPart
 from hf_posenc.schemes.parts import AdditiveEncoding, LogitBias, LogitScale, QueryKeyMap, SchemeParts
 
-#: Positions that a formula is compared at where neither a table nor a sample says how many there are.
+#: Number of positions to fit a formula at, if neither a table nor a sample determines it.
 _POSITIONS = 512
-#: Least length of a sample: less leaves hardly any distance to average over.
+#: Minimum length of a sample. A shorter sample has too few distances to average over.
 SHORTEST_SAMPLE = 16
 
 
@@ -39,17 +39,17 @@ def fit_encoding(
     sample: Tensor | None,
     table_extension: str | None,
 ) -> list[Fit]:
-    """Fits what can be fitted.
+    """Fits all parts that can be fitted.
 
     Args:
-        model: with `new` in force.
-        old: the encoding before, taken out.
-        new: the encoding, or a blend into whose new parts the fits go.
-        sample: `(batch, length)` token ids without padding; needed where a bias is fitted.
+        model: patched with `new`.
+        old: the previous encoding, already removed.
+        new: the encoding to fit, or a blend, of which the new parts are fitted.
+        sample: `(batch, length)` token ids without padding; needed to fit a bias.
         table_extension: see `extended_rows`.
 
     Raises:
-        ValueError: if a bias is to be fitted and there is no sample, or none that can serve.
+        ValueError: if a bias is to be fitted and the sample is missing or invalid.
     """
     fits: list[Fit] = []
     for name, stack in new.stacks.items():
@@ -91,14 +91,14 @@ def _adds(encoding: PositionEncoding) -> bool:
 
 
 def _positions_of(additive: AdditiveEncoding | None) -> int:
-    """How many positions an encoding has vectors for."""
+    """Returns the number of positions that an encoding has vectors for."""
     tables = [] if additive is None else [part for part in additive.modules() if isinstance(part, LearnedEncoding)]
-    # A formula has vectors for all positions; of several tables the shortest decides.
+    # A formula has vectors for all positions; with several tables the shortest counts.
     return min((table.num_positions for table in tables), default=2**31)
 
 
 def _shared(encoding: PositionEncoding, name: str) -> dict[int, tuple[nn.Module | None, list[int]]]:
-    """The new parts of a kind, each with the layers that share it."""
+    """Returns the new parts of a kind, each with the layers that share it."""
     found: dict[int, tuple[nn.Module | None, list[int]]] = {}
     for index, layer in enumerate(layers_of(encoding)):
         part = _new(getattr(layer, name))
@@ -118,9 +118,9 @@ def _layers(layers: Sequence[int]) -> str:
 def _checked(sample: Tensor | None) -> Tensor:
     if sample is None:
         raise ValueError(
-            "A learned bias starts at what the old scheme does to the logits of real text, so it needs some: pass "
-            "sample=tokenizer(text, return_tensors='pt').input_ids, without padding and as long as the distances that "
-            "matter, or initialization='default'."
+            "A learned bias is fitted to the logits of the old scheme on a sample of text: pass "
+            "sample=tokenizer(text, return_tensors='pt').input_ids, without padding and long enough for the "
+            "distances that matter, or use initialization='default'."
         )
     if sample.dim() != 2 or sample.is_floating_point() or sample.shape[-1] < SHORTEST_SAMPLE:
         raise ValueError(
@@ -133,7 +133,7 @@ def _checked(sample: Tensor | None) -> Tensor:
 def _bias_targets(
     model: PreTrainedModel, old: PositionEncoding, new: PositionEncoding, sample: Tensor
 ) -> list[BiasTarget]:
-    """For every layer what its bias has to add. The model is left with `new` in force."""
+    """Computes the target of every layer's bias. Afterwards the model is patched with `new`."""
     sample = sample.to(next(model.parameters()).device)
     with temporarily(model, old):
         before = recorded_heads(model, old, sample)
@@ -147,7 +147,7 @@ def _bias_targets(
 
 
 def _heads_without_bias(model: PreTrainedModel, new: PositionEncoding, sample: Tensor) -> list[LayerHeads]:
-    """What layers compute under the new scheme before its biases are what they should be."""
+    """Records the heads of layers under the new scheme, without its biases."""
     blends = [part for stack in new.stacks.values() for part in _blends(stack)]
     strengths = [part.strength for part in blends]
     layers = layers_of(new)

@@ -1,4 +1,4 @@
-"""The parts of a new scheme, each fitted to what the old scheme did in its place."""
+"""Fits the parts of a new scheme to the parts of the old scheme."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hf_posenc.schemes.logits import pairwise_bias
 from hf_posenc.schemes.parts import AdditiveEncoding, LogitBias, LogitScale, PairwiseBias, SchemeParts
 from hf_posenc.schemes.positions import AttentionPairs, Positions, integer_range
 
-#: A fitted function of position is compared at no more positions than this; beyond it the targets repeat themselves.
+#: Maximum number of positions to fit a function of position at; more positions add no information.
 _MOST_POSITIONS = 4096
-#: A bias that is no function of distance alone is compared at this many queries, evenly spread over the sample.
+#: Number of queries, evenly spaced in the sample, to fit a bias that is not a function of distance alone.
 _COMPARED_QUERIES = 16
 
 
@@ -29,7 +29,7 @@ def is_trained(part: torch.nn.Module | None) -> bool:
 
 
 def is_fittable_bias(bias: LogitBias | None) -> bool:
-    """Whether a bias has parameters and goes by positions alone: one that reads queries or keys has no mean."""
+    """Whether a bias has parameters and depends only on positions, not on queries or keys."""
     if not is_trained(bias):
         return False
     return not (isinstance(bias, PairwiseBias) and (bias.reads_heads or bias.num_features))
@@ -38,13 +38,13 @@ def is_fittable_bias(bias: LogitBias | None) -> bool:
 def fit_additive(
     new: AdditiveEncoding, old: AdditiveEncoding | None, old_positions: int, extension: str | None, where: str
 ) -> Fit:
-    """Gives a learned encoding the vectors that were added before; zeros where nothing was.
+    """Fits a learned encoding to the vectors that were added before, or to zeros.
 
     Args:
-        new: with parameters.
-        old: in force before, or `None`.
-        old_positions: how many positions the old one has vectors for.
-        extension: how a table continues past them, one of `TABLE_EXTENSIONS`; `None` for "linear".
+        new: the new part, with parameters.
+        old: the previous part, or `None`.
+        old_positions: number of positions that the old part has vectors for.
+        extension: how a table is extended, one of `TABLE_EXTENSIONS`; `None` for "linear".
         where: the name of the part, for the report.
     """
     table = _table_in(new)
@@ -74,7 +74,7 @@ def fit_additive(
 
 
 def fit_scale(new: LogitScale, old: LogitScale | None, length: int, where: str) -> Fit:
-    """Gives a learned logit scale the size of the old one, which is 1 where there was none."""
+    """Fits a learned logit scale to the old scale, or to 1 if there was none."""
     positions = _positions(min(length, _MOST_POSITIONS), next(new.parameters()).device)
     with torch.no_grad():
         targets = torch.ones_like(new(positions)) if old is None else old(positions).expand_as(new(positions)).clone()
@@ -83,19 +83,19 @@ def fit_scale(new: LogitScale, old: LogitScale | None, length: int, where: str) 
     least_squares(new, lambda: (new(positions) - targets) / root, size)
     with torch.no_grad():
         missed = _mean_square(new(positions) - targets)
-    target = "1 on average" if old is None else "the scale in force before"
+    target = "1 on average" if old is None else "the previous scale"
     return Fit(where, target, relative(before, size), relative(missed, size), positions.ids.shape[-1])
 
 
 @dataclass
 class BiasTarget:
-    """What a bias has to add in one layer for its logits to be, on average, those before.
+    """The bias that restores the previous mean logits in one layer.
 
     Args:
         layer: index among all layers of the model.
         causal: whether queries see only keys at or before their own position.
         values: `(heads, distances)` float32, in the order of `mean_logits`.
-        length: of the sample.
+        length: length of the sample.
     """
 
     layer: int
@@ -107,22 +107,22 @@ class BiasTarget:
     def __post_init__(self) -> None:
         counts = pair_counts(self.length, self.causal).to(self.values.device)
         self.weights = counts / counts.sum()
-        # A constant per head changes no softmax.
+        # A constant per head does not change the softmax.
         self.values = self.values - (self.values * self.weights).sum(-1, keepdim=True)
 
 
 def bias_target(
     layer: int, causal: bool, old: SchemeParts, before: LayerHeads, new: SchemeParts, after: LayerHeads
 ) -> BiasTarget:
-    """The difference of the mean logits by distance: of the old scheme, and of the new one without its bias.
+    """Computes the mean logits by distance of the old scheme minus those of the new scheme without its bias.
 
     Args:
         layer: index among all layers of the model.
         causal: whether queries see only keys at or before their own position.
         old: the old scheme's parts in this layer.
         before: heads recorded under the old scheme.
-        new: the new scheme's parts in this layer; its bias is left out.
-        after: heads recorded under the new one, or the same.
+        new: the new scheme's parts in this layer; its bias is ignored.
+        after: heads recorded under the new scheme, or the same heads.
     """
     unbiased = dataclasses.replace(new, logit_bias=None)
     values = mean_logits(old, before, causal) - mean_logits(unbiased, after, causal)
@@ -130,11 +130,11 @@ def bias_target(
 
 
 def fit_bias(new: LogitBias, targets: list[BiasTarget], where: str) -> Fit:
-    """Fits a bias, over all pairs of the sample, to the mean of what the layers that share it need.
+    """Fits a bias, over all pairs of the sample, to the mean target of the layers that share it.
 
     Args:
-        new: with parameters, and a function of positions alone.
-        targets: of those layers.
+        new: a bias with parameters that depends only on positions.
+        targets: targets of those layers.
         where: the name of the part, for the report.
     """
     causal, length = targets[0].causal, targets[0].length
@@ -164,7 +164,7 @@ def fit_bias(new: LogitBias, targets: list[BiasTarget], where: str) -> Fit:
 def _bias_by_pairs(
     bias: PairwiseBias, length: int, causal: bool, device: torch.device
 ) -> Callable[[Tensor, Tensor], Tensor]:
-    """What a bias that is no function of distance alone misses, at some queries of a sequence."""
+    """Computes the residual of a bias that is not a function of distance alone, at some queries of a sequence."""
     slots = torch.linspace(0, length - 1, min(_COMPARED_QUERIES, length)).round().long().unique().to(device)
     nothing = torch.zeros(1, 1, length, 1, device=device)
     pairs = AttentionPairs(nothing[:, :, : len(slots)], nothing, slots, _positions(length, device), 1.0)
@@ -172,10 +172,10 @@ def _bias_by_pairs(
     visible = (distance <= 0) if causal else torch.ones_like(distance, dtype=torch.bool)
 
     def missed(values: Tensor, weights: Tensor) -> Tensor:
-        del weights  # Every pair counts once here.
+        del weights  # Every pair has the same weight here.
         wanted = values[:, :, (distance + length - 1).clamp(max=values.shape[-1] - 1)]
         difference = pairwise_bias(bias, pairs) - wanted
-        # `(layers, heads, pairs)`; the mean difference of a head changes no softmax.
+        # `(layers, heads, pairs)`; the mean difference of a head does not change the softmax.
         difference = difference[:, :, visible]
         difference = difference - difference.mean(-1, keepdim=True)
         return difference / difference.numel() ** 0.5
@@ -197,7 +197,7 @@ def _vectors(part: AdditiveEncoding | None, length: int, like: AdditiveEncoding,
 
 
 def _table_in(part: AdditiveEncoding) -> LearnedEncoding | None:
-    """The one table of a part, itself or a summand of it, if nothing else in it is trained."""
+    """Returns the only table of a part (the part itself or a summand), if nothing else in it is trained."""
     found = part.parts if isinstance(part, SummedEncoding) else [part]
     trained = [summand for summand in found if is_trained(summand)]
     only = trained[0] if len(trained) == 1 else None
@@ -218,22 +218,23 @@ def _mean_square(difference: Tensor) -> float:
     return float(difference.float().square().mean())
 
 
-#: Share of the fitted function's own size that a parameter pays for leaving its start by one. It decides nothing but
-#: what the targets leave open: a slope that would go to minus infinity as a logarithm stays where it can be trained.
+#: Weight of the penalty for moving a parameter away from its initial value, relative to the size of the target. It only
+#: matters for parameters that the targets do not determine: a log slope that would go to minus infinity stays in a
+#: trainable range.
 _RIDGE = 1e-4
 
 
 @dataclass(frozen=True)
 class Fit:
-    """How near a part of the new scheme starts to what the old scheme did.
+    """The quality of the fit of one part.
 
     Args:
         where: the part, for example "logit_bias of layers 0-5".
-        target: what it was fitted to.
-        residual_before: root mean square of what the default start misses, relative to that of the target; `None`
-            where the target is zero.
-        residual: the same after the fit; 0 is exact.
-        covers: how many positions or distances the target was known for.
+        target: description of the fitted target.
+        residual_before: root mean square of the residual with the default initialization, relative to that of the
+            target; `None` if the target is zero.
+        residual: the relative residual after the fit; 0 is exact.
+        covers: number of positions or distances with a known target.
     """
 
     where: str
@@ -244,13 +245,13 @@ class Fit:
 
 
 def least_squares(part: nn.Module, missed: Callable[[], Tensor], size: float, max_iterations: int = 200) -> None:
-    """Moves the trained parameters of a part until the mean square of what it misses is least (L-BFGS).
+    """Fits the trained parameters of a part by least squares (L-BFGS).
 
     Args:
-        part: its parameters are fitted in float32 and keep their dtype.
-        missed: computes the differences from the target, any shape, already multiplied with the roots of their weights.
+        part: the part to fit. Its parameters are fitted in float32 and keep their dtype.
+        missed: computes the differences from the target, in any shape, multiplied by the square roots of their weights.
         size: mean square of the target.
-        max_iterations: of L-BFGS.
+        max_iterations: maximum number of L-BFGS iterations.
     """
     parameters = [parameter for parameter in part.parameters() if parameter.requires_grad]
     dtypes = [parameter.dtype for parameter in parameters]
@@ -277,7 +278,7 @@ def least_squares(part: nn.Module, missed: Callable[[], Tensor], size: float, ma
 
 
 def relative(missed: float, size: float) -> float | None:
-    """Root of a mean square relative to that of the target; `None` for a target of zero."""
+    """Returns the root mean square relative to that of the target; `None` if the target is zero."""
     return None if size <= 0 else float((missed / size) ** 0.5)
 
 

@@ -1,4 +1,4 @@
-"""Tables of positions: filled with what the old scheme added, and made longer than it was."""
+"""Extension of position tables to more positions."""
 
 from __future__ import annotations
 
@@ -6,35 +6,38 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-#: How rows are made for positions past those that the old scheme has vectors for.
+#: Methods to extend a table past the positions of the old scheme.
 TABLE_EXTENSIONS = ("linear", "spline", "repeat", "last")
 
 
 def extended_rows(rows: Tensor, num_positions: int, extension: str) -> Tensor:
-    """A longer table from a shorter one.
+    """Extends a table to more positions.
 
-    - "linear": the old rows are spread evenly over all positions, straight lines in between (position interpolation,
-      arXiv:2306.15595, for tables). Neighbours come closer, no row is new, and short inputs see other rows than before.
+    - "linear": the old rows are spread evenly over all positions, with linear interpolation in between (position
+      interpolation, arXiv:2306.15595, for tables). Adjacent rows become more similar, and short inputs get other rows
+      than before.
     - "spline": the same with a natural cubic spline.
-    - "repeat": position p has the row of `p % old_positions`, as Longformer's conversion copied them
-      (arXiv:2004.05150, section 5). The first rows stay, so short inputs are computed as before.
-    - "last": past the old rows all positions share the last one, as PreSumm copies it.
+    - "repeat": position p gets the row of `p % old_positions`, as in Longformer's conversion (arXiv:2004.05150, section
+      5). The first rows do not change, so the results for short inputs do not change either.
+    - "last": all positions past the old rows share the last row, as in PreSumm.
 
     Args:
         rows: `(old_positions, hidden)`.
-        num_positions: of the new table, at least as many.
+        num_positions: number of positions of the new table, at least `old_positions`.
         extension: one of `TABLE_EXTENSIONS`.
 
     Returns:
         `(num_positions, hidden)` float32.
 
     Raises:
-        ValueError: for an unknown extension or a table that would become shorter.
+        ValueError: for an unknown extension, or if the table would become shorter.
     """
     rows = rows.float()
     old = rows.shape[0]
     if num_positions < old:
-        raise ValueError(f"A table of {old} positions cannot be extended to {num_positions}; that would cut it.")
+        raise ValueError(
+            f"A table of {old} positions cannot be extended to {num_positions} positions: that would truncate it."
+        )
     if extension == "linear":
         stretched = functional.interpolate(rows.T.unsqueeze(0), size=num_positions, mode="linear", align_corners=True)
         return stretched.squeeze(0).T
@@ -48,7 +51,7 @@ def extended_rows(rows: Tensor, num_positions: int, extension: str) -> Tensor:
 
 
 def _spline(rows: Tensor, num_positions: int) -> Tensor:
-    """Natural cubic spline through the rows, at `num_positions` evenly spaced places.
+    """Evaluates the natural cubic spline through the rows at `num_positions` evenly spaced points.
 
     With unit knots the second derivatives m solve m[i-1] + 4 m[i] + m[i+1] = 6 (y[i-1] - 2 y[i] + y[i+1]), and are 0
     at both ends.

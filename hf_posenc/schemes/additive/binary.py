@@ -1,4 +1,4 @@
-"""The position in binary digits."""
+"""The binary digits of the position."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class BinaryEncoding(AdditiveEncoding):
 
         Raises:
             SequenceLengthError: for a position of `2**bits` or more, which would repeat an earlier vector.
-            ValueError: for positions that are not whole.
+            ValueError: for positions that are not integers.
         """
         whole_positions(positions.ids, "binary")
         self.length_reach.check(positions.ids)
@@ -66,7 +66,8 @@ class BinaryConfig(SchemeConfig):
     differ in one digit or in all of them.
 
     Args:
-        bits: number of digits; `None` takes the fewest that cover the model's own length (2048 where it has none).
+        bits: number of digits; `None` takes the smallest number that covers the model's own length (2048 if it has
+            none).
         scale: the value of a set bit, not 0.
     """
 
@@ -83,15 +84,15 @@ class BinaryConfig(SchemeConfig):
         """Builds an additive encoding.
 
         Raises:
-            ValueError: if the vectors have fewer components than there are bits, so that positions would collide; or
-                the model says that it was built for more positions than 62 bits can tell apart.
+            ValueError: if the vectors have fewer components than bits, so that positions would collide, or if the
+                model's config has more positions than 62 bits can represent.
         """
         max_positions = context.max_positions or _DEFAULT_MAX_POSITIONS
         bits = self.bits if self.bits is not None else max((max_positions - 1).bit_length(), 1)
         if bits > _MOST_BITS:
             raise ValueError(
-                f"BinaryConfig.bits is None and the model says that it was built for positions of {bits} bits; a "
-                f"position has at most {_MOST_BITS}. Give bits=."
+                f"BinaryConfig.bits is None and the model's config has positions of {bits} bits; the limit is "
+                f"{_MOST_BITS}. Give bits=."
             )
         if bits > context.hidden_size:
             raise ValueError(

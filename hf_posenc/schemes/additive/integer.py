@@ -1,4 +1,4 @@
-"""The position itself as a vector: `p` or `p / N` along one direction."""
+"""The position itself, `p` or `p / N`, along one direction."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RANDOM_DIRECTION_SEED = 20241125
 
 
 class DirectionEncoding(AdditiveEncoding):
-    """Adds `scale * coordinate(p) * direction`, where subclasses say what the coordinate of a position is.
+    """Adds `scale * coordinate(p) * direction`. Subclasses define the coordinate of a position.
 
     Args:
         hidden_size: width of the vectors.
@@ -44,12 +44,12 @@ class DirectionEncoding(AdditiveEncoding):
             self._fixed = DeviceConstant(_fixed_direction(direction, hidden_size))
 
     def reset_parameters(self) -> None:
-        """Draws a learned direction from N(0, initializer_range); a fixed one stays."""
+        """Draws a learned direction from N(0, initializer_range). A fixed direction is not changed."""
         if self.direction is not None:
             nn.init.normal_(self.direction, std=self.initializer_range)
 
     def coordinates(self, positions: Positions) -> Tensor:
-        """`(batch or 1, query_len)` float32; padding, that is negative positions, counts as position 0."""
+        """Returns `(batch or 1, query_len)` float32. Padding (negative positions) counts as position 0."""
         return positions.ids.clamp(min=0).float()
 
     def forward(self, positions: Positions) -> Tensor:
@@ -67,8 +67,8 @@ class NormalizedEncoding(DirectionEncoding):
         scale: factor of the coordinate.
         direction: one of "ones", "random", "one_hot", "learned".
         initializer_range: standard deviation of a learned direction at the start.
-        length: a frozen `N`, or `None` for the current length of each sequence.
-        subtract_one: divides by `N - 1` instead of `N`.
+        length: a fixed `N`, or `None` for the current length of each sequence.
+        subtract_one: whether to divide by `N - 1` instead of `N`.
     """
 
     def __init__(
@@ -86,14 +86,14 @@ class NormalizedEncoding(DirectionEncoding):
         self.length_dependent = length is None
 
     def coordinates(self, positions: Positions) -> Tensor:
-        """`(batch or 1, query_len)` float32: `p / N`, or `p / (N - 1)`; a sequence of one token gets 0."""
+        """Returns `(batch or 1, query_len)` float32: `p / N`, or `p / (N - 1)`. A sequence of one token gets 0."""
         if self.length is None:
             divisor = (positions.lengths - int(self.subtract_one)).clamp(min=1).float()
             return super().coordinates(positions) / divisor
         return super().coordinates(positions) / max(self.length - int(self.subtract_one), 1)
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
-        """Refuses any extension while `N` is the live length: every cached token was encoded with the old one."""
+        """Raises if `N` is the current length, because the cached tokens were encoded with the old length."""
         if self.length is None and cached_length > 0:
             raise UnsupportedError(
                 f"Length-normalised positions change for all {cached_length} cached tokens when the sequence grows to "
@@ -103,7 +103,7 @@ class NormalizedEncoding(DirectionEncoding):
 
 
 class _AlongDirectionConfig(SchemeConfig):
-    """What both configs do with their `scale` and `direction`, which each declares in its own order of options."""
+    """Base of both configs. Each declares `scale` and `direction` itself, because their option orders differ."""
 
     scale: float
     direction: str
@@ -128,7 +128,7 @@ class IntegerConfig(_AlongDirectionConfig):
         PE(p) = scale * p * u        u = (1, ..., 1) by default
 
     The blog's form is `direction="ones"`: the same number on every component. It is *exactly invisible* in models with
-    LayerNorm (BERT, GPT-2), which subtracts the mean over components; models with RMSNorm (Llama) do see it.
+    LayerNorm (BERT, GPT-2), which subtracts the mean over components; models with RMSNorm (Llama) are affected by it.
 
     Args:
         scale: factor of the position, not 0.
@@ -158,11 +158,11 @@ class NormalizedIntegerConfig(_AlongDirectionConfig):
 
         PE(p) = scale * p / N * u
 
-    With the live `N` a position has no fixed vector: it changes as the sequence grows, so a cache cannot be extended.
-    Invisible under LayerNorm with `direction="ones"`, as `IntegerConfig`.
+    If `N` is the current length, the vector of a position changes as the sequence grows, so a cache cannot be extended.
+    Like `IntegerConfig`, it is invisible under LayerNorm with `direction="ones"`.
 
     Args:
-        length: a frozen `N` in tokens, or `None` for the current length of each sequence.
+        length: a fixed `N` in tokens, or `None` for the current length of each sequence.
         subtract_one: divides by `N - 1`, so that the last token has coordinate 1.
         scale: factor of the coordinate, not 0.
         direction: as in `IntegerConfig`.
@@ -181,7 +181,7 @@ class NormalizedIntegerConfig(_AlongDirectionConfig):
         check_boolean(self, "subtract_one")
 
     def build(self, context: BuildContext) -> SchemeParts:
-        """Builds an additive encoding, length-dependent unless `length` is frozen."""
+        """Builds an additive encoding that depends on the sequence length unless `length` is given."""
         return SchemeParts(
             additive=NormalizedEncoding(
                 context.hidden_size,

@@ -23,9 +23,9 @@ class LearnedEncoding(AdditiveEncoding):
 
     Args:
         hidden_size: width of the rows.
-        num_positions: how many positions have a row.
-        offset: how many rows come before that of position 0.
-        extension: what happens past the table, "error" or "interpolate".
+        num_positions: number of positions with a row.
+        offset: number of rows before the row of position 0.
+        extension: behaviour past the end of the table, "error" or "interpolate".
         initializer_range: standard deviation of new rows.
     """
 
@@ -59,7 +59,7 @@ class LearnedEncoding(AdditiveEncoding):
 
         Raises:
             SequenceLengthError: for a position without a row, with `extension="error"`.
-            ValueError: for positions that are not whole.
+            ValueError: for positions that are not integers.
         """
         whole_positions(positions.ids, "learned")
         if self.extension == "interpolate":
@@ -68,7 +68,7 @@ class LearnedEncoding(AdditiveEncoding):
         return nn.functional.embedding(self._rows(positions.ids), self.weight)
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
-        """Refuses to extend a cache past the table, where the rows are stretched anew at every length."""
+        """Raises if a cache grows past the table, because the rows are then stretched differently at every length."""
         if self.extension == "interpolate" and cached_length > 0 and total_length > self.num_positions:
             raise UnsupportedError(
                 f"Past its {self.num_positions} rows the learned table is stretched to the length of the sequence, so "
@@ -97,7 +97,7 @@ class LearnedEncoding(AdditiveEncoding):
         return True
 
     def _rows(self, ids: Tensor) -> Tensor:
-        """Row of each position; padding, that is a negative position, falls on the rows below the offset."""
+        """Returns the row index of each position. Padding (a negative position) uses the rows below the offset."""
         return (ids + self.offset).clamp(min=0)
 
     def _interpolated(self, positions: Positions) -> Tensor:
@@ -117,13 +117,13 @@ class LearnedConfig(SchemeConfig):
 
         PE(p) = W[p + offset]        W is (offset + num_positions, hidden), drawn from N(0, initializer_range)
 
-    Rows that were never read in training keep their random start, so a model trained on short sequences has learned
-    nothing about later positions.
+    Rows that are not used in training keep their random initialization, so a model trained on short sequences has not
+    learned later positions.
 
     Args:
-        num_positions: how many positions have a row, at most 2**20; `None` takes the model's own length.
-        offset: rows before that of position 0: 2 in OPT and BART, `padding_idx + 1` in RoBERTa. Padding tokens fall on
-            these rows. At most 2**20.
+        num_positions: number of positions with a row, at most 2**20; `None` takes the model's own length.
+        offset: number of rows before the row of position 0: 2 in OPT and BART, `padding_idx + 1` in RoBERTa. Padding
+            tokens use these rows. At most 2**20.
         extension: past the table, "error" raises `SequenceLengthError`; "interpolate" stretches the rows linearly over
             the length of the sequence (position interpolation, arXiv:2306.15595, for tables).
     """
@@ -143,19 +143,19 @@ class LearnedConfig(SchemeConfig):
         """Builds an additive encoding.
 
         Raises:
-            ValueError: if neither the config nor the model says how many positions there are, or the model says more
-                than 2**20.
+            ValueError: if neither the config nor the model specifies the number of positions, or the model specifies
+                more than 2**20.
         """
         num_positions = self.num_positions if self.num_positions is not None else context.max_positions
         if num_positions is None:
             raise ValueError(
-                "LearnedConfig.num_positions is None and this model has no length of its own to take over. "
-                "Give the number of rows, for example num_positions=2048."
+                "LearnedConfig.num_positions is None and the model's config has no length. Give the number of rows, "
+                "for example num_positions=2048."
             )
         if num_positions > MOST_ROWS:
             raise ValueError(
-                f"LearnedConfig.num_positions is None and the model says that it was built for {num_positions} "
-                f"positions; a table has at most {MOST_ROWS} rows. Give num_positions= of the length you need."
+                f"LearnedConfig.num_positions is None and the model's config has {num_positions} positions; a table "
+                f"has at most {MOST_ROWS} rows. Give num_positions= for the length you need."
             )
         return SchemeParts(
             additive=LearnedEncoding(

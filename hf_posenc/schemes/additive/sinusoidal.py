@@ -36,12 +36,12 @@ class SinusoidalEncoding(AdditiveEncoding):
         device = positions.ids.device
         ids = positions.ids + self.config.offset
         if self.config.frequencies == "vaswani":
-            # Whole turns are dropped in float64: float32 angles are off by 1e-4 at position 4096.
+            # Full turns are removed in float64, because float32 angles are off by 1e-4 at position 4096.
             where = torch.device("cpu") if device.type == "mps" else device
             turns = ids.to(where).unsqueeze(-1).double() * self._frequencies.on(where)
             angles = ((turns - turns.round()).float() * (2 * math.pi)).to(device)
         else:
-            # The models with these frequencies compute their angles in float32, and are reproduced to the last bit.
+            # The models with these frequencies compute angles in float32. This reproduces them bit for bit.
             angles = ids.unsqueeze(-1).float() * self._frequencies.on(device)
         sines, cosines = angles.sin(), angles.cos()
         vectors = self._lay_out(sines, cosines[..., : self.hidden_size // 2])
@@ -50,7 +50,7 @@ class SinusoidalEncoding(AdditiveEncoding):
         return vectors.masked_fill((positions.ids < 0).unsqueeze(-1), 0.0)
 
     def _lay_out(self, sines: Tensor, cosines: Tensor) -> Tensor:
-        """`(..., ceil or floor of hidden/2)` each -> `(..., hidden)`; an odd size has one sine more, or a zero."""
+        """`(..., ceil or floor of hidden/2)` each -> `(..., hidden)`; an odd size has one more sine, or a zero."""
         if self.config.layout == "concatenated":
             vectors = torch.cat((sines, cosines), dim=-1)
             return torch.nn.functional.pad(vectors, (0, self.hidden_size - vectors.shape[-1]))
@@ -82,9 +82,9 @@ class SinusoidalConfig(SchemeConfig):
     ===============  ==============  ==================================================
 
     Args:
-        frequencies: "vaswani", `base**(-2m / hidden)`; or "tensor2tensor", `base**(-m / (hidden // 2 - 1))`. An odd
-            hidden size gets one more sine in the former and a zero at the end in the latter.
-        layout: "interleaved", sine and cosine in turn; or "concatenated", all sines first.
+        frequencies: "vaswani", `base**(-2m / hidden)`; or "tensor2tensor", `base**(-m / (hidden // 2 - 1))`. For an odd
+            hidden size, "vaswani" has one more sine and "tensor2tensor" a zero at the end.
+        layout: "interleaved", alternating sines and cosines; or "concatenated", all sines first.
         base: the longest wavelength is about `2 pi base`.
         scale: factor of the vectors, not 0.
         offset: added to the position; fairseq's descendants (M2M100) start at 2.

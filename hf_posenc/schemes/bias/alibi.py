@@ -16,13 +16,14 @@ from hf_posenc.schemes.parts import DistanceBias, SchemeParts
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import check_boolean, check_choice
 
-#: Added where a head of the asymmetric form must not look. Its exponential is zero beside any visible key (a token
-#: always sees itself), yet a row in which every key carries it, as padding rows may, keeps a finite softmax.
+#: Added to keys that a head of the asymmetric form must not see. Its exponential is zero relative to any visible key (a
+#: token always sees itself), but a row in which all keys have this value, such as a padding row, keeps a finite
+#: softmax.
 AWAY_BIAS = -10000.0
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
-    """The slope of each head (arXiv:2108.12409, section 3, and the paper's code for other head counts).
+    """Returns the slope of each head (arXiv:2108.12409, section 3, and the paper's code for other head counts).
 
     For a power of two, `2**(-8 h / num_heads)` with `h = 1 .. num_heads`. Otherwise the slopes of the next lower power
     of two, followed by every other slope of its double.
@@ -34,15 +35,15 @@ def alibi_slopes(num_heads: int) -> list[float]:
 
 
 class AlibiBias(DistanceBias):
-    """`-slope * |distance|` per head, for heads that look both ways or only one.
+    """`-slope * |distance|` per head, in both directions or in one.
 
     Args:
         num_heads: number of query heads.
-        asymmetric: the first `ceil(heads / 2)` heads look to the left and the others to the right.
-        learnable: whether the slopes are trained, as logarithms so that they stay positive.
+        asymmetric: the first `ceil(heads / 2)` heads attend to the left and the others to the right.
+        learnable: whether the slopes are trained. They are stored as logarithms so that they stay positive.
     """
 
-    # Decay would pull the logarithms to 0, that is, every slope to 1 and the model to its nearest tokens.
+    # Weight decay would pull the logarithms to 0 and every slope to 1, which restricts attention to the nearest tokens.
     no_weight_decay = frozenset({"log_slopes"})
 
     def __init__(self, num_heads: int, asymmetric: bool, learnable: bool) -> None:
@@ -59,13 +60,13 @@ class AlibiBias(DistanceBias):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Sets learned slopes back to ALiBi's own."""
+        """Resets learned slopes to the fixed slopes of ALiBi."""
         if self.log_slopes is not None:
             self.log_slopes.copy_(self._initial_slopes.on(self.log_slopes.device).log())
 
     @property
     def slopes(self) -> Tensor:
-        """`(heads,)` float32, the slopes in force, on the device of the parameter or on the CPU."""
+        """Returns the current slopes, `(heads,)` float32, on the device of the parameter or on the CPU."""
         if self.log_slopes is not None:
             return self.log_slopes.float().exp()
         return self._initial_slopes.on(torch.device("cpu"))
@@ -81,7 +82,9 @@ class AlibiBias(DistanceBias):
         return torch.cat((left, right))
 
     def slopes_behind(self, device: torch.device) -> Tensor | None:
-        """`(heads,)` float32; `None` for the asymmetric form, half of whose heads see nothing behind."""
+        """Returns `(heads,)` float32, or `None` for the asymmetric form, in which half of the heads do not see earlier
+        keys.
+        """
         if self.num_left is not None:
             return None
         return self.slopes if self.log_slopes is not None else self._initial_slopes.on(device)
@@ -96,18 +99,17 @@ class AlibiConfig(SchemeConfig):
 
         bias(i, j) = -slope_h * |j - i|        slope_h = 2 ** (-8h / heads) for a power of two
 
-    For other head counts it takes the slopes of the next lower power of two, then every other one of its double, as the
-    paper's code does. "asymmetric"
-    (the authors' proposal for encoders) lets the first `ceil(heads / 2)` heads look only to the left and the others
-    only to the right: a key on the other side of the query gets -10000 instead, every token sees itself, and each half
-    has the slopes of an ALiBi with that many heads.
+    For other head counts it takes the slopes of the next lower power of two, then every other slope of twice that
+    number, as in the paper's code. With "asymmetric" (the authors' proposal for encoders), the first `ceil(heads / 2)`
+    heads attend only to the left and the others only to the right. A key on the other side of the query gets a bias of
+    -10000, every token sees itself, and each half has the slopes of an ALiBi with that many heads.
 
     Args:
-        variant: "auto" is "causal" in a causal model and "symmetric" in a bidirectional one; "causal" and "asymmetric"
-            only make sense in a causal and a bidirectional one respectively.
-        learnable: trains the slopes, as logarithms and without weight decay, starting from the fixed ones. Fixed slopes
-            are float32 in any model; learned ones have the dtype of the model, and bfloat16 rounds the logarithms of
-            small slopes by up to 1.6 %. Keep such a model's parameters in float32 (autocast) to train them.
+        variant: "auto" is "causal" in a causal model and "symmetric" in a bidirectional model. "causal" requires a
+            causal model and "asymmetric" a bidirectional one.
+        learnable: trains the slopes, as logarithms and without weight decay, starting from the fixed slopes. Fixed
+            slopes are float32 in any model. Learned slopes have the dtype of the model, and bfloat16 rounds the
+            logarithms of small slopes by up to 1.6 %. To train them, keep the model's parameters in float32 (autocast).
     """
 
     name: ClassVar[str] = "alibi"
@@ -128,13 +130,13 @@ class AlibiConfig(SchemeConfig):
         """
         if self.variant == "causal" and not context.causal:
             raise UnsupportedError(
-                "AlibiConfig.variant is 'causal', which says nothing about the later keys that this bidirectional "
-                "model attends to. Use 'symmetric', 'asymmetric' or 'auto'."
+                "AlibiConfig.variant is 'causal', which is not defined for later keys, but this model is "
+                "bidirectional and attends to them. Use 'symmetric', 'asymmetric' or 'auto'."
             )
         if self.variant == "asymmetric" and context.causal:
             raise ValueError(
-                "AlibiConfig.variant is 'asymmetric', which gives half of the heads to later keys, but this causal "
-                "model never attends to them. Use 'causal' or 'auto'."
+                "AlibiConfig.variant is 'asymmetric', which uses half of the heads for later keys, but this causal "
+                "model does not attend to them. Use 'causal' or 'auto'."
             )
         if self.variant == "asymmetric" and context.num_heads < 2:
             raise ValueError("AlibiConfig.variant is 'asymmetric', which needs at least 2 heads. Use 'symmetric'.")

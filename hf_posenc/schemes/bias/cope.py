@@ -18,7 +18,8 @@ from hf_posenc.schemes.validation import check_integer, check_number
 
 
 class CopeBias(PairwiseBias):
-    """Each query times a learned vector per position, where positions count the keys that the query lets through.
+    """The product of each query with a learned vector per position. Positions count the keys that pass the query's
+    gates.
 
     Args:
         head_dim: width of a query.
@@ -60,7 +61,7 @@ class CopeBias(PairwiseBias):
         """`(batch, heads, query_len, key_len - first)`: what the queries count up to each key from `first` on."""
         key = pairs.expanded_key[..., first:, :].float()
         gates = torch.sigmoid(pairs.query.float() @ key.transpose(-1, -2) * pairs.scaling)
-        # Slots decide what lies between two tokens; neither a later key nor padding must be counted.
+        # The slots determine which tokens are between two tokens. Later keys and padding must not be counted.
         uncounted = pairs.remembered(
             f"uncounted from {first}",
             lambda: (pairs.slot_distance[:, first:] > 0) | pairs.keys.padding[:, None, :, first:],
@@ -70,18 +71,18 @@ class CopeBias(PairwiseBias):
 
     @torch.no_grad()
     def _keys_beyond_the_table(self, pairs: AttentionPairs) -> int:
-        """How many keys from the first on stand at the table's last row for every query.
+        """Returns how many leading keys are at the table's last row for every query.
 
-        Positions only grow away from the query, so once all of them have reached the last row, no gate in front of
-        there matters. Reads as many keys as it takes.
+        Positions increase with the distance from the query. Once all of them have reached the last row, the gates of
+        earlier keys do not matter. The function reads only as many keys as needed.
         """
         if torch.compiler.is_compiling() or pairs.query.device.type != "cpu" or pairs.query.numel() == 0:
-            # The answer is a number that a graph cannot hold, and that an accelerator would have to be waited for.
+            # The result is a Python number, which breaks a compiled graph and requires a device synchronization.
             return 0
         if 4 * self.weight.shape[0] >= pairs.key.shape[-2]:
             return 0
         oldest, newest = int(pairs.query_slots[0]), int(pairs.query_slots[-1]) + 1
-        # With half of the gates open, and some to spare, this far before the oldest of these queries.
+        # The distance before the oldest of these queries if half of the gates are open, with some margin.
         reach = newest - oldest + 4 * self.weight.shape[0]
         while reach < newest:
             first = newest - reach
@@ -104,18 +105,20 @@ class CopeConfig(SchemeConfig):
         p(i, j)    = min(g(i, j) + g(i, j + 1) + ... + g(i, i), num_positions - 1)
         bias(i, j) = (1 - s) * q_i . e[floor(p)] + s * q_i . e[floor(p) + 1],    s = p - floor(p)
 
-    `e` is `(num_positions, head_dim)`, shared by the heads of a layer and owned by each layer. Where all gates are
-    open, `p = i - j + 1` and this is a learned table of distances. As in the paper's listing, and unlike its eq. 3, the
-    gates see logits multiplied with `scaling`; the products with `e` are not. Its variants with keys or values of
-    their own for the gates (section 4) are not built. Positions count tokens by content, so position ids are not read.
+    `e` is `(num_positions, head_dim)`, shared by the heads of a layer; every layer has its own. If all gates are open,
+    `p = i - j + 1`, and this is a learned table of distances. As in the paper's listing, and unlike its eq. 3,
+    `scaling` is applied to the logits of the gates but not to the products with `e`. The variants with separate keys or
+    values for the gates (section 4) are not implemented. Positions count tokens by content, so position ids are not
+    used.
 
-    The sum runs over keys, so a tensor per pair of tokens is unavoidable. Causal models only: it counts the tokens from
-    the key up to the query.
+    The sum runs over keys, so a value per pair of tokens is unavoidable. Causal models only, because it counts the
+    tokens from the key up to the query.
 
     Args:
-        num_positions: rows of the table (`npos_max` in the paper's listing), at most 2**16; greater counts share
-            the last one.
-        initial_std: standard deviation of new entries. 0, as in the paper's listing, starts without any effect.
+        num_positions: rows of the table (`npos_max` in the paper's listing), at most 2**16; greater counts share the
+            last row.
+        initial_std: standard deviation of new entries. With 0, as in the paper's listing, the scheme initially has no
+            effect.
     """
 
     name: ClassVar[str] = "cope"
@@ -136,7 +139,7 @@ class CopeConfig(SchemeConfig):
         """
         if not context.causal:
             raise UnsupportedError(
-                "cope counts the tokens from a key up to the query, which says nothing about the later keys that this "
-                "bidirectional model attends to. Use 'shaw' or 'transformer_xl'."
+                "cope counts the tokens from a key up to the query. This is not defined for later keys, but this "
+                "model is bidirectional and attends to them. Use 'shaw' or 'transformer_xl'."
             )
         return SchemeParts(logit_bias=CopeBias(context.head_dim, self.num_positions, self.initial_std))

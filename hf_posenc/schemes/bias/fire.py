@@ -16,12 +16,12 @@ from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import check_boolean, check_integer, check_number
 
-#: What float32 still tells from 0 beside a compressed distance.
+#: The smallest value that float32 does not round away when added to a compressed distance.
 _SMALLEST_EPSILON = 1e-12
 
 
 class FireBias(PairwiseBias):
-    """A small network of the distance, taken relative to the longest distance there could be.
+    """A small network applied to the distance relative to the longest possible distance.
 
     Args:
         num_heads: number of query heads.
@@ -45,7 +45,7 @@ class FireBias(PairwiseBias):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Sets `c` and the threshold to the config's, and draws the network as linear layers are drawn by default."""
+        """Resets `c` and the threshold, and initialises the network like PyTorch's linear layers."""
         nn.init.constant_(self.c, self.config.initial_c)
         nn.init.ones_(self.threshold_factor)
         for parameter, inputs in (
@@ -62,9 +62,9 @@ class FireBias(PairwiseBias):
         return (self.threshold_factor.float() * self.config.initial_threshold).abs()
 
     def normalized_distance(self, pairs: AttentionPairs) -> Tensor:
-        """`(batch or 1, query_len, key_len)` float32: what the network is given, 0 for a token and itself."""
+        """Returns the network's input, `(batch or 1, query_len, key_len)` float32; 0 on the diagonal."""
         farthest = pairs.query_positions if self.causal else pairs.keys.lengths - 1
-        # A padding query has a negative position; the threshold stands in for it as for every early query.
+        # A padding query has a negative position. The threshold replaces it, as for every early query.
         normalizer = torch.maximum(farthest.float(), self.threshold)
         return self._compressed(pairs.steps) / (self._compressed(normalizer) + self.config.epsilon).unsqueeze(-1)
 
@@ -73,29 +73,29 @@ class FireBias(PairwiseBias):
         inputs = self.normalized_distance(pairs)
         slopes, offsets, corners = self.pieces()
         piece = torch.bucketize(inputs.detach(), corners)
-        # One row of a table for all pairs of a piece, heads in front.
+        # One table row for all pairs of a linear piece, with heads first.
         slope, offset = (
             values.index_select(1, piece.flatten()).unflatten(1, piece.shape) for values in (slopes, offsets)
         )
         return torch.addcmul(offset, slope, inputs).transpose(0, 1)
 
     def network(self, inputs: Tensor) -> Tensor:
-        """`f` as it is written: `(...)` -> `(..., heads)` in float32."""
+        """Evaluates `f` directly: `(...)` -> `(..., heads)` in float32."""
         hidden = torch.relu(inputs.unsqueeze(-1) * self.hidden_weight.float() + self.hidden_bias.float())
         return nn.functional.linear(hidden, self.output_weight.float(), self.output_bias.float())
 
     def pieces(self) -> tuple[Tensor, Tensor, Tensor]:
-        """`f` as the straight pieces that a network of one input and one hidden layer consists of.
+        """Returns the linear pieces of `f`. A network with one input and one hidden layer is piecewise linear.
 
-        Between two corners, where a hidden unit starts or ends to act, the same units act, and their sum is one line.
-        So a pair costs a look-up, however wide the network is.
+        A corner is a point at which a hidden unit becomes active or inactive. Between two corners the same units are
+        active, and `f` is linear. A pair therefore needs one look-up, regardless of the width.
 
         Returns:
             Slopes and offsets, each `(heads, width + 1)`, and the corners between them, `(width,)` in rising order.
         """
         weight, bias = self.hidden_weight.float(), self.hidden_bias.float()
         corners = (-bias / weight).detach()
-        # A unit without a weight is constant: its corner is nowhere.
+        # A unit with weight 0 is constant and has no corner.
         corners = corners.where(weight.detach() != 0, torch.inf)
         order = corners.argsort()
         corners = corners[order]
@@ -126,21 +126,21 @@ class FireConfig(SchemeConfig):
         m = length - 1    in a bidirectional model: the longest distance in the sequence
 
     `w1`, `b1` have shape `(width,)`, `W2` `(heads, width)` and `b2` `(heads,)`; `c` and `L` are single learned numbers,
-    `L` as a factor of its initial value. The quotient is at most 1 however long the sequence grows, as long as
-    positions have no gaps.
+    `L` as a factor of its initial value. The quotient is at most 1 for any sequence length, if positions have no gaps.
 
     The paper defines the causal form only. The encoder form keeps its properties: the quotient is at most 1 for every
     pair, reaches 1 for the longest distance in a sequence longer than `L`, and is independent of the length below `L`.
     Within a sequence it is a function of distance alone. The length is that of the real tokens, without padding.
 
-    Followed is the paper's own listing: positions count from 0, `|c|` and `|L|` are used, and the network is drawn as
-    PyTorch draws linear layers. The port in the DAPE code (arXiv:2405.14722) starts from half of its `L`. Every layer
-    has a function of its own, as in that port; with `shared` all layers use one, the paper's cheaper variant (FIRE-S).
+    The implementation follows the paper's listing: positions count from 0, `|c|` and `|L|` are used, and the network is
+    initialised like PyTorch's linear layers. The port in the DAPE code (arXiv:2405.14722) starts from half of its `L`.
+    Every layer has its own function, as in that port. With `shared`, all layers share one function, which is the
+    paper's cheaper variant (FIRE-S).
 
     Args:
         width: number of hidden units of the network, at most 4096.
-        initial_c: where `c` starts.
-        initial_threshold: where `L` starts, in tokens.
+        initial_c: the initial value of `c`.
+        initial_threshold: the initial value of `L`, in tokens.
         epsilon: added to the normaliser.
         shared: one function for all layers instead of one per layer.
     """
@@ -162,7 +162,7 @@ class FireConfig(SchemeConfig):
 
     @property
     def per_layer(self) -> bool:  # type: ignore[override]
-        """Whether every layer owns its function."""
+        """Whether every layer has its own function."""
         return not self.shared
 
     def build(self, context: BuildContext) -> SchemeParts:

@@ -21,7 +21,8 @@ from hf_posenc.schemes.validation import check_choice, check_number, check_numbe
 def minus_log_sigmoid(logits: Tensor) -> Tensor:
     """`-log(sigmoid(logits))`, of any shape.
 
-    On a CPU, torch's `logsigmoid` wakes all threads for any number of logits, 0.2 ms in every layer of a decoding step.
+    On a CPU, torch's `logsigmoid` wakes all threads for any number of logits, which costs 0.2 ms in every layer of a
+    decoding step.
     """
     return nn.functional.softplus(-logits)
 
@@ -31,8 +32,8 @@ class ForgetGateBias(SeparableBias):
 
     Args:
         num_heads: number of query heads.
-        hidden_size: width of what the layer projects its queries and keys from.
-        initial_bias: what the logits of all gates start at.
+        hidden_size: width of the layer's input.
+        initial_bias: the initial logit of all gates.
         initializer_range: standard deviation of new weights.
     """
 
@@ -54,22 +55,23 @@ class ForgetGateBias(SeparableBias):
         nn.init.constant_(self.bias, self.initial_bias)
 
     def key_features(self, hidden_states: Tensor) -> Tensor:
-        """`(batch, heads, length, 1)` float32: minus the logarithm of each token's forget gate."""
+        """Returns minus the logarithm of each token's forget gate, `(batch, heads, length, 1)` float32."""
         logits = nn.functional.linear(hidden_states.float(), self.weight.float(), self.bias.float())
         return minus_log_sigmoid(logits).transpose(1, 2).unsqueeze(-1)
 
     def key_terms(self, pairs: AttentionPairs) -> Tensor:
-        """Returns `(batch, heads, key_len)` in float32: minus the sum of all log gates up to each key's own.
+        """Returns minus the sum of the log gates up to and including each key's own, `(batch, heads, key_len)` in
+        float32.
 
         Raises:
-            ValueError: without the features of the keys.
+            ValueError: if the features of the keys are missing.
         """
         if pairs.key_features is None:
             raise ValueError(
-                "forget_gate sums what key_features computed from every token's hidden state, but this layer gives "
-                "none. Use ForgetGateConfig(gate='bias_only'), which reads no tokens."
+                "forget_gate computes its gates from hidden states, but this layer does not provide them. Use "
+                "ForgetGateConfig(gate='bias_only'), which does not need them."
             )
-        # What stands before both tokens cancels in the difference; padding between them must not make them forget.
+        # Gates before both tokens cancel in the difference. Padding between the tokens must not count as forgetting.
         decays = pairs.key_features.squeeze(-1)
         if pairs.keys.may_hold_padding:
             decays = decays.masked_fill(pairs.keys.padding, 0.0)
@@ -77,10 +79,10 @@ class ForgetGateBias(SeparableBias):
 
 
 class ConstantForgetGateBias(DistanceBias):
-    """The same with one gate per head: linear in the distance.
+    """A forget gate with one constant gate per head. It is linear in the distance.
 
     Args:
-        initial_biases: what the logit of each head's gate starts at.
+        initial_biases: the initial logit of each head's gate.
     """
 
     no_weight_decay = frozenset({"bias"})
@@ -93,7 +95,7 @@ class ConstantForgetGateBias(DistanceBias):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Sets the biases."""
+        """Resets the biases to their initial values."""
         self.bias.copy_(self._initial_biases.on(self.bias.device))
 
     def forward(self, distance: Tensor) -> Tensor:
@@ -109,28 +111,27 @@ class ConstantForgetGateBias(DistanceBias):
 @register_scheme
 @dataclass(frozen=True)
 class ForgetGateConfig(SchemeConfig):
-    """Every token makes all later ones forget what came before it (FoX, arXiv:2503.02130, section 3).
+    """Forget gates of tokens reduce attention to earlier tokens (FoX, arXiv:2503.02130, section 3).
 
-    For query i and key j, with `x_t` the hidden state that token t is projected from::
+    For query i and key j, with `x_t` the layer's input at token t::
 
         f_t        = sigmoid(w_h . x_t + b_h)
         bias(i, j) = log f_(j+1) + log f_(j+2) + ... + log f_i        for j <= i
 
-    `w` is `(heads, hidden)` and `b` is `(heads,)`, learned per layer. Summed in float32, as in the official code. A
-    cache keeps `-log f` of each token beside its key. CABLE (arXiv:2503.08067) is the same with `-softplus(w . x)` for
-    the logarithm, that is, with the sign of `w` and `b` turned.
+    `w` is `(heads, hidden)` and `b` is `(heads,)`, learned per layer. The sum is computed in float32, as in the
+    official code. A cache stores `-log f` of each token with its key. CABLE (arXiv:2503.08067) is equivalent: it uses
+    `-softplus(w . x)` for the logarithm, which reverses the sign of `w` and `b`.
 
-    "bias_only" has `f = sigmoid(b_h)` for all tokens: ALiBi with the learned slope `-log f`, and no bias at all as `b`
-    grows. It follows positions rather than tokens in between.
+    "bias_only" uses `f = sigmoid(b_h)` for all tokens. This is ALiBi with the learned slope `-log f`; the bias vanishes
+    as `b` grows. It depends on positions, not on the tokens in between.
 
-    The paper trains without any other position encoding; compose it with RoPE for its variant with both. Causal models
-    only.
+    The paper trains without another position encoding. For its variant with RoPE, compose both. Causal models only.
 
     Args:
         gate: "content" or "bias_only".
-        initial_bias: what `b` starts at; the official code has 0, so that gates start near one half.
-        decay_times: of "bias_only": `(shortest, longest)` time in tokens after which a head has forgotten all but 1/e,
-            spread evenly in the logarithm over the heads, in place of `initial_bias` (the paper's fixed and
+        initial_bias: the initial value of `b`. The official code uses 0, so that gates start near one half.
+        decay_times: for "bias_only", instead of `initial_bias`: the `(shortest, longest)` time in tokens after which
+            the product of a head's gates is 1/e, spaced logarithmically over the heads (the paper's fixed and
             data-independent gates).
     """
 
@@ -154,9 +155,8 @@ class ForgetGateConfig(SchemeConfig):
             )
         if self.gate != "bias_only" or self.initial_bias != 0:
             raise ValueError(
-                f"ForgetGateConfig.decay_times is {self.decay_times!r}, which sets the biases of gates that nothing "
-                f"else changes, but gate is {self.gate!r} and initial_bias is {self.initial_bias!r}. Use it with "
-                "gate='bias_only' and without initial_bias."
+                f"ForgetGateConfig.decay_times is {self.decay_times!r}, but gate is {self.gate!r} and initial_bias is "
+                f"{self.initial_bias!r}. Use decay_times only with gate='bias_only' and without initial_bias."
             )
 
     def build(self, context: BuildContext) -> SchemeParts:
@@ -167,8 +167,8 @@ class ForgetGateConfig(SchemeConfig):
         """
         if not context.causal:
             raise UnsupportedError(
-                "forget_gate sums the gates of the tokens between an earlier key and the query, which says nothing "
-                "about the later keys that this bidirectional model attends to. Use 'alibi' or 'grape'."
+                "forget_gate sums the gates of the tokens between an earlier key and the query. This is not defined "
+                "for later keys, but this model is bidirectional and attends to them. Use 'alibi' or 'grape'."
             )
         if self.gate == "content":
             input_size = context.layer_input_size or context.hidden_size

@@ -20,13 +20,13 @@ from hf_posenc.schemes.validation import check_boolean, check_number
 
 
 class GrapeBias(PairwiseBias):
-    """ALiBi whose slope each key sets for itself.
+    """ALiBi with a slope that depends on the key.
 
     Args:
         num_heads: number of query heads.
         head_dim: width of a key.
-        initial_rate: what the learned factor of the slopes starts at.
-        normalize: whether the learned directions count as unit vectors.
+        initial_rate: the initial value of the learned factor of the slopes.
+        normalize: whether the learned directions are normalised to unit length.
     """
 
     reads_later_keys = False
@@ -42,7 +42,7 @@ class GrapeBias(PairwiseBias):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Sets all rates to the initial one and draws every direction from N(0, head_dim ** -0.5)."""
+        """Sets all rates to the initial rate and draws every direction from N(0, head_dim ** -0.5)."""
         # The inverse of softplus.
         nn.init.constant_(self.rate, math.log(math.expm1(self.initial_rate)))
         nn.init.normal_(self.direction, std=self.direction.shape[-1] ** -0.5)
@@ -61,22 +61,23 @@ class GrapeBias(PairwiseBias):
 @register_scheme
 @dataclass(frozen=True)
 class GrapeConfig(SchemeConfig):
-    """A linear penalty on distance with a slope that each key sets (GRAPE-A, key-gated, arXiv:2512.07805, section 4).
+    """A linear penalty on distance with a slope that depends on the key (key-gated GRAPE-A, arXiv:2512.07805, section
+    4).
 
     For position i of the query, j of the key and head h::
 
         bias(i, j) = -|i - j| * m_h * softplus(rate_h) * softplus(u_h . k_j / sqrt(head_dim))
 
     `m_h` are ALiBi's slopes. `rate`, `(heads,)`, and the directions `u`, `(heads, head_dim)`, are learned per layer;
-    directions are scaled to length 1 by default. Where the last two factors are 1 this is ALiBi. The slopes, the root
-    of the width and the unit directions are those of the official code (the paper's penalty is
-    `rate_h * softplus(u_h . k_j)`). Keys are those that attention reads, after any normalisation of them.
+    directions are scaled to length 1 by default. If the last two factors are 1, this is ALiBi. The slopes, the factor
+    `1 / sqrt(head_dim)` and the unit directions follow the official code (the paper's penalty is `rate_h * softplus(u_h
+    . k_j)`). The keys are those used in attention, after any normalisation.
 
-    The paper is about causal models. In bidirectional ones the penalty grows to both sides, like the symmetric form of
-    ALiBi.
+    The paper covers causal models. In bidirectional models the penalty grows in both directions, like the symmetric
+    form of ALiBi.
 
     Args:
-        initial_rate: what `softplus(rate)` starts at.
+        initial_rate: the initial value of `softplus(rate)`.
         normalize: whether directions are scaled to length 1.
     """
 

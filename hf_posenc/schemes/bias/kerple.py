@@ -15,18 +15,18 @@ from hf_posenc.schemes.projection import projected
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import check_boolean, check_choice, check_number
 
-#: Up to this exponent `-|d|**p` is conditionally positive definite, which the paper builds on.
+#: Up to this exponent `-|d|**p` is conditionally positive definite, which the paper requires.
 LARGEST_EXPONENT = 2.0
 
 
 class KerpleBias(DistanceBias):
-    """`-r1 * log(1 + r2 * |distance|)` or `-r1 * |distance| ** r2`, with both numbers learned per head.
+    """`-r1 * log(1 + r2 * |distance|)` or `-r1 * |distance| ** r2`, with both parameters learned per head.
 
     Args:
         num_heads: number of query heads.
         variant: "log" or "power".
-        exponent: of the power, or `None` to learn it.
-        minimum: below which the numbers are read as this.
+        exponent: fixed exponent of the power form, or `None` to learn it.
+        minimum: lower bound to which the parameters are clamped.
     """
 
     no_weight_decay = frozenset({"r1", "r2"})
@@ -43,7 +43,7 @@ class KerpleBias(DistanceBias):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws what stands outside the logarithm and the exponent from U(0, 2), the two others from U(0, 1)."""
+        """Draws the log form's factor and the exponent from U(0, 2), and the other two parameters from U(0, 1)."""
         first, second = (2.0, 1.0) if self.variant == "log" else (1.0, 2.0)
         nn.init.uniform_(self.r1, 0.0, first)
         if self.r2 is not None:
@@ -72,19 +72,19 @@ class KerpleConfig(SchemeConfig):
         log:    bias(d) = -r1 * log(1 + r2 * |d|)     r1, r2 > 0
         power:  bias(d) = -r1 * |d| ** r2             r1 > 0, 0 < r2 <= 2
 
-    `r1` and `r2` have shape `(heads,)`. The bias looks both ways alike, so encoders can use it as it is.
+    `r1` and `r2` have shape `(heads,)`. The bias is symmetric, so encoders can use it too.
 
-    The paper bounds the numbers only by those inequalities; the released code also decides the rest, and is followed:
-    both are clamped to at least `minimum` (the exponent to at most 2) before use, start from `r1 ~ U(0, 2)` and
-    `r2 ~ U(0, 1)` in the log form and from `r1 ~ U(0, 1)` and `r2 ~ U(0, 2)` in the power form, are shared by all
-    layers, and are trained without weight decay. Where that code overwrites a parameter that left its range, here the
-    parameter is kept, read as the nearest value in range, and receives gradients that lead back into it only.
+    The paper only gives these inequalities. The other details follow the released code: both parameters are clamped to
+    at least `minimum` (the exponent to at most 2) before use, start from `r1 ~ U(0, 2)` and `r2 ~ U(0, 1)` in the log
+    form and from `r1 ~ U(0, 1)` and `r2 ~ U(0, 2)` in the power form, are shared by all layers, and are trained without
+    weight decay. The released code overwrites a parameter that leaves its range. Here the parameter is kept, clamped
+    when it is used, and receives only gradients that lead back into the range.
 
     Args:
         variant: "log" (the better one in the paper) or "power".
         exponent: fixes `r2` of the power form instead of learning it; 1.0 is ALiBi with learned slopes.
-        minimum: the least that `r1` and `r2` are read as; ALiBi's flattest slope, 1 / 256, is below the default.
-        shared: one pair of numbers per head for all layers; `False` gives every layer its own.
+        minimum: lower bound of `r1` and `r2`. ALiBi's smallest slope, 1 / 256, is below the default.
+        shared: whether all layers share one pair of parameters per head; with `False` every layer has its own.
     """
 
     name: ClassVar[str] = "kerple"
@@ -102,12 +102,12 @@ class KerpleConfig(SchemeConfig):
         if self.exponent is not None and self.variant != "power":
             raise ValueError(
                 f"KerpleConfig.exponent is {self.exponent}, but variant {self.variant!r} has no exponent. "
-                "Use variant='power', or leave exponent out."
+                "Use variant='power', or omit exponent."
             )
 
     @property
     def per_layer(self) -> bool:  # type: ignore[override]
-        """Whether every layer owns its numbers."""
+        """Whether every layer has its own parameters."""
         return not self.shared
 
     def build(self, context: BuildContext) -> SchemeParts:

@@ -19,12 +19,12 @@ from hf_posenc.schemes.validation import check_integer
 
 
 class LowRankRelativeBias(PairwiseBias):
-    """Every query token mixes a few learned profiles of bias over distance.
+    """A bias by distance that every query token mixes from a few learned profiles.
 
     Args:
         num_heads: number of query heads.
-        hidden_size: width of what the layer projects its queries and keys from.
-        rank: number of profiles, at most the width of the hidden states: more could be expressed by fewer.
+        hidden_size: width of the layer's input.
+        rank: number of profiles, at most the width of the hidden states; more would be redundant.
         window: length of a profile.
         initializer_range: standard deviation of new entries.
     """
@@ -49,15 +49,15 @@ class LowRankRelativeBias(PairwiseBias):
         """Returns `(batch, heads, query_len, key_len)` in float32.
 
         Raises:
-            ValueError: without hidden states, or for real positions.
+            ValueError: if hidden states are missing, or positions are not integers.
         """
         if pairs.hidden_states is None:
             raise ValueError(
-                "low_rank_relative mixes its profiles by the hidden states that queries are projected from, but this "
-                "layer gives none. Use a scheme that reads queries, such as 'shaw'."
+                "low_rank_relative mixes its profiles with the layer's hidden states, but this layer does not "
+                "provide them. Use a scheme that reads queries, such as 'shaw'."
             )
         steps_back = -pairs.distance
-        check_whole_distances(steps_back, "low_rank_relative", "Use a map to whole positions.")
+        check_whole_distances(steps_back, "low_rank_relative", "Use integer positions.")
         mixture = nn.functional.linear(pairs.hidden_states.float(), self.projection.float())
         mixture = mixture.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         window = self.profiles.shape[-1]
@@ -78,12 +78,12 @@ class LowRankRelativeConfig(SchemeConfig):
 
     `W` (`projection`) is `(heads * rank, hidden)` and `P` (`profiles`) is `(rank, window)`, shared by the heads; both
     are learned per layer. There is no paper: the formula is that of `InklingRelativeLogits`. Inkling multiplies queries
-    and keys by `1 / head_dim` after normalising them; the bias is added as it is. Its layers with a sliding window take
-    that window; its logarithmic temperature is another mechanism. Causal models only.
+    and keys by `1 / head_dim` after normalising them; the bias is added without a factor. Its sliding-window layers use
+    that window. Its logarithmic temperature is a separate mechanism. Causal models only.
 
     Args:
-        rank: number of profiles, at most the width of the hidden states: more could be expressed by fewer.
-        window: in tokens, how far back the bias reaches, at most 2**16.
+        rank: number of profiles, at most the width of the hidden states; more would be redundant.
+        window: number of tokens that the bias reaches back, at most 2**16.
     """
 
     name: ClassVar[str] = "low_rank_relative"
@@ -105,14 +105,15 @@ class LowRankRelativeConfig(SchemeConfig):
         """
         if not context.causal:
             raise UnsupportedError(
-                "low_rank_relative has profiles for earlier keys only and would leave the later ones of this "
-                "bidirectional model without positions. Use 'shaw' or 'transformer_xl'."
+                "low_rank_relative has profiles for earlier keys only, but this model is bidirectional: its later "
+                "keys would have no positions. Use 'shaw' or 'transformer_xl'."
             )
         input_size = context.layer_input_size or context.hidden_size
         if self.rank > input_size:
             raise ValueError(
-                f"LowRankRelativeConfig.rank is {self.rank}, but profiles are mixed by hidden states of {input_size} "
-                f"components, so that no more than {input_size} profiles can differ. Use rank={input_size} or less."
+                f"LowRankRelativeConfig.rank is {self.rank}, but the hidden states that mix the profiles have "
+                f"{input_size} components, so at most {input_size} profiles can be independent. Use rank={input_size} "
+                "or less."
             )
         return SchemeParts(
             logit_bias=LowRankRelativeBias(

@@ -1,4 +1,4 @@
-"""Products of a query with a vector that depends on the distance to a key, without one vector per pair."""
+"""Products of queries with vectors that depend on the distance to a key, without storing a vector per pair."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from torch import Tensor
 
 from hf_posenc.schemes.constants import DeviceConstant
 
-#: From here on `(1 - u**2) * exp(-u**2 / 2)` is smaller than 2e-9: nothing in float32 beside its peak of 1.
+#: For larger `u`, `(1 - u**2) * exp(-u**2 / 2)` is below 2e-9, which is negligible in float32 compared with its peak of
+#: 1.
 RICKER_SUPPORT = 7.0
 
 
 def check_whole_distances(distance: Tensor, owner: str, remedy: str) -> None:
-    """Refuses distances that are real numbers: a position map, or the caller's position_ids, may hold such.
+    """Raises if distances are not integers, which happens with some position maps or `position_ids`.
 
     Raises:
-        ValueError: naming the scheme, the dtype found and the remedy.
+        ValueError: with the scheme, the dtype found and the remedy.
     """
     if distance.is_floating_point():
         raise ValueError(
-            f"{owner} looks distances up in a table of whole numbers, but these positions are real numbers "
-            f"({distance.dtype}): a position map made them, or position_ids. {remedy}"
+            f"{owner} looks up integer distances in a table, but these positions are floating-point "
+            f"({distance.dtype}), from a position map or from position_ids. {remedy}"
         )
 
 
 def select_rows(products: Tensor, rows: Tensor) -> Tensor:
-    """Picks, for every pair, the product of its query with the vector of its distance.
+    """Selects, for every pair, the product of the query with the vector of the pair's distance.
 
     Args:
         products: `(batch, heads, query_len, rows)`, each query times every row of a table.
@@ -46,13 +47,14 @@ def select_rows(products: Tensor, rows: Tensor) -> Tensor:
 
 
 def leading_keys_of_one_row(rows: Tensor) -> int:
-    """How many keys from the first on share one row of a clipped table, for all queries: those that are far from all.
+    """Returns how many leading keys share one row of a clipped table for all queries, because they are far from all of
+    them.
 
     Args:
         rows: `(batch or 1, query_len, key_len)` int64.
     """
     if torch.compiler.is_compiling() or rows.device.type != "cpu" or rows.numel() == 0:
-        # The answer is a number that a graph cannot hold, and that an accelerator would have to be waited for.
+        # The result is a Python number, which breaks a compiled graph and requires a device synchronization.
         return 0
     others = (rows != rows[0, 0, 0]).any(1).any(0).nonzero()
     return int(others[0]) if len(others) else rows.shape[-1]
@@ -71,7 +73,8 @@ def sinusoidal_vectors(positions: Tensor, frequencies: DeviceConstant) -> Tensor
         positions: or distances, whole or real.
         frequencies: of `turn_frequencies`.
     """
-    # Whole turns are dropped in float64, which the mps device lacks: float32 angles are off by 1e-4 at position 4096.
+    # Full turns are removed in float64 (which the mps device lacks), because float32 angles are off by 1e-4 at position
+    # 4096.
     where = torch.device("cpu") if positions.device.type == "mps" else positions.device
     turns = positions.to(where).unsqueeze(-1).double() * frequencies.on(where)
     angles = ((turns - turns.round()).float() * (2 * math.pi)).to(positions.device)
@@ -83,9 +86,10 @@ def sinusoidal_products(
 ) -> Tensor:
     """`query . sinusoid(key position - query position)` of all pairs, by the addition theorems.
 
-    The sinusoid of a difference is that of the key, turned by the position of the query; so each query is turned back
-    once and meets the plain sinusoids of the keys. This holds for positions with gaps and for real ones. Both are
-    counted from the first key, so that what comes later in a sequence changes nothing, and a shift of all neither.
+    The sinusoid of a difference is the sinusoid of the key, rotated by the position of the query. So each query is
+    rotated back once and multiplied with the unrotated sinusoids of the keys. This also holds for positions with gaps
+    and for real positions. Positions are counted from the first key, so that neither later tokens nor a shift of all
+    positions change the result.
 
     Args:
         query: `(batch, heads, query_len, width)` float32; components as in `sinusoidal_vectors`.

@@ -1,4 +1,4 @@
-"""What is left of sinusoidal vectors when only their products with each other are kept (Sandwich)."""
+"""The bias that keeps only the inner products of sinusoidal vectors (Sandwich)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class SandwichBias(DistanceBias):
 
     Args:
         num_heads: number of query heads.
-        width: of the sinusoidal vectors, twice the number of cosines.
-        base: of their frequencies.
+        width: width of the sinusoidal vectors, twice the number of cosines.
+        base: base of their frequencies.
     """
 
     def __init__(self, num_heads: int, width: int, base: float) -> None:
@@ -34,7 +34,7 @@ class SandwichBias(DistanceBias):
 
     def forward(self, distance: Tensor) -> Tensor:
         """Returns `(heads, *distance.shape)` in float32."""
-        # In float64, where there is one: a float32 angle is off by 1e-4 after a thousand turns.
+        # Uses float64 if the device supports it: a float32 angle is off by 1e-4 after a thousand turns.
         where = torch.device("cpu") if distance.device.type == "mps" else distance.device
         angles = distance.abs().to(where).unsqueeze(-1).double() * self._frequencies.on(where)
         product = angles.cos().sum(-1).float().to(distance.device)
@@ -44,15 +44,15 @@ class SandwichBias(DistanceBias):
 @register_scheme
 @dataclass(frozen=True)
 class SandwichConfig(SchemeConfig):
-    """The product of two sinusoidal vectors, without the content they were added to (Sandwich, arXiv:2212.10356).
+    """The product of two sinusoidal vectors as a bias, without the token content (Sandwich, arXiv:2212.10356).
 
     For query i and key j of head h = 1 .. heads, with `PE` the sinusoidal vectors of `width` components::
 
         bias(i, j) = heads / (8h) * PE(i) . PE(j)
                    = heads / (8h) * (sum over n < width / 2 of cos((i - j) * base ** (-2n / width)))
 
-    Factors, width and base are those of the paper's appendix E. Nothing is learned. The bias falls with distance at
-    first and then swings around low values. It is symmetric, so encoders can have it.
+    Factors, width and base follow the paper's appendix E. Nothing is learned. The bias first falls with distance and
+    then oscillates around low values. It is symmetric, so encoders can use it.
 
     Args:
         width: components of the vectors, even, at most 4096; 128 in the paper.
@@ -69,7 +69,8 @@ class SandwichConfig(SchemeConfig):
         check_base(self, "base")
         if self.width % 2:
             raise ValueError(
-                f"SandwichConfig.width is {self.width}; expected an even number: a sine beside each cosine."
+                f"SandwichConfig.width is {self.width}; expected an even number, because each cosine is paired with a "
+                "sine."
             )
 
     def build(self, context: BuildContext) -> SchemeParts:

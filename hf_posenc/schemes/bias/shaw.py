@@ -28,14 +28,14 @@ DEFAULT_MAX_DISTANCE = 16
 
 
 class ShawBias(PairwiseBias):
-    """Each query times a learned vector per clipped distance.
+    """The product of each query with a learned vector per clipped distance.
 
     Args:
         num_heads: number of query heads.
         head_dim: width of a query.
-        behind: the largest distance told apart among earlier keys.
-        ahead: the same among later keys.
-        per_head: one table per query head instead of one for all.
+        behind: the clipping distance of earlier keys.
+        ahead: the clipping distance of later keys.
+        per_head: whether every query head has its own table.
         initializer_range: standard deviation of new entries.
     """
 
@@ -63,18 +63,18 @@ class ShawBias(PairwiseBias):
         """Returns `(batch, heads, query_len, key_len)` in float32.
 
         Raises:
-            ValueError: for real positions.
+            ValueError: for positions that are not integers.
         """
         distance = pairs.distance
         check_whole_distances(
-            distance, "The learned table of shaw", "Use a map to whole positions, or ShawConfig(table='sinusoidal')."
+            distance, "The learned table of shaw", "Use integer positions, or ShawConfig(table='sinusoidal')."
         )
         products = pairs.query.float() @ self.weight.float().transpose(-1, -2)
         return select_rows(products, distance.clamp(-self.behind, self.ahead) + self.behind) * pairs.scaling
 
 
 class SinusoidalShawBias(PairwiseBias):
-    """Each query times the fixed sinusoid of the distance, unclipped.
+    """The product of each query with the fixed sinusoid of the distance, without clipping.
 
     Args:
         head_dim: width of a query.
@@ -97,27 +97,27 @@ class SinusoidalShawBias(PairwiseBias):
 @register_scheme
 @dataclass(frozen=True)
 class ShawConfig(SchemeConfig):
-    """A vector per clipped distance that every query is multiplied with (Shaw, arXiv:1803.02155, eq. 4, section 3.2).
+    """Multiplies every query with a vector per clipped distance (Shaw, arXiv:1803.02155, eq. 4, section 3.2).
 
     With `scaling` the layer's own factor (`head_dim ** -0.5` in the paper) and position i of the query, j of the key::
 
         bias(i, j) = scaling * q_i . a[clip(j - i, -max_distance, max_distance)]
 
-    `a` is `(2 * max_distance + 1, head_dim)`, shared by the heads of a layer and owned by each layer.
+    `a` is `(2 * max_distance + 1, head_dim)`, shared by the heads of a layer; every layer has its own.
 
-    The paper also adds a vector per distance to the values (eq. 3). That term changes the outputs of attention and not
-    its logits, and is left out; the paper's own ablation (table 3) finds the term of the keys alone as good as both.
+    The paper also adds a vector per distance to the values (eq. 3). That term changes the outputs of attention but not
+    its logits, and is omitted. In the paper's ablation (table 3) the key term alone is as good as both.
 
-    Two fixed tables without clipping stand in for the learned one: "sinusoidal" is `[sin(d w), cos(d w)]` of
-    `d = j - i` with the frequencies `w_m = 10000 ** (-2 m / head_dim)`, and "wavelet" is `WaveletConfig()`.
+    Two fixed tables without clipping can replace the learned table: "sinusoidal" is `[sin(d w), cos(d w)]` of `d = j -
+    i` with the frequencies `w_m = 10000 ** (-2 m / head_dim)`, and "wavelet" is `WaveletConfig()`.
 
     Args:
         table: "learned", "sinusoidal" or "wavelet".
-        max_distance: the distance in tokens from which on keys share one vector; `None` is 16, as for the paper's base
-            model, and 2**16 the most. Of the learned table only.
-        max_distance_ahead: the same for later keys, where it differs; `None` takes `max_distance`. Wav2Vec2-BERT has
-            64 behind and 8 ahead. Of the learned table in bidirectional models only.
-        per_head: a learned table of its own for every query head.
+        max_distance: the distance in tokens from which on keys share one vector, at most 2**16; `None` is 16, as in the
+            paper's base model. Learned table only.
+        max_distance_ahead: `max_distance` for later keys; `None` takes `max_distance`. Wav2Vec2-BERT has 64 behind and
+            8 ahead. Learned table in bidirectional models only.
+        per_head: whether every query head has its own learned table.
     """
 
     name: ClassVar[str] = "shaw"
@@ -138,30 +138,30 @@ class ShawConfig(SchemeConfig):
                 value = getattr(self, option)
                 if value is not None and value is not False:
                     raise ValueError(
-                        f"ShawConfig.{option} is {value!r}, which shapes a learned table, but "
-                        f"ShawConfig.table is {self.table!r}, a fixed function of any distance. Leave it out."
+                        f"ShawConfig.{option} is {value!r}, which applies to a learned table, but ShawConfig.table is "
+                        f"{self.table!r}, a fixed function of the distance. Omit {option}."
                     )
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds a logit bias.
 
         Raises:
-            ValueError: if a fixed table does not fit the width of a head, or if later keys have a distance of their own
-                in a causal model.
+            ValueError: if a fixed table does not fit the width of a head, or if `max_distance_ahead` is given in a
+                causal model.
         """
         if self.table == "wavelet":
             return WaveletConfig().build(context)
         if self.table == "sinusoidal":
             if context.head_dim % 2:
                 raise ValueError(
-                    f"ShawConfig.table is 'sinusoidal', which fills heads with pairs of a sine and a cosine, but a "
-                    f"head here has the odd width {context.head_dim}. Use table='learned'."
+                    "ShawConfig.table is 'sinusoidal', which needs pairs of a sine and a cosine, but the heads have "
+                    f"the odd width {context.head_dim}. Use table='learned'."
                 )
             return SchemeParts(logit_bias=SinusoidalShawBias(context.head_dim))
         if context.causal and self.max_distance_ahead is not None:
             raise ValueError(
-                f"ShawConfig.max_distance_ahead is {self.max_distance_ahead}, which shapes the table for later keys, "
-                "but this causal model never attends to them. Leave it out."
+                f"ShawConfig.max_distance_ahead is {self.max_distance_ahead}, which applies to later keys, but this "
+                "causal model does not attend to them. Omit it."
             )
         behind = DEFAULT_MAX_DISTANCE if self.max_distance is None else self.max_distance
         ahead = behind if self.max_distance_ahead is None else self.max_distance_ahead

@@ -20,15 +20,15 @@ from hf_posenc.schemes.validation import check_boolean, check_choice, check_inte
 def relative_position_bucket(distance: Tensor, num_buckets: int, max_distance: int, bidirectional: bool) -> Tensor:
     """T5's bucket of a distance (arXiv:1910.10683, section 2.1).
 
-    Half of the buckets hold one distance each, the other half grow logarithmically up to `max_distance`, and the last
-    one holds all that is farther. Bidirectionally, keys after the query have buckets of their own; otherwise they
-    share bucket 0 with distance 0.
+    Half of the buckets hold one distance each. The other half grow logarithmically up to `max_distance`, and the last
+    one holds all larger distances. If bidirectional, keys after the query have separate buckets; otherwise they share
+    bucket 0 with distance 0.
 
     Args:
         distance: key position minus query position, int64 of any shape.
         num_buckets: number of buckets.
         max_distance: the distance from which on all keys share one bucket.
-        bidirectional: whether the two directions are told apart.
+        bidirectional: whether the two directions have separate buckets.
 
     Returns:
         int64 of the same shape, in `[0, num_buckets)`.
@@ -41,7 +41,7 @@ def relative_position_bucket(distance: Tensor, num_buckets: int, max_distance: i
         first = torch.zeros_like(distance)
         steps = (-distance).clamp(min=0)
     exact = num_buckets // 2
-    # float32 and this order of operations decide on which side of a bucket's edge a distance falls.
+    # float32 and this order of operations are needed for distances at the edge of a bucket to match T5.
     growth = torch.log(steps.clamp(min=1).float() / exact) / math.log(max_distance / exact) * (num_buckets - exact)
     logarithmic = (exact + growth.long()).clamp(max=num_buckets - 1)
     return first + torch.where(steps < exact, steps, logarithmic)
@@ -54,7 +54,7 @@ class T5Bias(DistanceBias):
         num_heads: number of query heads.
         num_buckets: number of buckets.
         max_distance: the distance from which on all keys share one bucket.
-        bidirectional: whether the two directions are told apart.
+        bidirectional: whether the two directions have separate buckets.
         initializer_range: standard deviation of new entries.
     """
 
@@ -79,7 +79,7 @@ class T5Bias(DistanceBias):
         """Returns `(heads, *distance.shape)` in float32.
 
         Raises:
-            ValueError: for distances that are not whole.
+            ValueError: for distances that are not integers.
         """
         whole_positions(distance, "t5")
         bucket = relative_position_bucket(distance, self.num_buckets, self.max_distance, self.bidirectional)
@@ -105,16 +105,16 @@ class T5Config(SchemeConfig):
         bucket(x)  = x                                                               for x < n / 2
                    = n / 2 + floor(log(2x / n) / log(2 * max_distance / n) * n / 2)  up to n - 1, beyond
 
-    A causal model has all buckets for the past; a bidirectional one has half of them for later keys. T5 itself does
-    not divide its logits by `sqrt(head_dim)`; patched models keep the factor of their architecture. New entries are
-    drawn as small as the model's own weights; T5 itself draws them larger, see `initialization`.
+    A causal model uses all buckets for the past; a bidirectional model uses half of them for later keys. T5 itself does
+    not divide its logits by `sqrt(head_dim)`; patched models keep the factor of their architecture. New entries have
+    the standard deviation of the model's own weights; T5 uses a larger one, see `initialization`.
 
     Args:
-        num_buckets: number of buckets, at most 2**16; even where directions are told apart.
+        num_buckets: number of buckets, at most 2**16; must be even if directions have separate buckets.
         max_distance: the distance in tokens from which on all keys share one bucket.
-        bidirectional: whether keys before and after the query have different buckets; `None` takes it where the model
-            itself is bidirectional, which `False` does not fit.
-        shared: one table for all layers, as in T5; `False` gives every layer its own, as in UMT5.
+        bidirectional: whether keys before and after the query have different buckets. `None` follows the model; `False`
+            is not possible in a bidirectional model.
+        shared: whether all layers share one table, as in T5; with `False` every layer has its own, as in UMT5.
         initialization: standard deviation of a new table: "model" takes the `initializer_range` of the model's config,
             "t5" takes `hidden_size ** -0.5` as T5 does (0.04 to 0.09 for hidden sizes of 512 and 128).
     """
@@ -138,7 +138,7 @@ class T5Config(SchemeConfig):
 
     @property
     def per_layer(self) -> bool:  # type: ignore[override]
-        """Whether every layer owns its table."""
+        """Whether every layer has its own table."""
         return not self.shared
 
     def build(self, context: BuildContext) -> SchemeParts:
@@ -146,12 +146,12 @@ class T5Config(SchemeConfig):
 
         Raises:
             UnsupportedError: if a bidirectional model gets buckets for earlier keys only.
-            ValueError: if the buckets do not work out for the directions of this model.
+            ValueError: if the numbers of buckets and distances do not fit the directions of this model.
         """
         if self.bidirectional is False and not context.causal:
             raise UnsupportedError(
-                "T5Config.bidirectional is False, which puts all later keys into the bucket of distance 0, and this "
-                "bidirectional model attends to them. Leave it out, or give True."
+                "T5Config.bidirectional is False, which puts all later keys into the bucket of distance 0, but this "
+                "model is bidirectional and attends to them. Omit it, or give True."
             )
         bidirectional = self.bidirectional if self.bidirectional is not None else not context.causal
         self._check_buckets(bidirectional)

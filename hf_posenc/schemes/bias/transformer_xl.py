@@ -25,13 +25,13 @@ from hf_posenc.schemes.validation import check_base, check_integer
 
 
 class TransformerXLBias(PairwiseBias):
-    """A learned query for the keys, and projected sinusoids of the distance for query plus another learned one.
+    """Transformer-XL's bias: learned content and position biases, and projected sinusoids of the distance.
 
     Args:
         num_heads: number of query heads.
         head_dim: width of a query.
         hidden_size: width of the sinusoids.
-        base: of their frequencies.
+        base: base of their frequencies.
         clamp_length: the distance from which on keys share one sinusoid, or `None`.
         initializer_range: standard deviation of new entries.
     """
@@ -68,7 +68,7 @@ class TransformerXLBias(PairwiseBias):
         """Returns `(batch, heads, query_len, key_len)` in float32.
 
         Raises:
-            ValueError: for real positions, if distances are clamped.
+            ValueError: for positions that are not integers, if distances are clamped.
         """
         by_key = self.content_bias.float().unsqueeze(-2) @ pairs.expanded_key.float().transpose(-1, -2)
         query = pairs.query.float() + self.position_bias.float().unsqueeze(-2)
@@ -91,7 +91,7 @@ class TransformerXLBias(PairwiseBias):
     ) -> Tensor:
         distance = -pairs.distance
         check_whole_distances(
-            distance, "transformer_xl with a clamp_length", "Use a map to whole positions, or clamp_length=None."
+            distance, "transformer_xl with a clamp_length", "Use integer positions, or clamp_length=None."
         )
         rows = torch.arange(-clamp_length, clamp_length + 1, device=query.device)
         table = projection @ sinusoidal_vectors(rows, self._frequencies).transpose(0, 1)
@@ -101,7 +101,7 @@ class TransformerXLBias(PairwiseBias):
 @register_scheme
 @dataclass(frozen=True)
 class TransformerXLConfig(SchemeConfig):
-    """Queries meet projected sinusoids of the distance (Transformer-XL, arXiv:1901.02860, section 3.3).
+    """Multiplies queries with projected sinusoids of the distance (Transformer-XL, arXiv:1901.02860, section 3.3).
 
     With `scaling` the layer's own factor (`head_dim ** -0.5` in the paper) and position i of the query, j of the key,
     the terms (b), (c) and (d) of the paper's reparameterised attention; (a) is the layer's own `q_i . k_j`::
@@ -109,21 +109,21 @@ class TransformerXLConfig(SchemeConfig):
         bias(i, j) = scaling * (u . k_j + (q_i + v) . W_R R[i - j])
         R[d]       = [sin(d w_0), ..., cos(d w_0), ...],    w_m = base ** (-2 m / hidden)
 
-    `u` (`content_bias`) and `v` (`position_bias`) are `(heads, head_dim)`, `W_R` (`position_projection`) is
-    `(heads * head_dim, hidden)`; all are learned and belong to one layer. The official code shares `u` and `v` among
-    layers unless `untie_r` is set, which its published TensorFlow models do, as do XLNet and the Conformers. Those
-    interleave sines and cosines in the Conformers, which only permutes the columns of `W_R`. In bidirectional models
-    the distance keeps its sign, as in XLNet.
+    `u` (`content_bias`) and `v` (`position_bias`) are `(heads, head_dim)`, `W_R` (`position_projection`) is `(heads *
+    head_dim, hidden)`. All are learned per layer. The official code shares `u` and `v` among layers unless `untie_r` is
+    set; its published TensorFlow models, XLNet and the Conformers do not share them. The Conformers interleave sines
+    and cosines, which only permutes the columns of `W_R`. In bidirectional models the distance keeps its sign, as in
+    XLNet.
 
-    Without a clamp a query is carried into all `hidden` components of the sinusoids, at `heads` times the memory of the
-    hidden states and `hidden / head_dim` times the cost of `q . k`. This is the same sum for any positions: whole turns
-    are taken off every angle in float64, so that sines and cosines are right to 1e-6 up to a million tokens, and the
-    bias of a pair does not depend on what comes later.
+    Without a clamp, each query is projected to all `hidden` components of the sinusoids, which needs `heads` times the
+    memory of the hidden states and `hidden / head_dim` times the cost of `q . k`. This works for any positions. Full
+    turns are removed from every angle in float64, so that sines and cosines are accurate to 1e-6 up to a million
+    tokens, and the bias of a pair does not depend on later tokens.
 
     Args:
-        base: of the frequencies.
+        base: base of the frequencies.
         clamp_length: the distance in tokens from which on keys share one sinusoid (`clamp_len` of the official code,
-            which sets it for evaluation at greater lengths), at most 2**16; `None` for no limit.
+            which sets it to evaluate longer sequences), at most 2**16; `None` for no limit.
     """
 
     name: ClassVar[str] = "transformer_xl"
@@ -144,8 +144,8 @@ class TransformerXLConfig(SchemeConfig):
         """
         if context.hidden_size % 2:
             raise ValueError(
-                "transformer_xl fills vectors as wide as the hidden states with pairs of a sine and a cosine, but "
-                f"hidden_size is {context.hidden_size}, which is odd."
+                "transformer_xl needs vectors of hidden_size with pairs of a sine and a cosine, but hidden_size is "
+                f"{context.hidden_size}, which is odd."
             )
         return SchemeParts(
             logit_bias=TransformerXLBias(

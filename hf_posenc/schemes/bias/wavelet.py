@@ -19,14 +19,14 @@ from hf_posenc.schemes.validation import check_integer
 
 
 class WaveletBias(PairwiseBias):
-    """Each query times the values that a family of Ricker wavelets takes at the distance.
+    """The product of each query with the values of Ricker wavelets at the distance.
 
-    Beyond `RICKER_SUPPORT` times the largest scale all of them vanish, so the distances up to there are one table of
-    bounded size, whatever the positions.
+    Beyond `RICKER_SUPPORT` times the largest scale all wavelets vanish, so a table of bounded size covers all
+    distances.
 
     Args:
-        scales: of each dimension of a head.
-        shifts: of each dimension of a head, in tokens.
+        scales: scale of each dimension of a head.
+        shifts: shift of each dimension of a head, in tokens.
     """
 
     whole_heads = False
@@ -36,7 +36,7 @@ class WaveletBias(PairwiseBias):
     def __init__(self, scales: list[float], shifts: list[float]) -> None:
         super().__init__()
         reach = math.ceil(RICKER_SUPPORT * max(scales))
-        # The outermost rows are nil already, so clipping distances to them is exact.
+        # The outermost rows are already zero, so clipping distances to them is exact.
         self.first = -reach
         self.last = reach + math.ceil(max(shifts))
         family = torch.tensor([scales, shifts], dtype=torch.float32, device="cpu")
@@ -54,7 +54,7 @@ class WaveletBias(PairwiseBias):
         return select_rows(products, distance.clamp(self.first, self.last) - self.first)
 
     def _at_real_distances(self, query: Tensor, distance: Tensor) -> Tensor:
-        """One wavelet after the other, so that a vector per pair never exists."""
+        """Evaluates one wavelet at a time, to avoid storing a vector per pair."""
         scales, shifts = self._family.on(query.device)
         total = query.new_zeros(*query.shape[:-1], distance.shape[-1])
         for component in range(query.shape[-1]):
@@ -67,7 +67,8 @@ class WaveletBias(PairwiseBias):
 @register_scheme
 @dataclass(frozen=True)
 class WaveletConfig(SchemeConfig):
-    """Relative positions as the values of Ricker wavelets of several scales and shifts (arXiv:2502.02004, section 4).
+    """Multiplies queries with Ricker wavelets of the distance, at several scales and shifts (arXiv:2502.02004, section
+    4).
 
     With `scaling` the layer's own factor (`head_dim ** -0.5` in the paper) and position i of the query, j of the key::
 
@@ -75,15 +76,14 @@ class WaveletConfig(SchemeConfig):
         psi_c(d)   = (1 - u**2) * exp(-u**2 / 2),    u = (d - b_c) / a_c
 
     It is Shaw's bias (eq. 4 of arXiv:1803.02155) with a fixed table that needs no clipping; nothing is learned. The
-    dimensions of a head hold all pairs of a scale `a = 2**0, 2**1, ..., 2**(num_scales - 1)` and a shift
-    `b = 0, 1, ..., head_dim / num_scales - 1`: dimension c has scale number `c // (head_dim / num_scales)` and shift
-    `c % (head_dim / num_scales)`. With positive shifts a wavelet is centred on a key in the past. No official code is
-    known; another order of the dimensions only permutes those of the query projection.
+    dimensions of a head hold all pairs of a scale `a = 2**0, 2**1, ..., 2**(num_scales - 1)` and a shift `b = 0, 1,
+    ..., head_dim / num_scales - 1`: dimension c has scale number `c // (head_dim / num_scales)` and shift `c %
+    (head_dim / num_scales)`. With a positive shift, a wavelet is centred on an earlier key. No official code is known.
+    Another order of the dimensions would only permute those of the query projection.
 
     Args:
-        num_scales: how many scales there are; has to divide the width of a head. 8 is the paper's for heads of 128
-            dimensions, which leaves 16 shifts. At most 12: the table of distances is 14 times as long as the largest
-            scale is wide.
+        num_scales: number of scales; must divide the width of a head. The paper uses 8 for heads of 128 dimensions,
+            which gives 16 shifts. At most 12, because the table of distances is 14 times as long as the largest scale.
     """
 
     name: ClassVar[str] = "wavelet"
@@ -102,8 +102,8 @@ class WaveletConfig(SchemeConfig):
         num_shifts, left_over = divmod(context.head_dim, self.num_scales)
         if left_over:
             raise ValueError(
-                f"WaveletConfig.num_scales is {self.num_scales}, which does not divide the {context.head_dim} "
-                "dimensions of a head here: every scale needs the same number of shifts. Choose a divisor."
+                f"WaveletConfig.num_scales is {self.num_scales}, which does not divide the head width of "
+                f"{context.head_dim}: every scale needs the same number of shifts. Choose a divisor."
             )
         scales = [2.0**scale for scale in range(self.num_scales) for _ in range(num_shifts)]
         shifts = [float(shift) for _ in range(self.num_scales) for shift in range(num_shifts)]

@@ -1,1 +1,1 @@
-"""Other positions for a scheme: sampled, grouped, split into segments, stretched."""
+"""Maps that change the positions of a scheme: sampled, grouped, split into segments, stretched."""

@@ -1,4 +1,4 @@
-"""Positions that are moved or stretched."""
+"""Shifted and scaled positions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_posenc.schemes.validation import check_integer, check_number
 
 
 class AffineMap(PositionMap):
-    """`factor * p + offset`. Whole numbers stay whole under a whole factor.
+    """Maps `p` to `factor * p + offset`. Integers stay integers if the factor is an integer.
 
     Args:
         factor: a positive number.
@@ -31,7 +31,7 @@ class AffineMap(PositionMap):
 
     @property
     def gives_real_positions(self) -> bool:
-        """Whether the factor is not a whole number."""
+        """Whether the factor is not an integer."""
         return not isinstance(self.factor, int)
 
     def last_position(self, last: int) -> int:
@@ -39,7 +39,7 @@ class AffineMap(PositionMap):
         return math.floor(self.factor * last) + self.offset
 
     def forward(self, positions: Positions) -> Tensor:
-        """Returns `(batch or 1, length)`, int64 for whole positions and a whole factor, else float32."""
+        """Returns `(batch or 1, length)`, int64 for integer positions and an integer factor, otherwise float32."""
         ids = positions.ids if isinstance(self.factor, int) else positions.ids.float()
         return (ids * self.factor + self.offset).where(positions.ids >= 0, ids)
 
@@ -47,13 +47,13 @@ class AffineMap(PositionMap):
 @register_scheme
 @dataclass(frozen=True)
 class PositionShiftConfig(PositionMapConfig):
-    """Starts the positions of a scheme elsewhere: `p + offset` (fairseq's tables start at 2).
+    """Adds an offset to the positions of a scheme: `p + offset` (fairseq's tables start at 2).
 
     ::
 
         new_position = p + offset
 
-    Schemes that see distances only, such as `rope` and `alibi`, do not change. Padding stays padding.
+    Schemes that depend only on distances, such as `rope` and `alibi`, do not change. Padding stays padding.
 
     Args:
         inner: the scheme that gets the positions.
@@ -76,15 +76,15 @@ class PositionShiftConfig(PositionMapConfig):
 @register_scheme
 @dataclass(frozen=True)
 class PositionScaleConfig(PositionMapConfig):
-    """Stretches or squeezes the positions of a scheme (position interpolation, arXiv:2306.15595, eq. 4).
+    """Multiplies the positions of a scheme by a factor (position interpolation, arXiv:2306.15595, eq. 4).
 
     ::
 
         new_position = factor * p
 
-    The paper interpolates RoPE: `factor = 1 / s` is `RopeConfig(scaling=LinearScaling(s))`. A whole factor keeps
-    positions whole; any other makes them real numbers, which schemes of whole ones (`learned`, `binary`, `t5`, `shaw`,
-    ...) refuse.
+    The paper interpolates RoPE: `factor = 1 / s` is `RopeConfig(scaling=LinearScaling(s))`. With an integer factor,
+    positions stay integers. Any other factor gives real positions, which schemes for integer positions (`learned`,
+    `binary`, `t5`, `shaw`, ...) refuse.
 
     Args:
         inner: the scheme that gets the positions.

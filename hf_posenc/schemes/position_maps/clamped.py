@@ -1,4 +1,4 @@
-"""Positions up to a maximum."""
+"""Positions clamped to a maximum."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hf_posenc.schemes.validation import check_integer
 
 
 class ClampMap(PositionMap):
-    """`min(p, maximum)`.
+    """Maps `p` to `min(p, maximum)`.
 
     Args:
-        maximum: the last position that stays itself.
+        maximum: the greatest position after the map.
     """
 
     def __init__(self, maximum: int) -> None:
@@ -36,18 +36,18 @@ class ClampMap(PositionMap):
 @register_scheme
 @dataclass(frozen=True)
 class PositionClampConfig(PositionMapConfig):
-    """Puts all tokens past a maximum at that position (as BiPE's code does within segments, arXiv:2401.16421).
+    """Clamps positions to a maximum (as BiPE's code does within segments, arXiv:2401.16421).
 
     ::
 
         new_position = min(p, maximum)
 
-    So a learned table, or another scheme that never saw more, runs at any length; tokens past the maximum are not told
-    apart, and distances between them are 0.
+    This allows a learned table, or another scheme with a limited length, to run at any length. Tokens past the maximum
+    cannot be distinguished, and distances between them are 0.
 
     Args:
         inner: the scheme that gets the positions.
-        maximum: the last position that stays itself, in tokens from 0.
+        maximum: the greatest position after the map; positions count from 0.
     """
 
     name: ClassVar[str] = "position_clamp"

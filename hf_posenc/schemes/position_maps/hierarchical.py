@@ -1,4 +1,4 @@
-"""Two positions per token: that of its segment, and its own within the segment."""
+"""Two positions per token: the position of its segment, and its position within the segment."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.rope import RopeConfig
 from hf_posenc.schemes.validation import check_integer, check_integers
 
-#: Every one is looked for in every sequence.
+#: The cost of a forward grows with the number of separators.
 _MOST_SEPARATORS = 256
 
 
@@ -26,7 +26,7 @@ class FixedSegments(PositionMap):
     """Segments of equal length.
 
     Args:
-        length: of a segment, in tokens.
+        length: length of a segment, in tokens.
         within: whether tokens get their position within the segment instead of that of the segment.
         last: the last position within a segment; later tokens share it.
     """
@@ -38,7 +38,7 @@ class FixedSegments(PositionMap):
         self.last = last
 
     def last_position(self, last: int) -> int:
-        """Of a token within its segment, or of the segment that `last` lies in."""
+        """Returns the last position within a segment, or the position of the segment that contains `last`."""
         return min(last, self.length - 1, self.last) if self.within else last // self.length
 
     def forward(self, positions: Positions) -> Tensor:
@@ -52,8 +52,8 @@ class FixedSegments(PositionMap):
 class SeparatedSegments(PositionMap):
     """Segments that end with a separator token; a sequence, or a packed document, starts a new count.
 
-    A document starts at position 0, or where positions go back. Equal ones do not start it, as a caller or a clamp may
-    give them to neighbours.
+    A document starts at position 0, or where positions decrease. Equal positions do not start a document, because a
+    caller or a clamp may assign them to adjacent tokens.
 
     Args:
         separators: vocabulary ids.
@@ -71,7 +71,7 @@ class SeparatedSegments(PositionMap):
         self.last = last
 
     def last_position(self, last: int) -> int:
-        """`last` itself: one segment may hold all tokens, or each of them end one."""
+        """Returns `last`: one segment may contain all tokens, or every token may end a segment."""
         return min(last, self.last) if self.within else last
 
     def forward(self, positions: Positions) -> Tensor:
@@ -83,8 +83,8 @@ class SeparatedSegments(PositionMap):
         ids, tokens = positions.ids, positions.token_ids
         if tokens is None or tokens.shape[-1] != ids.shape[-1]:
             raise UnsupportedError(
-                "HierarchicalConfig.separators cuts the text at certain tokens, but the vocabulary ids of all tokens "
-                "are not known in this call. Pass input_ids instead of inputs_embeds and use_cache=False, or use "
+                "HierarchicalConfig.separators splits the text at certain tokens, but this call does not have the "
+                "vocabulary ids of all tokens. Pass input_ids instead of inputs_embeds and use_cache=False, or use "
                 "segment_length=."
             )
         ids = ids.expand(tokens.shape[0], -1)
@@ -105,13 +105,13 @@ class SeparatedSegments(PositionMap):
 
     @staticmethod
     def _previous(real: Tensor) -> Tensor:
-        """The slot of the last real token before each, -1 for none, `(batch, length)`."""
+        """Returns the slot of the last real token before each token, or -1, `(batch, length)`."""
         slots = torch.arange(real.shape[-1], device=real.device).expand_as(real)
         latest = slots.where(real, -1).cummax(-1).values
         return torch.nn.functional.pad(latest[:, :-1], (1, 0), value=-1)
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
-        """Refuses to extend any cache: how many separators it holds is not known."""
+        """Raises for any cache, because its number of separators is not known."""
         raise UnsupportedError(
             f"HierarchicalConfig.separators counts the separators before each token, and those among the "
             f"{cached_length} cached tokens are no longer known. Pass the whole sequence of {total_length} with "
@@ -122,9 +122,9 @@ class SeparatedSegments(PositionMap):
 @register_scheme
 @dataclass(frozen=True)
 class HierarchicalConfig(SchemeConfig):
-    """Encodes a token's place in its segment and that of the segment apart (BiPE, arXiv:2401.16421).
+    """Encodes the position within a segment and the position of the segment separately (BiPE, arXiv:2401.16421).
 
-    With segments of `segment_length` tokens, or ended by a separator token::
+    Segments have `segment_length` tokens, or end with a separator token::
 
         segment(p) = number of segments that ended before p
         within(p)  = p - first position of the segment of p
@@ -132,19 +132,19 @@ class HierarchicalConfig(SchemeConfig):
         x_p     += within scheme at min(within(p), max_segment_length - 1)
         logit_ij = segment scheme at positions segment(i), segment(j)
 
-    Tokens of one segment have the distance 0 to each other, and only the additive scheme tells them apart. BiPE-RoPE
-    is the default but for the additive part, which the official code learns: `within="learned"`. BiPE-ALiBi multiplies
-    ALiBi's slopes by 96 in that code: `segment=PositionScaleConfig("alibi", factor=96)`. The code ends segments at the
-    full stop and the line break; the separator belongs to the segment it ends.
+    Tokens of one segment have distance 0 for the segment scheme, and only the additive scheme distinguishes them. The
+    default is BiPE-RoPE except for the additive part, which is learned in the official code: `within="learned"`.
+    BiPE-ALiBi multiplies ALiBi's slopes by 96 in that code: `segment=PositionScaleConfig("alibi", factor=96)`. The code
+    ends segments at the full stop and the line break; the separator belongs to the segment it ends.
 
     Args:
         within: an additive scheme: a config, a name, or the dictionary of a config.
-        segment: the scheme of the segments' positions, one that maps queries and keys or adds to logits.
-        segment_length: length of a segment in tokens, in place of `separators`. There is no published one; 64 is about
+        segment: the scheme for the positions of segments; it must map queries and keys or add to logits.
+        segment_length: length of a segment in tokens, instead of `separators`. There is no published value; 64 is about
             two sentences.
-        separators: vocabulary ids of the tokens that end a segment, at most 256; they cannot extend a cache. Empty
-            for segments of equal length.
-        max_segment_length: how many positions within a segment are told apart, 1024 in the official code.
+        separators: vocabulary ids of the tokens that end a segment, at most 256. A cache cannot be extended with them.
+            Empty for segments of equal length.
+        max_segment_length: number of distinct positions within a segment, 1024 in the official code.
     """
 
     name: ClassVar[str] = "hierarchical"
@@ -164,12 +164,12 @@ class HierarchicalConfig(SchemeConfig):
         if self.separators and self.segment_length != type(self).segment_length:
             raise ValueError(
                 f"HierarchicalConfig has both separators={self.separators} and segment_length={self.segment_length}, "
-                "which say two things about where segments end; give one."
+                "which both define where segments end; give only one."
             )
 
     @property
     def per_layer(self) -> bool:  # type: ignore[override]
-        """Whether the scheme of the segments wants its own copy in every layer."""
+        """Whether the segment scheme needs its own copy in every layer."""
         return self.segment.per_layer
 
     @property
@@ -178,10 +178,10 @@ class HierarchicalConfig(SchemeConfig):
         return getattr(self.within, "invisible_under_layer_norm", False)
 
     def build(self, context: BuildContext) -> SchemeParts:
-        """Builds both schemes, each under its own map.
+        """Builds both schemes, each with its own position map.
 
         Raises:
-            ValueError: if `within` is not additive, or `segment` is, or goes by the order of tokens.
+            ValueError: if `within` is not additive, or if `segment` is additive or depends on the order of tokens.
         """
         within, segment = self.within.build(context), self.segment.build(context)
         if within.additive is None or len(list(within)) > 1:

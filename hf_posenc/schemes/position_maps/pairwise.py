@@ -1,4 +1,4 @@
-"""Other positions for far pairs only: what a rotation or a distance bias makes of them."""
+"""Position maps for far pairs only, applied to rotations and distance biases."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hf_posenc.schemes.rotary.rope import LengthDependentRotaryMap, RotaryMap
 
 @dataclass(frozen=True)
 class FarPositions:
-    """Where tokens stand for each other once they are `window` or more apart.
+    """The positions of tokens for pairs that are at least `window` apart.
 
     Args:
         window: the smallest distance, in positions, that counts as far.
@@ -30,28 +30,28 @@ class FarPositions:
 
     @property
     def gives_real_positions(self) -> bool:
-        """Whether far positions may be real numbers."""
+        """Whether far positions may be non-integers."""
         return False
 
     def query(self, ids: Tensor) -> Tensor:
-        """Where queries stand for far keys, in the shape of `ids`."""
+        """Returns the positions of queries for far keys, in the shape of `ids`."""
         raise NotImplementedError
 
     def key(self, ids: Tensor) -> Tensor:
-        """Where keys stand for far queries, in the shape of `ids`."""
+        """Returns the positions of keys for far queries, in the shape of `ids`."""
         raise NotImplementedError
 
     def are_far(self, pairs: AttentionPairs) -> Tensor:
-        """`(batch or 1, query_len, key_len)` bool: the keys at least a window before the query."""
+        """Returns whether keys are at least a window before the query, `(batch or 1, query_len, key_len)` bool."""
         return pairs.distance <= -self.window
 
 
 class FarRotation(PairwiseBias):
-    """For far pairs, the logit under a rotation by their far positions, minus the one the layer computes itself.
+    """A correction of far pairs: the logit with far positions minus the logit that the layer computes.
 
-    Queries and keys arrive, and are cached, rotated by their own positions. Rotations compose, so turning them on by
-    the difference gives those at the far positions. Both logits are computed in float32; a layer that computes its own
-    in 16 bits leaves that rounding in the far ones.
+    Queries and keys are passed, and cached, after rotation by their own positions. Rotations compose, so rotating them
+    again by the difference gives the rotation by far positions. Both logits are computed in float32. If the layer
+    computes its logits in 16 bits, that rounding error remains in far pairs.
 
     Args:
         rotation: the layer's own rotation.
@@ -79,15 +79,15 @@ class FarRotation(PairwiseBias):
         return (change * pairs.scaling).where(self.far.are_far(pairs).unsqueeze(1), 0.0)
 
     def _turn(self, heads: Tensor, steps: Tensor, pairs: AttentionPairs) -> Tensor:
-        """Rotates `(batch, heads, length, head_dim)` by further `steps` `(batch or 1, length)`."""
+        """Rotates `(batch, heads, length, head_dim)` by `steps` additional positions, `(batch or 1, length)`."""
         cosine, sine = self.rotation.phases(dataclasses.replace(pairs.keys, ids=steps, coordinates=None))
-        # Queries and keys have been multiplied with this factor already.
+        # Queries and keys already include this factor.
         factor = self.rotation.attention_scaling
         return self.rotation.rotate(heads, cosine / factor, sine / factor)
 
 
 class FarDistanceBias(PairwiseBias):
-    """A distance bias that far pairs read at the distance of their far positions.
+    """A distance bias that uses the distance of far positions for far pairs.
 
     Args:
         inner: the bias.
@@ -111,11 +111,11 @@ class FarDistanceBias(PairwiseBias):
         return bias.transpose(0, 1)
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
-        """Refuses where the bias does."""
+        """Applies the check of the bias."""
         self.inner.check_cache(cached_length, total_length)
 
     def adopt(self, native: Tensor) -> bool:
-        """Hands the native weight on."""
+        """Passes the native weight to the bias."""
         return self.inner.adopt(native)
 
 
@@ -128,7 +128,7 @@ class FarPositionsConfig(PositionMapConfig):
     """
 
     def far_positions(self) -> FarPositions:
-        """Where far tokens stand."""
+        """Returns the far positions."""
         raise NotImplementedError
 
     def build(self, context: BuildContext) -> SchemeParts:
@@ -136,14 +136,15 @@ class FarPositionsConfig(PositionMapConfig):
 
         Raises:
             UnsupportedError: in a bidirectional model.
-            ValueError: for a scheme that has neither a rotation proportional to positions nor a bias of distance, or
-                has parts that would not follow, or need whole positions where far ones are real.
+            ValueError: for a scheme that has neither a rotation proportional to positions nor a distance bias, has
+                parts that far positions cannot be applied to, or needs integer positions if far positions are not
+                integers.
         """
         owner = type(self).__name__
         if not context.causal:
             raise UnsupportedError(
-                f"{owner} says where keys in the past stand, and this bidirectional model attends to later ones too. "
-                "Use position_scale, or a RoPE scaling."
+                f"{owner} only changes positions of past keys, but this model is bidirectional and attends to later "
+                "keys too. Use position_scale, or a RoPE scaling."
             )
         parts = self.inner.build(context)
         rotation, bias = parts.query_key_map, parts.logit_bias
@@ -165,7 +166,7 @@ class FarPositionsConfig(PositionMapConfig):
 
 def _check_follows(owner: str, scheme: SchemeConfig, parts: SchemeParts) -> None:
     rotation, bias = parts.query_key_map, parts.logit_bias
-    # Subclasses may turn by something else than a multiple of the position.
+    # Subclasses may rotate by angles that are not multiples of the position.
     if rotation is not None and type(rotation) not in (RotaryMap, LengthDependentRotaryMap):
         raise ValueError(
             f"{owner}.inner is {scheme.name!r}, whose map of queries and keys cannot be turned on to other positions. "

@@ -1,4 +1,4 @@
-"""Positions drawn at random from a longer range."""
+"""Random positions from a longer range."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from hf_posenc.schemes.validation import check_choice, check_integer, whole_posi
 
 
 class RandomizedMap(PositionMap):
-    """Token `p` gets the `p`-th smallest of as many random positions as there are up to the last token's.
+    """Draws one random position for each position up to the last token's and assigns the `p`-th smallest to token `p`.
 
-    Kept in `Positions.memo` are the random numbers rather than the positions made of them: all layers and all parts of
-    one forward call of the model draw the same for the same tokens, a layer that is recomputed for its gradient too,
-    and a part that is given other positions gets a draw that fits those.
+    `Positions.memo` stores the random numbers instead of the positions computed from them. So all layers and parts in
+    one forward call of the model use the same draw for the same tokens, also in a layer that is recomputed for its
+    gradient, and a part with other positions gets a draw that fits them.
 
     Args:
-        max_position: positions are drawn below it.
-        real: whether real numbers are drawn instead of whole ones.
-        always: whether positions are drawn outside training too.
+        max_position: upper limit (exclusive) of the drawn positions.
+        real: whether real numbers are drawn instead of integers.
+        always: whether positions are also drawn outside training.
     """
 
     whole_positions = True
@@ -52,16 +52,16 @@ class RandomizedMap(PositionMap):
 
     @property
     def draws(self) -> bool:
-        """Whether positions are random now."""
+        """Whether positions are currently random."""
         return self.training or self.always
 
     @property
     def gives_real_positions(self) -> bool:
-        """Whether real numbers are drawn, now or in training."""
+        """Whether real numbers are drawn, either now or in training."""
         return self.real
 
     def last_position(self, last: int) -> int:
-        """The last one that can be drawn."""
+        """Returns the last position that can be drawn."""
         return self.max_position - 1
 
     def forward(self, positions: Positions) -> Tensor:
@@ -74,7 +74,7 @@ class RandomizedMap(PositionMap):
         return self._look_up(self.table(positions), positions.ids) if self.draws else positions.ids
 
     def renumber(self, positions: Positions) -> Positions:
-        """The same tokens at their new positions; all axes of coordinates share the draw of the positions."""
+        """Returns the same tokens with new positions. All axes of coordinates use the same draw."""
         if not self.draws:
             return positions
         table, coordinates = self.table(positions), positions.coordinates
@@ -83,7 +83,8 @@ class RandomizedMap(PositionMap):
         return dataclasses.replace(positions, ids=self._look_up(table, positions.ids), coordinates=coordinates)
 
     def table(self, positions: Positions) -> Tensor:
-        """`(batch or 1, max_position)`: the new position of each old one, drawn for the last one of each sequence.
+        """Returns the new position of each old one, `(batch or 1, max_position)`, drawn for the last position of each
+        sequence.
 
         Raises:
             SequenceLengthError: if there are more tokens than positions to draw from.
@@ -94,7 +95,7 @@ class RandomizedMap(PositionMap):
             axes = whole_positions(positions.coordinates, "randomized")
             last = torch.maximum(last, axes.amax(dim=(0, -1)).unsqueeze(-1))
         self.length_reach.check(last)
-        # By value, so that layers with copies of their own share one draw.
+        # The key compares by value, so that layers with separate copies share one draw.
         name = (RandomizedMap, self.max_position, self.real, last.shape[0])
         if name not in positions.memo:
             positions.memo[name] = torch.rand(
@@ -102,7 +103,7 @@ class RandomizedMap(PositionMap):
             )
         noise, count = positions.memo[name].to(last.device), last + 1
         order = torch.arange(self.max_position, device=noise.device)
-        # Past the tokens the table goes on in order, beyond what can be drawn.
+        # After the last token the table continues in order, beyond the range of the draw.
         beyond = self.max_position + order - count
         drawn = noise * self.max_position if self.real else noise.argsort(dim=-1)
         return drawn.where(order < count, beyond).sort(dim=-1).values
@@ -114,7 +115,7 @@ class RandomizedMap(PositionMap):
         return drawn.where(ids >= 0, ids)
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
-        """Refuses to extend any cache while positions are random: every length is a new draw."""
+        """Raises for any cache while positions are random, because every length has a new draw."""
         if self.draws:
             why = "in training mode" if self.training else "with evaluation='random'"
             remedy = "Use evaluation='identity'" if self.always else "Call model.eval()"
@@ -134,24 +135,24 @@ class RandomizedConfig(PositionMapConfig):
         S = n distinct integers drawn uniformly from 0 .. max_position - 1, in ascending order
         new_position of token p = S[p]
 
-    so that order is kept, and positions of sequences much longer than those in training have all been seen. With
+    so that the order is preserved, and the model sees the positions of much longer sequences in training. With
     `kind="float"` the `n` values are independent and uniform in `[0, max_position)` (random float sampling,
     arXiv:2602.14050). All layers share a draw, and so do queries and keys; packed documents each start at the first
-    drawn value. A batch without padding shares one draw too, as in the official code. That code draws anew in each
-    layer and, for ALiBi and relative encodings, draws the distances instead of the positions; the paper's text
-    (section 3) draws positions once, which is followed here.
+    drawn value. A batch without padding shares one draw too, as in the official code. That code makes a new draw in
+    each layer and, for ALiBi and relative encodings, draws distances instead of positions. The paper's text (section 3)
+    draws positions once, as here.
 
     `learned` needs a row for every position that can be drawn: `LearnedConfig(num_positions=2048)`. Real positions
-    do not go with schemes of whole numbers (`learned`, `binary`, `t5`, `shaw`, ...), and a draw does not go with
-    another draw.
+    cannot be used with schemes for integer positions (`learned`, `binary`, `t5`, `shaw`, ...), and `randomized` cannot
+    be nested in another `randomized`.
 
     Args:
         inner: the scheme that gets the positions.
-        max_position: `L`, positions are drawn below it; the longest sequence to be met, at most 2**20. The paper's is
-            2048.
+        max_position: `L`, the upper limit (exclusive) of the drawn positions and the maximum sequence length, at most
+            2**20. The paper uses 2048.
         kind: "integer" or "float".
-        evaluation: outside training, "identity" gives every token its own position, and caches work; "random" draws
-            as in training, as both papers' experiments do.
+        evaluation: behaviour outside training. "identity" keeps every token's own position, and caches work; "random"
+            draws as in training, as in the experiments of both papers.
     """
 
     name: ClassVar[str] = "randomized"
@@ -171,18 +172,18 @@ class RandomizedConfig(PositionMapConfig):
         return RandomizedMap(self.max_position, self.kind == "float", self.evaluation == "random")
 
     def build(self, context: BuildContext) -> SchemeParts:
-        """Builds the parts of the scheme under the map.
+        """Builds the parts of the scheme with the map.
 
         Raises:
-            ValueError: if the scheme has no parts, cannot be built here, does not go with the positions drawn, has
-                vectors for fewer of them than can be drawn, or draws positions itself.
+            ValueError: if the scheme has no parts, cannot be built here, does not support the drawn positions, has
+                fewer vectors than positions that can be drawn, or draws positions itself.
         """
         parts = super().build(context)
         for part in parts:
             if sum(isinstance(module, RandomizedMap) for module in part.modules()) > 1:
                 raise ValueError(
-                    f"RandomizedConfig.inner is {self.inner.name!r}, which draws positions itself. A draw out of drawn "
-                    "positions is one draw; use one 'randomized', with the larger max_position."
+                    f"RandomizedConfig.inner is {self.inner.name!r}, which draws positions itself. Use a single "
+                    "'randomized' with the larger max_position."
                 )
         if parts.additive is not None:
             self._check_vectors(cast("MappedEncoding", parts.additive).inner)
@@ -193,7 +194,7 @@ class RandomizedConfig(PositionMapConfig):
         if short is None:
             return
         count, last, option, enough = short
-        # Maps keep the order of positions, so that what fits for a range fits for every shorter one.
+        # Maps preserve the order of positions, so a range that fits implies that every shorter range fits.
         drawable = bisect.bisect_left(
             range(1, self.max_position), True, key=lambda limit: any(_short_tables(additive, limit - 1))
         )
@@ -207,15 +208,15 @@ class RandomizedConfig(PositionMapConfig):
 
 
 def _short_tables(additive: AdditiveEncoding, last: int) -> Iterator[tuple[int, int, str, int]]:
-    """What has no vector for the greatest position.
+    """Finds tables that have no vector for the greatest position.
 
     Args:
-        additive: an encoding.
-        last: the greatest position that it is given.
+        additive: an additive encoding.
+        last: the greatest position passed to it.
 
     Yields:
-        For how many positions a table has vectors, the greatest one it is given, the option that says how many, and
-        a value of it that fits.
+        The number of positions in the table, the greatest position passed to it, the option that sets the number, and a
+            sufficient value of that option.
     """
     if isinstance(additive, SummedEncoding):
         for part in additive.parts:

@@ -1,4 +1,4 @@
-"""Distances that stop growing (ReRoPE), or grow slowly (Leaky ReRoPE), past a window."""
+"""Distances that stop growing (ReRoPE) or grow slowly (Leaky ReRoPE) beyond a window."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_posenc.schemes.validation import check_integer, check_number
 
 @dataclass(frozen=True)
 class RectifiedPositions(FarPositions):
-    """Far tokens are a window apart, plus the rest of their distance divided by a factor.
+    """The distance of far tokens is the window plus the rest of the distance divided by a factor.
 
     Args:
         window: as in `FarPositions`.
@@ -26,11 +26,11 @@ class RectifiedPositions(FarPositions):
 
     @property
     def gives_real_positions(self) -> bool:
-        """Whether positions are divided."""
+        """Whether positions are divided by a factor."""
         return self.factor not in (None, 1)
 
     def query(self, ids: Tensor) -> Tensor:
-        """`window + (i - window) / factor`, or `window`."""
+        """Returns `window + (i - window) / factor`, or `window`."""
         if self.factor is None:
             return torch.full_like(ids, self.window)
         if self.factor == 1:
@@ -38,7 +38,7 @@ class RectifiedPositions(FarPositions):
         return self.window + (ids - self.window).float() / self.factor
 
     def key(self, ids: Tensor) -> Tensor:
-        """`j / factor`, or 0."""
+        """Returns `j / factor`, or 0."""
         if self.factor is None:
             return torch.zeros_like(ids)
         return ids if self.factor == 1 else ids.float() / self.factor
@@ -47,22 +47,22 @@ class RectifiedPositions(FarPositions):
 @register_scheme
 @dataclass(frozen=True)
 class ReRopeConfig(FarPositionsConfig):
-    """RoPE whose distances stop growing at a window (ReRoPE and Leaky ReRoPE, Jianlin Su, kexue.fm/archives/9708).
+    """RoPE with distances that stop growing at a window (ReRoPE and Leaky ReRoPE, Jianlin Su, kexue.fm/archives/9708).
 
-    The distance that query `i` and key `j <= i` have for the scheme is::
+    For query `i` and key `j <= i`, the scheme uses the distance::
 
         i - j                                if i - j < window
         window                               otherwise, with factor=None (ReRoPE)
         window + (i - j - window) / factor   otherwise (Leaky ReRoPE, where the factor is called k)
 
-    It needs no training. The rotation of far pairs is corrected by a bias, so that keys are cached as the layer
-    rotated them. The official code also multiplies queries by a logarithm of their position, which is a scheme of its
-    own to compose with (`log_n_scale`). Distance biases are rectified as well, beyond the source; `t5`, which needs
-    whole distances, only with `factor=None` or 1. `factor=1` is the scheme itself.
+    It needs no training. A bias corrects the rotation of far pairs, so the cache holds the keys as rotated by the
+    layer. The official code also multiplies queries by a logarithm of their position; compose with `log_n_scale` for
+    that. As an extension of the source, distance biases are supported too; `t5`, which needs integer distances, only
+    with `factor=None` or 1. `factor=1` gives the inner scheme.
 
     Args:
         inner: a rotation proportional to positions (`rope` with any scaling, `p_rope`), a distance bias, or both.
-        window: the smallest distance that is changed, in tokens, 512 in the official code.
+        window: the smallest distance that changes, in tokens, 512 in the official code.
         factor: at least 1, 16 in the official code of Leaky ReRoPE; `None` for ReRoPE.
     """
 
@@ -77,5 +77,5 @@ class ReRopeConfig(FarPositionsConfig):
         check_number(self, "factor", minimum=1, optional=True)
 
     def far_positions(self) -> RectifiedPositions:
-        """Where far tokens stand."""
+        """Returns the far positions."""
         return RectifiedPositions(self.window, self.factor)

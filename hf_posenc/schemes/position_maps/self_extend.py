@@ -1,4 +1,4 @@
-"""Exact positions nearby, grouped ones far away (Self-Extend)."""
+"""Exact positions for near pairs, grouped positions for far pairs (Self-Extend)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_posenc.schemes.validation import check_integer
 
 @dataclass(frozen=True)
 class GroupedPositions(FarPositions):
-    """Far positions are counted in groups, after the window.
+    """Far positions are grouped beyond the window.
 
     Args:
         window: as in `FarPositions`.
@@ -25,7 +25,7 @@ class GroupedPositions(FarPositions):
     group: int
 
     def query(self, ids: Tensor) -> Tensor:
-        """`floor(i / group) + window - floor(window / group)`."""
+        """Returns `floor(i / group) + window - floor(window / group)`."""
         return self.key(ids) + (self.window - self.window // self.group)
 
     def key(self, ids: Tensor) -> Tensor:
@@ -36,18 +36,18 @@ class GroupedPositions(FarPositions):
 @register_scheme
 @dataclass(frozen=True)
 class SelfExtendConfig(FarPositionsConfig):
-    """Groups the positions of far tokens, so that a model reads further than it was trained (arXiv:2401.01325).
+    """Groups the positions of far tokens to extend the context of a model without training (arXiv:2401.01325).
 
-    The distance that query `i` and key `j <= i` have for the scheme is::
+    For query `i` and key `j <= i`, the scheme uses the distance::
 
         i - j                                                          if i - j < window
         floor(i / group) + window - floor(window / group) - floor(j / group)   otherwise
 
-    It needs no training: with `L` positions trained, `(L - window) * group + window` tokens are in reach. The rotation
-    of far pairs is corrected by a bias, so that keys are cached as the layer rotated them. The code of the paper adds
-    the same `window - floor(window / group)`; its later version divides without rounding down, which differs where
-    `window` is no multiple of `group`. Distances are those of positions, which in the code are slots of the cache.
-    Distance biases (`alibi`, `t5`) are grouped as well, beyond the paper. `group=1` is the scheme itself.
+    It needs no training. A model trained on `L` positions can process `(L - window) * group + window` tokens. A bias
+    corrects the rotation of far pairs, so the cache holds the keys as rotated by the layer. The paper's code adds the
+    same `window - floor(window / group)`. Its later version divides without rounding down, which differs if `window` is
+    not a multiple of `group`. Distances are computed from positions; the paper's code uses cache slots. As an extension
+    of the paper, distance biases (`alibi`, `t5`) are grouped as well. `group=1` gives the inner scheme.
 
     Args:
         inner: a rotation proportional to positions (`rope` with any scaling, `p_rope`), a distance bias, or both.
@@ -66,5 +66,5 @@ class SelfExtendConfig(FarPositionsConfig):
         check_integer(self, "window", minimum=1)
 
     def far_positions(self) -> GroupedPositions:
-        """Where far tokens stand."""
+        """Returns the far positions."""
         return GroupedPositions(self.window, self.group)

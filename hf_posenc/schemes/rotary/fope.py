@@ -19,17 +19,18 @@ from hf_posenc.schemes.rotary.hope import check_floor_options, floored_inverse_f
 from hf_posenc.schemes.rotary.rope import RotaryMap, check_rotary_options, key_heads, resolve_rotary_dim
 from hf_posenc.schemes.validation import check_boolean, check_choice, check_integer, check_number
 
-#: Shares that add up to less are refused: dividing by the sum would make a pair many times longer.
+#: Smaller sums of shares are refused, because dividing by the sum would make a pair many times longer.
 SMALLEST_SUM = 0.1
 
 
 def fourier_coefficients(
     num_key_heads: int, num_turning: int, gain: float, seed: int, num_mixed: int | None = None
 ) -> Tensor:
-    """`(2, key_value_heads, num_turning, num_mixed)` float32: for cosine and sine, each pair's share of each frequency.
+    """Draws each pair's share of each frequency, for cosine and sine: `(2, key_value_heads, num_turning, num_mixed)`
+    float32.
 
-    All turning pairs are mixed by default. Drawn with Python's generator, whose `random()` gives the same numbers on
-    every machine and in every version: they are not saved, only the seed is.
+    All rotating pairs are mixed by default. Python's generator is used because `random()` gives the same numbers on
+    every machine and in every version: only the seed is saved, not the coefficients.
     """
     generator = random.Random(seed)
     num_mixed = num_turning if num_mixed is None else num_mixed
@@ -45,21 +46,21 @@ def fourier_coefficients(
 
 
 def share_sums(coefficients: Tensor) -> Tensor:
-    """`(2, heads, n, m)` -> `(2, heads, 1, m)`: what the shares of each pair add up to, its own included."""
+    """Sums the shares of each pair, including its own: `(2, heads, n, m)` -> `(2, heads, 1, m)`."""
     return 1 + coefficients.sum(dim=-2, keepdim=True)
 
 
 def normalized_shares(coefficients: Tensor) -> Tensor:
-    """`(2, heads, n, m)` of the same shape: the shares of each pair, its own included, with the sum 1."""
+    """Normalises the shares of each pair, including its own, to the sum 1; shape `(2, heads, n, m)`."""
     own = torch.eye(coefficients.shape[-1], device=coefficients.device)
     return (own + coefficients) / share_sums(coefficients)
 
 
 def released_shares(coefficients: Tensor) -> Tensor:
-    """`(2, heads, n, m)` of the same shape: the shares of each mixed pair, with 1 for its own frequency.
+    """Sets the share of each mixed pair's own frequency to 1; shape `(2, heads, n, m)`.
 
-    Of `n` frequencies, `m` pairs have every `ceil(n / m)`-th one as their own. The released code leaves a pair without
-    one where that runs out of frequencies.
+    Of `n` frequencies, the `m` pairs use every `ceil(n / m)`-th one as their own. If the frequencies run out, the
+    remaining pairs have none, as in the released code.
     """
     num_turning, num_mixed = coefficients.shape[-2:]
     own = torch.zeros(num_turning, num_mixed, device=coefficients.device)
@@ -70,15 +71,16 @@ def released_shares(coefficients: Tensor) -> Tensor:
 
 
 class FourierMap(RotaryMap):
-    """A `RotaryMap` in which the cosine and sine of turning pairs are mixed with those of the others.
+    """A `RotaryMap` in which the cosines and sines of rotating pairs are mixed with each other.
 
     Args:
-        inverse_frequencies: `(rotary_dim / 2,)` float32, the turning pairs first.
+        inverse_frequencies: `(rotary_dim / 2,)` float32, the rotating pairs first.
         layout: as in `RotaryMap`.
-        coefficients: `(2, key_value_heads, turning, mixed)` float32; the pairs' own cosine and sine come on top.
+        coefficients: `(2, key_value_heads, turning, mixed)` float32, in addition to the pairs' own cosine and sine.
         learnable: whether the coefficients are trained.
-        released: whether the shares of a pair stay as they are, and the pairs that are not mixed have a cosine and a
-            sine of 1, as in the released code; else the shares are divided by their sum, and these pairs stand still.
+        released: whether to follow the released code: shares are not normalised, and pairs that are not mixed have a
+            cosine and a sine of 1. Otherwise the shares are divided by their sum, and pairs that are not mixed do not
+            rotate.
     """
 
     whole_heads = True
@@ -102,7 +104,7 @@ class FourierMap(RotaryMap):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Sets learned coefficients back to those of the seed."""
+        """Resets learned coefficients to those of the seed."""
         if self.coefficients is not None:
             self.coefficients.copy_(self._initial_coefficients.on(self.coefficients.device))
 
@@ -135,43 +137,44 @@ def _full_precision_product(own: Tensor, mix: Tensor) -> Tensor:
 @register_scheme
 @dataclass(frozen=True)
 class FopeConfig(SchemeConfig):
-    """Pairs that turn with a Fourier series instead of one frequency (FoPE, arXiv:2412.17739, section 4, appendix B).
+    """Rotates each pair by a Fourier series instead of one frequency (FoPE, arXiv:2412.17739, section 4, appendix B).
 
-    Pairs too slow to complete a turn in training stand still, as in `hope`. Every other pair `m` of key head `h` has
-    the place of its cosine and sine taken by::
+    Pairs too slow to complete a turn in training do not rotate, as in `hope`. For every other pair `m` of key head `h`,
+    cosine and sine are replaced by::
 
         cosine[h, m](p) = (cos(w[m] * p) + sum over n of a[h, n, m] * cos(w[n] * p)) / (1 + sum over n of a[h, n, m])
         sine[h, m](p)   = (sin(w[m] * p) + sum over n of b[h, n, m] * sin(w[n] * p)) / (1 + sum over n of b[h, n, m])
 
-    over the pairs `n` that turn, with `w[m] = theta ** (-2 m / rotary_dim)` and fixed random `a` and `b`. A mixed pair
-    is no rotation: it changes norms, and logits depend a little on position beside distance. At position 0 nothing is
-    changed.
+    over the rotating pairs `n`, with `w[m] = theta ** (-2 m / rotary_dim)` and fixed random `a` and `b`. The map of a
+    mixed pair is not a rotation: it changes norms, and logits depend slightly on position as well as on distance.
+    Position 0 is not changed.
 
-    The paper says this in two ways, and `variant` chooses between them:
+    The paper and its code differ, and `variant` chooses between them:
 
     - "listing" follows the listing of appendix B, the formula above. Its division by the sum of all shares is missing
-      in the paper's equations 11 to 13. Two things differ from the listing: all turning pairs are mixed, where the
-      listing mixes at most half of the head's pairs, and stopped pairs stay as they are.
-    - "released" is what the authors' published settings run (`fourier_norm` off): nothing is divided, at most half of
-      the pairs are mixed, and every other pair has a cosine and a sine of 1 at all positions, which is a constant
-      turn by 45 degrees and a factor of 2 in its logit. At position 0 tokens are changed as well.
+      in the paper's equations 11 to 13. There are two differences from the listing: all rotating pairs are mixed (the
+      listing mixes at most half of the head's pairs), and pairs that do not rotate are not changed.
+    - "released" follows the authors' published settings (`fourier_norm` off): shares are not normalised, at most half
+      of the pairs are mixed, and all other pairs have a cosine and a sine of 1 at all positions, which is a constant
+      rotation by 45 degrees and a factor of 2 in the logit. Position 0 is changed as well.
 
     Coefficients are normal with the deviation `gain * sqrt(2 / (mixed * (turning + heads)))`, a Xavier initialisation
     of a tensor with an axis of heads; the published settings have gains of 0.3, 0.4 and 0.6 for models of 60M, 180M and
-    1.2B parameters. In both variants pairs turn as in RoPE (the authors' turn the other way, which no logit shows),
-    and the heads are the key heads: the query heads that read one share its mix, so that a query and a key at one
-    position agree. The paper also tries more frequencies than those of the pairs (`D`, its best for passkeys is 64);
-    here they are the frequencies of the turning pairs.
+    1.2B parameters. In both variants pairs rotate in the same direction as in RoPE (the authors' code rotates in the
+    other direction, which gives the same logits). There is one set of coefficients per key head; query heads that share
+    a key head share its coefficients, so that queries and keys at one position match. The paper also tries more
+    frequencies than pairs (`D`; 64 is best for passkeys); here the frequencies are those of the rotating pairs.
 
-    Numbers are drawn from `seed` alone and not saved. All layers have the same ones; for different ones schedule one
-    `fope` per layer with its own seed.
+    The coefficients depend only on `seed` and are not saved. All layers have the same coefficients; for different ones,
+    use a schedule with one `fope` per layer, each with its own seed.
 
     Args:
         theta: the base, at least 1.
         training_length: as in `HopeConfig`.
-        gain: how strongly frequencies are mixed; 0 is `hope`. Refused where it leaves a pair shares that nearly cancel.
-        seed: of the random coefficients.
-        learnable: trains the coefficients, in every layer its own, from the same start; the paper keeps them fixed.
+        gain: how strongly frequencies are mixed; 0 is `hope`. Refused if the shares of a pair nearly cancel.
+        seed: seed of the random coefficients.
+        learnable: whether the coefficients are trained, separately in every layer, from the same initial values. They
+            are fixed in the paper.
         variant: "listing" or "released", see above.
         rotary_dim: the width over which the frequencies spread; `None` as in `RopeConfig`.
         layout: the pairing, as in `RopeConfig`.
@@ -198,7 +201,7 @@ class FopeConfig(SchemeConfig):
 
     @property
     def per_layer(self) -> bool:  # type: ignore[override]
-        """Whether every layer owns its coefficients."""
+        """Whether every layer has its own coefficients."""
         return self.learnable
 
     def build(self, context: BuildContext) -> SchemeParts:
@@ -223,7 +226,7 @@ class FopeConfig(SchemeConfig):
         if smallest < SMALLEST_SUM and not released:
             raise ValueError(
                 f"FopeConfig.gain is {self.gain}, with which seed {self.seed} draws shares of a pair that add up to "
-                f"{smallest:.3g}. They are divided by that sum, which has to be at least {SMALLEST_SUM}. Give a "
-                "smaller gain or another seed."
+                f"{smallest:.3g}. They are divided by that sum, which must be at least {SMALLEST_SUM}. Give a smaller "
+                "gain or another seed."
             )
         return SchemeParts(query_key_map=FourierMap(frequencies, self.layout, coefficients, self.learnable, released))

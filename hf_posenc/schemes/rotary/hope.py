@@ -1,4 +1,4 @@
-"""RoPE without the frequencies that complete no turn in training (HoPE)."""
+"""RoPE without the frequencies that do not complete a turn in training (HoPE)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hf_posenc.schemes.rotary.rope import RotaryMap, check_rotary_options, resol
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
 from hf_posenc.schemes.validation import LARGEST_BASE, check_integer, check_number
 
-#: The shortest length within which the fastest pair, of one radian per position, completes a turn.
+#: The shortest length in which the fastest pair (one radian per position) completes a turn.
 SHORTEST_LENGTH = math.ceil(2 * math.pi)
 
 
 def check_floor_options(config: Any) -> None:
-    """Checks `training_length` and a `theta` that orders the pairs from fast to slow.
+    """Checks `training_length`, and that `theta` orders the pairs from fast to slow.
 
     Raises:
         ValueError: for a value out of range.
@@ -30,28 +30,27 @@ def check_floor_options(config: Any) -> None:
 
 
 def floored_inverse_frequencies(config: Any, rotary_dim: int, context: BuildContext) -> Tensor:
-    """`(rotary_dim / 2,)` float32: RoPE's, zero where a pair completes no turn within the training length.
+    """Returns RoPE's frequencies, `(rotary_dim / 2,)` float32, with zeros for pairs that complete no turn in training.
 
     Args:
-        config: with `theta` and `training_length`; `None` takes the length the model was built for.
+        config: config with `theta` and `training_length`; `None` takes the model's own length.
         rotary_dim: the rotary width.
         context: the place in the model.
 
     Raises:
-        ValueError: if neither the config nor the model gives a length, or the model's is too short.
+        ValueError: if neither the config nor the model specifies a length, or the model's length is too short.
     """
     name = type(config).__name__
     length = config.training_length or context.max_positions
     if length is None:
         raise ValueError(
-            f"{name}.training_length is None and this model has no length of its own. Give training_length=, the "
-            "number of tokens of a training sequence."
+            f"{name}.training_length is None and the model's config has no length. Give training_length=, the number "
+            "of tokens of a training sequence."
         )
     if length < SHORTEST_LENGTH:
         raise ValueError(
-            f"{name} would take the model's length of {length} for training_length, within which no pair completes a "
-            f"turn, so that nothing would be rotated. Give training_length= of at least {SHORTEST_LENGTH}, or use "
-            "'none'."
+            f"{name}.training_length is None and the model's length is {length}, in which no pair completes a turn, "
+            f"so nothing would be rotated. Give training_length= of at least {SHORTEST_LENGTH}, or use 'none'."
         )
     frequencies = rope_inverse_frequencies(config.theta, rotary_dim)
     return frequencies.masked_fill(frequencies < 2 * math.pi / length, 0.0)
@@ -66,13 +65,13 @@ class HopeConfig(SchemeConfig):
 
         w[m] = theta ** (-2 m / rotary_dim)    radians per position, and 0 where w[m] < 2 pi / training_length
 
-    so that longer sequences bring no angle that training has not shown. It is p-RoPE with the fraction that the length
-    decides. Other schemes of this name (hyperbolic HoPE, arXiv:2509.05218; HoPE of vision-language models,
-    arXiv:2505.20444) are different ones.
+    so that longer sequences have no angles that did not occur in training. This is p-RoPE with a fraction that depends
+    on the length. Other schemes with this name (hyperbolic HoPE, arXiv:2509.05218; HoPE of vision-language models,
+    arXiv:2505.20444) are different.
 
     Args:
         theta: the base, at least 1.
-        training_length: tokens of a training sequence, at least 7; `None` takes the length the model was built for.
+        training_length: number of tokens of a training sequence, at least 7; `None` takes the model's own length.
         rotary_dim: the width over which the frequencies spread; `None` as in `RopeConfig`.
         layout: the pairing, as in `RopeConfig`.
     """

@@ -17,12 +17,12 @@ from hf_posenc.schemes.validation import check_choice
 
 
 class LearnedFrequenciesMap(RotaryMap):
-    """A rotation whose frequencies are trained, as logarithms of what they are multiplied with.
+    """A rotation with trained frequencies. The parameters are logarithms of factors of the initial frequencies.
 
     Args:
-        inverse_frequencies: `(rotary_dim / 2,)` float32, where training starts.
+        inverse_frequencies: `(rotary_dim / 2,)` float32, the initial frequencies.
         layout: as in `RotaryMap`.
-        num_key_heads: for frequencies of their own in every key head; `None` for one set.
+        num_key_heads: number of key heads if every key head has its own frequencies; `None` for one set.
     """
 
     no_weight_decay = frozenset({"log_offsets"})
@@ -35,7 +35,7 @@ class LearnedFrequenciesMap(RotaryMap):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Sets the frequencies back to where training starts."""
+        """Resets the frequencies to their initial values."""
         nn.init.zeros_(self.log_offsets)
 
     def inverse_frequencies(self, lengths: Tensor) -> Tensor:
@@ -46,22 +46,22 @@ class LearnedFrequenciesMap(RotaryMap):
 @register_scheme
 @dataclass(frozen=True)
 class LearnedRopeConfig(SchemeConfig):
-    """RoPE whose frequencies are learned, starting from RoPE's own (LeRoPE, arXiv:2607.10134).
+    """RoPE with learned frequencies, initialised with RoPE's own (LeRoPE, arXiv:2607.10134).
 
     Pair `m` turns by::
 
         exp(log_offset[m]) * theta ** (-2 m / rotary_dim)    radians per position
 
-    with `log_offset` zero at first, so that an untrained one is RoPE, and trained without weight decay. The paper
-    has one vector `(rotary_dim / 2,)` for the whole model. A vector in every key head of every layer has the learned
-    frequencies of AdaRoPE (arXiv:2607.19363, without its temperature) and of multiplicative GRAPE (arXiv:2512.07805,
-    without its learned planes); query heads take that of the key head they read.
+    with `log_offset` initially zero, so that the untrained scheme is RoPE. It is trained without weight decay. The
+    paper has one vector `(rotary_dim / 2,)` for the whole model. A vector in every key head of every layer gives the
+    learned frequencies of AdaRoPE (arXiv:2607.19363, without its temperature) and of multiplicative GRAPE
+    (arXiv:2512.07805, without its learned planes); query heads use the vector of their key head.
 
-    Written from the abstract of LeRoPE and secondary notes of it: the logarithmic parametrisation and the missing
-    weight decay are theirs, the separate gradient clipping is left to the training loop.
+    The implementation is based on the abstract of LeRoPE and secondary notes. The logarithmic parametrisation and the
+    missing weight decay come from these sources. The separate gradient clipping is left to the training loop.
 
     Args:
-        theta: the base of the frequencies at the start.
+        theta: the base of the initial frequencies.
         sharing: "model" has one vector for all layers and heads, "layer" one in every layer, "head" one in every key
             head of every layer.
         rotary_dim: how many leading dimensions of a head are rotated; `None` as in `RopeConfig`.
@@ -81,7 +81,7 @@ class LearnedRopeConfig(SchemeConfig):
 
     @property
     def per_layer(self) -> bool:  # type: ignore[override]
-        """Whether every layer owns its frequencies."""
+        """Whether every layer has its own frequencies."""
         return self.sharing != "model"
 
     def build(self, context: BuildContext) -> SchemeParts:

@@ -22,23 +22,23 @@ AXES = ("time", "height", "width")
 @register_scheme
 @dataclass(frozen=True)
 class MRopeConfig(SchemeConfig):
-    """RoPE whose pairs belong to time, height and width (M-RoPE, Qwen2-VL, arXiv:2409.12191, section 2.1).
+    """RoPE with pairs for time, height and width (M-RoPE, Qwen2-VL, arXiv:2409.12191, section 2.1).
 
     A token at `(t, h, w)` turns pair `m` by::
 
         angle_m = P_a theta**(-2m / rotary_dim)        P = (t, h, w),  a the axis of pair m
 
-    All pairs keep the frequency they have in RoPE. "sections" says how many belong to each axis: side by side (time
-    first, Qwen2-VL), or in turn `t h w t h w ...` until height and width have theirs, the rest being time (Qwen3-VL).
-    The model passes coordinates as `position_ids` of shape `(3, batch, length)`. Text has `t = h = w = p`, which is
-    exactly RoPE; so has every model that does not pass coordinates. The paper gives no sections and no base: the
-    defaults are those of the released models, scaled to the width of a head.
+    All pairs keep the frequency they have in RoPE. `sections` gives the number of pairs of each axis. The axes are
+    either contiguous (time first, Qwen2-VL) or interleaved, `t h w t h w ...` until height and width have all their
+    pairs, and the rest is time (Qwen3-VL). The model passes coordinates as `position_ids` of shape `(3, batch,
+    length)`. For text, and if no coordinates are passed, `t = h = w = p`, which is exactly RoPE. The paper specifies
+    neither sections nor a base. The defaults are those of the released models, scaled to the width of a head.
 
     Args:
         theta: the base; the released models have 1e6.
-        sections: pairs of time, height and width; they sum to `rotary_dim / 2`. `None` is `(16, 24, 24)` of 64, or
-            `(24, 20, 20)` interleaved, in proportion.
-        interleaved: whether the axes take turns instead of owning a section each.
+        sections: numbers of pairs of time, height and width, with the sum `rotary_dim / 2`. `None` is `(16, 24, 24)` of
+            64, or `(24, 20, 20)` interleaved, in proportion.
+        interleaved: whether the axes are interleaved instead of contiguous.
         rotary_dim: how many leading dimensions of a head are rotated, as in `RopeConfig`.
         layout: the pairing, as in `RopeConfig`.
     """
@@ -91,7 +91,7 @@ class MRopeConfig(SchemeConfig):
 
 
 def default_sections(pairs: int, interleaved: bool) -> tuple[int, int, int]:
-    """The released models' sections in proportion: of 64 pairs (16, 24, 24), or (24, 20, 20) interleaved."""
+    """Scales the released models' sections, which are (16, 24, 24) of 64 pairs, or (24, 20, 20) interleaved."""
     if interleaved:
         side = 20 * pairs // 64
         return pairs - 2 * side, side, side

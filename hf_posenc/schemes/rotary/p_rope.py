@@ -17,9 +17,11 @@ from hf_posenc.schemes.validation import check_number
 
 
 def p_rope_inverse_frequencies(theta: float, rotary_dim: int, fraction: float) -> Tensor:
-    """`(rotary_dim / 2,)` float32: RoPE's for the first `floor(fraction * rotary_dim / 2)` pairs, then zeros."""
-    # Only the kept powers are taken: vectorised `pow` may differ in the last bit with the number of elements, and this
-    # is the number that transformers' "proportional" takes.
+    """Returns RoPE's frequencies for the first `floor(fraction * rotary_dim / 2)` pairs, then zeros: `(rotary_dim /
+    2,)` float32.
+    """
+    # Only the kept powers are computed. The last bit of vectorised `pow` may depend on the number of elements, and
+    # transformers' "proportional" type uses this number.
     kept = rope_exponents(rotary_dim)[: int(fraction * rotary_dim // 2)]
     stopped = rotary_dim // 2 - kept.shape[0]
     return torch.nn.functional.pad(1.0 / (theta**kept), (0, stopped))
@@ -30,7 +32,7 @@ def p_rope_inverse_frequencies(theta: float, rotary_dim: int, fraction: float) -
 class PRopeConfig(SchemeConfig):
     """RoPE that keeps a fraction of its frequencies and stops the lowest ones (p-RoPE, arXiv:2410.06205, section 6).
 
-    Pair m of a head turns, per position, by::
+    Pair m of a head is rotated, per position, by::
 
         theta ** (-2m / rotary_dim)   for m < floor(fraction * rotary_dim / 2), and not at all beyond
 

@@ -21,7 +21,7 @@ from hf_posenc.schemes.validation import check_base, check_choice
 
 
 class PopeMap(QueryKeyMap):
-    """Every dimension of a head becomes a magnitude, with an angle that only position decides.
+    """Turns every dimension of a head into a magnitude with an angle that depends only on position.
 
     Args:
         theta: the base of the frequencies.
@@ -39,13 +39,13 @@ class PopeMap(QueryKeyMap):
         self.rotary_dim = head_dim
         self.theta = theta
         self.initial_delta = initial_delta
-        # RoPE spreads its frequencies over pairs, PoPE the same range over single dimensions.
+        # RoPE spreads its frequencies over pairs. PoPE spreads the same range over single dimensions.
         self._inverse_frequencies = DeviceConstant(rope_inverse_frequencies(theta, 2 * head_dim))
         self.delta = nn.Parameter(torch.empty(num_key_heads, head_dim))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Sets the phases of keys to zero, or draws them from `[-2 pi, 0]`."""
+        """Initialises the phases of keys with zero or with random values from `[-2 pi, 0]`."""
         if self.initial_delta == "zero":
             nn.init.zeros_(self.delta)
         else:
@@ -58,7 +58,7 @@ class PopeMap(QueryKeyMap):
         head_dim)`.
         """
         ids, frequencies = positions.ids, self._inverse_frequencies.on(positions.ids.device)
-        # Only what is added for keys is a layer's own.
+        # Only the phases that are added for keys belong to a layer.
         name = f"pope, {self.theta}, {len(frequencies)}"
         angles = positions.remembered(name, lambda: ids.unsqueeze(-1).float() * frequencies, ids)
         cosine = positions.remembered(f"cosine of {name}", angles.cos, ids)
@@ -86,8 +86,8 @@ def _polar(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 class PopeConfig(SchemeConfig):
     """Content as magnitudes and position as angles of queries and keys (PoPE, arXiv:2509.10534, section 3, eq. 3 to 8).
 
-    In RoPE the angle between a query and a key mixes what they contain with where they stand. Here every dimension `c`
-    of a head is the magnitude of a complex number, and position alone decides its angle::
+    In RoPE the angle between a query and a key mixes content and position. Here every dimension `c` of a head is the
+    magnitude of a complex number whose angle depends only on position::
 
         w[c]     = theta ** (-c / head_dim)                          c = 0 .. head_dim - 1
         query[c] = softplus(q[c]) * exp(i * p * w[c])
@@ -97,17 +97,17 @@ class PopeConfig(SchemeConfig):
     for a query at `p` and a key at `s`, before the layer's own `head_dim ** -0.5`. As real numbers, queries and keys
     are twice as wide (`2 * head_dim`: the real parts, then the imaginary ones); values keep their width. The learned
     phase `delta`, `(key_value_heads, head_dim)` in every layer, is clamped to `[-2 pi, 0]` whenever it is used. It
-    starts on the edge of that range, where a plain clamp would leave a phase that the first step carries over it
-    without a gradient for good; here such a phase receives the gradients that lead back. Where several query heads
-    read one key head, they share its phases (the paper has as many key heads as query heads).
+    starts at the edge of that range. With a plain clamp, a phase that leaves the range in the first step would never
+    receive a gradient again; here it receives the gradients that lead back. Query heads that share a key head share its
+    phases (in the paper there are as many key heads as query heads).
 
-    The whole head is mapped, also where the architecture itself rotates a part of it. Every content dimension becomes
-    positive, so this is a scheme to train with, not to put into a model trained with another.
+    The whole head is mapped, even if the architecture itself rotates only a part of it. Every content dimension becomes
+    positive, so use this scheme to train a model from scratch, not in a model that was trained with another scheme.
 
     Args:
         theta: the base of the frequencies.
-        initial_delta: "zero" (better on longer sequences than trained on, says the paper) or "uniform" in `[-2 pi, 0]`
-            (slightly better up to the trained length).
+        initial_delta: "zero" (according to the paper, better on sequences longer than in training) or "uniform" in `[-2
+            pi, 0]` (slightly better up to the trained length).
     """
 
     name: ClassVar[str] = "pope"

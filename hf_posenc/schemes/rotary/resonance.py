@@ -16,16 +16,17 @@ from hf_posenc.schemes.rotary.scaling import RopeScaling, check_scaling, rope_in
 
 
 def resonant(inverse_frequencies: Tensor) -> Tensor:
-    """The same frequencies with wavelengths rounded to whole positions; a frequency of zero stays zero."""
+    """Rounds the wavelengths of frequencies to whole positions; a frequency of zero stays zero."""
     return 2 * math.pi / (2 * math.pi / inverse_frequencies).round().clamp(min=1.0)
 
 
 @dataclass(frozen=True)
 class ResonanceScaling(RopeScaling):
-    """Whole wavelengths (arXiv:2403.00071, section 4.1): `w -> 2 pi / round(2 pi / w)`, after another scaling or alone.
+    """Integer wavelengths (arXiv:2403.00071, section 4.1): `w -> 2 pi / round(2 pi / w)`, after another scaling or
+    alone.
 
     Args:
-        scaling: the scaling whose frequencies are rounded; `None` for RoPE's own.
+        scaling: the scaling to round; `None` for RoPE's own frequencies.
     """
 
     type: ClassVar[str] = "resonance"
@@ -35,7 +36,7 @@ class ResonanceScaling(RopeScaling):
     def __post_init__(self) -> None:
         check_scaling(self)
         if isinstance(self.scaling, ResonanceScaling):
-            # Whole wavelengths stay as they are.
+            # Integer wavelengths do not change.
             object.__setattr__(self, "scaling", self.scaling.scaling)
 
     @property
@@ -44,7 +45,7 @@ class ResonanceScaling(RopeScaling):
         return self.scaling is not None and self.scaling.length_dependent
 
     def constants(self, theta: float, rotary_dim: int) -> Tensor:
-        """The rounded spectrum, or what a length-dependent scaling needs to know at every length."""
+        """Returns the rounded spectrum, or the constants of a length-dependent scaling."""
         if self.scaling is None:
             return resonant(rope_inverse_frequencies(theta, rotary_dim))
         constants = self.scaling.constants(theta, rotary_dim)
@@ -57,15 +58,15 @@ class ResonanceScaling(RopeScaling):
         return resonant(self.scaling.at_lengths(constants, theta, rotary_dim, lengths))
 
     def attention_scaling(self, max_positions: int | None = None) -> float:
-        """That of the other scaling."""
+        """Returns the attention scaling of the inner scaling."""
         return 1.0 if self.scaling is None else self.scaling.attention_scaling(max_positions)
 
     def made_for(self, native_length: int | None) -> int | None:
-        """As the other scaling says."""
+        """Returns the length that the inner scaling is made for."""
         return None if self.scaling is None else self.scaling.made_for(native_length)
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
-        """As the other scaling does."""
+        """Applies the check of the inner scaling."""
         if self.scaling is not None:
             self.scaling.check_cache(cached_length, total_length)
 
@@ -73,20 +74,20 @@ class ResonanceScaling(RopeScaling):
 @register_scheme
 @dataclass(frozen=True)
 class ResonanceConfig(SchemeConfig):
-    """RoPE whose pairs repeat after a whole number of positions (Resonance RoPE, arXiv:2403.00071, section 4.1).
+    """RoPE in which every pair has an integer wavelength (Resonance RoPE, arXiv:2403.00071, section 4.1).
 
     Pair `m`, of `w[m]` radians per position in RoPE or after a scaling, turns by::
 
         2 pi / round(2 pi / w[m])    radians per position
 
-    so that a pair with a wavelength within the training length shows longer sequences no angle that training has not
-    shown exactly. The same as `RopeConfig(scaling=ResonanceScaling(scaling))`.
+    so that for a pair with a wavelength within the training length, longer sequences have only angles that occurred
+    exactly in training. Equivalent to `RopeConfig(scaling=ResonanceScaling(scaling))`.
 
     Args:
         theta: the base.
         rotary_dim: how many leading dimensions of a head are rotated; `None` as in `RopeConfig`.
         layout: the pairing, as in `RopeConfig`.
-        scaling: a stretch applied before rounding (the paper: YaRN), as in `RopeConfig`.
+        scaling: a scaling applied before rounding (YaRN in the paper), as in `RopeConfig`.
     """
 
     name: ClassVar[str] = "resonance"

@@ -34,8 +34,8 @@ class RotaryMap(QueryKeyMap):
 
     Args:
         inverse_frequencies: `(rotary_dim / 2,)` float32, radians per position.
-        layout: "half" pairs dimension `m` with `m + rotary_dim / 2`, "half_reversed" too but turns the other way,
-            "interleaved" pairs `2m` with `2m + 1`.
+        layout: "half" pairs dimension `m` with `m + rotary_dim / 2`, "half_reversed" has the same pairs but rotates in
+            the opposite direction, "interleaved" pairs `2m` with `2m + 1`.
         attention_scaling: factor of cosine and sine.
     """
 
@@ -49,16 +49,17 @@ class RotaryMap(QueryKeyMap):
         self._constants = DeviceConstant(inverse_frequencies)
 
     def inverse_frequencies(self, lengths: Tensor) -> Tensor:
-        """float32 that broadcasts to `(batch or 1, query_len, rotary_dim / 2)`, for `lengths` `(batch or 1, 1)`.
+        """Returns float32 that broadcasts to `(batch or 1, query_len, rotary_dim / 2)`, for `lengths` `(batch or 1,
+        1)`.
 
-        A map whose heads differ returns `(key_value_heads, rotary_dim / 2)`.
+        A map with different heads returns `(key_value_heads, rotary_dim / 2)`.
         """
         return self._constants.on(lengths.device)
 
     def angles(self, positions: Positions) -> Tensor:
-        """`(batch or 1, query_len, rotary_dim / 2)` float32: by how many radians each pair turns.
+        """Returns the angle of each pair in radians, `(batch or 1, query_len, rotary_dim / 2)` float32.
 
-        A map whose heads differ returns `(batch or 1, query_len, key_value_heads, rotary_dim / 2)`.
+        A map with different heads returns `(batch or 1, query_len, key_value_heads, rotary_dim / 2)`.
         """
         frequencies = self.inverse_frequencies(positions.lengths)
         ids = positions.ids.unsqueeze(-1).float()
@@ -67,7 +68,7 @@ class RotaryMap(QueryKeyMap):
     def phases(self, positions: Positions) -> tuple[Tensor, ...]:
         """Returns cosine and sine, each `(batch or 1, query_len, rotary_dim)` in float32.
 
-        Of a map whose heads differ, each `(batch or 1, query_len, key_value_heads, rotary_dim)`.
+        For a map with different heads, each is `(batch or 1, query_len, key_value_heads, rotary_dim)`.
         """
         angles = self.for_both_of_pair(self.angles(positions))
         cosine, sine = angles.cos(), angles.sin()
@@ -76,13 +77,13 @@ class RotaryMap(QueryKeyMap):
         return cosine * self.attention_scaling, sine * self.attention_scaling
 
     def for_both_of_pair(self, values: Tensor) -> Tensor:
-        """`(..., rotary_dim / 2)`, a value per pair -> `(..., rotary_dim)`, the value at both of its dimensions."""
+        """Repeats a value per pair, `(..., rotary_dim / 2)`, for both dimensions of the pair, `(..., rotary_dim)`."""
         if self.layout == "interleaved":
             return values.repeat_interleave(2, dim=-1)
         return torch.cat((values, values), dim=-1)
 
     def prepared(self, phases: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
-        """The factors of queries and those of keys, in the dtype of the heads."""
+        """Returns the factors of queries and of keys, in the dtype of the heads."""
         (query_cosine, query_sine), (key_cosine, key_sine) = self.query_phases(phases), self.key_phases(phases)
         factors = turning_factors(query_cosine, query_sine, self.layout, dtype)
         if self.symmetric:
@@ -90,27 +91,29 @@ class RotaryMap(QueryKeyMap):
         return factors, turning_factors(key_cosine, key_sine, self.layout, dtype)
 
     def query_phases(self, phases: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Cosine and sine of queries, from what `phases` returns."""
+        """Selects cosine and sine of queries from the output of `phases`."""
         return phases
 
     def key_phases(self, phases: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Cosine and sine of keys, from what `phases` returns."""
+        """Selects cosine and sine of keys from the output of `phases`."""
         return phases
 
     def map_query(self, query: Tensor, phases: tuple[Any, ...]) -> Tensor:
-        """`(batch, heads, query_len, head_dim)` -> the same shape and dtype; takes what `prepared` returns, too."""
+        """Rotates queries `(batch, heads, query_len, head_dim)`; same shape and dtype. Also accepts the output of
+        `prepared`.
+        """
         if isinstance(phases[0], TurningFactors):
             return turned(query, phases[0], self.layout)
         return self.rotate(query, *self.query_phases(phases))
 
     def map_key(self, key: Tensor, phases: tuple[Any, ...]) -> Tensor:
-        """`(batch, key_value_heads, query_len, head_dim)` -> the same shape and dtype, as `map_query`."""
+        """Rotates keys `(batch, key_value_heads, query_len, head_dim)`; same shape and dtype, like `map_query`."""
         if isinstance(phases[1], TurningFactors):
             return turned(key, phases[1], self.layout)
         return self.rotate(key, *self.key_phases(phases))
 
     def rotate(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """Turns the pairs of `x` `(batch, heads or key_value_heads, query_len, head_dim)`.
+        """Rotates the pairs of `x` `(batch, heads or key_value_heads, query_len, head_dim)`.
 
         Args:
             x: queries or keys.
@@ -121,7 +124,7 @@ class RotaryMap(QueryKeyMap):
 
 
 class LengthDependentRotaryMap(RotaryMap):
-    """A `RotaryMap` whose frequencies follow the length of each sequence.
+    """A `RotaryMap` with frequencies that depend on the length of each sequence.
 
     Args:
         scaling: the scaling that depends on the length.
@@ -146,7 +149,7 @@ class LengthDependentRotaryMap(RotaryMap):
         return self.scaling.at_lengths(constants, self.theta, self.rotary_dim, lengths)
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
-        """Refuses exactly where the frequencies at the two lengths differ."""
+        """Raises if the frequencies at the two lengths differ."""
         self.scaling.check_cache(cached_length, total_length)
 
 
@@ -155,25 +158,25 @@ class LengthDependentRotaryMap(RotaryMap):
 class RopeConfig(SchemeConfig):
     """Rotates queries and keys by angles proportional to their position (RoPE, arXiv:2104.09864, eq. 34).
 
-    Of a query or key at position p, pair `(a, b)` of dimensions number m becomes::
+    For a query or key at position p, the pair of dimensions m, with values `(a, b)`, becomes::
 
         (a cos - b sin, b cos + a sin)   of the angle   p * theta ** (-2m / rotary_dim)
 
-    Both are rotated alike, so that their product depends on the distance of their positions only. A `scaling` changes
-    the frequencies, and may multiply cosine and sine with a factor.
+    Queries and keys are rotated in the same way, so their product depends only on the distance between their positions.
+    A `scaling` changes the frequencies and may multiply cosine and sine by a factor.
 
     Args:
-        theta: the base; pair `m` turns by `theta**(-2m / rotary_dim)` radians per position.
+        theta: the base; pair `m` rotates by `theta**(-2m / rotary_dim)` radians per position.
         rotary_dim: how many leading dimensions of a head are rotated (even). `None` takes `partial_rotary_factor`,
-            else what the architecture itself rotates, else the whole head.
-        partial_rotary_factor: the rotated share of a head, rounded down to an even number of dimensions.
+            otherwise the number that the architecture itself rotates, otherwise the whole head.
+        partial_rotary_factor: the rotated fraction of a head, rounded down to an even number of dimensions.
         layout: "half" pairs dimension `m` with `m + rotary_dim / 2` (Llama), "interleaved" pairs `2m` with `2m + 1`
-            (GPT-J), "half_reversed" pairs like "half" and turns the other way (nanochat). "auto" is the pairing of the
-            architecture, "half" where it has none.
-        scaling: a stretch to longer sequences, such as `YarnScaling(factor=4.0, original_max_positions=2048)`.
-        inverse_frequencies: the frequencies themselves, radians per position for each pair, for spectra that no
-            formula here gives, in place of `theta` and `scaling`.
-        attention_scaling: factor of cosine and sine; `None` takes that of the scaling, else 1.
+            (GPT-J), "half_reversed" has the pairs of "half" but rotates in the opposite direction (nanochat). "auto" is
+            the pairing of the architecture, or "half" if it has none.
+        scaling: a scaling to longer sequences, such as `YarnScaling(factor=4.0, original_max_positions=2048)`.
+        inverse_frequencies: explicit frequencies in radians per position, one per pair, instead of `theta` and
+            `scaling`; for spectra without a formula here.
+        attention_scaling: factor of cosine and sine; `None` takes the factor of the scaling, or 1 without a scaling.
     """
 
     name: ClassVar[str] = "rope"
@@ -193,7 +196,7 @@ class RopeConfig(SchemeConfig):
         if self.rotary_dim is not None and self.partial_rotary_factor is not None:
             raise ValueError(
                 f"RopeConfig has both rotary_dim={self.rotary_dim} and "
-                f"partial_rotary_factor={self.partial_rotary_factor}, which say the same thing; give one."
+                f"partial_rotary_factor={self.partial_rotary_factor}, which both set the rotated width; give only one."
             )
         check_scaling(self)
         if self.inverse_frequencies is not None:
@@ -243,29 +246,29 @@ class RopeConfig(SchemeConfig):
         assert self.inverse_frequencies is not None
         if self.scaling is not None:
             raise ValueError(
-                "RopeConfig has both inverse_frequencies and a scaling; explicit frequencies leave nothing to scale. "
-                "Give one of them, and attention_scaling= where cosine and sine need a factor."
+                "RopeConfig has both inverse_frequencies and a scaling; explicit frequencies are not scaled. Give "
+                "one of them, and attention_scaling= if cosine and sine need a factor."
             )
         if self.theta != type(self).theta:
             raise ValueError(
-                f"RopeConfig has both inverse_frequencies and theta={self.theta}, from which they would be computed; "
-                "give one of them."
+                f"RopeConfig has both inverse_frequencies and theta={self.theta}, which defines the frequencies too; "
+                "give only one of them."
             )
         width = 2 * len(self.inverse_frequencies)
         if self.partial_rotary_factor is not None or self.rotary_dim not in (None, width):
             raise ValueError(
-                f"RopeConfig has {len(self.inverse_frequencies)} inverse_frequencies, which rotate {width} dimensions; "
-                f"leave partial_rotary_factor out, and rotary_dim too or at {width}."
+                f"RopeConfig has {len(self.inverse_frequencies)} inverse_frequencies, which rotate {width} "
+                f"dimensions. Omit partial_rotary_factor, and omit rotary_dim or set it to {width}."
             )
 
 
 def per_head(phase: Tensor, heads: int) -> Tensor:
-    """A phase as a factor of queries or keys: `(batch or 1, heads or 1, query_len, width)`.
+    """Reshapes a phase to a factor of queries or keys: `(batch or 1, heads or 1, query_len, width)`.
 
     Args:
         phase: `(batch or 1, query_len, width)`, the same for all heads, or `(batch or 1, query_len, key_value_heads,
-            width)`. Queries take the phase of the key head they read, so that logits can be relative.
-        heads: how many heads the queries or keys have.
+            width)`. Queries use the phase of their key head, so that logits can be relative.
+        heads: number of heads of the queries or keys.
     """
     if phase.ndim == 3:
         return phase.unsqueeze(1)
@@ -275,12 +278,12 @@ def per_head(phase: Tensor, heads: int) -> Tensor:
 
 
 def key_heads(context: BuildContext) -> int:
-    """How many heads the keys have at one place of a model."""
+    """Returns the number of key heads at one place of a model."""
     return context.num_key_value_heads or context.num_heads
 
 
 def check_rotary_options(config: Any) -> None:
-    """Checks `theta`, `rotary_dim` and `layout`, which all rotary schemes have.
+    """Checks `theta`, `rotary_dim` and `layout`, the options of all rotary schemes.
 
     Raises:
         UnknownNameError: for an unknown layout.
@@ -292,7 +295,7 @@ def check_rotary_options(config: Any) -> None:
 
 
 def check_rotary_dim(config: Any) -> None:
-    """Requires `config.rotary_dim` to be `None` or a positive even integer.
+    """Checks that `config.rotary_dim` is `None` or a positive even integer.
 
     Raises:
         ValueError: for any other value.
@@ -306,7 +309,7 @@ def check_rotary_dim(config: Any) -> None:
 
 
 def resolve_rotary_dim(config: SchemeConfig, rotary_dim: int | None, context: BuildContext) -> int:
-    """The rotary width at one place of a model: the given one, else the architecture's, else the whole head.
+    """Returns the rotary width at one place of a model: the option, or the architecture's width, or the whole head.
 
     Raises:
         ValueError: if it is odd or larger than the head.

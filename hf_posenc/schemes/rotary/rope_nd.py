@@ -23,14 +23,14 @@ AXIAL_THETA, MIXED_THETA = 100.0, 10.0
 
 
 class CoordinateRotaryMap(RotaryMap):
-    """Turns each pair by the inner product of the token's coordinates and the pair's frequencies.
+    """Rotates each pair by the inner product of the token's coordinates and the pair's frequencies.
 
     Args:
         frequencies: `(axes, rotary_dim / 2)` float32, radians per step along each axis.
         layout: as in `RotaryMap`.
-        scheme: its name, for errors.
-        grid: how tokens without coordinates fill a grid; `None` puts them on the diagonal, at `(p, p, ...)`.
-        num_prefix_tokens: how many tokens come before the grid.
+        scheme: name of the scheme, for error messages.
+        grid: the grid that tokens without coordinates fill; `None` places them on the diagonal, at `(p, p, ...)`.
+        num_prefix_tokens: number of tokens before the grid.
     """
 
     reads_coordinates = True
@@ -50,7 +50,7 @@ class CoordinateRotaryMap(RotaryMap):
         self.num_prefix_tokens = num_prefix_tokens
 
     def coordinates(self, positions: Positions) -> Tensor:
-        """`(axes, batch or 1, length)`: those the caller gave, else the place of the token in the grid."""
+        """Returns the caller's coordinates, or the token's place in the grid, `(axes, batch or 1, length)`."""
         given = given_coordinates(positions, self.axes, self.scheme)
         if given is not None:
             return given
@@ -61,16 +61,17 @@ class CoordinateRotaryMap(RotaryMap):
     def angles(self, positions: Positions) -> Tensor:
         """`(batch or 1, length, rotary_dim / 2)` float32."""
         frequencies = self._constants.on(positions.ids.device)
-        # A frequency of zero adds an exact zero, so that axes with pairs of their own turn as in one dimension.
+        # A frequency of zero adds exactly zero, so an axis with its own pairs rotates as in one dimension.
         return (self.coordinates(positions).unsqueeze(-1).float() * frequencies[:, None, None]).sum(0)
 
 
 class MixedRotaryMap(CoordinateRotaryMap):
-    """A `CoordinateRotaryMap` that learns its frequencies.
+    """A `CoordinateRotaryMap` with learned frequencies.
 
     Args:
-        frequencies: `(axes, rotary_dim / 2)` float32, the blocks that are turned in a random direction at the start.
-        num_heads: how many heads have frequencies of their own: as many as there are key heads, or 1 for shared ones.
+        frequencies: `(axes, rotary_dim / 2)` float32, the axial blocks, which are rotated in a random direction for
+            initialization.
+        num_heads: number of heads with their own frequencies: the number of key heads, or 1 if heads share them.
         layout: as in `RotaryMap`.
         grid: as in `CoordinateRotaryMap`.
         num_prefix_tokens: as in `CoordinateRotaryMap`.
@@ -88,7 +89,7 @@ class MixedRotaryMap(CoordinateRotaryMap):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Turns the axial frequencies of every head in a random direction."""
+        """Rotates the axial frequencies of every head in a random direction."""
         axial = self._constants.on(torch.device("cpu"))
         turned = [_random_rotation(self.axes) @ axial for _ in range(self.frequencies.shape[1])]
         self.frequencies.copy_(torch.stack(turned, dim=1))
@@ -105,36 +106,36 @@ class MixedRotaryMap(CoordinateRotaryMap):
 class RopeNdConfig(SchemeConfig):
     """RoPE over two or three axes: axial, or with learned directions (RoPE-Mixed, arXiv:2403.13298).
 
-    A token at the coordinates `P` turns pair `m` of its queries and keys by::
+    Pair `m` of the queries and keys of a token at the coordinates `P` is rotated by::
 
         angle_m = sum_a P_a F[a, m]            F of shape (axes, rotary_dim / 2)
 
-    so that a logit depends on coordinate differences only. `F` is, with `n` pairs on each of the axes:
+    so that a logit depends only on coordinate differences. With `n` pairs per axis, `F` is:
 
     =============  ====================================================================================
     assignment     F
     =============  ====================================================================================
-    "block"        each axis owns a block of pairs with a whole spectrum `theta**(-m / n)` of its own
+    "block"        each axis has a block of pairs with its own full spectrum `theta**(-m / n)`
                    (RoPE-Axial; the vision towers of Qwen2-VL and Llama 4)
     "split"        blocks too, but axis `a` gets frequency `a`, `a + axes`, ... of the one spectrum of RoPE (Pixtral)
     "interleaved"  the frequencies of "split", in the order of RoPE: pair `m` belongs to axis `m mod axes`
-    "mixed"        all learned, per layer (RoPE-Mixed): starts as "block", turned in a random direction
+    "mixed"        all learned, per layer (RoPE-Mixed): initialised as "block", rotated in a random direction
     =============  ====================================================================================
 
-    Pairs that do not divide evenly go to the first axes. Coordinates are those the model passes (`position_ids` of
-    several axes), else the token's place in the grid: with `grid=(width,)` token `p` stands at
-    `(p // width, p mod width)`. The paper's mixed frequencies differ between heads; here query heads that share a key
-    head share its frequencies, without which logits would not be relative. The official code orders axes as x, y, which
-    is the order of the caller here. Learned frequencies are rounded when a model is cast to a 16-bit dtype: one part
-    in 512 in bfloat16, a tenth of a radian at coordinate 50.
+    Pairs that do not divide evenly go to the first axes. Coordinates are the `position_ids` of several axes that the
+    model passes, or otherwise the token's place in the grid: with `grid=(width,)` token `p` is at `(p // width, p mod
+    width)`. The paper's mixed frequencies differ between heads. Here query heads that share a key head share its
+    frequencies, because otherwise logits would not be relative. The official code orders the axes as x, y; here the
+    caller chooses the order. Learned frequencies are rounded when a model is cast to a 16-bit dtype: one part in 512 in
+    bfloat16, a tenth of a radian at coordinate 50.
 
     Args:
         theta: the base; `None` takes the paper's, 100, or 10 for "mixed".
-        grid: sizes of all axes but the first in tokens, of which there are one or two: `(width,)` or
-            `(height, width)`. The default is a ViT's, 224 pixels in patches of 16.
-        assignment: which pairs turn with which axis.
-        per_head: for "mixed", whether every key head learns frequencies of its own.
-        num_prefix_tokens: tokens before the grid, such as a class token; they are not turned.
+        grid: one or two sizes in tokens, of all axes except the first: `(width,)` or `(height, width)`. The default
+            fits a ViT with 224 pixels in patches of 16.
+        assignment: how pairs are assigned to axes.
+        per_head: for "mixed", whether every key head learns its own frequencies.
+        num_prefix_tokens: number of tokens before the grid, such as a class token; they are not rotated.
         rotary_dim: how many leading dimensions of a head are rotated, as in `RopeConfig`.
         layout: the pairing, as in `RopeConfig`.
     """
@@ -170,7 +171,7 @@ class RopeNdConfig(SchemeConfig):
 
     @property
     def per_layer(self) -> bool:  # type: ignore[override]
-        """Whether the frequencies are learned, by every layer."""
+        """Whether every layer learns its own frequencies."""
         return self.assignment == "mixed"
 
     def build(self, context: BuildContext) -> SchemeParts:
@@ -199,12 +200,12 @@ class RopeNdConfig(SchemeConfig):
 
 
 def axial_frequencies(theta: float, rotary_dim: int, axes: int, assignment: str) -> Tensor:
-    """`(axes, rotary_dim / 2)` float32, of which every column has one entry that is not zero.
+    """Returns `(axes, rotary_dim / 2)` float32 with one nonzero entry per column.
 
     Args:
         theta: the base.
-        rotary_dim: how many dimensions are rotated.
-        axes: number of axes, at most as many as pairs.
+        rotary_dim: number of rotated dimensions.
+        axes: number of axes, at most the number of pairs.
         assignment: "block", "split" or "interleaved", as in `RopeNdConfig`.
     """
     pairs = rotary_dim // 2
@@ -225,7 +226,7 @@ def axial_frequencies(theta: float, rotary_dim: int, axes: int, assignment: str)
 
 
 def _random_rotation(axes: int) -> Tensor:
-    """A rotation of `axes` dimensions, uniformly drawn, `(axes, axes)` float32 on the CPU."""
+    """Draws a uniformly random rotation matrix, `(axes, axes)` float32 on the CPU."""
     if axes == 2:
         angle = float(torch.rand((), dtype=torch.float32, device="cpu")) * 2 * math.pi
         rows = [[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]]

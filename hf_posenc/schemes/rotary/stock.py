@@ -1,4 +1,4 @@
-"""Between rotary schemes and the `rope_parameters` dictionary that transformers keeps in a model's config."""
+"""Conversion between rotary schemes and the `rope_parameters` dictionary in transformers configs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hf_posenc.schemes.rotary.scaling import (
     YarnScaling,
 )
 
-#: Keys that some rope types read and the others ignore, in transformers too.
+#: Keys that some rope types use and others ignore, as in transformers.
 _COMMON_KEYS = frozenset(
     {
         "type",
@@ -44,17 +44,17 @@ _COMMON_KEYS = frozenset(
 
 
 def to_rope_parameters(config: SchemeConfig, context: BuildContext) -> dict[str, Any]:
-    """The `rope_parameters` that make a stock rotary module compute what `config` says.
+    """Converts a rotary scheme to the equivalent `rope_parameters` of a stock rotary module.
 
-    Whether an architecture honours them (a stock Llama, for one, ignores `partial_rotary_factor` for the default type)
-    and whether its pairing is the config's `layout` is for the caller to know.
+    The caller must check that the architecture supports them (a stock Llama, for example, ignores
+    `partial_rotary_factor` for the default type) and that its pairing matches the config's `layout`.
 
     Args:
         config: a `RopeConfig` or `PRopeConfig`.
-        context: the place it was built for; the width of a head decides the partial rotary factor.
+        context: the place it was built for; the partial rotary factor depends on the width of a head.
 
     Raises:
-        UnsupportedError: if `rope_parameters` cannot say it.
+        UnsupportedError: if `rope_parameters` cannot express the scheme.
     """
     if isinstance(config, PRopeConfig):
         if resolve_rotary_dim(config, config.rotary_dim, context) != context.head_dim:
@@ -79,7 +79,7 @@ def to_rope_parameters(config: SchemeConfig, context: BuildContext) -> dict[str,
         parameters |= _scaling_parameters(config.scaling, config.theta, rotary_dim, context)
     if config.attention_scaling is not None:
         _set_attention_factor(parameters, config, context)
-    # Also for the whole head: without the key some architectures (GPT-NeoX) rotate a share of their own.
+    # This is set even for the whole head, because without the key some architectures (GPT-NeoX) rotate only a fraction.
     parameters["partial_rotary_factor"] = _partial_rotary_factor(rotary_dim, context.head_dim)
     return parameters
 
@@ -87,12 +87,12 @@ def to_rope_parameters(config: SchemeConfig, context: BuildContext) -> dict[str,
 def from_rope_parameters(
     parameters: Mapping[str, Any], max_positions: int | None = None, default_theta: float = 10000.0
 ) -> RopeConfig | PRopeConfig:
-    """The scheme that a stock `rope_parameters` dictionary describes, with the layout left to the architecture.
+    """Converts a stock `rope_parameters` dictionary to a scheme. The layout is left to the architecture.
 
     Args:
-        parameters: one flat dictionary; models with several layer types have one for each.
-        max_positions: the model's `max_position_embeddings`, which some types fall back to.
-        default_theta: the base where the dictionary has none.
+        parameters: one flat dictionary; models with several layer types have one per type.
+        max_positions: the model's `max_position_embeddings`, which some types use as a fallback.
+        default_theta: the base if the dictionary has none.
 
     Raises:
         UnsupportedError: for a type or key that no scheme here expresses.
@@ -143,13 +143,13 @@ def _scaling(rope_type: str, parameters: Mapping[str, Any], max_positions: int |
             return LinearScaling(required("factor"))
         case "dynamic":
             if max_positions is None:
-                raise UnsupportedError("A stock 'dynamic' rope goes by max_position_embeddings, which is not known.")
+                raise UnsupportedError("A stock 'dynamic' rope needs max_position_embeddings, which is not known.")
             return DynamicScaling(required("factor"), max_positions)
         case "yarn":
             factor = parameters.get("factor")
             if factor is None:
                 factor = (max_positions or original()) / original()
-            # Zero betas mean the default to transformers.
+            # In transformers, a beta of zero means the default.
             betas = {key: value for key, value in given("beta_fast", "beta_slow").items() if value}
             options = given("attention_factor", "mscale", "mscale_all_dim", "truncate")
             return YarnScaling(factor, original(), **betas, **options)
@@ -233,6 +233,6 @@ def _set_attention_factor(parameters: dict[str, Any], config: RopeConfig, contex
 
 
 def _partial_rotary_factor(rotary_dim: int, head_dim: int) -> float:
-    """The share whose product with `head_dim` truncates to `rotary_dim` in floating point."""
+    """Returns the fraction whose product with `head_dim` truncates to `rotary_dim` in floating point."""
     factor = rotary_dim / head_dim
     return factor if int(head_dim * factor) == rotary_dim else math.nextafter(factor, 1.0)

@@ -21,10 +21,10 @@ from hf_posenc.schemes.validation import check_boolean, check_choice
 
 
 class RotationInBasis(QueryKeyMap):
-    """Changes the basis of queries and keys, then rotates them.
+    """Changes the basis of queries and keys and then rotates them.
 
     Args:
-        rotation: what turns them in the new basis.
+        rotation: the rotation in the new basis.
         num_key_heads: for a basis of its own in every key head; `None` for one basis.
     """
 
@@ -37,11 +37,13 @@ class RotationInBasis(QueryKeyMap):
         self.whole_heads = num_key_heads is not None
 
     def basis(self) -> Tensor:
-        """`(key_value_heads or 1, rotary_dim, rotary_dim)` float32: orthogonal, the new basis in its rows."""
+        """Returns an orthogonal matrix with the basis in its rows, `(key_value_heads or 1, rotary_dim, rotary_dim)`
+        float32.
+        """
         raise NotImplementedError
 
     def phases(self, positions: Positions) -> tuple[Tensor, ...]:
-        """Cosine and sine of the rotation."""
+        """Returns cosine and sine of the rotation."""
         return self.rotation.phases(positions)
 
     def map_query(self, query: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
@@ -66,7 +68,7 @@ class CayleyMap(RotationInBasis):
     """A rotation in a basis learned as the Cayley transform of an antisymmetric matrix.
 
     Args:
-        rotation: what turns queries and keys in that basis.
+        rotation: the rotation of queries and keys in that basis.
         num_key_heads: for a basis of its own in every key head; `None` for one basis.
     """
 
@@ -82,26 +84,26 @@ class CayleyMap(RotationInBasis):
         nn.init.zeros_(self.skew)
 
     def basis(self) -> Tensor:
-        """`(I - S) (I + S)**-1`, with the parameter above the diagonal of `S`."""
+        """Returns `(I - S) (I + S)**-1`; the parameter is the part of `S` above the diagonal."""
         entries = self.skew.float()
         rows, columns = self._above_diagonal.on(entries.device)
         upper = entries.new_zeros(entries.shape[0], self.rotary_dim, self.rotary_dim)
         upper[:, rows, columns] = entries
         skew = upper - upper.transpose(-1, -2)
         identity = torch.eye(self.rotary_dim, dtype=torch.float32, device=entries.device)
-        # The two factors commute. I + S is never singular, so nothing needs to be checked, which would wait for a GPU.
+        # The two factors commute. I + S is never singular, so no check is needed, which would synchronise a GPU.
         return torch.linalg.solve_ex(identity + skew, identity - skew)[0]
 
 
 class CirculantRotation(RotaryMap):
     """The rotation that an antisymmetric circulant matrix generates, in the basis of the discrete Fourier transform.
 
-    Pairs are ("half" layout) cosine and sine of the Fourier frequencies `1 .. d/2 - 1`, and last the mean and the
-    alternating sum, which no antisymmetric circulant matrix turns.
+    The pairs ("half" layout) are cosine and sine of the Fourier frequencies `1 .. d/2 - 1`. The last pair is the mean
+    and the alternating sum, which antisymmetric circulant matrices do not rotate.
 
     Args:
-        inverse_frequencies: `(rotary_dim / 2,)` float32, where training starts; the last is not used.
-        num_key_heads: for a generator of its own in every key head; `None` for one.
+        inverse_frequencies: `(rotary_dim / 2,)` float32, the initial frequencies; the last is not used.
+        num_key_heads: number of key heads if every key head has its own generator; `None` for one.
     """
 
     def __init__(self, inverse_frequencies: Tensor, num_key_heads: int | None) -> None:
@@ -110,7 +112,7 @@ class CirculantRotation(RotaryMap):
         width, turning = self.rotary_dim, self.rotary_dim // 2 - 1
         steps = torch.arange(1, turning + 1, dtype=torch.float64, device="cpu")
         sines = (2 * math.pi / width * steps * steps.unsqueeze(-1)).sin()
-        # The sine transform is its own inverse but for a factor.
+        # The sine transform is its own inverse up to a factor.
         initial = 2 / width * inverse_frequencies[:turning].double() @ sines
         self._sines = DeviceConstant(sines.float())
         self._initial = DeviceConstant(initial.float())
@@ -118,7 +120,7 @@ class CirculantRotation(RotaryMap):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Sets the generator back to the one of the initial frequencies."""
+        """Resets the generator to that of the initial frequencies."""
         nn.init.zeros_(self.generator_offsets)
 
     def generator(self) -> Tensor:
@@ -134,7 +136,7 @@ class CirculantRotation(RotaryMap):
 
 
 class CirculantMap(RotationInBasis):
-    """A rotation in the basis of the discrete Fourier transform, where it stays: inner products are the same.
+    """A rotation in the Fourier basis. Queries and keys are not transformed back, because inner products are the same.
 
     Args:
         rotation: the rotation that a circulant matrix generates.
@@ -169,23 +171,23 @@ class StringConfig(SchemeConfig):
         cayley:     rope(P x, p)         P = (I - S) (I + S) ** -1,  S antisymmetric         (eq. 10)
         circulant:  exp(p (C - C^T)) x   C[i, j] = c[(i - j) mod rotary_dim]                 (eq. 11)
 
-    Learned are, for "cayley", the `rotary_dim * (rotary_dim - 1) / 2` entries of `S` above the diagonal, zero at first,
-    and the frequencies of RoPE as in `learned_rope`: an untrained one is RoPE. For "circulant", it is the antisymmetric
-    half of `c`, `l[m] = c[m] - c[-m]` for `m = 1 .. rotary_dim / 2 - 1` (the other half cancels), as a difference from
-    where it starts. The paper does not say where that is; here the generator starts with RoPE's frequencies but the
-    lowest, in the Fourier basis in which all circulant matrices are diagonal and where this computes them.
+    "cayley" learns the `rotary_dim * (rotary_dim - 1) / 2` entries of `S` above the diagonal, initially zero, and the
+    frequencies of RoPE as in `learned_rope`, so the untrained scheme is RoPE. "circulant" learns the antisymmetric half
+    of `c`, `l[m] = c[m] - c[-m]` for `m = 1 .. rotary_dim / 2 - 1` (the other half cancels), as a difference from its
+    initial value. The paper does not specify this value. Here the generator starts with RoPE's frequencies except the
+    lowest, in the Fourier basis in which all circulant matrices are diagonal and in which the scheme is computed.
 
-    Queries and keys share `P` or `C`. The paper counts one per head; here it is one per key head of every layer, which
-    the query heads that read it take too. Not to be confused with ShifTed Rotary position embeddING
-    (arXiv:2410.18745), of the same name.
+    Queries and keys share `P` or `C`. The paper has one matrix per head. Here there is one per key head of every layer;
+    query heads use the matrix of their key head. Not to be confused with ShifTed Rotary position embeddING
+    (arXiv:2410.18745), which has the same name.
 
     Args:
         variant: "cayley" (better in the paper) or "circulant" (fewer parameters).
-        theta: the base of the frequencies at the start.
-        per_head: a matrix for every key head; `False` for one per layer.
+        theta: the base of the initial frequencies.
+        per_head: whether every key head has its own matrix; `False` for one per layer.
         learned_frequencies: whether "cayley" learns the frequencies too, as the paper does.
-        rotary_dim: how many leading dimensions of a head are mapped; `None` as in `RopeConfig`.
-        layout: the pairing in "cayley", as in `RopeConfig`; "circulant" has none.
+        rotary_dim: number of leading dimensions of a head that are mapped; `None` as in `RopeConfig`.
+        layout: the pairing for "cayley", as in `RopeConfig`; "circulant" has no pairs.
     """
 
     name: ClassVar[str] = "string"
@@ -205,8 +207,8 @@ class StringConfig(SchemeConfig):
         check_boolean(self, "learned_frequencies")
         if self.variant == "circulant" and not self.learned_frequencies:
             raise ValueError(
-                "StringConfig.learned_frequencies is False, but the frequencies are all that the variant 'circulant' "
-                "learns. Leave it True, or use the variant 'cayley' or the scheme 'rope'."
+                "StringConfig.learned_frequencies is False, but the variant 'circulant' learns only frequencies. Use "
+                "True, the variant 'cayley', or the scheme 'rope'."
             )
         if self.variant == "circulant" and self.layout != "auto":
             raise ValueError(

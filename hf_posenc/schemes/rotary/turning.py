@@ -1,10 +1,10 @@
-"""The rotation itself: what every rotary map multiplies queries and keys with, and the kernel that does it.
+"""The rotation kernel of all rotary maps, and its factors.
 
 A rotation of pairs is `x * own + partner(x) * other`: `partner` exchanges the two dimensions of each pair, and `other`
-holds the sine with the sign that belongs to each of them. Eager torch reads and writes memory once for each of these
-steps, and every result as large as the heads is memory the system has to hand out first; both are most of what a
-rotation costs. So the kernel here allocates one result, fills it in pieces that stay in the processor's cache, and
-writes its backward pass down: the same rotation the other way, for which nothing of `x` has to be kept.
+is the sine with the appropriate sign for each of them. In eager torch, most of the cost is reading and writing memory
+in each of these steps, and allocating intermediate results as large as the heads. The kernel here allocates only the
+result, fills it in pieces that fit into the processor cache, and implements its backward pass: the inverse rotation,
+for which `x` does not need to be saved.
 """
 
 from __future__ import annotations
@@ -17,30 +17,31 @@ from torch.autograd import forward_ad
 
 from hf_posenc.schemes.positions import traced
 
-#: Bytes of the heads that one core turns at a time. With the result and the exchanged pairs this takes 3 MiB: more than
-#: this gains nothing, since tensors of that size come from a cache of their own, and less shows the cost of the calls.
+#: Bytes of the heads that one core rotates at a time. With the result and the exchanged pairs this takes 3 MiB. Larger
+#: pieces gain nothing, because allocations of that size are cached; with smaller ones the overhead of calls is
+#: measurable.
 _PIECE_BYTES = 2**20
-#: Up to this many numbers, those of a decoding step, calls cost more than memory.
+#: Up to this many numbers (a decoding step), calls cost more than memory accesses.
 _FEW = 2**15
-#: Those whose complex numbers torch computes with as fast as with real ones.
+#: Dtypes for which complex arithmetic in torch is as fast as real arithmetic.
 _COMPLEX_DTYPES = (torch.float32, torch.float64)
 
 
 class TurningFactors(NamedTuple):
-    """What a rotation multiplies with, in the dtype of the heads.
+    """The factors of a rotation, in the dtype of the heads.
 
     Args:
-        own: `(batch or 1, heads or 1, length, rotary_dim)`, factor of each dimension itself: the cosine. Without
-            `other` the complex number `cosine + i sine` of each pair, `(batch or 1, heads or 1, length,
-            rotary_dim / 2)`.
-        other: factor of the other dimension of its pair: the sine, with the sign of the turn; or `None`.
+        own: `(batch or 1, heads or 1, length, rotary_dim)`, the factor of the dimension itself: the cosine. If `other`
+            is `None`, the complex number `cosine + i sine` of each pair, `(batch or 1, heads or 1, length, rotary_dim /
+            2)`.
+        other: the factor of the other dimension of the pair: the sine, with the sign of the direction; or `None`.
     """
 
     own: Tensor
     other: Tensor | None
 
     def for_heads(self, heads: int) -> TurningFactors:
-        """Those of each query head, where there is one set for each key head."""
+        """Repeats factors per key head for the query heads."""
         own_heads = self.own.shape[1]
         if own_heads in (1, heads):
             return self
@@ -50,15 +51,15 @@ class TurningFactors(NamedTuple):
 
 
 def turning_factors(cosine: Tensor, sine: Tensor, layout: str, dtype: torch.dtype) -> TurningFactors:
-    """The factors of a rotation.
+    """Computes the factors of a rotation.
 
     Args:
-        cosine: `(batch or 1, length, rotary_dim)`, or `(batch or 1, length, key_value_heads, rotary_dim)` where heads
-            differ; the same at both dimensions of a pair.
-        sine: likewise.
+        cosine: `(batch or 1, length, rotary_dim)`, or `(batch or 1, length, key_value_heads, rotary_dim)` if heads
+            differ; the same for both dimensions of a pair.
+        sine: the sine, in the same shape.
         layout: "half", "half_reversed" or "interleaved", as in `RotaryMap`.
-        dtype: of the heads. Cosine and sine are rounded to it, as transformers does, and so is each product: what comes
-            out is what transformers' own expression gives, to the bit.
+        dtype: dtype of the heads. Cosine, sine and each product are rounded to it, so the result is bit-equal to the
+            expression in transformers.
     """
     cosine, sine = (_beside_heads(phase).to(dtype) for phase in (cosine, sine))
     if layout == "interleaved":
@@ -71,16 +72,16 @@ def turning_factors(cosine: Tensor, sine: Tensor, layout: str, dtype: torch.dtyp
 
 
 def turned(x: Tensor, factors: TurningFactors, layout: str) -> Tensor:
-    """Turns the first dimensions of `x` `(batch, heads, length, head_dim)`; the rest pass through.
+    """Rotates the first dimensions of `x` `(batch, heads, length, head_dim)`; the rest are not changed.
 
     Args:
-        x: queries or keys. It is left as it is, and not kept for the backward pass.
+        x: queries or keys. It is not modified, and not saved for the backward pass.
         factors: as `turning_factors` returns them, in the dtype of `x`.
         layout: the layout they were made for.
     """
     own, other = factors
     if other is not None and x.numel() <= _FEW and own.shape[1] == 1 and own.shape[-1] == x.shape[-1]:
-        # Nearly every decoding step; here each call counts.
+        # Nearly every decoding step takes this path, where the overhead of each call matters.
         partner = _partner(x, layout) if layout == "interleaved" else x.roll(own.shape[-1] // 2, -1)
         return x * own + partner * other
     factors = factors.for_heads(x.shape[1])
@@ -93,14 +94,14 @@ def turned(x: Tensor, factors: TurningFactors, layout: str) -> Tensor:
 
 
 def _needs_plain_torch(x: Tensor, factors: TurningFactors) -> bool:
-    """Whether somebody has to see each operation: compilers, gradients into the factors, and other derivatives."""
+    """Whether single torch operations are needed: for compilers, gradients of the factors, and other derivatives."""
     if traced() or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         return True
     return type(x) is not Tensor or (torch.is_grad_enabled() and factors.own.requires_grad)
 
 
 def _plainly_turned(x: Tensor, factors: TurningFactors, layout: str) -> Tensor:
-    """The rotation as one expression that torch differentiates and fuses itself."""
+    """The rotation as one torch expression, which torch can differentiate and fuse."""
     own, other = factors
     width = own.shape[-1] if other is not None else 2 * own.shape[-1]
     rotated = x if width == x.shape[-1] else x[..., :width]
@@ -112,7 +113,7 @@ def _plainly_turned(x: Tensor, factors: TurningFactors, layout: str) -> Tensor:
 
 
 def _kernel(x: Tensor, factors: TurningFactors, layout: str, strides: tuple[int, ...] | None = None) -> Tensor:
-    """The same numbers, without autograd; laid out in memory like `x`, or by `strides`."""
+    """The same result without autograd, with the memory layout of `x` or with `strides`."""
     own, other = factors
     width = own.shape[-1] * (2 if other is None else 1)
     if strides is None and width == x.shape[-1]:
@@ -145,31 +146,31 @@ def _kernel(x: Tensor, factors: TurningFactors, layout: str, strides: tuple[int,
 
 
 def _piece_bytes(x: Tensor) -> int:
-    """Bytes to turn at a time; only processors have caches that make pieces worth while."""
+    """Returns the bytes to rotate at a time. Pieces are only useful on CPUs, because of their caches."""
     return _PIECE_BYTES * torch.get_num_threads() if x.device.type == "cpu" else 2**62
 
 
 def _partner(x: Tensor, layout: str) -> Tensor:
-    """A new tensor in which the two dimensions of each pair have changed places."""
+    """Returns a new tensor in which the two dimensions of each pair are exchanged."""
     if layout == "interleaved":
         return x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return x.roll(x.shape[-1] // 2, -1)
 
 
 def _as_complex(x: Tensor) -> Tensor:
-    """Each pair of neighbouring dimensions as a complex number, a view where memory allows."""
+    """Views each pair of adjacent dimensions as a complex number, or copies if the memory layout requires it."""
     pairs = x.unflatten(-1, (-1, 2))
     return torch.view_as_complex(pairs if _is_complex(x) else pairs.contiguous())
 
 
 def _is_complex(x: Tensor) -> bool:
-    """Whether neighbouring dimensions lie in memory as complex numbers do."""
+    """Whether adjacent dimensions have the memory layout of complex numbers."""
     *outer, last = x.stride()
     return last == 1 and x.storage_offset() % 2 == 0 and all(stride % 2 == 0 for stride in outer)
 
 
 def _beside_heads(phase: Tensor) -> Tensor:
-    """`(batch or 1, heads or 1, length, width)`, from phases with or without an axis of heads behind the length."""
+    """Reshapes phases, with or without an axis of heads, to `(batch or 1, heads or 1, length, width)`."""
     return phase.unsqueeze(1) if phase.ndim == 3 else phase.transpose(1, 2)
 
 
@@ -180,7 +181,7 @@ class _Turn(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, own: Tensor, other: Tensor | None, layout: str, strides: tuple[int, ...] | None
     ) -> Tensor:
-        """As `turned`; `strides` lay out the result."""
+        """Like `turned`, with the `strides` of the result."""
         ctx.save_for_backward(own, other)
         ctx.layout = layout
         out = _kernel(x, TurningFactors(own, other), layout, strides)
@@ -189,7 +190,7 @@ class _Turn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """The gradient of `x`, laid out like the result, which is how what made `x` has it."""
+        """Returns the gradient of `x` in the memory layout of the result, which the producer of `x` expects."""
         own, other = ctx.saved_tensors
         if other is None:
             own = own.conj()

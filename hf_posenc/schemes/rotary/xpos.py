@@ -20,19 +20,19 @@ from hf_posenc.schemes.rotary.rope import RotaryMap, check_rotary_options, resol
 from hf_posenc.schemes.rotary.scaling import rope_exponents, rope_inverse_frequencies
 from hf_posenc.schemes.validation import check_number
 
-#: Largest natural logarithm of a magnitude: float32 overflows at 88.7, and the heads multiplied with it need room.
+#: Largest natural logarithm of a magnitude: float32 overflows at 88.7, and the product with the heads needs a margin.
 MAX_LOG_MAGNITUDE = 80.0
 
 
 class XposMap(RotaryMap):
-    """A rotation that also shrinks queries and grows keys with their position.
+    """A rotation that also scales queries down and keys up with their position.
 
     Args:
         inverse_frequencies: as in `RotaryMap`.
         layout: as in `RotaryMap`.
         decay: `(rotary_dim / 2,)` float32, the natural logarithm of `zeta` of each pair, divided by `scale_base`.
         origin: the position at which magnitudes are kept.
-        max_distance: the distance from the origin, in positions, up to which magnitudes fit float32.
+        max_distance: the maximum distance from the origin, in positions, at which magnitudes fit float32.
     """
 
     symmetric = False
@@ -62,18 +62,18 @@ class XposMap(RotaryMap):
         return cosine * magnitude, sine * magnitude, cosine / magnitude, sine / magnitude
 
     def query_phases(self, phases: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The first two."""
+        """Returns the first two."""
         return phases[:2]
 
     def key_phases(self, phases: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The last two."""
+        """Returns the last two."""
         return phases[2:]
 
 
 @register_scheme
 @dataclass(frozen=True)
 class XposConfig(SchemeConfig):
-    """RoPE whose logits also decay with distance, each pair at its own rate (xPos, arXiv:2212.10554, section 2).
+    """RoPE with logits that also decay with distance, each pair at its own rate (xPos, arXiv:2212.10554, section 2).
 
     Pair `m` of a query at position `p` and of a key at position `s` become::
 
@@ -81,23 +81,24 @@ class XposConfig(SchemeConfig):
         query[m] = zeta[m] ** ( (p - origin) / scale_base) * rotate(query[m], p * theta ** (-2 m / rotary_dim))
         key[m]   = zeta[m] ** (-(s - origin) / scale_base) * rotate(key[m],   s * theta ** (-2 m / rotary_dim))
 
-    so that a pair contributes `zeta[m] ** ((p - s) / scale_base)` of what it does in RoPE: slow pairs keep more. The
-    origin cancels in every logit and only decides where single magnitudes are near one.
+    so that the contribution of a pair is `zeta[m] ** ((p - s) / scale_base)` times its contribution in RoPE: slow pairs
+    decay less. The origin cancels in every logit. It only determines where the magnitudes of queries and keys are close
+    to one.
 
-    The authors' code takes the middle of the present sequence as origin, which changes all cached keys with every new
-    token. Here it is fixed, so that keys can be cached; the logits are the same. Queries shrink and keys grow with the
-    distance from the origin, by the factor `((1 + gamma) / gamma) ** (1 / scale_base)` per position in the fastest
-    pair: with the defaults float32 and bfloat16 hold about 32 000 positions on either side; longer sequences are
-    refused. float16 ends much earlier and is not checked: a pair of length `x` overflows about `409 * ln(65504 / x)`
-    positions from the origin, at 3 400 where `x` is 16 and at 4 500 where it is 1, and logits are then infinite or not
-    numbers; give a larger `scale_base`, or an origin in the middle. The paper's blockwise attention is a mask of its
-    own, not part of the scheme.
+    The authors' code uses the middle of the current sequence as origin, which changes all cached keys with every new
+    token. Here the origin is fixed, so that keys can be cached; the logits are the same. Queries shrink and keys grow
+    with the distance from the origin, by the factor `((1 + gamma) / gamma) ** (1 / scale_base)` per position in the
+    fastest pair. With the defaults, the range of float32 and bfloat16 is sufficient for about 32 000 positions on
+    either side; longer sequences are refused. float16 overflows much earlier, which is not checked: a pair of length
+    `x` overflows about `409 * ln(65504 / x)` positions from the origin (3 400 if `x` is 16, 4 500 if it is 1), and
+    logits are then infinite or NaN. In that case give a larger `scale_base`, or an origin in the middle. The paper's
+    blockwise attention is a separate mask and not part of the scheme.
 
-    Causal models only: where keys may come after the query, their factor grows with distance without bound.
+    Causal models only: for keys after the query, the factor would grow with distance without bound.
 
     Args:
         theta: the base of the frequencies.
-        gamma: how little the fastest pair decays; larger is less.
+        gamma: controls the decay of the fastest pair; a larger value means less decay.
         scale_base: the distance in tokens after which a pair has decayed by its `zeta`.
         origin: the position at which magnitudes are kept.
         rotary_dim: how many leading dimensions of a head are rotated; `None` as in `RopeConfig`.
@@ -120,13 +121,14 @@ class XposConfig(SchemeConfig):
         check_number(self, "origin", minimum=0, maximum=LARGEST_LENGTH)
         if self.origin > self._reach:
             raise ValueError(
-                f"XposConfig.origin is {self.origin}; expected at most {math.floor(self._reach)}, past which the "
-                "magnitude of a query at position 0 does not fit float32. Give a smaller origin or a larger scale_base."
+                f"XposConfig.origin is {self.origin}; expected at most {math.floor(self._reach)}, because otherwise "
+                "the magnitude of a query at position 0 does not fit float32. Give a smaller origin or a larger "
+                "scale_base."
             )
 
     @property
     def _reach(self) -> float:
-        """How far from the origin the fastest pair's magnitude fits float32, in positions."""
+        """The maximum distance from the origin, in positions, at which the fastest pair's magnitude fits float32."""
         return MAX_LOG_MAGNITUDE * self.scale_base / math.log1p(1 / self.gamma)
 
     def build(self, context: BuildContext) -> SchemeParts:
@@ -138,8 +140,8 @@ class XposConfig(SchemeConfig):
         """
         if not context.causal:
             raise UnsupportedError(
-                "XposConfig cannot serve a bidirectional model: the factor that decays towards past keys grows without "
-                "bound towards later ones. Use 'rope', or compose it with a symmetric bias such as 'alibi'."
+                "XposConfig does not support a bidirectional model: its factor decays for past keys but grows "
+                "without bound for later keys. Use 'rope', or compose it with a symmetric bias such as 'alibi'."
             )
         rotary_dim = resolve_rotary_dim(self, self.rotary_dim, context)
         decay = ((rope_exponents(rotary_dim) + self.gamma) / (1 + self.gamma)).log() / self.scale_base

@@ -1,4 +1,4 @@
-"""The attention temperature of Llama 4 and of its relatives."""
+"""The attention temperature of Llama 4 and similar models."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class Llama4ScaleConfig(SchemeConfig):
     `offset=0`: `attention_scale` is their `llama_4_scaling_beta`, `floor_scale` their
     `original_max_position_embeddings`.
 
-    Neither exists as an encoder. In a bidirectional model `i` is the last position of the sequence for every query,
-    because that is how many keys each of them chooses between. Those models scale the query, and have no
-    bias; here all logits of a query are scaled, also what a bias of another scheme added, as in Scalable-Softmax.
+    These models are all causal. In a bidirectional model, `i` is the last position of the sequence for every query,
+    because every query attends to all keys. The original models scale the query and have no bias. Here all logits of a
+    query are scaled, including the bias of another scheme, as in Scalable-Softmax.
 
     Args:
         attention_scale: weight of the logarithm.

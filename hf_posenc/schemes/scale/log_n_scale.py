@@ -21,7 +21,7 @@ class LogNScale(LogitScale):
 
     Args:
         training_length: number of keys at which the factor is 1.
-        clamp: whether fewer keys have the factor 1 too.
+        clamp: whether queries with fewer keys also have the factor 1.
         causal: whether queries see only keys at or before their own position.
     """
 
@@ -45,24 +45,25 @@ class LogNScale(LogitScale):
 class LogNScaleConfig(SchemeConfig):
     """Logits that grow with the logarithm of the number of keys, relative to training (J. Su, kexue.fm/archives/8823).
 
-    Su derives from the wish that the entropy of attention stay the same as keys are added that a query must be scaled
-    by the logarithm of their number; measured in units of the training length `L` this leaves a trained model alone::
+    Su derives that a query must be scaled by the logarithm of the number of keys to keep the entropy of attention
+    constant as keys are added. Relative to the training length `L`, this does not change a trained model at that
+    length::
 
         scale(i) = max(1, log(n) / log(L))      clamp=True
         scale(i) = log(n) / log(L)              clamp=False
 
-    `n` is the number of keys that the query chooses between: its position plus one in a causal model, the number of
-    real tokens in a bidirectional one. Nothing is learned.
+    `n` is the number of keys that the query attends to: its position plus one in a causal model, the number of real
+    tokens in a bidirectional model. Nothing is learned.
 
-    The derivation gives the unclamped form, for models trained with it. The clamped form is that of Qwen's released
-    code (`use_logn_attn`), which counts keys as here; it is the default, because it leaves a model that was trained
-    without any scale as it is, up to its training length. All logits of a query are scaled, also what a bias of
-    another scheme added, since entropy is a property of all of them. Qwen scales the query, which is the same in its
-    models without bias.
+    The derivation gives the unclamped form, for models trained with it. The clamped form is used in Qwen's released
+    code (`use_logn_attn`), which counts keys in the same way. It is the default, because up to the training length it
+    does not change a model that was trained without a scale. All logits of a query are scaled, including the bias of
+    another scheme, because the entropy depends on all of them. Qwen scales the query, which is equivalent in its models
+    without bias.
 
     Args:
         training_length: `L`, in tokens; `None` takes the length the stock model was built for.
-        clamp: keeps queries with fewer than `L` keys as they are.
+        clamp: whether queries with fewer than `L` keys have the factor 1.
     """
 
     name: ClassVar[str] = "log_n_scale"
@@ -78,12 +79,12 @@ class LogNScaleConfig(SchemeConfig):
         """Builds a logit scale.
 
         Raises:
-            ValueError: if neither the config nor the model says how long training sequences were.
+            ValueError: if neither the config nor the model specifies the length of training sequences.
         """
         length = context.max_positions if self.training_length is None else self.training_length
         if length is None or length < 2:
             raise ValueError(
-                f"LogNScaleConfig.training_length is {self.training_length}, and the model says that it was built for "
-                f"{length} positions; expected at least 2 from either. Give training_length in tokens."
+                f"LogNScaleConfig.training_length is {self.training_length}, and the model's config has {length} "
+                "positions; expected at least 2 from one of them. Give training_length in tokens."
             )
         return SchemeParts(logit_scale=LogNScale(length, self.clamp, context.causal))

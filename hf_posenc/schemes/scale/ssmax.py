@@ -28,8 +28,8 @@ class SSMaxScale(LogitScale):
 
     Args:
         num_heads: number of query heads.
-        initial_scale: where every `s` starts.
-        bias: whether there is a `b`; it starts from 0.
+        initial_scale: the initial value of every `s`.
+        bias: whether to add a `b`, initialised with 0.
         causal: whether queries see only keys at or before their own position.
     """
 
@@ -45,7 +45,7 @@ class SSMaxScale(LogitScale):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Sets every head back to the initial scale, without a bias."""
+        """Resets the scale of every head, and sets biases to 0."""
         nn.init.constant_(self.scale, self.initial_scale)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -62,25 +62,24 @@ class SSMaxScale(LogitScale):
 class SSMaxConfig(SchemeConfig):
     """Logits that grow with the logarithm of the number of keys (Scalable-Softmax, arXiv:2501.19399, its definition).
 
-    The softmax over `n` keys gets a base that depends on `n`, so that attention does not fade as keys are added::
+    The base of the softmax over `n` keys depends on `n`, so that attention does not become flatter as keys are added::
 
         weight[j] = n ** (s * logit[j]) / sum over k of n ** (s * logit[k])
 
-    which is an ordinary softmax of `(s * log(n)) * logit`; with `bias`, of `(s * log(n) + b) * logit`, the more general
-    form that the paper fits first and reports to extrapolate worse. `s` and `b` are learned per head and layer, shape
-    `(heads,)`.
+    which is an ordinary softmax of `(s * log(n)) * logit`; with `bias`, of `(s * log(n) + b) * logit`, a more general
+    form that extrapolates worse according to the paper. `s` and `b` are learned per head and layer, shape `(heads,)`.
 
-    `n` is the number of keys that the query chooses between: its position plus one in a causal model, the number of
-    real tokens in a bidirectional one. As in the paper, where the formula replaces the softmax itself, all logits of a
-    query are scaled: also what a bias of another scheme added to them.
+    `n` is the number of keys that the query attends to: its position plus one in a causal model, the number of real
+    tokens in a bidirectional model. As in the paper, where the formula replaces the softmax, all logits of a query are
+    scaled, including the bias of another scheme.
 
     The factor is 0 for the very first token of a causal model, whose softmax has one key and ignores it.
 
     Args:
-        training_length: the length in tokens over which the factor starts with a mean of 1 in a causal model, so that a
-            pretrained model is disturbed least; 1024 tokens, the length of the paper's models, give `s = 0.168`.
-        initial_scale: where `s` starts, in place of `training_length`.
-        bias: learns a `b` too, from 0.
+        training_length: the length in tokens over which the initial factor has a mean of 1 in a causal model, which
+            changes a pretrained model least. 1024 tokens, the length of the paper's models, give `s = 0.168`.
+        initial_scale: the initial value of `s`, instead of `training_length`.
+        bias: whether to learn `b` too, initialised with 0.
     """
 
     name: ClassVar[str] = "ssmax"
@@ -97,7 +96,7 @@ class SSMaxConfig(SchemeConfig):
         if self.initial_scale is not None and self.training_length != type(self).training_length:
             raise ValueError(
                 f"SSMaxConfig has both initial_scale={self.initial_scale} and training_length={self.training_length}, "
-                "which both say where the scale starts; give one."
+                "which both set the initial scale; give only one."
             )
 
     def build(self, context: BuildContext) -> SchemeParts:

@@ -1,4 +1,4 @@
-"""How many keys a query sees."""
+"""The number of keys that a query sees."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from hf_posenc.schemes.positions import Positions
 
 
 def visible_keys(positions: Positions, causal: bool) -> Tensor:
-    """`(batch or 1, length)` float32, the number of keys each query chooses between; at least 1.
+    """Returns the number of keys each query attends to, `(batch or 1, length)` float32, at least 1.
 
-    Position plus one where queries see only the past, and the length of the sequence without its padding where they
-    see all of it. Windows are not taken into account; padding queries count one key.
+    This is the position plus one if queries see only the past, and the length of the sequence without padding
+    otherwise. Sliding windows are ignored. Padding queries have one key.
     """
 
     def count() -> Tensor:

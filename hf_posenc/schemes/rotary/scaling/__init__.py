@@ -1,7 +1,7 @@
-"""Ways to stretch RoPE to sequences longer than it was trained on.
+"""Scalings of RoPE for sequences longer than in training.
 
-Each agrees with the function of the same name in transformers where there is one. Notation: `theta` the base,
-`d` the rotary width, `m = 0 .. d/2 - 1` the pair, `s` the factor, `L` the original length.
+Each scaling agrees with the transformers function of the same name, if there is one. Notation: `theta` the base, `d`
+the rotary width, `m = 0 .. d/2 - 1` the pair, `s` the factor, `L` the original length.
 """
 
 from hf_posenc.schemes.rotary.scaling.base import (

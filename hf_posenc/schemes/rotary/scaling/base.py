@@ -1,4 +1,4 @@
-"""The plain spectrum of RoPE, and what all scalings of it have in common."""
+"""The frequencies of RoPE without scaling, and the base class of scalings."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from hf_posenc.schemes.validation import check_number
 
 
 def rope_exponents(rotary_dim: int) -> Tensor:
-    """`(d/2,)` float32: `2m / d`."""
+    """Returns the exponents `2m / d`, `(d/2,)` float32."""
     return torch.arange(0, rotary_dim, 2, dtype=torch.int64, device="cpu").to(torch.float32) / rotary_dim
 
 
 def rope_inverse_frequencies(theta: float, rotary_dim: int) -> Tensor:
-    """`(d/2,)` float32: `theta**(-2m / d)` radians per position (RoPE, arXiv:2104.09864, section 3.2.2)."""
+    """Returns `theta**(-2m / d)` radians per position, `(d/2,)` float32 (RoPE, arXiv:2104.09864, section 3.2.2)."""
     return 1.0 / (theta ** rope_exponents(rotary_dim))
 
 
 @dataclass(frozen=True)
 class RopeScaling(SubConfig):
-    """Common to all scalings. One that does not depend on the length only overrides `constants`."""
+    """Base class of all scalings. A scaling that does not depend on the length only overrides `constants`."""
 
     #: Whether the frequencies depend on the length of the sequence.
     length_dependent: ClassVar[bool] = False
 
     def constants(self, theta: float, rotary_dim: int) -> Tensor:
-        """Everything that does not depend on the length, `(..., d/2)` float32 on the CPU.
+        """Returns everything that does not depend on the length, `(..., d/2)` float32 on the CPU.
 
         Raises:
-            ValueError: if the scaling has no meaning for this `theta` and `rotary_dim`.
+            ValueError: if the scaling is not defined for this `theta` and `rotary_dim`.
         """
         raise NotImplementedError
 
     def at_lengths(self, constants: Tensor, theta: float, rotary_dim: int, lengths: Tensor) -> Tensor:
-        """The inverse frequencies of sequences of the given lengths.
+        """Returns the inverse frequencies for sequences of the given lengths.
 
         Args:
-            constants: what `constants` returned, on the device of `lengths`.
+            constants: the output of `constants`, on the device of `lengths`.
             theta: the base.
             rotary_dim: the rotary width `d`.
             lengths: int64 of any shape.
@@ -54,23 +54,23 @@ class RopeScaling(SubConfig):
         return constants
 
     def attention_scaling(self, max_positions: int | None = None) -> float:
-        """The factor of cosine and sine.
+        """Returns the factor of cosine and sine.
 
         Args:
-            max_positions: the length the model was extended to, for scalings that may infer their factor from it.
+            max_positions: the extended length of the model, for scalings that can infer their factor from it.
         """
         return 1.0
 
     def made_for(self, native_length: int | None) -> int | None:
-        """The length in tokens that the scaling stretches to, or `None` where its options do not say.
+        """Returns the extended length in tokens, or `None` if the options do not specify it.
 
         Args:
-            native_length: the length the model was trained at, for scalings that do not name it themselves.
+            native_length: the training length of the model, for scalings that do not specify it.
         """
         return None
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
-        """Refuses to extend a cache whose keys were rotated with other frequencies.
+        """Raises if the cached keys were rotated with other frequencies.
 
         Raises:
             UnsupportedError: if the frequencies at the two lengths differ.
@@ -79,7 +79,7 @@ class RopeScaling(SubConfig):
     def spectrum(
         self, theta: float, rotary_dim: int, length: int | None = None, max_positions: int | None = None
     ) -> tuple[Tensor, float]:
-        """`(d/2,)` inverse frequencies at one length (default: a short one) and the attention scaling."""
+        """Returns the inverse frequencies `(d/2,)` at one length (default: short) and the attention scaling."""
         constants = self.constants(theta, rotary_dim)
         lengths = torch.tensor(1 if length is None else length, device="cpu")
         return self.at_lengths(constants, theta, rotary_dim, lengths), self.attention_scaling(max_positions)
@@ -87,7 +87,7 @@ class RopeScaling(SubConfig):
 
 @dataclass(frozen=True)
 class Factor:
-    """The first option of most scalings, which they inherit beside `RopeScaling`.
+    """Mixin with the option `factor`, the first option of most scalings.
 
     Args:
         factor: `s`, at least 1.
@@ -99,15 +99,16 @@ class Factor:
         check_number(self, "factor", minimum=1)
 
     def made_for(self, native_length: int | None) -> int | None:
-        """`s` times the original length, which is the model's own where the scaling does not name one."""
+        """Returns `s` times the original length, or times the model's own length if the scaling has none."""
         original = getattr(self, "original_max_positions", native_length)
         return None if original is None else math.floor(self.factor * original)
 
 
 def check_scaling(config: Any) -> None:
-    """Requires `config.scaling` to be a `RopeScaling`, its dictionary, the type of one without options, or `None`.
+    """Checks that `config.scaling` is a `RopeScaling`, its dictionary, the type of one without required options, or
+    `None`.
 
-    A type or a dictionary, as a user types it, is replaced by its scaling.
+    A type or a dictionary is replaced by the corresponding scaling.
 
     Raises:
         UnknownNameError: for an unknown type.
@@ -118,16 +119,16 @@ def check_scaling(config: Any) -> None:
         found = RopeScaling.type_named(scaling)
         if required_options(found):
             raise ValueError(
-                f"{option} is {shown(scaling)}, a scaling with options that have no default: give "
+                f"{option} is {shown(scaling)}, a scaling that has required options: give "
                 f"{constructor_example(found)}, or a dictionary such as {_dictionary_example(found)}."
             )
         scaling = found()
         object.__setattr__(config, "scaling", scaling)
     if isinstance(scaling, dict) and {"rope_type", "rope_theta", "original_max_position_embeddings"} & set(scaling):
         raise ValueError(
-            f"{option} is {shown(scaling)}, which are RoPE parameters as transformers writes them. "
-            "hf_posenc.schemes.from_rope_parameters(parameters) makes a RopeConfig of them; native_scheme(model) does "
-            "so for a whole model."
+            f"{option} is {shown(scaling)}, which are rope_parameters in the format of transformers. "
+            "hf_posenc.schemes.from_rope_parameters(parameters) converts them to a RopeConfig; native_scheme(model) "
+            "does so for a whole model."
         )
     if isinstance(scaling, dict) and "type" in scaling:
         scaling = SubConfig.from_dict(scaling)

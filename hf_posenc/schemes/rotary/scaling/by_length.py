@@ -1,4 +1,4 @@
-"""Scalings whose frequencies change once a sequence is longer than those of training."""
+"""Scalings with frequencies that change for sequences longer than in training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DynamicScaling(Factor, RopeScaling):
     """Dynamic NTK: NTK-aware scaling that grows with the sequence (described in arXiv:2309.00071, section 3.3).
 
     For a length `T > L` the base is `theta * (s T / L - (s - 1))**(d / (d - 2))`; up to `L` it is `theta`. Each
-    sequence of a batch goes by its own length.
+    sequence of a batch uses its own length.
 
     Args:
         factor: `s`, at least 1.
@@ -38,12 +38,12 @@ class DynamicScaling(Factor, RopeScaling):
         check_integer(self, "original_max_positions", minimum=1)
 
     def constants(self, theta: float, rotary_dim: int) -> Tensor:
-        """The exponents `2m / d`."""
+        """Returns the exponents `2m / d`."""
         ntk_exponent(self, rotary_dim)
         return rope_exponents(rotary_dim)
 
     def made_for(self, native_length: int | None) -> int | None:
-        """`None`: the base grows with the sequence, whatever its length."""
+        """Returns `None`: the base grows with the sequence, without a limit."""
         return None
 
     def at_lengths(self, constants: Tensor, theta: float, rotary_dim: int, lengths: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class DynamicScaling(Factor, RopeScaling):
         return 1.0 / (base.unsqueeze(-1) ** constants)
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
-        """Refuses to grow past the original length with cached keys."""
+        """Raises if a sequence with cached keys grows past the original length."""
         if 0 < cached_length < total_length and total_length > self.original_max_positions:
             raise UnsupportedError(
                 f"Dynamic NTK scaling changes the frequencies of all {cached_length} cached keys when the sequence "
@@ -67,16 +67,16 @@ class DynamicScaling(Factor, RopeScaling):
 
 @dataclass(frozen=True)
 class LongRopeScaling(RopeScaling):
-    """LongRoPE (arXiv:2402.13753): every frequency divided by its own factor, with one set for long sequences.
+    """LongRoPE (arXiv:2402.13753): divides every frequency by its own factor, with separate factors for long sequences.
 
-    Cosine and sine are multiplied by `sqrt(1 + ln(s) / ln(L))`. Each sequence of a batch goes by its own length.
+    Cosine and sine are multiplied by `sqrt(1 + ln(s) / ln(L))`. Each sequence of a batch uses its own length.
 
     Args:
         short_factor: `d/2` divisors for lengths up to `L`.
         long_factor: `d/2` divisors for lengths past `L`.
         original_max_positions: `L`.
         factor: `s`; `None` takes the model's length divided by `L` (Phi-3).
-        attention_factor: the factor of cosine and sine, instead of the paper's.
+        attention_factor: the factor of cosine and sine; by default the paper's formula.
     """
 
     type: ClassVar[str] = "longrope"
@@ -101,7 +101,7 @@ class LongRopeScaling(RopeScaling):
             )
 
     def constants(self, theta: float, rotary_dim: int) -> Tensor:
-        """`(2, d/2)`: the short and the long spectrum."""
+        """Returns the short and the long frequencies, `(2, d/2)`."""
         if len(self.short_factor) != rotary_dim // 2:
             raise ValueError(
                 f"LongRopeScaling has {len(self.short_factor)} factors, but {rotary_dim} rotated dimensions make "
@@ -115,14 +115,14 @@ class LongRopeScaling(RopeScaling):
         return torch.where((lengths > self.original_max_positions).unsqueeze(-1), constants[1], constants[0])
 
     def made_for(self, native_length: int | None) -> int | None:
-        """`s * L`, or `None` where `s` is the model's own."""
+        """Returns `s * L`, or `None` if `s` is inferred from the model."""
         return None if self.factor is None else math.floor(self.factor * self.original_max_positions)
 
     def attention_scaling(self, max_positions: int | None = None) -> float:
-        """`attention_factor`, or the paper's formula.
+        """Returns `attention_factor`, or the paper's formula.
 
         Raises:
-            ValueError: if it needs `s`, and neither `factor` nor `max_positions` gives it.
+            ValueError: if `s` is needed but neither `factor` nor `max_positions` is given.
         """
         if self.attention_factor is not None:
             return self.attention_factor
@@ -130,7 +130,8 @@ class LongRopeScaling(RopeScaling):
         if factor is None:
             if max_positions is None:
                 raise ValueError(
-                    "LongRopeScaling.factor is None and this model has no length to infer it from. Give factor= (the "
+                    "LongRopeScaling.factor is None and the model's config has no length to infer it from. Give "
+                    "factor= (the "
                     "extended length divided by original_max_positions) or attention_factor=."
                 )
             factor = max_positions / self.original_max_positions
@@ -139,11 +140,11 @@ class LongRopeScaling(RopeScaling):
         return math.sqrt(1 + math.log(factor) / math.log(self.original_max_positions))
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
-        """Refuses to cross the original length with cached keys."""
+        """Raises if a sequence with cached keys grows past the original length."""
         if 0 < cached_length <= self.original_max_positions < total_length:
             raise UnsupportedError(
                 f"LongRoPE switches from its short to its long factors at {self.original_max_positions} tokens, and "
                 f"the {cached_length} cached keys were rotated with the short ones, so the cache would be wrong for a "
-                f"sequence of {total_length}. Generate with use_cache=False, or process the prompt anew with more "
+                f"sequence of {total_length}. Generate with use_cache=False, or process the prompt again with more "
                 f"than {self.original_max_positions} tokens."
             )

@@ -1,4 +1,4 @@
-"""Scalings whose frequencies are the same at every length."""
+"""Scalings with the same frequencies at every length."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ class NtkScaling(Factor, RopeScaling):
     type: ClassVar[str] = "ntk"
 
     def stretched_theta(self, theta: float, rotary_dim: int) -> float:
-        """The new base.
+        """Returns the new base.
 
         Raises:
-            ValueError: for a rotary width of 2, where the exponent has no value.
+            ValueError: for a rotary width of 2, for which the exponent is not defined.
         """
         return theta * float(self.factor) ** ntk_exponent(self, rotary_dim)
 
     def constants(self, theta: float, rotary_dim: int) -> Tensor:
-        """The plain spectrum of the new base."""
+        """Returns the frequencies of the new base."""
         return rope_inverse_frequencies(self.stretched_theta(theta, rotary_dim), rotary_dim)
 
 
 @dataclass(frozen=True)
 class YarnScaling(Factor, RopeScaling):
-    """YaRN (arXiv:2309.00071, section 3.4): high frequencies kept, low ones divided by `s`, a ramp in between.
+    """YaRN (arXiv:2309.00071, section 3.4): keeps high frequencies, divides low ones by `s`, with a ramp in between.
 
     As in the authors' code and transformers, the ramp is linear in the pair index, between the (rounded) indices at
     which a pair makes `beta_fast` and `beta_slow` turns within `L`; the paper's eq. 13 has it linear in the number of
@@ -63,13 +63,13 @@ class YarnScaling(Factor, RopeScaling):
     Args:
         factor: `s`, at least 1.
         original_max_positions: `L`.
-        beta_fast: turns within `L` from which on a frequency is kept.
-        beta_slow: turns within `L` below which a frequency is fully divided.
-        attention_factor: the factor of cosine and sine, instead of the paper's.
+        beta_fast: number of turns within `L` above which a frequency is kept.
+        beta_slow: number of turns within `L` below which a frequency is divided by `s`.
+        attention_factor: the factor of cosine and sine; by default the paper's formula.
         mscale: with `mscale_all_dim`, the factor is `(0.1 mscale ln(s) + 1) / (0.1 mscale_all_dim ln(s) + 1)`
-            (DeepSeek-V2); where either is absent or 0, the paper's.
+            (DeepSeek-V2); if either is missing or 0, the paper's formula.
         mscale_all_dim: see `mscale`.
-        truncate: rounds the ends of the ramp outwards to whole pairs.
+        truncate: whether the ends of the ramp are rounded outwards to whole pairs.
     """
 
     type: ClassVar[str] = "yarn"
@@ -114,7 +114,7 @@ class YarnScaling(Factor, RopeScaling):
         return 1.0 / (self.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
 
     def attention_scaling(self, max_positions: int | None = None) -> float:
-        """`attention_factor`, or what `mscale` and `mscale_all_dim` give, or the paper's `0.1 ln(s) + 1`."""
+        """Returns `attention_factor`, the factor from `mscale` and `mscale_all_dim`, or `0.1 ln(s) + 1`."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -125,7 +125,7 @@ class YarnScaling(Factor, RopeScaling):
         return 0.1 * mscale * math.log(self.factor) + 1.0
 
     def _pair_with_turns(self, turns: float, theta: float, rotary_dim: int) -> float:
-        """The (fractional) pair index at which a pair makes that many turns within the original length."""
+        """Returns the (fractional) index of the pair with this number of turns within the original length."""
         ratio = self.original_max_positions / (turns * 2 * math.pi)
         return rotary_dim * math.log(ratio) / (2 * math.log(theta))
 
@@ -134,13 +134,13 @@ class YarnScaling(Factor, RopeScaling):
 class Llama3Scaling(Factor, RopeScaling):
     """Llama 3.1's scaling: NTK-by-parts (arXiv:2309.00071, definition 2), linear in the number of turns.
 
-    With `r` the turns a pair makes within `L`: kept for `r > high_freq_factor`, divided by `s` for
-    `r < low_freq_factor`, and blended linearly in `r` between.
+    Let `r` be the number of turns of a pair within `L`. Its frequency is kept for `r > high_freq_factor`, divided by
+    `s` for `r < low_freq_factor`, and interpolated linearly in `r` in between.
 
     Args:
         factor: `s`, at least 1.
-        low_freq_factor: turns below which a frequency is fully divided.
-        high_freq_factor: turns above which a frequency is kept.
+        low_freq_factor: number of turns below which a frequency is divided by `s`.
+        high_freq_factor: number of turns above which a frequency is kept.
         original_max_positions: `L`.
     """
 
@@ -174,13 +174,14 @@ class Llama3Scaling(Factor, RopeScaling):
 
 
 def ntk_exponent(scaling: RopeScaling, rotary_dim: int) -> float:
-    """`d / (d - 2)`, to which NTK-aware scalings raise what they stretch the base by.
+    """Returns `d / (d - 2)`, the exponent of the factor by which NTK-aware scalings multiply the base.
 
     Raises:
-        ValueError: for a rotary width of 2, where it has no value.
+        ValueError: for a rotary width of 2, for which it is not defined.
     """
     if rotary_dim < 4:
         raise ValueError(
-            f"{type(scaling).__name__} needs a rotary width of at least 4, got {rotary_dim}: it raises to d / (d - 2)."
+            f"{type(scaling).__name__} needs a rotary width of at least 4, got {rotary_dim}: its exponent is d / (d - "
+            "2)."
         )
     return rotary_dim / (rotary_dim - 2)
