@@ -9,7 +9,7 @@ from typing import Any
 MODEL_TYPE = "hf_posenc"
 #: The attribute of a config, and of a base model, that holds the position encoding.
 ATTRIBUTE = "position_encoding"
-#: Version of the entry. From 2 on the weights name their scheme too (`patching/mark.py`).
+#: Version of the entry. From 2 on the weights name their scheme too (`patching/place/mark.py`).
 FORMAT = 2
 #: The name that torch gives the extra state of a module in a state dict.
 MARK = "_extra_state"

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainingArguments
 
 from hf_posenc import PositionEncodingError, unpatch_model
-from hf_posenc.patching.apply import current_encoding, install
+from hf_posenc.patching.place.apply import current_encoding, install
 from hf_posenc.recipes import Swap, frozen_teacher, swap_scheme
 from training.argument_files import parse_structured
 from training.data.rows import load_rows

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.modelcard import TASK_MAPPING
 
 from hf_posenc.errors import PositionEncodingError
-from hf_posenc.patching.apply import current_encoding, unwrapped
+from hf_posenc.patching.place.apply import current_encoding, unwrapped
 from hf_posenc.version import __version__
 
 #: Tags of every card, which make patched models findable.

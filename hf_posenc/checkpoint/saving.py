@@ -14,8 +14,8 @@ from hf_posenc.checkpoint.atomic_folder import clear_drafts, replaced_as_a_whole
 from hf_posenc.checkpoint.peft_hooks import scheme_beside_adapters
 from hf_posenc.entry import MARK, find_mark, read_entry
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.apply import encodings, refuse_missing_sites, runs_a_scheme
-from hf_posenc.patching.mark import described, same_scheme
+from hf_posenc.patching.place.apply import encodings, refuse_missing_sites, runs_a_scheme
+from hf_posenc.patching.place.mark import described, same_scheme
 
 
 def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -20,8 +20,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from hf_posenc.checkpoint.configuration import CheckpointError
 from hf_posenc.checkpoint.local_files import local_file
 from hf_posenc.entry import ATTRIBUTE
-from hf_posenc.patching.apply import without_weights
-from hf_posenc.patching.discovery import find_stacks
+from hf_posenc.patching.find.discovery import find_stacks
+from hf_posenc.patching.place.apply import without_weights
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.limits import shown
 

@@ -11,8 +11,8 @@ from typing import Any
 from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedError
 from hf_posenc.metrics.preserve import isolated_rng
 from hf_posenc.patching import native_scheme, patch_model, unpatch_model
-from hf_posenc.patching.apply import current_encoding, unwrapped
-from hf_posenc.patching.suspend import suspended
+from hf_posenc.patching.place.apply import current_encoding, unwrapped
+from hf_posenc.patching.place.suspend import suspended
 from hf_posenc.report.records import Record, Subject, joined
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.labels import scheme_label

@@ -9,18 +9,18 @@ from typing import Any, TypeVar
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_posenc.patching.apply import build_encoding, current_encoding, unwrapped
-from hf_posenc.patching.config_lengths import at_native_lengths
-from hf_posenc.patching.discovery import find_stacks
-from hf_posenc.patching.encoding import PositionEncoding, is_length_dependent
-from hf_posenc.patching.exchange import exchange, take_out
-from hf_posenc.patching.hidden_positions import refuse_hidden_positions
-from hf_posenc.patching.native import native_scheme
-from hf_posenc.patching.observed_causality import refuse_misread_causality
-from hf_posenc.patching.plan import SchemeLike, schedule, scheme_config
-from hf_posenc.patching.running_batches import refuse_running_batches
-from hf_posenc.patching.sites import Stack
-from hf_posenc.patching.verify import verify_adopted_tables
+from hf_posenc.patching.find.discovery import find_stacks
+from hf_posenc.patching.find.sites import Stack
+from hf_posenc.patching.observe.causality import refuse_misread_causality
+from hf_posenc.patching.observe.hidden_positions import refuse_hidden_positions
+from hf_posenc.patching.observe.native_scheme import native_scheme
+from hf_posenc.patching.observe.verify import verify_adopted_tables
+from hf_posenc.patching.place.apply import build_encoding, current_encoding, unwrapped
+from hf_posenc.patching.place.config_lengths import at_native_lengths
+from hf_posenc.patching.place.encoding import PositionEncoding, is_length_dependent
+from hf_posenc.patching.place.exchange import exchange, take_out
+from hf_posenc.patching.place.requested_scheme import SchemeLike, schedule, scheme_config
+from hf_posenc.patching.place.running_batches import refuse_running_batches
 from hf_posenc.schemes import LayeredConfig
 from hf_posenc.schemes.arrangement.native import NativeConfig, names_native, with_native
 from hf_posenc.schemes.config import SchemeConfig, walk

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_posenc.patching.apply import current_encoding, unwrapped
+from hf_posenc.patching.place.apply import current_encoding, unwrapped
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
 

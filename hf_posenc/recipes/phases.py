@@ -10,10 +10,10 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching import patch_model, unpatch_model
-from hf_posenc.patching.apply import build_encoding, current_encoding, unwrapped
-from hf_posenc.patching.discovery import find_stacks
-from hf_posenc.patching.encoding import parameter_count
-from hf_posenc.patching.plan import SchemeLike, scheme_config
+from hf_posenc.patching.find.discovery import find_stacks
+from hf_posenc.patching.place.apply import build_encoding, current_encoding, unwrapped
+from hf_posenc.patching.place.encoding import parameter_count
+from hf_posenc.patching.place.requested_scheme import SchemeLike, scheme_config
 from hf_posenc.schemes.config import SchemeConfig
 
 NATIVE = "native"

@@ -13,7 +13,7 @@ import transformers
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from hf_posenc import UnsupportedError, native_scheme, patch_model, unpatch_model
-from hf_posenc.patching.suspend import suspended
+from hf_posenc.patching.place.suspend import suspended
 from hf_posenc.recipes import swap_scheme
 from tests.matrix.running import patched
 from tests.matrix.test_behaviour import SCHEMES

@@ -20,8 +20,8 @@ from hf_posenc.metrics.preserve import isolated_rng
 from hf_posenc.metrics.quantization.scheme import QuantizedConfig, quantized
 from hf_posenc.metrics.sensitivity_material import ENGLISH
 from hf_posenc.patching import native_scheme, patch_model, unpatch_model
-from hf_posenc.patching.apply import current_encoding, unwrapped
-from hf_posenc.patching.suspend import suspended
+from hf_posenc.patching.place.apply import current_encoding, unwrapped
+from hf_posenc.patching.place.suspend import suspended
 from hf_posenc.report.records import Quantity, Record, Result, View
 from hf_posenc.schemes.config import SchemeConfig
 

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_posenc.patching.encoding import PositionEncoding, StackEncoding
-from hf_posenc.patching.exchange import temporarily
-from hf_posenc.patching.layer_call import LayerEncoding
+from hf_posenc.patching.call.layer_call import LayerEncoding
+from hf_posenc.patching.place.encoding import PositionEncoding, StackEncoding
+from hf_posenc.patching.place.exchange import temporarily
 from hf_posenc.recipes.initialization.logits import LayerHeads, layers_of, recorded_heads
 from hf_posenc.recipes.initialization.parts import (
     BiasTarget,
