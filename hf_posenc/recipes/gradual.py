@@ -13,9 +13,10 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching import native_scheme, patch_model
 from hf_posenc.patching.find.discovery import find_stacks
-from hf_posenc.patching.place.apply import current_encoding, unwrapped
 from hf_posenc.patching.place.config_entry import attach_entry
 from hf_posenc.patching.place.encoding import PositionEncoding, StackEncoding
+from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.refusals import unwrapped
 from hf_posenc.patching.place.requested_scheme import SchemeLike, schedule, scheme_config
 from hf_posenc.patching.place.scheme_name import refresh_names
 from hf_posenc.schemes import LayeredConfig, ScheduleConfig

@@ -216,24 +216,6 @@ class StackForward(PlacedForward):
         return one_axis(position_ids), None
 
 
-class RefuseReplicas:
-    """Stands in for the method by which `nn.DataParallel` copies a stack.
-
-    The copies would share the original's instance-level patches, and run its weights.
-    """
-
-    def __call__(self) -> Any:
-        """Copies nothing.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError(
-            "This model runs under torch.nn.DataParallel, which copies modules without their instance-level patches. "
-            "Use DistributedDataParallel instead (`accelerate launch` or `torchrun`)."
-        )
-
-
 def _named_arguments(stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     if not args:
         return kwargs

@@ -13,7 +13,8 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.architectures import architecture_of
 from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.observe.short_runs import has_data, run_briefly, watched
-from hf_posenc.patching.place.apply import encodings
+from hf_posenc.patching.place.in_force import encodings
+from hf_posenc.patching.place.transaction import Transaction
 
 _TOKENS = 3
 #: The arguments whose last token is exchanged, one at a time: a stack may read either.
@@ -23,7 +24,7 @@ _INPUTS = ("input_ids", "decoder_input_ids")
 _UNNOTICED = 1e-2
 
 
-def refuse_misread_causality(model: PreTrainedModel, stacks: list[Stack]) -> None:
+def refuse_misread_causality(transaction: Transaction, stacks: list[Stack]) -> None:
     """Runs a stock model on three tokens, and again with another last token, where it contradicts itself.
 
     In a causal stack, what the first attention layer makes of the first token stays as it was. Only stacks are looked
@@ -34,16 +35,17 @@ def refuse_misread_causality(model: PreTrainedModel, stacks: list[Stack]) -> Non
     Raises:
         UnsupportedError: for a stack that was taken for causal and is not, or the other way round.
     """
+    model = transaction.model
     architecture = architecture_of(model.config)
     doubtful = [stack for stack in stacks if architecture.causal is None and _contradicts_itself(stack)]
     if not doubtful or not has_data(model) or encodings(model):
         return
     with ExitStack() as hooks:
         seen = [hooks.enter_context(watched(stack, architecture)) for stack in doubtful]
-        run_briefly(model, _TOKENS)
+        run_briefly(transaction, _TOKENS)
         for name in _INPUTS:
             with _other_last_token(model, name):
-                run_briefly(model, _TOKENS)
+                run_briefly(transaction, _TOKENS)
     for stack, (_, _, results) in zip(doubtful, seen, strict=True):
         observed, first = _observed(results), stack.attentions[0]
         if observed is not None and observed != first.causal:

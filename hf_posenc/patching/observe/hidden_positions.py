@@ -15,8 +15,8 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.architectures import Architecture, architecture_of
 from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.observe.short_runs import has_data, run_briefly, watched
-from hf_posenc.patching.place.apply import build_encoding, encodings
-from hf_posenc.patching.place.exchange import temporarily
+from hf_posenc.patching.place.in_force import encodings
+from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.schemes import NoneConfig
 
 #: The first two tokens change places: the last one sees both, in a causal model too and in any window.
@@ -25,7 +25,7 @@ _ORDER = [1, 0, 2]
 _ROUNDING = 16.0
 
 
-def refuse_hidden_positions(model: PreTrainedModel, stacks: list[Stack]) -> None:
+def refuse_hidden_positions(transaction: Transaction, stacks: list[Stack]) -> None:
     """Runs stacks without any known mechanism on three tokens in two orders, and those whose mechanism was silenced.
 
     Nothing in front of the first layer may depend on a token's place, and what attention gives the last token may not
@@ -38,26 +38,27 @@ def refuse_hidden_positions(model: PreTrainedModel, stacks: list[Stack]) -> None
     Raises:
         UnsupportedError: for a stack that takes in position where nothing was found, or nothing is left.
     """
+    model = transaction.model
     architecture = architecture_of(model.config)
     bare = [stack for stack in stacks if _nothing_found(stack, architecture)]
     silenced = architecture.mechanism or architecture.rotary_method
     if not (bare or silenced) or not has_data(model) or encodings(model):
         return
     if bare:
-        _refuse_order(model, bare, architecture, _hidden)
+        _refuse_order(transaction, bare, architecture, _hidden)
     if silenced:
-        with temporarily(model, build_encoding(NoneConfig(), model, stacks)):
-            _refuse_order(model, stacks, architecture, _still_there)
+        with transaction.installed(transaction.plan(NoneConfig(), stacks)):
+            _refuse_order(transaction, stacks, architecture, _still_there)
 
 
 def _refuse_order(
-    model: PreTrainedModel, stacks: list[Stack], architecture: Architecture, message: Callable[[Stack, str], str]
+    transaction: Transaction, stacks: list[Stack], architecture: Architecture, message: Callable[[Stack, str], str]
 ) -> None:
     with ExitStack() as hooks:
         seen = [hooks.enter_context(watched(stack, architecture)) for stack in stacks]
-        run_briefly(model, len(_ORDER))
-        with _reordered(model):
-            run_briefly(model, len(_ORDER))
+        run_briefly(transaction, len(_ORDER))
+        with _reordered(transaction.model):
+            run_briefly(transaction, len(_ORDER))
     for stack, (embedded, attended, results) in zip(stacks, seen, strict=True):
         if _differ(embedded):
             raise UnsupportedError(message(stack, "the input of its first layer depends on the place of a token"))

@@ -14,9 +14,8 @@ from hf_posenc.patching.find.discovery import find_stacks
 from hf_posenc.patching.find.layer_context import native_pairing, native_rotary_dim
 from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.observe.native_scheme import native_scheme
-from hf_posenc.patching.place.apply import current_encoding, unwrapped
 from hf_posenc.patching.place.lengths import native_length
-from hf_posenc.patching.place.suspend import suspended
+from hf_posenc.patching.place.transaction import Transaction
 
 
 @dataclass
@@ -97,9 +96,10 @@ def inspect_model(model: PreTrainedModel) -> Inspection:
     Raises:
         UnsupportedError: for an architecture that cannot be patched, with the reason.
     """
-    encoding = current_encoding(unwrapped(model))
+    transaction = Transaction(model)
+    encoding = transaction.encoding
     in_force = None if encoding is None else encoding.config.to_dict()
-    with suspended(model) as target:
+    with transaction.suspended() as target:
         found = find_stacks(target)
         stacks = [_inspect_stack(stack) for stack in found]
         context = _stock_context(target, found) if encoding is None else str(encoding.lengths)

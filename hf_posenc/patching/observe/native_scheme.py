@@ -22,7 +22,7 @@ from hf_posenc.patching.observe.causality import refuse_misread_causality
 from hf_posenc.patching.observe.hidden_positions import refuse_hidden_positions
 from hf_posenc.patching.observe.short_runs import Rotation, observe_rotations
 from hf_posenc.patching.observe.verify import verify_native
-from hf_posenc.patching.place.suspend import suspended
+from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.schemes import (
     ComposedConfig,
     LearnedConfig,
@@ -48,13 +48,14 @@ def native_scheme(model: PreTrainedModel) -> SchemeConfig:
         UnsupportedError: for an architecture that cannot be patched, whose own mechanism no scheme describes, or
             computes something else than its architecture declares.
     """
-    with suspended(model) as target:
+    transaction = Transaction(model)
+    with transaction.suspended() as target:
         stacks = find_stacks(target)
-        refuse_misread_causality(target, stacks)
-        refuse_hidden_positions(target, stacks)
+        refuse_misread_causality(transaction, stacks)
+        refuse_hidden_positions(transaction, stacks)
         architecture = architecture_of(target.config)
         rotating = any(attention.rotary_functions for stack in stacks for attention in stack.attentions)
-        rotations = observe_rotations(target, stacks) if rotating else {}
+        rotations = observe_rotations(transaction, stacks) if rotating else {}
         schemes = [_stack_scheme(stack, architecture, rotations) for stack in stacks]
         if any(scheme != schemes[0] for scheme in schemes):
             raise UnsupportedError(
@@ -64,7 +65,7 @@ def native_scheme(model: PreTrainedModel) -> SchemeConfig:
             )
         if architecture.native is not None:
             # Phases and tables have been compared by their numbers; a declaration knows the architecture by name.
-            verify_native(target, schemes[0], stacks)
+            verify_native(transaction, schemes[0], stacks)
             if architecture.fixed_tables is not None:
                 for stack in stacks:
                     check_fixed_tables(architecture.fixed_tables(stack), stack)

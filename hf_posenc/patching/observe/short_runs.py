@@ -21,8 +21,8 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.rebinding import rebind
 from hf_posenc.patching.find.architectures import Architecture
 from hf_posenc.patching.find.sites import FoundAttention, Stack
-from hf_posenc.patching.place.encoding import execution_device
 from hf_posenc.patching.place.journal import InstancePatches
+from hf_posenc.patching.place.transaction import Transaction
 
 _TOKENS = 3
 #: Of one stack, a tensor for each call: the input of its first layer, then input and output of its first attention.
@@ -42,13 +42,13 @@ class Rotation:
     phases: Tensor
 
 
-def observe_rotations(model: PreTrainedModel, stacks: list[Stack]) -> dict[str, Rotation]:
+def observe_rotations(transaction: Transaction, stacks: list[Stack]) -> dict[str, Rotation]:
     """Runs the stock model on three tokens; returns the rotation of every layer that rotated, by attention path.
 
     Raises:
         UnsupportedError: for a model without data (meta device), or one that does not run on plain token ids.
     """
-    if not has_data(model):
+    if not has_data(transaction.model):
         raise UnsupportedError(
             "The native scheme of a rotary model is found by running it, and this model is on the meta device. Load "
             "its weights first."
@@ -61,7 +61,7 @@ def observe_rotations(model: PreTrainedModel, stacks: list[Stack]) -> dict[str, 
                 if attention.rotary_functions:
                     path = f"{stack.name}:{attention.path}"
                     journal.set_forward(attention.module, _recorder(attention, path, seen))
-        run_briefly(model, _TOKENS)
+        run_briefly(transaction, _TOKENS)
     finally:
         # Not a function of its own: an interrupt may come between its call and its first line.
         try:
@@ -111,20 +111,20 @@ def watched(stack: Stack, architecture: Architecture) -> Iterator[Seen]:
             handle.remove()
 
 
-def run_briefly(model: PreTrainedModel, length: int) -> Any:
+def run_briefly(transaction: Transaction, length: int) -> Any:
     """The outputs for a few tokens, without dropout; the model stays in the mode it was in."""
+    model = transaction.model
     training = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
         with torch.no_grad():
-            return model(**_tokens(model, length))
+            return model(**_tokens(model, transaction.device, length))
     finally:
         for module, mode in training:
             module.training = mode
 
 
-def _tokens(model: PreTrainedModel, length: int) -> dict[str, Any]:
-    device = execution_device(model)
+def _tokens(model: PreTrainedModel, device: torch.device, length: int) -> dict[str, Any]:
     tokens = torch.arange(5, 5 + length, device=device).unsqueeze(0)
     given: dict[str, Any] = {"input_ids": tokens}
     parameters = inspect.signature(type(model).forward).parameters

@@ -7,14 +7,13 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.architectures import architecture_of
 from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.observe.short_runs import has_data, run_briefly
-from hf_posenc.patching.place.apply import build_encoding, encodings
-from hf_posenc.patching.place.exchange import temporarily
+from hf_posenc.patching.place.in_force import encodings
+from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.schemes.config import SchemeConfig
 
 _TOKENS = 8
@@ -23,30 +22,30 @@ _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4}
 _HALF_TOLERANCE = 5e-2
 
 
-def verify_native(model: PreTrainedModel, config: SchemeConfig, stacks: list[Stack]) -> None:
+def verify_native(transaction: Transaction, config: SchemeConfig, stacks: list[Stack]) -> None:
     """Runs a stock model on a few tokens, with its own mechanism and with the scheme in its place.
 
     Nothing is compared on the meta device.
 
     Args:
-        model: the stock model.
+        transaction: of the stock model.
         config: the scheme that its own mechanism is said to be.
         stacks: its stacks.
 
     Raises:
         UnsupportedError: if the outputs differ, or the scheme cannot be placed.
     """
-    difference = _difference(model, config, stacks)
+    difference = _difference(transaction, config, stacks)
     if difference is not None:
         raise UnsupportedError(
-            f"The position mechanism of this {type(model).__name__} is not what its architecture declares: with "
-            f"{config} in its place the outputs for {_TOKENS} tokens differ by {difference:.2g} of their size. A "
-            "table or a setting of its mechanism is not the usual one. It can be replaced, and unpatch_model "
-            "brings it back."
+            f"The position mechanism of this {type(transaction.model).__name__} is not what its architecture declares: "
+            f"with {config} in its place the outputs for {_TOKENS} tokens differ by {difference:.2g} of their size. A "
+            "table or a setting of its mechanism is not the usual one. It can be replaced, and unpatch_model brings it "
+            "back."
         )
 
 
-def verify_adopted_tables(model: PreTrainedModel, stacks: list[Stack]) -> None:
+def verify_adopted_tables(transaction: Transaction, stacks: list[Stack]) -> None:
     """Makes the same comparison before any scheme is placed in a stock model whose tables of biases a scheme adopts.
 
     Whatever numbers such tables hold, the declared scheme gives the stock outputs with them. Where it does not, this
@@ -56,11 +55,12 @@ def verify_adopted_tables(model: PreTrainedModel, stacks: list[Stack]) -> None:
     Raises:
         UnsupportedError: if the outputs differ.
     """
+    model = transaction.model
     architecture = architecture_of(model.config)
     if architecture.bias_table is None or architecture.native is None or encodings(model):
         return
     for config in {architecture.native(stack) for stack in stacks}:
-        difference = None if config is None else _difference(model, config, stacks)
+        difference = None if config is None else _difference(transaction, config, stacks)
         if difference is not None:
             raise UnsupportedError(
                 f"This {type(model).__name__} does not compute what {config} computes with its tables: the outputs "
@@ -70,22 +70,20 @@ def verify_adopted_tables(model: PreTrainedModel, stacks: list[Stack]) -> None:
             )
 
 
-def _difference(model: PreTrainedModel, config: SchemeConfig, stacks: list[Stack]) -> float | None:
+def _difference(transaction: Transaction, config: SchemeConfig, stacks: list[Stack]) -> float | None:
     """How much the outputs differ, relative to their size, if it is more than rounding does."""
-    if not has_data(model):
+    if not has_data(transaction.model):
         return None
-    stock = _outputs(model)
+    stock = _outputs(transaction)
     # The weights of a part are drawn before it adopts the model's own; the caller's generator must not notice.
-    with torch.random.fork_rng(devices=[]):
-        encoding = build_encoding(config, model, stacks)
-        with temporarily(model, encoding):
-            replaced = _outputs(model)
+    with torch.random.fork_rng(devices=[]), transaction.installed(transaction.plan(config, stacks)):
+        replaced = _outputs(transaction)
     difference = float((replaced - stock).abs().max() / stock.abs().max().clamp(min=1.0))
-    return None if difference <= _TOLERANCE.get(model.dtype, _HALF_TOLERANCE) else difference
+    return None if difference <= _TOLERANCE.get(transaction.model.dtype, _HALF_TOLERANCE) else difference
 
 
-def _outputs(model: PreTrainedModel) -> Tensor:
-    result: Any = run_briefly(model, _TOKENS)
+def _outputs(transaction: Transaction) -> Tensor:
+    result: Any = run_briefly(transaction, _TOKENS)
     logits = result.get("logits")
     found: Tensor = (result[0] if logits is None else logits).float()
     return found

@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 from torch import nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.place.apply import current_encoding, unwrapped
 from hf_posenc.patching.place.encoding import PositionEncoding
+from hf_posenc.patching.place.in_force import current_encoding
 from hf_posenc.patching.place.lengths import set_length
+from hf_posenc.patching.place.refusals import unwrapped
 from hf_posenc.patching.place.scheme_name import tell_length
 from hf_posenc.schemes.rotary.rope import RotaryMap
 

@@ -16,6 +16,7 @@ from hf_posenc.patching.call.context_parallel import needs_all_tokens
 from hf_posenc.patching.call.layer_call import LayerEncoding
 from hf_posenc.patching.call.runtime import StackRuntime
 from hf_posenc.patching.call.table_site import table_origin, table_weight
+from hf_posenc.patching.find.architectures import Architecture
 from hf_posenc.patching.find.fingerprint import Sample
 from hf_posenc.patching.find.layer_context import build_context, with_layout
 from hf_posenc.patching.find.sites import AddedModule, Stack
@@ -286,17 +287,26 @@ def parameter_count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def execution_device(model: nn.Module) -> torch.device:
-    """Where a model computes: for weights that accelerate keeps elsewhere, the device its hooks bring them to."""
-    for module in model.modules():
-        device = getattr(module.__dict__.get("_hf_hook"), "execution_device", None)
-        if device is not None:
-            return torch.device(device)
-    first = next(model.parameters(), None)
-    return torch.device("cpu") if first is None else first.device
+def build_encoding(
+    config: SchemeConfig, stacks: list[Stack], architecture: Architecture, device: torch.device | None = None
+) -> PositionEncoding:
+    """Builds the parts of a scheme for every stack.
 
+    Args:
+        config: the scheme.
+        stacks: where it is to be placed.
+        architecture: the declaration for the model.
+        device: where parts are built; `None` for torch's default device. On the meta device, parameters have names and
+            shapes but no memory.
 
-def place_like(module: nn.Module, model: nn.Module) -> None:
-    """Moves `module` to where `model` computes, in its dtype."""
-    reference = next((parameter for parameter in model.parameters() if parameter.is_floating_point()), None)
-    module.to(device=execution_device(model), dtype=None if reference is None else reference.dtype)
+    Raises:
+        RuntimeError: on the meta device, for a scheme from outside this package that reads its parameters while it is
+            built.
+    """
+    built = {stack.name: StackEncoding(config, stack, architecture.pairing, device) for stack in stacks}
+    for stack in stacks:
+        runtime = built[stack.name].runtime
+        runtime.slots.rows_before = max((table_origin(table.module) for table in stack.tables), default=0)
+        runtime.time_major = architecture.time_major
+        runtime.channels_first = architecture.channels_first
+    return PositionEncoding(config, built)

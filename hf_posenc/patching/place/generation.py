@@ -129,9 +129,3 @@ def _with_mask(kwargs: dict[str, Any]) -> dict[str, Any]:
     if kwargs.get("attention_mask") is not None or not isinstance(tokens, torch.Tensor):
         return kwargs
     return kwargs | {"attention_mask": torch.ones_like(tokens)}
-
-
-def check_generation(encoding: PositionEncoding, model: PreTrainedModel) -> None:
-    """Lets the checks run at every `generate` of a model that has one; the encoding's journal takes it back."""
-    if getattr(model, "generation_config", None) is not None:
-        CheckedGenerate.place(encoding, model)

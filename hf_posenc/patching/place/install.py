@@ -6,8 +6,9 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.additive_site import AddToHiddenStates
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
 from hf_posenc.patching.call.layer_call import LayerEncoding
+from hf_posenc.patching.call.replicas import RefuseReplicas, ReplicasCheck
 from hf_posenc.patching.call.rotary_site import RotaryMethodSite, RotaryModuleSite
-from hf_posenc.patching.call.runtime import RefuseReplicas, StackForward
+from hf_posenc.patching.call.runtime import StackForward
 from hf_posenc.patching.call.scores_attention import ScoresAttention
 from hf_posenc.patching.call.table_site import TableSite
 from hf_posenc.patching.find.architectures import Architecture
@@ -15,7 +16,6 @@ from hf_posenc.patching.find.sites import FoundAttention, Stack
 from hf_posenc.patching.place.encoding import StackEncoding
 from hf_posenc.patching.place.journal import InstancePatches
 from hf_posenc.patching.place.report import StackReport
-from hf_posenc.patching.place.sharded_weights import ReplicasCheck
 from hf_posenc.patching.place.site_watch import SiteWatch
 
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.patching.call.layer_call import LayerEncoding
 from hf_posenc.patching.place.encoding import PositionEncoding, StackEncoding
-from hf_posenc.patching.place.exchange import temporarily
+from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.recipes.initialization.logits import LayerHeads, layers_of, recorded_heads
 from hf_posenc.recipes.initialization.parts import (
     BiasTarget,
@@ -135,7 +135,7 @@ def _bias_targets(
 ) -> list[BiasTarget]:
     """For every layer what its bias has to add. The model is left with `new` in force."""
     sample = sample.to(next(model.parameters()).device)
-    with temporarily(model, old):
+    with Transaction(model).installed(old):
         before = recorded_heads(model, old, sample)
     after = _heads_without_bias(model, new, sample) if _adds(old) else before
     return [

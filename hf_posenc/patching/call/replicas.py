@@ -1,35 +1,32 @@
-"""Models that FSDP2 or DDP has prepared already, into which parameters of a scheme would come too late."""
+"""Wrappers that run copies of a model in parallel: `nn.DataParallel` and `DistributedDataParallel`."""
 
 from __future__ import annotations
 
-import sys
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.place.encoding import PositionEncoding
-
-_MODULE = "torch.distributed.fsdp"
 
 
-def refuse_late_parameters(model: nn.Module, encoding: PositionEncoding) -> None:
-    """Refuses to give parameters to a model that `fully_shard` has sharded.
+class RefuseReplicas:
+    """Stands in for the method by which `nn.DataParallel` copies a stack.
 
-    FSDP2 knows the parameters that a module had when it was sharded. Later ones would stay whole, be drawn anew in each
-    process, and be trained there with the gradients of its own part of the batch.
-
-    Raises:
-        UnsupportedError: for a scheme with parameters.
+    The copies would share the original's instance-level patches, and run its weights.
     """
-    if not _is_sharded(model) or all(hasattr(weight, "device_mesh") for weight in encoding.parameters()):
-        return
-    raise UnsupportedError(
-        f"The weights of this {type(model).__name__} are sharded by FSDP2 already, and the scheme "
-        f"{encoding.config.name!r} has parameters, which it would not shard and whose gradients it would not add up. "
-        "Call patch_model before fully_shard, or save the patched model and load that with its distributed_config."
-    )
+
+    def __call__(self) -> Any:
+        """Copies nothing.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "This model runs under torch.nn.DataParallel, which copies modules without their instance-level patches. "
+            "Use DistributedDataParallel instead (`accelerate launch` or `torchrun`)."
+        )
 
 
 class ReplicasCheck:
@@ -63,11 +60,3 @@ class ReplicasCheck:
                 "parameters, whose gradients would not be added up: each process would train its own. Call "
                 "patch_model before the model is wrapped."
             )
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    if _MODULE not in sys.modules:
-        return False
-    from torch.distributed.fsdp import FSDPModule
-
-    return any(isinstance(module, FSDPModule) for module in model.modules())
