@@ -16,7 +16,7 @@ from hf_posenc.patching.call.key_positions import key_positions
 from hf_posenc.patching.call.layer_call import LayerCall
 from hf_posenc.patching.call.length_checks import check_cache
 from hf_posenc.patching.call.logit_site import LogitSite, refuse_cached_coordinates
-from hf_posenc.patching.call.offloading import weights_at_hand
+from hf_posenc.patching.call.offloading import onload_weights
 from hf_posenc.patching.call.rotary_call import RotaryCall
 from hf_posenc.patching.call.state import ForwardState
 from hf_posenc.schemes.parts import QueryKeyMap
@@ -59,7 +59,7 @@ class AttentionSite(LogitSite):
             state.cache_object = cache_of_call(self.module, args, kwargs)
 
     @property
-    def watches_keys(self) -> bool:
+    def intercepts_cache_update(self) -> bool:
         """Whether keys have to be met on their way into the cache."""
         if self.encoding.num_features:
             return True
@@ -112,7 +112,7 @@ class AttentionSite(LogitSite):
         assert query_key_map is not None
         for_query = self.prepared(state, first)
         for_key = for_query if second is None or second.dtype == first.dtype else self.prepared(state, second)
-        with weights_at_hand(query_key_map):
+        with onload_weights(query_key_map):
             first = mapped(query_key_map.map_query, first, for_query, time_axis)
             if second is not None:
                 second = mapped(query_key_map.map_key, second, for_key, time_axis)
@@ -145,7 +145,7 @@ class AttentionSite(LogitSite):
 
         def compute() -> Phases:
             check_cache(query_key_map, state)
-            with weights_at_hand(query_key_map):
+            with onload_weights(query_key_map):
                 return query_key_map.phases(positions)
 
         phases: Phases = state.shared(("phases", id(query_key_map)), compute)
@@ -172,7 +172,7 @@ class AttentionSite(LogitSite):
             check_cache(query_key_map, state)
             keys = key_positions(state, key_start, key_length, device)
             refuse_cached_coordinates(query_key_map, state, keys)
-            with weights_at_hand(query_key_map):
+            with onload_weights(query_key_map):
                 return query_key_map.phases(keys)
 
         phases: Phases = state.shared(("key phases", id(query_key_map)), compute, key_length)
@@ -195,18 +195,18 @@ class AttentionSite(LogitSite):
             )
         self.rotation_is_last = True
 
-    def mapped_late(self, call: LayerCall, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    def map_before_kernel(self, call: LayerCall, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and all keys on their way to the kernel, for what no rotary function and no cache has mapped."""
         query_key_map = self.encoding.query_key_map
         if query_key_map is None or call.rotations:
             return query, key
         self._check_heads(query_key_map, key)
         prepared = self.prepared(call.state, query)
-        with weights_at_hand(query_key_map):
+        with onload_weights(query_key_map):
             query = query_key_map.map_query(query, prepared)
         if not call.keys_mapped:
             phases = self.key_phases(call.state, query.shape[-2], key.shape[-2], key.device)
-            with weights_at_hand(query_key_map):
+            with onload_weights(query_key_map):
                 key = query_key_map.map_key(key, phases)
         return query, key
 
@@ -235,7 +235,7 @@ class AttentionSite(LogitSite):
             return key
         call.keys_mapped = True
         prepared = self.prepared(call.state, key)
-        with weights_at_hand(query_key_map):
+        with onload_weights(query_key_map):
             return query_key_map.map_key(key, prepared)
 
     def update_cache(

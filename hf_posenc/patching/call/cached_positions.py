@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer
 
 _NAME = "_hf_posenc_positions"
 _ROW_METHODS = ("reorder_cache", "batch_select_indices", "batch_repeat_interleave")
-_FOLLOWED = (*_ROW_METHODS, "crop")
+_TRACKED_METHODS = (*_ROW_METHODS, "crop")
 
 
 @dataclass
@@ -40,32 +40,32 @@ class CachedPositions:
 def recorded(cache: Any) -> CachedPositions | None:
     """What is known of the tokens in a cache, or `None`."""
     # Not through `__dict__`, where a compiler does not look.
-    found: CachedPositions | None = getattr(_keeper(cache), _NAME, None)
+    found: CachedPositions | None = getattr(_self_attention_cache(cache), _NAME, None)
     return found
 
 
 def record(cache: Any, positions: CachedPositions) -> None:
     """Puts what is known of its tokens on a cache, unless it is of a kind that can hold nothing."""
-    keeper = _keeper(cache)
+    keeper = _self_attention_cache(cache)
     attributes = getattr(keeper, "__dict__", None)
     if attributes is None:
         return
     setattr(keeper, _NAME, positions)
     if positions.ids is None:
         return
-    for name in _FOLLOWED:
-        if hasattr(keeper, name) and not isinstance(attributes.get(name), _Following):
-            attributes[name] = _Following(keeper, name, getattr(keeper, name))
+    for name in _TRACKED_METHODS:
+        if hasattr(keeper, name) and not isinstance(attributes.get(name), _TrackedMethod):
+            attributes[name] = _TrackedMethod(keeper, name, getattr(keeper, name))
 
 
-def seal(cache: Any) -> None:
+def remember_keys(cache: Any) -> None:
     """Notes, when a call ends, which keys the recorded positions are those of."""
     known = recorded(cache)
     if known is not None and known.ids is not None:
         known.keys = _plain_keys(cache)
 
 
-def is_followed(cache: Any) -> bool:
+def matches_keys(cache: Any) -> bool:
     """Whether the keys in a cache are still those whose positions were recorded, where any were."""
     known = recorded(cache)
     return known is None or known.keys is None or known.keys is _plain_keys(cache)
@@ -73,7 +73,7 @@ def is_followed(cache: Any) -> bool:
 
 def _plain_keys(cache: Any) -> Tensor | None:
     """The keys of the first layer that keeps them in one tensor, a new one whenever something is done to them."""
-    keeper = _keeper(cache)
+    keeper = _self_attention_cache(cache)
     if getattr(keeper, "offloading", False):
         return None
     plain = (layer for layer in getattr(keeper, "layers", ()) if type(layer) is DynamicLayer)
@@ -81,12 +81,12 @@ def _plain_keys(cache: Any) -> Tensor | None:
     return keys if isinstance(keys, Tensor) else None
 
 
-def _keeper(cache: Any) -> Any:
+def _self_attention_cache(cache: Any) -> Any:
     """Of an encoder-decoder's two caches that of self-attention, which the pair hands on what changes rows."""
     return getattr(cache, "self_attention_cache", cache)
 
 
-class _Following:
+class _TrackedMethod:
     """Stands in for a method of a cache that changes its tokens, and does the same to their positions.
 
     An object, and the method a bound one, so that both follow a deep copy of the cache.
@@ -100,7 +100,7 @@ class _Following:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the method."""
         known: CachedPositions = self.cache.__dict__[_NAME]
-        followed = is_followed(self.cache)
+        followed = matches_keys(self.cache)
         result = self.method(*args, **kwargs)
         if followed and known.ids is not None:
             argument = next(iter((*args, *kwargs.values())))

@@ -1,9 +1,8 @@
 """Attention modules that go through transformers' attention interface.
 
-The module's own code object runs with a copy of its globals in which two names are exchanged: the attention interface,
-whose chosen function is wrapped, and the rotary function, which is replaced or skipped. The copy belongs to the one
-instance, so nothing outside it changes, and `set_attn_implementation` keeps working because the back-end is still
-looked up at every call.
+The module's own code object runs with a copy of its globals in which two names are replaced: the attention interface,
+whose attention functions are wrapped, and the rotary function. The copy belongs to one instance, so nothing else
+changes. `set_attn_implementation` keeps working because the back-end is still looked up in every call.
 """
 
 from __future__ import annotations
@@ -59,29 +58,30 @@ class InterfaceAttention(AttentionSite):
     ) -> None:
         super().__init__(module, runtime, encoding)
         self.drop_native_bias = drop_native_bias
-        self.leaves_scores = _leaves_scores(encoding) and _POSITION_BIAS not in names_used(type(module).forward)
+        self.only_rotates = _only_rotates(encoding) and _POSITION_BIAS not in names_used(type(module).forward)
         self.calls: PerThread[LayerCall] = PerThread()
-        #: How many brief calls have rotated.
+        #: How many calls have rotated in the rotary-only forward.
         self.rotations = 0
-        self._exchange()
+        self._rebind_forward()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_function", "_briefly")}
+        rebound = ("_full_forward", "_rotary_only_forward")
+        return {name: value for name, value in self.__dict__.items() if name not in rebound}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._exchange()
+        self._rebind_forward()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's forward under its exchanged globals, as few of them as the scheme needs."""
+        """Runs the module's forward with replaced globals, as few of them as the scheme needs."""
         if self.retired:
             return self.stock(*args, **kwargs)
-        if self.leaves_scores and _POSITION_BIAS not in kwargs:
+        if self.only_rotates and _POSITION_BIAS not in kwargs:
             if self.encoding.query_key_map is None:
-                return self._briefly(self.module, *args, **kwargs)
+                return self._rotary_only_forward(self.module, *args, **kwargs)
             if self.rotates_in_place and not torch.compiler.is_compiling():
                 rotations = self.rotations
-                output = self._briefly(self.module, *args, **kwargs)
+                output = self._rotary_only_forward(self.module, *args, **kwargs)
                 self.require_rotation(self.rotations != rotations)
                 return output
         call = self.begin_call(args[0] if args else next(iter(kwargs.values())))
@@ -90,12 +90,12 @@ class InterfaceAttention(AttentionSite):
         depth = len(calls)
         try:
             calls.append(call)
-            if self.watches_keys:
+            if self.intercepts_cache_update:
                 cache = cache_of_call(self.module, args, kwargs)
                 with CacheUpdateHook(cache, self.update_cache, call):
-                    output = self._function(self.module, *args, **kwargs)
+                    output = self._full_forward(self.module, *args, **kwargs)
             else:
-                output = self._function(self.module, *args, **kwargs)
+                output = self._full_forward(self.module, *args, **kwargs)
         finally:
             del calls[depth:]
         if not call.attended:
@@ -106,17 +106,20 @@ class InterfaceAttention(AttentionSite):
         self.note_rotation(call)
         return output
 
-    def _exchange(self) -> None:
-        """Makes the module's forward over exchanged globals, before any compiler watches.
+    def _rebind_forward(self) -> None:
+        """Rebinds the module's forward to other globals, before a compiler traces it.
 
-        The second one is for schemes that change nothing but the rotation: no more is exchanged, and nothing is noted.
+        The rotary-only forward serves schemes that change nothing but the rotation. It replaces the rotary functions
+        only and records nothing about the call.
         """
         forward = inspect.unwrap(type(self.module).forward)
         rotary = {name: forward.__globals__[name] for name in rotary_names(forward)}
-        replaced: dict[str, Any] = {name: _Rotary(function, self) for name, function in rotary.items()}
-        interface = _Interface(forward.__globals__[INTERFACE], self)
-        self._function = rebind(forward, replaced | {INTERFACE: interface})
-        self._briefly = rebind(forward, {name: _BriefRotary(function, self) for name, function in rotary.items()})
+        replaced: dict[str, Any] = {name: _RotaryReplacement(function, self) for name, function in rotary.items()}
+        interface = _InterfaceReplacement(forward.__globals__[INTERFACE], self)
+        self._full_forward = rebind(forward, replaced | {INTERFACE: interface})
+        self._rotary_only_forward = rebind(
+            forward, {name: _FastRotary(function, self) for name, function in rotary.items()}
+        )
 
     @property
     def call(self) -> LayerCall:
@@ -141,9 +144,9 @@ class InterfaceAttention(AttentionSite):
         call = self.call
         call.attended = True
         self._check_mask(query, attention_mask, kwargs)
-        self.check_share(query)
+        self.check_head_count(query)
         self.check_rotated(call, query)
-        query, key = self.mapped_late(call, query, key)
+        query, key = self.map_before_kernel(call, query, key)
         if self.drop_native_bias:
             kwargs.pop(_POSITION_BIAS, None)
         if kwargs.get("scaling") is None and query.shape[-1] != self.encoding.head_dim:
@@ -168,7 +171,7 @@ class InterfaceAttention(AttentionSite):
         arguments = (self.module, self.scaled(call.state, query), key, value, mask, *args)
         attend = function
         flash = "flash" in (implementation or "")
-        # A flash kernel refuses a bias of pairs. It is to do so in the first call, and not in that of a far pair.
+        # A flash kernel refuses a pairwise bias, in the first call and not only when a pair is far apart.
         if self.encoding.logit_bias is not None and (flash or not self.bias_is_zero(call.state, query.device)):
             scaling = kwargs.get("scaling")
             # Flash kernels are told where documents begin, for rows of one batch item.
@@ -210,7 +213,7 @@ class InterfaceAttention(AttentionSite):
         return output, None
 
     def _check_mask(self, query: Tensor, mask: Any, kwargs: dict[str, Any]) -> None:
-        """Refuses a call of a causal layer that hides nothing.
+        """Refuses a call of a causal layer without a causal mask.
 
         Without a mask an attention function goes by the module's `is_causal`. The decoder of UMT5 has neither, with
         sdpa before transformers 5.18, and sees later tokens.
@@ -224,7 +227,7 @@ class InterfaceAttention(AttentionSite):
         own = getattr(self.module, "is_causal", True) if own is None else own
         if own is False:
             raise UnsupportedError(
-                f"{type(self.module).__name__} belongs to a causal stack, and hides no later key in this call: it was "
+                f"{type(self.module).__name__} belongs to a causal stack, but this call has no causal mask: it was "
                 "given no mask and its is_causal is False. Some versions of transformers lose the mask of a decoder "
                 "that way. Load the model with attn_implementation='eager', or use another version of transformers."
             )
@@ -234,8 +237,8 @@ class InterfaceAttention(AttentionSite):
         return self.encoding.head_dim**-0.5
 
 
-class _Interface:
-    """The attention interface as one patched module sees it."""
+class _InterfaceReplacement:
+    """Replaces the attention interface in the globals of one patched module."""
 
     def __init__(self, interface: Any, site: InterfaceAttention) -> None:
         self.interface = interface
@@ -247,7 +250,7 @@ class _Interface:
 
         def attention(*args: Any, **kwargs: Any) -> Any:
             if site.encoding.reads_pages and is_paged(kwargs):
-                # Keys that have been read out of their pages are attended to as any others.
+                # After keys have been read from their pages, the plain attention function applies.
                 plain = (implementation or _EAGER).removeprefix(PREFIX)
                 return site.attend(plain, self.interface.get_interface(plain, default), *args, **kwargs)
             return site.attend(implementation, function, *args, **kwargs)
@@ -258,8 +261,8 @@ class _Interface:
         return getattr(self.interface, name)
 
 
-class _Rotary:
-    """The rotary function as one patched module sees it."""
+class _RotaryReplacement:
+    """Replaces a rotary function in the globals of one patched module."""
 
     def __init__(self, function: Callable[..., Any], site: InterfaceAttention) -> None:
         self.rotary = rotary_call(function)
@@ -269,8 +272,8 @@ class _Rotary:
         return self.site.rotate(self.site.call, self.rotary, args, kwargs)
 
 
-class _BriefRotary(_Rotary):
-    """The same, for calls of which nothing is noted."""
+class _FastRotary(_RotaryReplacement):
+    """The same for the rotary-only forward, which records nothing about the call."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         first, second, time_axis = self.rotary.tensors(args, kwargs)
@@ -281,8 +284,8 @@ class _BriefRotary(_Rotary):
         return first if second is None else (first, second)
 
 
-def _leaves_scores(encoding: LayerEncoding) -> bool:
-    """Whether the attention function gets what the module hands it, once the rotary function has been replaced."""
+def _only_rotates(encoding: LayerEncoding) -> bool:
+    """Whether replacing the rotary function is all that a scheme needs."""
     if encoding.logit_bias is not None or encoding.logit_scale is not None:
         return False
     query_key_map = encoding.query_key_map

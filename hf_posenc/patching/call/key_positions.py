@@ -24,7 +24,7 @@ _FARTHEST = 2**62
 
 
 @dataclass
-class Standing:
+class Regularity:
     """What is known about the positions of one forward call.
 
     Args:
@@ -37,7 +37,7 @@ class Standing:
     even: bool | Tensor
 
 
-def standing(state: ForwardState, device: torch.device) -> Standing:
+def regularity(state: ForwardState, device: torch.device) -> Regularity:
     """What is known about the positions of a call, found out once for all layers.
 
     Without `position_ids` and mask there is nothing to look at. With them, truth values are read from the device once.
@@ -45,7 +45,7 @@ def standing(state: ForwardState, device: torch.device) -> Standing:
     Raises:
         UnsupportedError: if the caller's `position_ids` leave open where cached tokens stand.
     """
-    found: Standing = state.shared("standing", lambda: _find_out(state, device))
+    found: Regularity = state.shared("regularity", lambda: _compute_regularity(state, device))
     return found
 
 
@@ -61,9 +61,9 @@ def key_positions(state: ForwardState, first_slot: int | Tensor, key_length: int
         if state.offset is None and key_length == state.query_length:
             # Keys that a layer maps before they go into pages (continuous batching) are those of the new tokens.
             return own
-        found = standing(state, device)
+        found = regularity(state, device)
         slots = torch.arange(key_length, device=device) + first_slot
-        if _all_are_new(state) and key_length == state.query_length:
+        if _cache_is_empty(state) and key_length == state.query_length:
             if state.position_ids is None or _usable_mask(state) is None:
                 return own
             return dataclasses.replace(own, ids=own.ids.where(_real_at(state, slots, own.ids), -1))
@@ -76,7 +76,7 @@ def key_positions(state: ForwardState, first_slot: int | Tensor, key_length: int
     return keys
 
 
-def all_stand_before(state: ForwardState, end: int, device: torch.device) -> bool:
+def all_positions_below(state: ForwardState, end: int, device: torch.device) -> bool:
     """Whether every new token stands before `end`, so that no token it sees is as far as that behind it.
 
     Found out once for all layers. A compiled or exported graph serves all lengths, so there it is `False`.
@@ -89,7 +89,7 @@ def all_stand_before(state: ForwardState, end: int, device: torch.device) -> boo
 
     def look() -> bool:
         # What cannot be right later is refused now, and the positions that a caller gave are kept with the cache.
-        standing(state, device)
+        regularity(state, device)
         if state.position_ids is None and isinstance(state.offset, int):
             return state.offset + state.query_length <= end
         return bool((state.positions(device).ids < end).all())
@@ -98,7 +98,7 @@ def all_stand_before(state: ForwardState, end: int, device: torch.device) -> boo
     return found
 
 
-def distances_are_of_slots(
+def slot_distances_are_exact(
     state: ForwardState, first_slot: int | Tensor, key_length: int, mask: Any, device: torch.device
 ) -> bool | Tensor:
     """Whether every query is as far from the keys it sees as its slot is from theirs.
@@ -113,7 +113,7 @@ def distances_are_of_slots(
     Returns:
         In a compiled graph a 0-dim boolean tensor, unless there is nothing to look at.
     """
-    found = standing(state, device)
+    found = regularity(state, device)
     compiling = torch.compiler.is_compiling()
     if found.even is True or state.position_ids is None:
         return found.even
@@ -122,14 +122,14 @@ def distances_are_of_slots(
         visible = _visible(mask, state.query_length, key_length)
         if visible is None:
             return found.even
-        even = _is_even_where(visible, state, first_slot, key_length, device)
+        even = _has_even_spacing_where(visible, state, first_slot, key_length, device)
         return even if compiling else bool(even)
 
     compared: bool | Tensor = compare() if compiling else state.shared("even", compare, key_length, mask=mask)
     return compared
 
 
-def never_falls(state: ForwardState, keys: Positions, first_slot: int | Tensor, restarts: bool) -> bool:
+def positions_never_decrease(state: ForwardState, keys: Positions, first_slot: int | Tensor, restarts: bool) -> bool:
     """Whether no real token stands before one of an earlier slot, so that keys in front of a query are behind it.
 
     Args:
@@ -138,7 +138,7 @@ def never_falls(state: ForwardState, keys: Positions, first_slot: int | Tensor, 
         first_slot: slot of the first key.
         restarts: whether positions may start again at 0, because the attention function separates documents there.
     """
-    if not standing(state, keys.ids.device).irregular:
+    if not regularity(state, keys.ids.device).irregular:
         return True
     slots = torch.arange(keys.ids.shape[1], device=keys.ids.device) + first_slot
     ids = keys.ids.where(_real_at(state, slots, keys.ids), -_FARTHEST)
@@ -148,64 +148,64 @@ def never_falls(state: ForwardState, keys: Positions, first_slot: int | Tensor, 
     return bool(((earlier == ids) | (ids < 0)).all())
 
 
-def _find_out(state: ForwardState, device: torch.device) -> Standing:
+def _compute_regularity(state: ForwardState, device: torch.device) -> Regularity:
     own, offset, mask = state.positions(device).ids, state.offset, _usable_mask(state)
-    differs = None if state.position_ids is None else _differs(state, own)
-    holes = None if mask is None else ~_is_even(counted_tokens(mask.to(device)), 0)
+    differs = None if state.position_ids is None else _differs_from_expected(state, own)
+    holes = None if mask is None else ~_has_even_spacing(counted_tokens(mask.to(device)), 0)
     if device.type == "meta":
-        return Standing(irregular=False, even=True)
+        return Regularity(irregular=False, even=True)
     known = None if isinstance(offset, int) and offset == 0 else recorded(state.cache_object)
     if state.cache_changed:
-        raise UnsupportedError(_CHANGED)
+        raise UnsupportedError(_CHANGED_CACHE)
     doubt = None if known is None else known.unknown
     if torch.compiler.is_compiling():
         if doubt is not None:
-            torch._assert_async(~doubt, _REFUSAL)
+            torch._assert_async(~doubt, _UNKNOWN_POSITIONS)
         return _compiled(state, own, differs, holes)
     if doubt is not None and bool(doubt):
-        raise UnsupportedError(_REFUSAL)
+        raise UnsupportedError(_UNKNOWN_POSITIONS)
     flags = [flag for flag in (differs, holes) if flag is not None]
     found = iter(torch.stack(flags).tolist() if flags else ())
     irregular = differs is not None and next(found)
     if not irregular and (known is None or known.ids is None):
         if offset is not None and (known is not None or int(offset) == 0):
             record(state.cache_object, CachedPositions(offset + state.query_length))
-        return Standing(irregular=False, even=holes is None or not next(found))
-    cached = _known_length(state, known)
+        return Regularity(irregular=False, even=holes is None or not next(found))
+    cached = _recorded_length(state, known)
     slots = torch.arange(cached + state.query_length, device=device)
     ids = _ids_at(state, slots, own, irregular=True)
     record(state.cache_object, CachedPositions(len(slots), ids))
-    return Standing(irregular=True, even=bool(_is_even(ids, 0, _real_at(state, slots, ids))))
+    return Regularity(irregular=True, even=bool(_has_even_spacing(ids, 0, _real_at(state, slots, ids))))
 
 
-def _compiled(state: ForwardState, own: Tensor, differs: Tensor | None, holes: Tensor | None) -> Standing:
+def _compiled(state: ForwardState, own: Tensor, differs: Tensor | None, holes: Tensor | None) -> Regularity:
     if differs is None:
-        return Standing(irregular=False, even=True if holes is None else ~holes)
-    if _all_are_new(state):
+        return Regularity(irregular=False, even=True if holes is None else ~holes)
+    if _cache_is_empty(state):
         record(state.cache_object, CachedPositions(state.query_length, unknown=differs))
         slots = torch.arange(state.query_length, device=own.device)
-        return Standing(irregular=True, even=_is_even(own, 0, _real_at(state, slots, own)))
-    torch._assert_async(~differs, _REFUSAL)
-    return Standing(irregular=False, even=~differs if holes is None else ~holes)
+        return Regularity(irregular=True, even=_has_even_spacing(own, 0, _real_at(state, slots, own)))
+    torch._assert_async(~differs, _UNKNOWN_POSITIONS)
+    return Regularity(irregular=False, even=~differs if holes is None else ~holes)
 
 
-def _known_length(state: ForwardState, known: CachedPositions | None) -> int:
+def _recorded_length(state: ForwardState, known: CachedPositions | None) -> int:
     """How many tokens are cached, all of which are known to stand somewhere.
 
     Raises:
         UnsupportedError: unless they are.
     """
     if state.offset is None:
-        raise UnsupportedError(_REFUSAL)
+        raise UnsupportedError(_UNKNOWN_POSITIONS)
     cached = int(state.offset)
     if cached == 0:
         return cached
     if known is None or int(known.length) < cached or (known.ids is None and state.mask_hides_padding):
-        raise UnsupportedError(_REFUSAL)
+        raise UnsupportedError(_UNKNOWN_POSITIONS)
     return cached
 
 
-_REFUSAL = (
+_UNKNOWN_POSITIONS = (
     "The position_ids of this call, or of the cached tokens, are not those that the attention mask (or the slots) "
     "would give, and nobody recorded where the cached tokens stand. This scheme needs to know. Pass the whole sequence "
     "with use_cache=False, fill the cache with position_ids and without torch.compile, or leave position_ids out of "
@@ -213,14 +213,14 @@ _REFUSAL = (
 )
 
 
-_CHANGED = (
+_CHANGED_CACHE = (
     "The cached tokens had position_ids of their own, and since then the keys in this cache have changed in a way that "
     "could not be followed. Use the cache's own methods (crop, reorder_cache, batch_select_indices, "
     "batch_repeat_interleave), or use_cache=False."
 )
 
 
-def _all_are_new(state: ForwardState) -> bool:
+def _cache_is_empty(state: ForwardState) -> bool:
     return isinstance(state.offset, int) and state.offset == 0
 
 
@@ -232,7 +232,7 @@ def _usable_mask(state: ForwardState) -> Tensor | None:
     return mask
 
 
-def _expected(state: ForwardState, slots: Tensor, own: Tensor) -> Tensor:
+def _expected_ids(state: ForwardState, slots: Tensor, own: Tensor) -> Tensor:
     """`(batch or 1, slots)`: where mask or slots would put the tokens; -1 at padding."""
     mask = _usable_mask(state)
     if mask is not None:
@@ -245,12 +245,12 @@ def _expected(state: ForwardState, slots: Tensor, own: Tensor) -> Tensor:
     return slots.unsqueeze(0)
 
 
-def _differs(state: ForwardState, own: Tensor) -> Tensor:
+def _differs_from_expected(state: ForwardState, own: Tensor) -> Tensor:
     """Whether the caller's `position_ids` are others than mask and slots would give."""
     slots = torch.arange(state.query_length, device=own.device)
     if state.offset is None:
         return (own != own[:, :1] + slots).any()
-    expected = _expected(state, slots + state.offset, own)
+    expected = _expected_ids(state, slots + state.offset, own)
     different = expected != own
     if _usable_mask(state) is not None or torch.compiler.is_compiling():
         # What a caller gives padding does not matter, where it is known to be padding.
@@ -260,7 +260,7 @@ def _differs(state: ForwardState, own: Tensor) -> Tensor:
 
 def _ids_at(state: ForwardState, slots: Tensor, own: Tensor, irregular: bool) -> Tensor:
     """`(batch or 1, slots)`: where the tokens of some slots stand."""
-    ids = _expected(state, slots, own)
+    ids = _expected_ids(state, slots, own)
     if not irregular:
         return ids
     known = recorded(state.cache_object)
@@ -285,10 +285,10 @@ def _real_at(state: ForwardState, slots: Tensor, ids: Tensor) -> Tensor:
     """`(batch or 1, slots)` bool: which tokens are not padding, as far as that is known."""
     if _usable_mask(state) is None:
         return ids >= 0
-    return _expected(state, slots, ids) >= 0
+    return _expected_ids(state, slots, ids) >= 0
 
 
-def _is_even(ids: Tensor, first_slot: int, real: Tensor | None = None) -> Tensor:
+def _has_even_spacing(ids: Tensor, first_slot: int, real: Tensor | None = None) -> Tensor:
     """Whether the real tokens of every row are as far apart as their slots; real are those at 0 or more by default."""
     shift = ids - torch.arange(first_slot, first_slot + ids.shape[1], device=ids.device)
     real = ids >= 0 if real is None else real
@@ -312,13 +312,13 @@ def _visible(mask: Any, query_length: int, key_length: int) -> Tensor | None:
     return None
 
 
-def _is_even_where(
+def _has_even_spacing_where(
     visible: Tensor, state: ForwardState, first_slot: int | Tensor, key_length: int, device: torch.device
 ) -> Tensor:
     own, offset = state.positions(device).ids, state.offset
     assert offset is not None
     key_slots = torch.arange(key_length, device=device) + first_slot
-    of_keys = _ids_at(state, key_slots, own, standing(state, device).irregular) - key_slots
+    of_keys = _ids_at(state, key_slots, own, regularity(state, device).irregular) - key_slots
     query_slots = torch.arange(state.query_length, device=device) + offset
     of_queries, real = own - query_slots, _real_at(state, query_slots, own)
     rows = state.query_length

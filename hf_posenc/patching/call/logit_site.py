@@ -13,14 +13,14 @@ from hf_posenc.attention.forms import BiasForm, DistanceForm, RowsForm, Separabl
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.decoding_memo import remembered_row
 from hf_posenc.patching.call.key_positions import (
-    all_stand_before,
-    distances_are_of_slots,
+    all_positions_below,
     key_positions,
-    never_falls,
+    positions_never_decrease,
+    slot_distances_are_exact,
 )
 from hf_posenc.patching.call.layer_call import LayerCall, LayerEncoding
 from hf_posenc.patching.call.length_checks import check_cache
-from hf_posenc.patching.call.offloading import weights_at_hand
+from hf_posenc.patching.call.offloading import onload_weights
 from hf_posenc.patching.call.placed_forward import PlacedForward
 from hf_posenc.patching.call.runtime import StackRuntime
 from hf_posenc.patching.call.state import ForwardState
@@ -44,7 +44,7 @@ class LogitSite(PlacedForward):
         self.runtime = runtime
         self.encoding = encoding
 
-    def check_share(self, query: Tensor) -> None:
+    def check_head_count(self, query: Tensor) -> None:
         """Requires the heads that this process was found to have, where a scheme goes by which they are.
 
         Raises:
@@ -58,7 +58,7 @@ class LogitSite(PlacedForward):
         """`(batch, heads, query_len, num_features)` float32 of the new tokens."""
         bias = self.encoding.logit_bias
         assert isinstance(bias, PairwiseBias)
-        with weights_at_hand(bias), without_autocast(call.hidden_states.device):
+        with onload_weights(bias), without_autocast(call.hidden_states.device):
             features: Tensor = bias.key_features(call.hidden_states)
         return features
 
@@ -106,14 +106,14 @@ class LogitSite(PlacedForward):
         bias = self.encoding.logit_bias
         if not isinstance(bias, PairwiseBias) or not bias.zero_within:
             return False
-        return all_stand_before(state, bias.zero_within, device)
+        return all_positions_below(state, bias.zero_within, device)
 
     def _distance_form(
         self, bias: DistanceBias, state: ForwardState, query: Tensor, key: Tensor, mask: Any, separates_restarts: bool
     ) -> BiasForm:
         query_length, key_length, device = query.shape[-2], key.shape[-2], query.device
         offset, first = self.key_start(state, query_length, key_length)
-        of_slots = distances_are_of_slots(state, first, key_length, mask, device)
+        of_slots = slot_distances_are_exact(state, first, key_length, mask, device)
         if isinstance(of_slots, Tensor) and query_length > 1:
             # A compiled graph cannot choose, and all pairs by their positions would be a matrix there.
             torch._assert_async(of_slots, _UNEVEN)
@@ -148,7 +148,7 @@ class LogitSite(PlacedForward):
             slopes is not None
             and self.encoding.causal
             and not torch.compiler.is_compiling()
-            and never_falls(state, keys, first, separates_restarts)
+            and positions_never_decrease(state, keys, first, separates_restarts)
         ):
             # From the newest token, so that what is near is small.
             behind = keys.ids - keys.ids.index_select(-1, query_slots[-1:])

@@ -1,4 +1,4 @@
-"""Parts whose weights accelerate keeps elsewhere (CPU or disk offload)."""
+"""Parts whose weights accelerate has offloaded to the CPU or to disk."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from types import TracebackType
 from torch import nn
 
 
-class weights_at_hand:
-    """Brings the weights of a part to where it computes, as accelerate's hooks do around a module's `forward`.
+class onload_weights:
+    """Loads the offloaded weights of a part to its execution device inside a `with` block.
 
-    The engine calls other methods of a part too, around which those hooks do not fire.
+    accelerate's hooks do this around `forward` only, and a patched model calls other methods of a part too.
 
     Args:
-        part: the part that is about to compute.
+        part: the part whose methods are called in the block.
     """
 
     def __init__(self, part: nn.Module) -> None:
-        # Most parts have no parts of their own, and walking over modules is slow in every layer of a decoding step.
+        # Most parts have no submodules, and iterating over `modules()` in every layer slows decoding down.
         modules = part.modules() if part._modules else (part,)
         self.hooked = [module for module in modules if "_hf_hook" in module.__dict__]
 

@@ -158,18 +158,20 @@ def _group(state: ForwardState, key_length: int, mask: Tensor | None, kwargs: Ma
             # Lengths that differ by less than twice are padded to the longest.
             decoding[(row[3] - row[2]).bit_length()].append(row)
         else:
-            prompts.append(_alone(row))
-    return prompts + [_alone(*some) if len(some) == 1 else _together(some, device) for some in decoding.values()]
+            prompts.append(_single_request(row))
+    return prompts + [
+        _single_request(*some) if len(some) == 1 else _decoding_batch(some, device) for some in decoding.values()
+    ]
 
 
-def _alone(row: list[int]) -> Requests:
+def _single_request(row: list[int]) -> Requests:
     first_query, end_query, first_key, end_key, newest, sees_first = row
     length = end_query - first_query
     state = ForwardState(length, offset=newest + 1 - length)
     return Requests(state, slice(first_query, end_query), slice(first_key, end_key), sees_all=bool(sees_first))
 
 
-def _together(rows: list[list[int]], device: torch.device) -> Requests:
+def _decoding_batch(rows: list[list[int]], device: torch.device) -> Requests:
     """Requests of one new token each."""
     queries, _, first, end, newest, _ = torch.tensor(rows, device=device).unsqueeze(-1).unbind(1)
     longest = max(row[3] - row[2] for row in rows)

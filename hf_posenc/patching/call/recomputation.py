@@ -1,7 +1,7 @@
-"""Layers that gradient checkpointing runs again, under the positions of the call they belong to.
+"""Gradient checkpointing: a layer is recomputed with the positions of the call it belongs to.
 
-The second run comes long after the call is over, when another one may have taken its place, so the checkpointing
-function of every layer is wrapped to bring the state of its own call back.
+The recomputation happens after the call has ended, possibly after another call. The checkpointing function of every
+layer is therefore wrapped to restore the state of its own call.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Recomputation:
 
     def __init__(self, states: PerThread[ForwardState]) -> None:
         self.states = states
-        #: Where modules hang that may be checkpointed, and what hung there when they were last looked for.
+        #: Modules that may be checkpointed, each with its parent's children and its name there.
         self._places: list[tuple[dict[str, nn.Module | None], str, nn.Module]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -44,7 +44,7 @@ class Recomputation:
                     module.__dict__[name] = CheckpointWithState(checkpoint, self.states)
 
     def _candidates(self, stack: nn.Module) -> Iterable[nn.Module]:
-        """The modules that may be checkpointed; all of the stack's are looked at only when one of these has changed."""
+        """The modules that may be checkpointed. All modules are searched again only when one of these has changed."""
         if torch.compiler.is_compiling():
             return stack.modules()
         if self._places is None or any(children.get(name) is not module for children, name, module in self._places):
@@ -67,8 +67,8 @@ class CheckpointWithState:
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs `checkpoint(function, ...)`.
 
-        The second run finds the shared values that the first one found, and computes itself what the first one
-        computed: torch compares the tensors that the two save for the backward pass.
+        The second run starts with the shared values that the first run started with, and computes the same values
+        again: torch compares the tensors that both runs save for the backward pass.
         """
         states, state = self.states, self.states.top
         cache, memo = ({}, {}) if state is None else (dict(state.cache), dict(state.memo))
@@ -79,7 +79,7 @@ class CheckpointWithState:
             calls = states.own()
             depth = len(calls)
             try:
-                calls.append(dataclasses.replace(state, cache=dict(cache), memo=_Drawn(memo, state.memo)))
+                calls.append(dataclasses.replace(state, cache=dict(cache), memo=_ReplayedMemo(memo, state.memo)))
                 return function(*inputs, **options)
             finally:
                 del calls[depth:]
@@ -87,22 +87,22 @@ class CheckpointWithState:
         return self.checkpoint(replay, *args, **kwargs)
 
 
-class _Drawn(dict[Hashable, Any]):
-    """The memo of a second run: what is drawn at random again takes the value of the first run.
+class _ReplayedMemo(dict[Hashable, Any]):
+    """The memo of a second run. A value that is drawn at random again is replaced by the value of the first run.
 
-    It is drawn nevertheless, so that the dropout behind it meets the same state of the generator in both runs.
+    The draw still happens, so that later dropout finds the random generator in the same state in both runs.
     """
 
-    def __init__(self, found: dict[Hashable, Any], drawn: dict[Hashable, Any]) -> None:
+    def __init__(self, found: dict[Hashable, Any], first_run: dict[Hashable, Any]) -> None:
         super().__init__(found)
-        self.drawn = drawn
+        self.first_run = first_run
 
     def __setitem__(self, name: Hashable, value: Any) -> None:
-        super().__setitem__(name, self.drawn.get(name, value))
+        super().__setitem__(name, self.first_run.get(name, value))
 
 
 def forget_recomputation(stack: nn.Module) -> None:
-    """Takes back what `Recomputation.keep_state` did."""
+    """Undoes `Recomputation.keep_state`."""
     for module in stack.modules():
         for name in _CHECKPOINT_FUNCTIONS:
             checkpoint = module.__dict__.get(name)
@@ -111,7 +111,7 @@ def forget_recomputation(stack: nn.Module) -> None:
 
 
 def _may_be_checkpointed(module: nn.Module) -> bool:
-    """Layers and wrappers around them; patched attention too, around which somebody may put a wrapper later."""
+    """Layers and wrappers around them, and patched attention, which may get a wrapper later."""
     return hasattr(module, "gradient_checkpointing") or any(
         name in module.__dict__ for name in (*_CHECKPOINT_FUNCTIONS, "forward")
     )

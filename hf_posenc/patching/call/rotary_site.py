@@ -48,7 +48,7 @@ class RotaryModuleSite(PlacedForward):
         if not self.unused or torch.compiler.is_compiling() or torch.jit.is_tracing():
             # What nobody uses a compiler leaves out by itself.
             return type(self.module).forward(self.module, x, *args, **kwargs)
-        asked = (_look(x), *map(_look, args), *((name, _look(value)) for name, value in kwargs.items()))
+        asked = (_signature(x), *map(_signature, args), *((name, _signature(value)) for name, value in kwargs.items()))
         placeholder = self._placeholders.get(asked)
         if placeholder is not None:
             return placeholder
@@ -73,7 +73,7 @@ def _on_one_axis(
     return args, kwargs | {"position_ids": position_ids[0]}
 
 
-def _look(value: Any) -> Hashable:
+def _signature(value: Any) -> Hashable:
     """All that the look of phases may depend on: of a tensor everything but its numbers."""
     return (value.shape, value.dtype, value.device) if isinstance(value, Tensor) else value
 

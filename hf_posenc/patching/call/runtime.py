@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.call.cached_positions import is_followed, recorded, seal
+from hf_posenc.patching.call.cached_positions import matches_keys, recorded, remember_keys
 from hf_posenc.patching.call.context_parallel import refuse_context_parallel
 from hf_posenc.patching.call.per_thread import PerThread
 from hf_posenc.patching.call.placed_forward import PlacedForward
@@ -128,7 +128,7 @@ class StackForward(PlacedForward):
         """Runs the stack's own forward with the state of this call in place."""
         if self.retired:
             return self.stock(*args, **kwargs)
-        if torch.compiler.is_compiling() and _stands_elsewhere(_named_arguments(self.module, args, kwargs)):
+        if torch.compiler.is_compiling() and _has_recorded_positions(_named_arguments(self.module, args, kwargs)):
             return self._run_outside_graphs(*args, **kwargs)
         return self._run(*args, **kwargs)
 
@@ -146,7 +146,7 @@ class StackForward(PlacedForward):
                 self.runtime.recomputation.keep_state(self.module)
             result = self.stock(*args, **kwargs)
             if state.cache_object is not None:
-                seal(state.cache_object)
+                remember_keys(state.cache_object)
             return result
         finally:
             del calls[depth:]
@@ -193,7 +193,7 @@ class StackForward(PlacedForward):
             attention_mask=padding,
             mask_hides_padding=mask is not None and padding is None,
             cache_object=cache,
-            cache_changed=not is_followed(cache),
+            cache_changed=not matches_keys(cache),
             coordinates=coordinates,
             token_ids=token_ids if isinstance(token_ids, Tensor) and token_ids.dim() == 2 else None,
         )
@@ -232,7 +232,7 @@ def _cache_among(arguments: dict[str, Any]) -> Any:
     return next((arguments[name] for name in _CACHE_ARGUMENTS if arguments.get(name) is not None), None)
 
 
-def _stands_elsewhere(arguments: dict[str, Any]) -> bool:
+def _has_recorded_positions(arguments: dict[str, Any]) -> bool:
     """Whether cached tokens stand elsewhere than mask and slots say."""
     known = recorded(_cache_among(arguments))
     return known is not None and known.ids is not None

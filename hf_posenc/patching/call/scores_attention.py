@@ -55,9 +55,9 @@ class ScoresAttention(AttentionSite):
 
         def pair_map(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
             heads = self._as_heads(query, key)
-            self.check_share(heads[0])
+            self.check_head_count(heads[0])
             self.check_rotated(call, heads[0])
-            heads = self.mapped_late(call, *heads)
+            heads = self.map_before_kernel(call, *heads)
             seen[:] = [heads]
             scaled = self.scaled(call.state, heads[0])
             return scaled.reshape(*query.shape[:-1], -1), heads[1].reshape(*key.shape[:-1], -1)
@@ -72,7 +72,7 @@ class ScoresAttention(AttentionSite):
             bias if self.encoding.logit_bias is not None else None,
         )
         function = self._rebind(forward, call)
-        cache = cache_of_call(self.module, args, kwargs) if self.watches_keys else None
+        cache = cache_of_call(self.module, args, kwargs) if self.intercepts_cache_update else None
         calls = self.calls.own()
         depth = len(calls)
         try:

@@ -15,7 +15,6 @@ from hf_posenc.patching.call.interface_attention import INTERFACE
 from hf_posenc.patching.call.rebinding import rotary_names
 from hf_posenc.patching.call.table_site import table_weight
 from hf_posenc.patching.find.architectures import Architecture, architecture_of
-from hf_posenc.patching.find.causality import is_causal
 from hf_posenc.patching.find.sites import AddedModule, FoundAttention, FoundModule, Stack
 
 _CROSS = re.compile(r"cross|encoder_attn|encdec|encoder_decoder", re.IGNORECASE)
@@ -139,8 +138,32 @@ def _read_attention(
         num_key_value_heads=_key_value_heads(module, num_heads, architecture),
         head_dim=head_dim,
         layer_type=layer_type if isinstance(layer_type, str) else None,
-        causal=is_causal(module, stack, architecture),
+        causal=_is_causal(module, stack, architecture),
     )
+
+
+def _is_causal(module: nn.Module, stack: PreTrainedModel, architecture: Architecture) -> bool:
+    """What a declaration says, else the stack and the attention module.
+
+    An attention module whose `is_causal` is false may be causal all the same, by the mask it is given: those in the
+    decoders of NLLB-MoE and BigBird-Pegasus, and of UMT5 before transformers 5.18. So a stack that is a decoder
+    decides. `refuse_misread_causality` checks such contradictions by running the model.
+    """
+    if architecture.causal is not None:
+        return architecture.causal(stack.config) if callable(architecture.causal) else architecture.causal
+    own = getattr(module, "is_causal", None)
+    if own is True or _is_decoder(stack):
+        return True
+    if own is False or "Encoder" in type(stack).__name__:
+        return False
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+    return stack.config.model_type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+
+def _is_decoder(stack: PreTrainedModel) -> bool:
+    stated = getattr(stack.config, "is_decoder", False) or getattr(stack, "is_decoder", False)
+    return bool(stated) or "Decoder" in type(stack).__name__
 
 
 def _uses_interface(module: nn.Module) -> bool:

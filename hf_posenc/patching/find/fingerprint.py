@@ -140,7 +140,7 @@ def _compare(saved: Mapping[str, Sample], model: PreTrainedModel) -> tuple[list[
         else:
             pairs[name] = (expected, found)
     comparable = any((expected.values != expected.values[0]).any() for expected, _ in pairs.values())
-    return shapes + _other_numbers(pairs), comparable
+    return shapes + _differing_values(pairs), comparable
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Sample:
         return self.values.to(dtype).float()
 
 
-def _other_numbers(pairs: Mapping[str, tuple[Sample, Sample]]) -> list[str]:
+def _differing_values(pairs: Mapping[str, tuple[Sample, Sample]]) -> list[str]:
     """Which samples are not the same numbers, apart from a rounding to half precision on one side.
 
     A tensor counts as rounded if it has that dtype, or if every number of its model is one that this dtype has (a model

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
-from hf_posenc.patching.call.offloading import weights_at_hand
+from hf_posenc.patching.call.offloading import onload_weights
 from hf_posenc.patching.find.sites import FixedTable, Stack
 from hf_posenc.schemes import SinusoidalConfig
 from hf_posenc.schemes.config import BuildContext
@@ -56,7 +56,7 @@ def check_fixed_tables(tables: list[FixedTable], stack: Stack) -> None:
     """
     formula = SinusoidalConfig(layout="concatenated")
     for module, name in tables:
-        with weights_at_hand(module):
+        with onload_weights(module):
             rows = getattr(module, name)
             if rows.device.type == "meta":
                 continue

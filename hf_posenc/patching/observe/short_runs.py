@@ -21,7 +21,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.rebinding import rebind
 from hf_posenc.patching.find.architectures import Architecture
 from hf_posenc.patching.find.sites import FoundAttention, Stack
-from hf_posenc.patching.place.journal import InstancePatches
+from hf_posenc.patching.place.journal import Journal
 from hf_posenc.patching.place.transaction import Transaction
 
 _TOKENS = 3
@@ -54,7 +54,7 @@ def observe_rotations(transaction: Transaction, stacks: list[Stack]) -> dict[str
             "its weights first."
         )
     seen: dict[str, Rotation] = {}
-    journal = InstancePatches()
+    journal = Journal()
     try:
         for stack in stacks:
             for attention in stack.attentions:

@@ -20,7 +20,7 @@ from hf_posenc.patching.find.architectures import Architecture
 from hf_posenc.patching.find.fingerprint import Sample
 from hf_posenc.patching.find.layer_context import build_context, with_layout
 from hf_posenc.patching.find.sites import AddedModule, Stack
-from hf_posenc.patching.place.journal import InstancePatches
+from hf_posenc.patching.place.journal import Journal
 from hf_posenc.patching.place.lengths import Lengths
 from hf_posenc.patching.place.mark import NOT_STRICT, disagreement, mark_of, marked_scheme, placed_mark
 from hf_posenc.patching.place.report import PatchReport
@@ -125,7 +125,7 @@ class StackEncoding(nn.Module):
             if not getattr(attention.module, "is_kv_shared_layer", False):
                 owners[attention.layer_type] = (attention.layer, layer.query_key_map)
                 continue
-            if _meets_keys_late(layer):
+            if _maps_keys_at_cache_update(layer):
                 raise UnsupportedError(
                     f"Layer {attention.layer} reads the keys of an earlier layer, which cannot be met on their way "
                     f"into a cache, as {type(layer.query_key_map or layer.logit_bias).__name__} needs."
@@ -174,7 +174,7 @@ class PositionEncoding(AddedModule):
         self.lengths: Lengths | None = None
         self.base_weights: dict[str, Sample] = {}
         self.stacks = nn.ModuleDict(stacks)
-        self.journal = InstancePatches()
+        self.journal = Journal()
 
     def parts(self) -> list[Part]:
         """The parts that act somewhere; one that is made of others stands for all of them."""
@@ -253,7 +253,7 @@ class PositionEncoding(AddedModule):
         return clone
 
 
-def _meets_keys_late(layer: LayerEncoding) -> bool:
+def _maps_keys_at_cache_update(layer: LayerEncoding) -> bool:
     """Whether a scheme has to meet keys elsewhere than at the architecture's own rotary function."""
     query_key_map = layer.query_key_map
     asymmetric = query_key_map is not None and (query_key_map.whole_heads or not query_key_map.symmetric)

@@ -14,14 +14,12 @@ from hf_posenc.patching.call.table_site import TableSite
 from hf_posenc.patching.find.architectures import Architecture
 from hf_posenc.patching.find.sites import FoundAttention, Stack
 from hf_posenc.patching.place.encoding import StackEncoding
-from hf_posenc.patching.place.journal import InstancePatches
+from hf_posenc.patching.place.journal import Journal
 from hf_posenc.patching.place.report import StackReport
 from hf_posenc.patching.place.site_watch import SiteWatch
 
 
-def install_stack(
-    stack: Stack, encoding: StackEncoding, architecture: Architecture, journal: InstancePatches
-) -> StackReport:
+def install_stack(stack: Stack, encoding: StackEncoding, architecture: Architecture, journal: Journal) -> StackReport:
     """Silences the native mechanisms of a stack and puts the scheme's parts in their place.
 
     Args:
@@ -50,7 +48,7 @@ def install_stack(
         report.replaced.append(f"{stack.name}: {architecture.mechanism}")
     for attention, layer in zip(stack.attentions, encoding.layers, strict=True):
         _install_attention(attention, layer, encoding, architecture, journal, report)
-    unused = _nobody_rotates(stack, architecture)
+    unused = _phases_are_unused(stack, architecture)
     for rotary in stack.rotaries:
         journal.set_forward(rotary.module, RotaryModuleSite(rotary.module, runtime, unused=unused))
     for table in stack.tables:
@@ -71,7 +69,7 @@ def install_stack(
     return report
 
 
-def _nobody_rotates(stack: Stack, architecture: Architecture) -> bool:
+def _phases_are_unused(stack: Stack, architecture: Architecture) -> bool:
     """Whether every layer hands its phases to a function that is replaced, and no other module may want them."""
     return not stack.skipped and all(
         attention.rotary_functions or architecture.rotary_method for attention in stack.attentions
@@ -83,7 +81,7 @@ def _install_attention(
     layer: LayerEncoding,
     encoding: StackEncoding,
     architecture: Architecture,
-    journal: InstancePatches,
+    journal: Journal,
     report: StackReport,
 ) -> None:
     module, runtime = attention.module, encoding.runtime

@@ -45,7 +45,7 @@ class _Change:
 
 
 @dataclass
-class InstancePatches:
+class Journal:
     """A journal of instance attributes. Nothing here ever touches a class or a module file.
 
     Plain data, so that a deep copy or a pickle of the model carries a journal that refers to the copy.

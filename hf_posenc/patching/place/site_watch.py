@@ -32,9 +32,9 @@ class SiteWatch:
 
     def __init__(self, stack: nn.Module) -> None:
         self.stack = stack
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._children: list[tuple[dict[str, Any], list[Any]]] = []
         self._attributes: list[dict[str, Any]] = []
         #: A compiler reads this number only.
@@ -46,7 +46,7 @@ class SiteWatch:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.stack = state["stack"]
-        self._forget()
+        self._reset()
 
     def check(self) -> None:
         """Refuses to go on without a site.
@@ -56,7 +56,7 @@ class SiteWatch:
         """
         if torch.compiler.is_compiling():
             problem = _problem_of(self.number)
-        elif self._is_as_before():
+        elif self._is_unchanged():
             return
         else:
             problem = self.problem()
@@ -82,7 +82,7 @@ class SiteWatch:
         self._remember([module for _, module in attentions], [module for _, module in found_tables])
         return ""
 
-    def _is_as_before(self) -> bool:
+    def _is_unchanged(self) -> bool:
         for attributes in self._attributes:
             if "forward" not in attributes:
                 return False

@@ -56,9 +56,9 @@ class WidePages:
     def __call__(self) -> Any:
         """Makes the batch processor, or resets the one that is there."""
         manager, model = self.manager, self.manager.model
-        text_config = _Otherwise(model.config.get_text_config(), head_dim=self.width)
-        config = _Otherwise(model.config, get_text_config=lambda *_, **__: text_config)
-        seen = _Otherwise(manager, model=_Otherwise(model, config=config))
+        text_config = _WithOverrides(model.config.get_text_config(), head_dim=self.width)
+        config = _WithOverrides(model.config, get_text_config=lambda *_, **__: text_config)
+        seen = _WithOverrides(manager, model=_WithOverrides(model, config=config))
         processor = type(manager)._create_batch_processor(seen)
         if "update" not in vars(processor.cache):
             processor.cache.update = _PaddedUpdate(processor.cache, self.width)
@@ -80,7 +80,7 @@ class _PaddedUpdate:
         return keys[..., : widths[0]], values[..., : widths[1]]
 
 
-class _Otherwise:
+class _WithOverrides:
     """An object as it is, but for some attributes; what is set goes to the object."""
 
     def __init__(self, target: Any, **changed: Any) -> None:

@@ -13,10 +13,10 @@ from hf_posenc.schemes.config import SchemeConfig
 
 if TYPE_CHECKING:
     from hf_posenc.patching.find.sites import FixedTable, FoundAttention, Stack
-    from hf_posenc.patching.place.journal import InstancePatches
+    from hf_posenc.patching.place.journal import Journal
 
 #: Puts a native mechanism out of action on one stack, through the journal that undoes it.
-Silencer = Callable[["Stack", "InstancePatches"], None]
+Silencer = Callable[["Stack", "Journal"], None]
 
 
 @dataclass(frozen=True)

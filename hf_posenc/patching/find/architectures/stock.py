@@ -19,13 +19,13 @@ from hf_posenc.schemes import AlibiConfig, ComposedConfig, LearnedConfig, RopeCo
 from hf_posenc.schemes.config import SchemeConfig
 
 if TYPE_CHECKING:
-    from hf_posenc.patching.place.journal import InstancePatches
+    from hf_posenc.patching.place.journal import Journal
 
 _NO_SCORES = "its attention is sparse or approximate, so there are no dense logits a scheme could act on."
 _NO_ATTENTION = "it has no softmax attention."
 
 
-def _silence_relative_table(stack: Stack, patches: InstancePatches) -> None:
+def _silence_relative_table(stack: Stack, patches: Journal) -> None:
     """T5 and its kin: the bias is computed by the layer that owns the table and handed on to the others."""
     for attention in stack.attentions:
         table = getattr(attention.module, "relative_attention_bias", None)
@@ -34,25 +34,25 @@ def _silence_relative_table(stack: Stack, patches: InstancePatches) -> None:
             patches.freeze(table, "weight")
 
 
-def _silence_mpnet(stack: Stack, patches: InstancePatches) -> None:
+def _silence_mpnet(stack: Stack, patches: Journal) -> None:
     encoder = stack.module.encoder
     patches.replace(encoder, "compute_position_bias", ZeroBias())
     patches.freeze(encoder.relative_attention_bias, "weight")
 
 
-def _silence_ctrl(stack: Stack, patches: InstancePatches) -> None:
+def _silence_ctrl(stack: Stack, patches: Journal) -> None:
     # One column is enough for an addition; a million rows are more than any sequence has.
     patches.set_buffer(stack.module, "pos_encoding", stack.module.pos_encoding.new_zeros(1 << 20, 1))
 
 
-def _silence_xlnet(stack: Stack, patches: InstancePatches) -> None:
+def _silence_xlnet(stack: Stack, patches: Journal) -> None:
     for attention in stack.attentions:
         patches.replace(attention.module, "rel_shift_bnij", ZeroRelativeShift())
         patches.freeze(attention.module, "r")
         patches.freeze(attention.module, "r_r_bias")
 
 
-def _silence_deberta(stack: Stack, patches: InstancePatches) -> None:
+def _silence_deberta(stack: Stack, patches: Journal) -> None:
     for attention in stack.attentions:
         # DeBERTa's name, and that of its second version.
         first = hasattr(attention.module, "disentangled_att_bias")
@@ -68,7 +68,7 @@ def _deberta_native(stack: Stack) -> SchemeConfig | None:
     )
 
 
-def _silence_cpmant(stack: Stack, patches: InstancePatches) -> None:
+def _silence_cpmant(stack: Stack, patches: Journal) -> None:
     patches.freeze(stack.module.position_bias, "relative_attention_bias")
 
 
@@ -128,7 +128,7 @@ def _gptj_tables(stack: Stack) -> list[FixedTable]:
     return [(attention.module, "embed_positions") for attention in stack.attentions]
 
 
-def _silence_falcon(stack: Stack, patches: InstancePatches) -> None:
+def _silence_falcon(stack: Stack, patches: Journal) -> None:
     if stack.module.use_alibi:
         # Without its bias the model calls its rotary function instead, and the scheme stands in for that.
         patches.replace(stack.module, "use_alibi", False)
@@ -149,7 +149,7 @@ def _falcon_native(stack: Stack) -> SchemeConfig | None:
     )
 
 
-def _silence_inkling(stack: Stack, patches: InstancePatches) -> None:
+def _silence_inkling(stack: Stack, patches: Journal) -> None:
     """The layers hand their bias to the attention function as `position_bias`, where it is left out."""
     for attention in stack.attentions:
         for module in attention.module.rel_logits_proj.modules():
