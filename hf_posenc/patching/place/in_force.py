@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.placed_forward import forward_on_instance
-from hf_posenc.patching.place.encoding import PositionEncoding, StackEncoding
+from hf_posenc.patching.place.encoding import PositionEncoding
+from hf_posenc.patching.place.stack_encoding import StackEncoding
 
 
 def encodings(model: nn.Module) -> list[PositionEncoding]:

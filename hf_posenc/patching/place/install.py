@@ -13,10 +13,10 @@ from hf_posenc.patching.call.scores_attention import ScoresAttention
 from hf_posenc.patching.call.table_site import TableSite
 from hf_posenc.patching.find.architectures import Architecture
 from hf_posenc.patching.find.sites import FoundAttention, Stack
-from hf_posenc.patching.place.encoding import StackEncoding
 from hf_posenc.patching.place.journal import Journal
 from hf_posenc.patching.place.report import StackReport
 from hf_posenc.patching.place.site_watch import SiteWatch
+from hf_posenc.patching.place.stack_encoding import StackEncoding
 
 
 def install_stack(stack: Stack, encoding: StackEncoding, architecture: Architecture, journal: Journal) -> StackReport:

@@ -26,7 +26,6 @@ from hf_posenc.patching.place.continuous_batching import (
 )
 from hf_posenc.patching.place.encoding import (
     PositionEncoding,
-    StackEncoding,
     build_encoding,
     is_length_dependent,
     parameter_count,
@@ -39,6 +38,7 @@ from hf_posenc.patching.place.lengths import settle_lengths
 from hf_posenc.patching.place.refusals import refuse_late_parameters, unwrapped
 from hf_posenc.patching.place.report import PatchReport
 from hf_posenc.patching.place.scheme_name import mark_names
+from hf_posenc.patching.place.stack_encoding import StackEncoding
 from hf_posenc.schemes.config import SchemeConfig
 
 ATTRIBUTE = "position_encoding"

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.patching.call.layer_call import LayerEncoding
-from hf_posenc.patching.place.encoding import PositionEncoding, StackEncoding
+from hf_posenc.patching.place.encoding import PositionEncoding
+from hf_posenc.patching.place.stack_encoding import StackEncoding
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.recipes.initialization.logits import LayerHeads, layers_of, recorded_heads
 from hf_posenc.recipes.initialization.parts import (
