@@ -1,4 +1,4 @@
-"""The module that holds a scheme inside a model: its config, its parts and the report."""
+"""The module that holds a scheme in a model: its config, its parts and the report."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from hf_posenc.schemes.reach import Reach, shortest
 
 
 class PositionEncoding(AddedModule):
-    """Everything `patch_model` put into a model; reachable as `model.position_encoding`.
+    """Everything that `patch_model` has put into a model, available as `model.position_encoding`.
 
     Attributes:
         config: the scheme in force.
         report: what was replaced and what was placed.
-        lengths: how long a sequence the model takes; set while the scheme is in place.
-        base_weights: a few values of the weights below, as they were when a scheme was first placed on them.
+        lengths: the sequence lengths the model takes; set while the scheme is in place.
+        base_weights: a few values of the base model's weights, from when a scheme was first placed in it.
         stacks: the parts, by name of the stack.
     """
 
@@ -45,12 +45,12 @@ class PositionEncoding(AddedModule):
         self.journal = Journal()
 
     def parts(self) -> list[Part]:
-        """The parts that act somewhere; one that is made of others stands for all of them."""
+        """The parts in use, without duplicates. A part that is made of others stands for all of them."""
         found = [part for stack in self.stacks.values() for part in cast("StackEncoding", stack).acting_parts()]
         return list({id(part): part for part in found}.values())
 
     def reach(self) -> Reach:
-        """How long a sequence the scheme can encode, and the length it was made for."""
+        """The longest sequence the scheme can encode, and the length it was made for."""
         return shortest(part.length_reach for part in self.parts())
 
     def extra_repr(self) -> str:
@@ -62,13 +62,13 @@ class PositionEncoding(AddedModule):
         return mark_of(self.config)
 
     def set_extra_state(self, state: Any) -> None:
-        """Remembers which scheme the weights being loaded name. The one in force does not follow them."""
+        """Records which scheme the loaded weights name. The scheme in force does not change."""
         if getattr(state, "is_meta", False):
-            return  # A process that gets its weights from another one (FSDP) loads none itself.
+            return  # A process that receives its weights from another one (FSDP) loads no mark.
         self.__dict__["loaded_mark"] = state
 
     def loaded_scheme(self) -> dict[str, Any] | None:
-        """The scheme that the weights loaded last name; asked a second time, and without a mark, `None`."""
+        """The scheme named by the weights that were loaded last. `None` without a mark, and on a second call."""
         self.__dict__.pop(MARK, None)  # Transformers sets an attribute for a key that a checkpoint lacks.
         mark = self.__dict__.pop("loaded_mark", None)
         return None if mark is None else marked_scheme(mark)
@@ -88,9 +88,9 @@ class PositionEncoding(AddedModule):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Reports weights of another scheme as keys that do not fit, which raises where loading is strict.
+        """Reports weights of another scheme as mismatched keys, which raises an error if loading is strict.
 
-        torch does not tell a module whether it is: `strict` is always true here.
+        torch does not tell a module whether loading is strict: `strict` is always true here.
         """
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -112,8 +112,9 @@ class PositionEncoding(AddedModule):
         if holder is not None and id(holder) not in memo:
             raise UnsupportedError(
                 "A copy of position_encoding without its model would be trained and saved, but no layer would use it. "
-                "To train a scheme beside LoRA, leave it out of `modules_to_save`, set requires_grad on the parameters "
-                "of model.position_encoding after get_peft_model: save_pretrained writes them beside the adapter."
+                "To train a scheme beside LoRA, leave it out of `modules_to_save` and set requires_grad on the "
+                "parameters of model.position_encoding after get_peft_model. save_pretrained writes them beside the "
+                "adapter."
             )
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
@@ -122,7 +123,7 @@ class PositionEncoding(AddedModule):
 
 
 def is_length_dependent(encoding: PositionEncoding) -> bool:
-    """Whether some part encodes a token by more than a growing cache keeps; only causal stacks ever grow."""
+    """Whether a part needs more than a growing cache keeps. Only causal stacks have growing caches."""
     stacks = [stack for stack in encoding.stacks.values() if isinstance(stack, StackEncoding)]
     growing = [stack for stack in stacks if any(layer.causal for layer in stack.layers)]
     flags = ("length_dependent", "needs_whole_sequence")
@@ -130,7 +131,7 @@ def is_length_dependent(encoding: PositionEncoding) -> bool:
 
 
 def parameter_count(module: nn.Module) -> int:
-    """Number of scalars that can be learned."""
+    """Number of trainable scalars."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 

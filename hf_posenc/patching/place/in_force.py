@@ -15,10 +15,10 @@ from hf_posenc.patching.place.stack_encoding import StackEncoding
 
 
 def encodings(model: nn.Module) -> list[PositionEncoding]:
-    """Every encoding in a model; more than one where parts of it were patched on their own.
+    """Every encoding in a model. There are several if parts of the model were patched separately.
 
     Raises:
-        UnsupportedError: for an encoding of another copy of this package, whose classes are not those of this one.
+        UnsupportedError: for an encoding that another copy of this package has made.
     """
     return [module for module in model.modules() if _is_encoding(module, model)]
 
@@ -32,8 +32,8 @@ def _is_encoding(module: nn.Module, model: nn.Module) -> TypeGuard[PositionEncod
         raise UnsupportedError(
             f"This {type(model).__name__} was patched by another copy of {package}: the package has been imported "
             "again in this process, after its modules were removed from sys.modules (test plugins and notebooks do "
-            "so), and the new copy cannot undo or save what the old one did. Load the model again and patch it anew, "
-            f"or restart the process. Keep {package} out of what is reloaded."
+            "so). The new copy cannot undo or save the changes of the old one. Load and patch the model again, or "
+            f"restart the process, and exclude {package} from reloading."
         )
     return False
 
@@ -55,14 +55,14 @@ def current_encoding(model: PreTrainedModel) -> PositionEncoding | None:
 
 
 def has_patched_layers(model: nn.Module) -> bool:
-    """Whether any attention layer of a model, or of a part it shares with another model, carries a scheme."""
+    """Whether any attention layer of a model carries a scheme, including layers shared with another model."""
     placed = [site for encoding in encodings(model) for site in encoding.journal.forwards()]
     shared = [forward_on_instance(module) for module in model.modules()]
     return any(isinstance(forward, AttentionSite) for forward in (*placed, *shared))
 
 
 def refuse_missing_sites(model: nn.Module) -> None:
-    """Refuses to save a model that runs its stock positions in some of its modules.
+    """Refuses to save a model in which some modules run their stock positions.
 
     Raises:
         UnsupportedError: naming the first of them.

@@ -20,13 +20,13 @@ from hf_posenc.patching.place.stack_encoding import StackEncoding
 
 
 def install_stack(stack: Stack, encoding: StackEncoding, architecture: Architecture, journal: Journal) -> StackReport:
-    """Silences the native mechanisms of a stack and puts the scheme's parts in their place.
+    """Disables the native mechanisms of a stack and installs the parts of the scheme in their place.
 
     Args:
-        stack: where.
-        encoding: what.
+        stack: the stack.
+        encoding: the parts of the scheme.
         architecture: the declaration for this model.
-        journal: takes every change, so that it can be undone.
+        journal: records every change.
 
     Returns:
         What was replaced and placed.
@@ -62,7 +62,7 @@ def install_stack(stack: Stack, encoding: StackEncoding, architecture: Architect
         if stack.first_layer is None:
             raise UnsupportedError(
                 f"{type(stack.module).__name__} has neither a position table nor a list of layers, so there is no "
-                "place to add positions to its embeddings."
+                "place where positions can be added to its embeddings."
             )
         journal.add_forward_pre_hook(stack.first_layer, AddToHiddenStates(runtime, encoding.additive))
         report.placed.append(f"additive: input of {type(stack.first_layer).__name__} 0")
@@ -70,7 +70,7 @@ def install_stack(stack: Stack, encoding: StackEncoding, architecture: Architect
 
 
 def _phases_are_unused(stack: Stack, architecture: Architecture) -> bool:
-    """Whether every layer hands its phases to a function that is replaced, and no other module may want them."""
+    """Whether every layer passes its phases to a replaced function, and no other module may read them."""
     return not stack.skipped and all(
         attention.rotary_functions or architecture.rotary_method for attention in stack.attentions
     )

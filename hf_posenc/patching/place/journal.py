@@ -1,4 +1,4 @@
-"""Setting attributes on single module instances, and taking every one of them back."""
+"""The journal of a patch: every attribute it sets on an instance, and how to restore it."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class _Change:
     ours: Any = None
 
     def put(self, value: Any) -> None:
-        """Exchanges the value that stands in the attribute while the patch is in place."""
+        """Changes the value that the attribute has while the patch is in place."""
         self.target.__dict__[self.attribute] = self.ours = value
 
     @property
     def is_in_place(self) -> bool:
-        """Whether the attribute still has the patch's value; numbers and strings are compared by value, for pickles."""
+        """Whether the attribute still has the patch's value. Numbers and strings are compared by value, for pickles."""
         found = self.target.__dict__.get(self.attribute)
         return found is self.ours or (
             type(found) is type(self.ours) and isinstance(found, _PLAIN) and found == self.ours
@@ -46,21 +46,21 @@ class _Change:
 
 @dataclass
 class Journal:
-    """A journal of instance attributes. Nothing here ever touches a class or a module file.
+    """A journal of instance attributes. No class and no module file is ever changed.
 
-    Plain data, so that a deep copy or a pickle of the model carries a journal that refers to the copy.
+    It is plain data, so a deep copy or a pickle of the model has a journal that refers to the copy.
     """
 
     changes: list[_Change] = field(default_factory=list)
 
     def set(self, target: Any, attribute: str, value: Any) -> None:
-        """Sets `target.attribute` on the instance and remembers what the instance had there."""
+        """Sets `target.attribute` on the instance and records the previous value."""
         own = target.__dict__
         self.changes.append(_Change(target, attribute, attribute in own, own.get(attribute), ours=value))
         own[attribute] = value
 
     def put_aside(self, target: Any, attribute: str) -> None:
-        """Takes an attribute off the instance until the patch is undone, whatever stands there by then."""
+        """Removes an attribute from the instance until the patch is undone. Undoing overwrites a later value."""
         own = target.__dict__
         self.changes.append(_Change(target, attribute, attribute in own, own.get(attribute), "aside"))
         own.pop(attribute, None)
@@ -69,37 +69,37 @@ class Journal:
         """Sets an attribute that the module, or its class, has.
 
         Raises:
-            UnsupportedError: if there is none, so that nobody would look at the new one.
+            UnsupportedError: if there is none, because the new attribute would never be used.
         """
         if not hasattr(module, attribute):
             raise UnsupportedError(
-                f"{type(module).__name__} has no {attribute!r} that could be replaced: transformers "
-                f"{transformers.__version__} computes its position mechanism elsewhere than hf_posenc knows, and it "
-                "would stay beside any scheme. Use a version of transformers that hf_posenc was tested with."
+                f"{type(module).__name__} has no {attribute!r} to replace. transformers {transformers.__version__} "
+                "computes its position mechanism in a place that hf_posenc does not know, so the mechanism would stay "
+                "active beside any scheme. Use a version of transformers that hf_posenc was tested with."
             )
         self.set(module, attribute, value)
 
     def set_buffer(self, module: nn.Module, name: str, value: Tensor) -> None:
-        """Exchanges a buffer. One that the module's forward assigns to cannot be hidden behind an attribute."""
+        """Replaces a buffer. An attribute cannot hide a buffer that the module's forward assigns to."""
         self.changes.append(_Change(module, name, True, module._buffers[name], "buffer"))
         module._buffers[name] = value
 
     def set_forward(self, module: nn.Module, value: Any) -> None:
-        """Replaces the module's forward; where accelerate has hooked the module, the one inside its hook.
+        """Replaces the module's forward, or the forward inside accelerate's hook where the module has one.
 
         Raises:
-            UnsupportedError: if the instance has another forward than its class already, which would be passed over.
+            UnsupportedError: if the instance already has a forward of its own, which would no longer be called.
         """
         if any(change.kind == "forward" and change.target is module for change in self.changes):
             raise UnsupportedError(
-                f"This {type(module).__name__} stands at several places of the model, whose layers would share what "
-                "belongs to one of them. Give each layer a module of its own (copy.deepcopy)."
+                f"This {type(module).__name__} is used in several layers of the model, and a scheme has separate state "
+                "for each layer. Give each layer its own module (copy.deepcopy)."
             )
         refuse_foreign_forward(module)
         if forward_on_instance(module) is not None:
             raise UnsupportedError(
-                f"This {type(module).__name__} is shared with another model that is patched, and would run two "
-                "position encodings. Unpatch that model, or give each model modules of its own (copy.deepcopy)."
+                f"This {type(module).__name__} is shared with another model that is patched, so it would run two "
+                "position encodings. Unpatch that model, or give each model its own modules (copy.deepcopy)."
             )
         self.wrap_forward(module, lambda inner: value)
 
@@ -108,7 +108,7 @@ class Journal:
 
         Args:
             module: the module.
-            wrapper: makes the new forward from what the instance had there, `None` for the forward of its class.
+            wrapper: makes the new forward from the previous one; `None` stands for the forward of the class.
         """
         place, before = place_of_forward(module), forward_on_instance(module)
         value = wrapper(before)
@@ -116,20 +116,20 @@ class Journal:
         module.__dict__[place] = value
 
     def forwards(self) -> Iterator[Any]:
-        """The forwards that act: in their place, or inside something that somebody has put around them."""
+        """The forwards that are in effect, directly or inside a wrapper from another library."""
         for change in self.changes:
             if change.kind == "forward" and forward_on_instance(change.target) is not None:
                 yield change.value[0]
 
     def add_forward_pre_hook(self, module: nn.Module, hook: Any) -> None:
-        """Registers a hook that takes keyword arguments too."""
+        """Registers a hook that also takes keyword arguments."""
         self.changes.append(_Change(module, "_forward_pre_hooks", False, None, "hook", ours=hook))
         module.register_forward_pre_hook(hook, with_kwargs=True)
 
     def freeze(self, module: nn.Module, name: str) -> None:
-        """Stops training a native weight that the new scheme leaves without effect.
+        """Freezes a native weight that has no effect under the new scheme.
 
-        It is remembered by its place: loading a state dict may put another parameter there.
+        It is recorded by module and name, because loading a state dict may replace the parameter.
         """
         parameter = module._parameters[name]
         if parameter is not None:
@@ -137,9 +137,9 @@ class Journal:
             parameter.requires_grad_(False)
 
     def undo(self) -> None:
-        """Restores everything in reverse order, except an attribute that somebody has set again since.
+        """Restores everything in reverse order, except attributes that were set again since.
 
-        One that was interrupted is finished by another one.
+        After an interrupt, a second call finishes the work.
         """
         while self.changes:
             _restore(self.changes[-1])
@@ -164,14 +164,14 @@ def _restore(change: _Change) -> None:
 
 
 def _remove_hook(module: nn.Module, hook: Any) -> None:
-    """Removes a hook that may not be registered yet, by itself: an interrupt would lose a handle."""
+    """Removes a hook, registered or not. It is found by identity, because an interrupt could lose a handle."""
     for number in [number for number, found in module._forward_pre_hooks.items() if found is hook]:
         del module._forward_pre_hooks[number]
         module._forward_pre_hooks_with_kwargs.pop(number, None)
 
 
 def _restore_forward(change: _Change) -> None:
-    """Takes a forward out from where it is now: hooks and wrappers come and go around it while a model is patched."""
+    """Removes a forward from its current place: other libraries may have added or removed wrappers since."""
     own, (ours, before) = change.target.__dict__, change.value
     if isinstance(ours, PlacedForward):
         ours.retired = True

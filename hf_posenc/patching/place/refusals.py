@@ -16,7 +16,7 @@ _FSDP = "torch.distributed.fsdp"
 
 
 def unwrapped(model: nn.Module) -> PreTrainedModel:
-    """The transformers model itself, out of the PEFT model around it.
+    """The transformers model itself, without a PEFT model around it.
 
     Raises:
         TypeError: for anything else.
@@ -31,18 +31,19 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
     else:
         raise TypeError(
             f"Expected a transformers PreTrainedModel, got {type(inner).__name__}. Patch the model before it is "
-            "wrapped (DistributedDataParallel, torch.compile), or pass what the wrapper holds."
+            "wrapped (DistributedDataParallel, torch.compile), or pass the model inside the wrapper."
         )
     return inner
 
 
 def _refuse_other_modalities(model: PreTrainedModel) -> None:
-    """Refuses what is not text: positions of pixels and frames are not those of tokens."""
+    """Refuses models with inputs other than text: pixels and frames have other positions than tokens."""
     name = type(model).__name__
     takes = _other_input(model)
     if takes:
         raise UnsupportedError(
-            f"{name} takes {takes}, not input_ids: the schemes here place text tokens. Patch a text-only model."
+            f"{name} takes {takes}, not input_ids, and the schemes here encode positions of text tokens. Patch a "
+            "text-only model."
         )
     parts = _other_modalities(model.config)
     if parts:
@@ -53,7 +54,7 @@ def _refuse_other_modalities(model: PreTrainedModel) -> None:
 
 
 def _other_input(model: PreTrainedModel) -> str:
-    """What a model takes in place of token ids; empty for a model of text."""
+    """The name of a model's input if that is not token ids; empty for a text model."""
     if model.main_input_name != "input_ids":
         return str(model.main_input_name)
     names = [list(inspect.signature(type(one).forward).parameters) for one in (model, model.base_model)]
@@ -68,22 +69,22 @@ def _other_modalities(config: Any) -> list[str]:
 
 
 def _refuse_part(model: PreTrainedModel) -> None:
-    """Refuses encoders and decoders that cannot be saved on their own: transformers does not export them."""
+    """Refuses encoders and decoders that cannot be saved separately, because transformers does not export them."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
     name, config = type(model).__name__, model.config
     if not type(model).__module__.startswith("transformers.models.") or hasattr(transformers, name):
         return
-    lost = f"{name} is a part of a model and is saved with it; a scheme in the part alone would be lost there. "
+    lost = f"{name} is a part of a model and is saved with it, so a scheme in this part alone would be lost. "
     whole: Any = MODEL_MAPPING.get(type(config), None)
     if getattr(whole, "main_input_name", "") == "input_ids" and not _other_modalities(config):
         raise UnsupportedError(f"{lost}Patch the whole model (`layers=` and `elsewhere=` choose layers).")
     takes = getattr(whole, "main_input_name", "input_ids")
     owner = "it joins several modalities" if takes == "input_ids" else f"it takes {takes}"
     raise UnsupportedError(
-        f"{lost}The whole cannot be patched either ({owner}): the schemes here place text tokens. Patch a text-only "
-        "model."
+        f"{lost}The whole model cannot be patched either ({owner}): the schemes here encode positions of text tokens. "
+        "Patch a text-only model."
     )
 
 
@@ -108,10 +109,10 @@ def recomputed_queries_error(model: nn.Module) -> UnsupportedError:
 
 
 def refuse_late_parameters(model: nn.Module, encoding: PositionEncoding) -> None:
-    """Refuses to give parameters to a model that `fully_shard` has sharded.
+    """Refuses to add parameters to a model that `fully_shard` has sharded.
 
-    FSDP2 knows the parameters that a module had when it was sharded. Later ones would stay whole, be drawn anew in each
-    process, and be trained there with the gradients of its own part of the batch.
+    FSDP2 manages the parameters that a module had when it was sharded. Parameters added later would not be sharded:
+    each process would initialise its own and train them on its part of the batch only.
 
     Raises:
         UnsupportedError: for a scheme with parameters.
@@ -119,9 +120,9 @@ def refuse_late_parameters(model: nn.Module, encoding: PositionEncoding) -> None
     if not _is_sharded(model) or all(hasattr(weight, "device_mesh") for weight in encoding.parameters()):
         return
     raise UnsupportedError(
-        f"The weights of this {type(model).__name__} are sharded by FSDP2 already, and the scheme "
-        f"{encoding.config.name!r} has parameters, which it would not shard and whose gradients it would not add up. "
-        "Call patch_model before fully_shard, or save the patched model and load that with its distributed_config."
+        f"FSDP2 has already sharded the weights of this {type(model).__name__}, and the scheme "
+        f"{encoding.config.name!r} has parameters, which FSDP2 would not shard and whose gradients it would not reduce. "
+        "Call patch_model before fully_shard, or save the patched model and load it with its distributed_config."
     )
 
 

@@ -37,7 +37,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 class StackEncoding(nn.Module):
-    """The parts of a scheme in one stack; parts that layers share are held once.
+    """The parts of a scheme in one stack. Parts that several layers share are held once.
 
     Args:
         config: the scheme, or a schedule of schemes.
@@ -94,17 +94,17 @@ class StackEncoding(nn.Module):
         self.runtime.reads_coordinates = any(getattr(module, "reads_coordinates", False) for module in self.modules())
 
     def acting_parts(self) -> Iterator[Part]:
-        """The parts that act somewhere, once for each layer."""
+        """The parts that are in use. A part that several layers share appears once for each."""
         if self.additive is not None:
             yield self.additive
         for layer in self.layers:
             yield from (part for part in (layer.query_key_map, layer.logit_bias, layer.logit_scale) if part is not None)
 
     def _parts(self, config: SchemeConfig, context: BuildContext, path: str, side: str = "") -> SchemeParts:
-        """The parts at one layer: those of an earlier one, unless the scheme wants its own in every layer.
+        """The parts at one layer: those of an earlier layer, unless the scheme has separate parts in every layer.
 
-        Of schemes that act together each is shared on its own, and is what the state dict names; their sum is not. The
-        two sides of a blend share nothing, even where they hold the same scheme.
+        In a composed scheme each scheme is shared separately and named in the state dict; their sum is not. The two
+        sides of a blend share nothing, even if they hold the same scheme.
         """
         key = (config, context, path if config.per_layer else None, side)
         if key in self._built:
@@ -124,7 +124,7 @@ class StackEncoding(nn.Module):
         return parts
 
     def _check_shared_keys(self, stack: Stack) -> None:
-        """Layers that read an earlier layer's keys find them mapped by that layer's scheme (Gemma 3n and 4)."""
+        """Checks layers that read the keys of an earlier layer, already mapped by its scheme (Gemma 3n and 4)."""
         owners: dict[str | None, tuple[int, Any]] = {}
         for attention, layer in zip(stack.attentions, self.layers, strict=True):
             if not getattr(attention.module, "is_kv_shared_layer", False):
@@ -132,8 +132,8 @@ class StackEncoding(nn.Module):
                 continue
             if _maps_keys_at_cache_update(layer):
                 raise UnsupportedError(
-                    f"Layer {attention.layer} reads the keys of an earlier layer, which cannot be met on their way "
-                    f"into a cache, as {type(layer.query_key_map or layer.logit_bias).__name__} needs."
+                    f"Layer {attention.layer} reads the keys of an earlier layer, so it has no cache update, and "
+                    f"{type(layer.query_key_map or layer.logit_bias).__name__} changes keys there."
                 )
             source, query_key_map = owners.get(attention.layer_type, (None, layer.query_key_map))
             if query_key_map is not layer.query_key_map:
@@ -143,7 +143,7 @@ class StackEncoding(nn.Module):
                 )
 
     def adopt(self, stack: Stack, native_bias: Any) -> list[str]:
-        """Takes over native weights where a part can; returns what was adopted."""
+        """Copies native weights into parts that can use them; returns what was adopted."""
         adopted = []
         if self.additive is not None and stack.tables:
             table = stack.tables[0]
@@ -162,7 +162,7 @@ class StackEncoding(nn.Module):
 
 
 def _maps_keys_at_cache_update(layer: LayerEncoding) -> bool:
-    """Whether a scheme has to meet keys elsewhere than at the architecture's own rotary function."""
+    """Whether a scheme changes keys at the cache update instead of in the architecture's rotary function."""
     query_key_map = layer.query_key_map
     asymmetric = query_key_map is not None and (query_key_map.whole_heads or not query_key_map.symmetric)
     return asymmetric or layer.num_features > 0
@@ -175,18 +175,18 @@ def _one_additive(found: dict[SchemeConfig, AdditiveEncoding | None]) -> Additiv
     if not additives:
         return None
     raise UnsupportedError(
-        "The layers of the schedule disagree about what is added to the embeddings "
+        "The layers of the schedule add different encodings to the embeddings "
         f"({', '.join(config.name for config in found)}). An additive scheme acts once, before the first layer, so it "
-        "has to be the same in every layer; rotations and biases can differ. To drop it everywhere pass "
-        "elsewhere='none'; to keep it, compose it with the scheme of every layer."
+        "has to be the same in every layer; rotations and biases can differ. To drop it everywhere, pass "
+        "elsewhere='none'. To keep it, compose it with the scheme of every layer."
     )
 
 
 def _check_parts(config: SchemeConfig, parts: Any) -> None:
-    """Requires what `SchemeConfig.build` promises.
+    """Checks that `SchemeConfig.build` returned valid parts.
 
     Raises:
-        TypeError: for anything but `SchemeParts` whose parts are of their kinds.
+        TypeError: for anything but `SchemeParts` with parts of the right types.
     """
     owner = f"{type(config).__name__}.build"
     if not isinstance(parts, SchemeParts):
@@ -199,7 +199,7 @@ def _check_parts(config: SchemeConfig, parts: Any) -> None:
 
 
 def _refuse_unsuited(module: nn.Module, parts: SchemeParts) -> None:
-    """Refuses parts that would act in the wrong place of one attention module.
+    """Refuses parts that would act in the wrong place in one attention module.
 
     Raises:
         UnsupportedError: with the reason.
