@@ -9,7 +9,7 @@ from typing import Any
 MODEL_TYPE = "hf_posenc"
 #: The attribute of a config, and of a base model, that holds the position encoding.
 ATTRIBUTE = "position_encoding"
-#: Version of the entry. Since version 2, the weights name their scheme too (`patching/mark.py`).
+#: Version of the entry. Since version 2, the weights name their scheme too (`patching/place/mark.py`).
 FORMAT = 2
 #: The name of a module's extra state in torch state dicts.
 MARK = "_extra_state"

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 import hf_posenc
-from hf_posenc.patching.architectures import declaration
+from hf_posenc.patching.find.architectures import declaration
 from hf_posenc.schemes import registry
 from tests.models import tiny
 

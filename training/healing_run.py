@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainingArguments
 
 from hf_posenc import PositionEncodingError, unpatch_model
-from hf_posenc.patching.apply import current_encoding, install
+from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.recipes import Swap, frozen_teacher, swap_scheme
 from training.argument_files import parse_structured
 from training.data.rows import load_rows
@@ -76,7 +77,7 @@ class Healing:
             options = parse_structured(scheme.scheme_options or "{}", "scheme_options")
         unpatch_model(model)
         if self._before is not None:
-            install(self._before, model)
+            Transaction(model).install(self._before)
         try:
             self.swap = swap_scheme(
                 model,

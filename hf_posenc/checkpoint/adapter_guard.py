@@ -32,7 +32,7 @@ def check_scheme(model: Any, config: Any) -> None:
     scheme = getattr(config, _SCHEME, None)
     if scheme is None:
         return
-    from hf_posenc.patching.apply import encodings
+    from hf_posenc.patching.place.in_force import encodings
     from hf_posenc.schemes import scheme_from_dict
 
     expected = scheme_from_dict(scheme) if scheme else None
@@ -59,7 +59,7 @@ def check_swap(model: Any, config: Any) -> None:
     check_scheme(model, config)
     if getattr(config, _SCHEME, None) is None:
         return
-    from hf_posenc.patching.apply import encodings
+    from hf_posenc.patching.place.in_force import encodings
 
     if any(next(encoding.parameters(), None) is not None for encoding in encodings(model)):
         raise UnsupportedError(

@@ -6,10 +6,10 @@ from typing import Any
 
 from hf_posenc.entry import ATTRIBUTE, FORMAT, MODEL_TYPE
 from hf_posenc.errors import PositionEncodingError, SequenceLengthError, UnsupportedError
-from hf_posenc.patching.config_entry import ARCHITECTURE_PREFIX, without_poison
-from hf_posenc.patching.config_lengths import NAMES, NATIVE_LENGTHS, native_lengths, stated_lengths
-from hf_posenc.patching.lengths import take_lengths
-from hf_posenc.patching.scheme_name import tell_length
+from hf_posenc.patching.place.config_entry import ARCHITECTURE_PREFIX, without_poison
+from hf_posenc.patching.place.config_lengths import NAMES, NATIVE_LENGTHS, native_lengths, stated_lengths
+from hf_posenc.patching.place.lengths import take_lengths
+from hf_posenc.patching.place.scheme_name import tell_length
 from hf_posenc.schemes.limits import check_shape_of_json, shown
 
 #: Fields of the entry that describe the file and are not part of the config in memory.

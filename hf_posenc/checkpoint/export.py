@@ -15,7 +15,7 @@ from hf_posenc.checkpoint.atomic_folder import replaced_as_a_whole
 from hf_posenc.checkpoint.stock_form import stock_form
 from hf_posenc.entry import read_entry
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
-from hf_posenc.patching.apply import current_encoding
+from hf_posenc.patching.place.in_force import current_encoding
 
 #: Largest difference at which two models count as equal, in float32, relative for outputs larger than 1.
 TOLERANCE = 1e-5

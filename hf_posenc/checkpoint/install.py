@@ -106,7 +106,7 @@ def _get_config_dict(original: Callable[..., Any], config_class: Any, source: An
 def _config_post_init(original: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> None:
     original(config, *args, **kwargs)
     if read_entry(config) is not None:
-        from hf_posenc.patching.config_entry import carry_entry
+        from hf_posenc.patching.place.config_entry import carry_entry
 
         carry_entry(config)
 

@@ -72,7 +72,7 @@ def from_pretrained(
     from hf_posenc.checkpoint.agreement import check_loaded_mark
     from hf_posenc.checkpoint.configuration import CheckpointError
     from hf_posenc.checkpoint.stored_weights import check_scheme_fits, stored_position_weights
-    from hf_posenc.patching.head_shards import split_heads
+    from hf_posenc.patching.place.head_shards import split_heads
 
     built: list[_Built] = []
     stored = stored_position_weights(source, kwargs)
@@ -96,7 +96,7 @@ def from_pretrained(
     split_heads(model.position_encoding, model)
     built.pop().follow(model)
     if is_patched(str(model.config._name_or_path), kwargs):
-        from hf_posenc.patching.scheme_name import unmark_names
+        from hf_posenc.patching.place.scheme_name import unmark_names
 
         unmark_names(model.position_encoding)
     return (model, info) if with_info else model
@@ -133,7 +133,7 @@ def patching_proxy(
 
         from hf_posenc.checkpoint.configuration import follow_lengths
         from hf_posenc.patching import patch_model
-        from hf_posenc.patching.config_entry import detach_entry
+        from hf_posenc.patching.place.config_entry import detach_entry
         from hf_posenc.schemes import scheme_from_dict
 
         fields = read_fields(config)
@@ -178,8 +178,8 @@ class _Built:
 
     def follow(self, model: Any) -> None:
         """Applies the patch to the new objects, and updates its journal so that it is undone there."""
-        from hf_posenc.patching.fingerprint import samples
-        from hf_posenc.patching.lengths import take_generation_length
+        from hf_posenc.patching.find.fingerprint import samples
+        from hf_posenc.patching.place.lengths import take_generation_length
 
         # They did not exist when the model was patched.
         model.position_encoding.base_weights = samples(model, read_offloaded=False)

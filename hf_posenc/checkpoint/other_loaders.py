@@ -99,7 +99,7 @@ def _load_shards(
 ) -> Any:
     if strict:
         from hf_posenc.checkpoint.agreement import check_file
-        from hf_posenc.patching.mark import NOT_STRICT
+        from hf_posenc.patching.place.mark import NOT_STRICT
 
         names = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
         indices = [Path(folder, name) for name in (names if prefer_safe else reversed(names))]
@@ -114,7 +114,7 @@ def _load_file(
 ) -> Any:
     if strict and os.path.isfile(filename):
         from hf_posenc.checkpoint.agreement import check_file
-        from hf_posenc.patching.mark import NOT_STRICT
+        from hf_posenc.patching.place.mark import NOT_STRICT
 
         check_file(model, filename, f" {NOT_STRICT}.")
     return original(model, filename, strict, *args, **kw)

@@ -90,7 +90,7 @@ def _wrap_adaption_prompts(module: ModuleType) -> None:
 def _make_adaption_prompts(original: Callable[..., Any], tuner: Any, model: Any, *args: Any, **kwargs: Any) -> None:
     target = _transformers_model(model)
     if target is not None and _encoding(target) is not None:
-        from hf_posenc.patching.recomputed_queries import recomputed_queries_error
+        from hf_posenc.patching.place.refusals import recomputed_queries_error
 
         raise recomputed_queries_error(target)
     original(tuner, model, *args, **kwargs)
@@ -340,7 +340,7 @@ def _transformers_model(model: Any) -> Any:
 def _encoding(target: Any) -> Any:
     if "hf_posenc.patching" not in sys.modules:
         return None
-    from hf_posenc.patching.apply import current_encoding
+    from hf_posenc.patching.place.in_force import current_encoding
 
     return current_encoding(target)
 

@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 from hf_posenc.checkpoint.configuration import CheckpointError
 from hf_posenc.checkpoint.position_files import PositionFiles
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.apply import current_encoding
-from hf_posenc.patching.encoding import PositionEncoding
-from hf_posenc.patching.fingerprint import difference
-from hf_posenc.patching.lengths import Lengths, choose_length, restore_length
+from hf_posenc.patching.find.fingerprint import difference
 from hf_posenc.patching.patch import patch_model, unpatch_model
-from hf_posenc.patching.scheme_name import tell_length
+from hf_posenc.patching.place.encoding import PositionEncoding
+from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.lengths import Lengths, choose_length, restore_length
+from hf_posenc.patching.place.scheme_name import tell_length
 
 
 def place(model: PreTrainedModel, files: PositionFiles, source: str, *, shared: bool = False) -> Callable[[], object]:

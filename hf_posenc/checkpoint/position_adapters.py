@@ -15,9 +15,10 @@ from hf_posenc.checkpoint.configuration import CheckpointError
 from hf_posenc.checkpoint.placing import place
 from hf_posenc.checkpoint.position_files import JSON_FILE, PositionFiles, read_position_files
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
-from hf_posenc.patching.apply import current_encoding, refuse_missing_sites, unwrapped
-from hf_posenc.patching.encoding import PositionEncoding
-from hf_posenc.patching.fingerprint import changed, fingerprint
+from hf_posenc.patching.find.fingerprint import changed, fingerprint
+from hf_posenc.patching.place.encoding import PositionEncoding
+from hf_posenc.patching.place.in_force import current_encoding, refuse_missing_sites
+from hf_posenc.patching.place.refusals import unwrapped
 
 
 def save_position_adapter(

@@ -21,7 +21,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from hf_posenc.checkpoint.configuration import CheckpointError, is_length
-from hf_posenc.patching.fingerprint import Fingerprint, check_entry
+from hf_posenc.patching.find.fingerprint import Fingerprint, check_entry
 from hf_posenc.schemes import SchemeConfig, scheme_from_dict
 from hf_posenc.version import __version__
 

@@ -13,12 +13,12 @@ from transformers import PreTrainedConfig
 
 from hf_posenc.entry import ATTRIBUTE, is_on_disk_form, read_entry
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.apply import current_encoding
-from hf_posenc.patching.config_entry import detach_entry
-from hf_posenc.patching.encoding import PositionEncoding
-from hf_posenc.patching.lengths import choose_length
 from hf_posenc.patching.patch import patch_model, unpatch_model
-from hf_posenc.patching.scheme_name import SchemeName, tell_length
+from hf_posenc.patching.place.config_entry import detach_entry
+from hf_posenc.patching.place.encoding import PositionEncoding
+from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.lengths import choose_length
+from hf_posenc.patching.place.scheme_name import SchemeName, tell_length
 from hf_posenc.schemes import scheme_from_dict
 
 logger = logging.getLogger(__name__)

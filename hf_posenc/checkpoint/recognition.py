@@ -44,9 +44,9 @@ def refuse_stock_config(source: Any, config: PreTrainedConfig, kwargs: dict[str,
 
 def is_scheme_name(source: Any) -> bool:
     """Whether `source` is the name of a model that was patched in memory; plain strings are told without imports."""
-    if type(source) is str or "hf_posenc.patching.scheme_name" not in sys.modules:
+    if type(source) is str or "hf_posenc.patching.place.scheme_name" not in sys.modules:
         return False
-    from hf_posenc.patching.scheme_name import SchemeName
+    from hf_posenc.patching.place.scheme_name import SchemeName
 
     return isinstance(source, SchemeName)
 

@@ -17,8 +17,8 @@ from hf_posenc.checkpoint.configuration import from_disk
 from hf_posenc.checkpoint.position_files import read_position_files
 from hf_posenc.checkpoint.weight_files import named_schemes
 from hf_posenc.entry import ATTRIBUTE, is_on_disk_form
-from hf_posenc.patching.apply import encodings
-from hf_posenc.patching.mark import disagreement
+from hf_posenc.patching.place.in_force import encodings
+from hf_posenc.patching.place.mark import disagreement
 
 #: Weights of a whole model, as indices of shards or alone; those of an adapter belong to whatever model it lies on.
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")

@@ -14,8 +14,8 @@ from hf_posenc.checkpoint.atomic_folder import clear_drafts, replaced_as_a_whole
 from hf_posenc.checkpoint.peft_hooks import scheme_beside_adapters
 from hf_posenc.entry import MARK, find_mark, read_entry
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.apply import encodings, refuse_missing_sites, runs_a_scheme
-from hf_posenc.patching.mark import described, same_scheme
+from hf_posenc.patching.place.in_force import encodings, has_patched_layers, refuse_missing_sites
+from hf_posenc.patching.place.mark import described, same_scheme
 
 
 def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -28,14 +28,14 @@ def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwar
             this package patched.
     """
     found, entry = encodings(model), read_entry(model.config)
-    if entry is not None and not runs_a_scheme(model):
+    if entry is not None and not has_patched_layers(model):
         raise UnsupportedError(
             f"This {type(model).__name__} runs its stock positions, but its config names the scheme "
             f"{entry['scheme']!r}: it shares the config with a model that was patched, and would come back with "
             "that model's positions. Give it a config of its own first: model.config = copy.deepcopy(model.config) "
             "while the other one is unpatched; or build each model from its own config."
         )
-    if entry is None and runs_a_scheme(model):
+    if entry is None and has_patched_layers(model):
         raise UnsupportedError(
             f"This {type(model).__name__} runs a position encoding that its config does not carry: it shares its "
             "layers with a model that was patched, or a part of it was. Saved as it is, it would come back with "

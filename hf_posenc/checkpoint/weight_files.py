@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_posenc.checkpoint.configuration import from_disk
 from hf_posenc.entry import ATTRIBUTE, find_marks, is_on_disk_form
-from hf_posenc.patching.mark import marked_scheme
+from hf_posenc.patching.place.mark import marked_scheme
 
 
 def named_schemes(path: Path) -> dict[str, dict[str, Any]]:

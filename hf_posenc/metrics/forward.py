@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedError
 from hf_posenc.metrics.preserve import evaluation_mode
 from hf_posenc.metrics.statistics import relative_l2
-from hf_posenc.patching.apply import current_encoding, unwrapped
-from hf_posenc.patching.discovery import find_stacks
-from hf_posenc.patching.table_site import table_origin, table_weight
+from hf_posenc.patching.call.table_site import table_origin, table_weight
+from hf_posenc.patching.find.discovery import find_stacks
+from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.refusals import unwrapped
 
 
 def run(

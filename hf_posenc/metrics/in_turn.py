@@ -11,8 +11,9 @@ from typing import Any
 from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedError
 from hf_posenc.metrics.preserve import isolated_rng
 from hf_posenc.patching import native_scheme, patch_model, unpatch_model
-from hf_posenc.patching.apply import current_encoding, unwrapped
-from hf_posenc.patching.suspend import suspended
+from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.refusals import unwrapped
+from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.report.records import Record, Subject, joined
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.labels import scheme_label
@@ -71,7 +72,7 @@ def measure_in_turn(
     for config in check_schemes(schemes):
         if config not in wanted:
             wanted.append(config)
-    with suspended(model):
+    with Transaction(model).suspended():
         return joined(
             _native(model, measure) if config is None else _patched(model, config, measure, seed) for config in wanted
         )

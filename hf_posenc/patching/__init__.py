@@ -1,11 +1,11 @@
 """Where and how a model takes position in: finding the places, putting a scheme there, taking it out again."""
 
-from hf_posenc.patching.architectures import Architecture, register_architecture
-from hf_posenc.patching.context_length import extend_context
-from hf_posenc.patching.inspection import Inspection, inspect_model
-from hf_posenc.patching.native import native_scheme
+from hf_posenc.patching.find.architectures import Architecture, register_architecture
+from hf_posenc.patching.observe.inspection import Inspection, inspect_model
+from hf_posenc.patching.observe.native_scheme import native_scheme
 from hf_posenc.patching.patch import patch_model, unpatch_model
-from hf_posenc.patching.report import PatchReport, StackReport
+from hf_posenc.patching.place.context_length import extend_context
+from hf_posenc.patching.place.report import PatchReport, StackReport
 
 __all__ = [
     "Architecture",

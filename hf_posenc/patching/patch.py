@@ -7,20 +7,17 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 from torch import nn
-from transformers import PreTrainedModel
 
-from hf_posenc.patching.apply import build_encoding, current_encoding, unwrapped
-from hf_posenc.patching.config_lengths import at_native_lengths
-from hf_posenc.patching.discovery import find_stacks
-from hf_posenc.patching.encoding import PositionEncoding, is_length_dependent
-from hf_posenc.patching.exchange import exchange, take_out
-from hf_posenc.patching.hidden_positions import refuse_hidden_positions
-from hf_posenc.patching.native import native_scheme
-from hf_posenc.patching.observed_causality import refuse_misread_causality
-from hf_posenc.patching.plan import SchemeLike, schedule, scheme_config
-from hf_posenc.patching.running_batches import refuse_running_batches
-from hf_posenc.patching.sites import Stack
-from hf_posenc.patching.verify import verify_adopted_tables
+from hf_posenc.patching.find.discovery import find_stacks
+from hf_posenc.patching.find.sites import Stack
+from hf_posenc.patching.observe.causality import refuse_misread_causality
+from hf_posenc.patching.observe.hidden_positions import refuse_hidden_positions
+from hf_posenc.patching.observe.native_scheme import native_scheme
+from hf_posenc.patching.observe.verify import verify_adopted_tables
+from hf_posenc.patching.place.config_lengths import at_native_lengths
+from hf_posenc.patching.place.encoding import PositionEncoding, is_length_dependent
+from hf_posenc.patching.place.requested_scheme import SchemeLike, schedule, scheme_config
+from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.schemes import LayeredConfig
 from hf_posenc.schemes.arrangement.native import NativeConfig, names_native, with_native
 from hf_posenc.schemes.config import SchemeConfig, walk
@@ -62,32 +59,33 @@ def patch_model(
 
     In every one of these cases the model is left as it was.
     """
-    target = unwrapped(model)
+    transaction = Transaction(model)
     config = scheme_config(scheme, options)
     if elsewhere is not None and layers is None:
         raise ValueError("`elsewhere` says what the layers outside `layers` do: give `layers` as well.")
     # Before the model is run, too, which its thread would run into.
-    refuse_running_batches(target)
-    previous = current_encoding(target)
-    config, stacks, encoding = _built(target, config, layers, elsewhere)
+    transaction.refuse_running_batches()
+    previous = transaction.encoding
+    config, stacks, encoding = _plan(transaction, config, layers, elsewhere)
     _warn_if_invisible(config, stacks)
-    _warn_if_theta_changes(config, target)
-    _warn_if_uncacheable(encoding, target)
+    _warn_if_theta_changes(config, transaction.model.config)
+    _warn_if_uncacheable(encoding, transaction)
     if previous is not None:
         # A length that somebody has asked for outlives the scheme, as far as the new one reaches.
         encoding.lengths, encoding.base_weights = previous.lengths, previous.base_weights
-    exchange(target, encoding)
+    transaction.install(encoding)
     return model
 
 
-def _built(
-    target: PreTrainedModel, config: SchemeConfig, layers: Iterable[int] | None, elsewhere: SchemeLike | None
+def _plan(
+    transaction: Transaction, config: SchemeConfig, layers: Iterable[int] | None, elsewhere: SchemeLike | None
 ) -> tuple[SchemeConfig, list[Stack], PositionEncoding]:
     """The scheme of every layer, where it goes, and its parts."""
+    target = transaction.model
     stacks = find_stacks(target)
-    refuse_misread_causality(target, stacks)
-    refuse_hidden_positions(target, stacks)
-    verify_adopted_tables(target, stacks)
+    refuse_misread_causality(transaction, stacks)
+    refuse_hidden_positions(transaction, stacks)
+    verify_adopted_tables(transaction, stacks)
     other = NativeConfig() if elsewhere is None else scheme_config(elsewhere, {})
     if names_native(config) or (layers is not None and names_native(other)):
         native, types = native_scheme(target), _layer_types(stacks)
@@ -95,7 +93,7 @@ def _built(
     config = schedule(config, stacks, layers, other)
     # Options that are left open go by the native length, whatever the config states by now.
     with at_native_lengths(target.config):
-        return config, stacks, build_encoding(config, target, stacks)
+        return config, stacks, transaction.plan(config, stacks)
 
 
 def _layer_types(stacks: list[Stack]) -> list[str | None]:
@@ -109,13 +107,13 @@ def unpatch_model(model: ModelType) -> ModelType:
     Raises:
         UnsupportedError: while continuous batching runs on the model.
     """
-    take_out(unwrapped(model))
+    Transaction(model).undo()
     return model
 
 
-def _warn_if_theta_changes(config: SchemeConfig, model: PreTrainedModel) -> None:
+def _warn_if_theta_changes(config: SchemeConfig, model_config: Any) -> None:
     """A rotation whose base nobody gave has its paper's, which a trained model may never have seen."""
-    own = _thetas(getattr(model.config, "rope_parameters", None))
+    own = _thetas(getattr(model_config, "rope_parameters", None))
     changed = {
         (found.name, found.theta)  # type: ignore[attr-defined]
         for found in walk(config)
@@ -159,8 +157,8 @@ def _warn_if_invisible(config: SchemeConfig, stacks: list[Stack]) -> None:
         )
 
 
-def _warn_if_uncacheable(encoding: PositionEncoding, model: PreTrainedModel) -> None:
-    if is_length_dependent(encoding) and getattr(model, "generation_config", None) is not None:
+def _warn_if_uncacheable(encoding: PositionEncoding, transaction: Transaction) -> None:
+    if is_length_dependent(encoding) and getattr(transaction.model, "generation_config", None) is not None:
         warnings.warn(
             f"Scheme {scheme_label(encoding.config)!r} encodes a token by the length of the sequence, or by tokens "
             "that a cache does not keep, so no cache can be extended. generate() recomputes the whole sequence for "

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_posenc.patching.apply import current_encoding, unwrapped
+from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.refusals import unwrapped
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
 

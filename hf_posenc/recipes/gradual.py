@@ -12,12 +12,14 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching import native_scheme, patch_model
-from hf_posenc.patching.apply import current_encoding, unwrapped
-from hf_posenc.patching.config_entry import attach_entry
-from hf_posenc.patching.discovery import find_stacks
-from hf_posenc.patching.encoding import PositionEncoding, StackEncoding
-from hf_posenc.patching.plan import SchemeLike, schedule, scheme_config
-from hf_posenc.patching.scheme_name import refresh_names
+from hf_posenc.patching.find.discovery import find_stacks
+from hf_posenc.patching.place.config_entry import attach_entry
+from hf_posenc.patching.place.encoding import PositionEncoding
+from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.refusals import unwrapped
+from hf_posenc.patching.place.requested_scheme import SchemeLike, schedule, scheme_config
+from hf_posenc.patching.place.scheme_name import refresh_names
+from hf_posenc.patching.place.stack_encoding import StackEncoding
 from hf_posenc.schemes import LayeredConfig, ScheduleConfig
 from hf_posenc.schemes.arrangement.blended import BlendedConfig, BlendedPart
 from hf_posenc.schemes.config import SchemeConfig

@@ -10,10 +10,11 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching import patch_model, unpatch_model
-from hf_posenc.patching.apply import build_encoding, current_encoding, unwrapped
-from hf_posenc.patching.discovery import find_stacks
-from hf_posenc.patching.encoding import parameter_count
-from hf_posenc.patching.plan import SchemeLike, scheme_config
+from hf_posenc.patching.place.encoding import parameter_count
+from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.refusals import unwrapped
+from hf_posenc.patching.place.requested_scheme import SchemeLike, scheme_config
+from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.schemes.config import SchemeConfig
 
 NATIVE = "native"
@@ -73,8 +74,7 @@ class SchemePhases:
 
 
 def _refuse_new_parameters(model: PreTrainedModel, config: SchemeConfig, step: int) -> None:
-    target = unwrapped(model)
-    count = parameter_count(build_encoding(config, target, find_stacks(target)))
+    count = parameter_count(Transaction(model).plan(config))
     if count:
         raise UnsupportedError(
             f"Scheme {config.name!r}, which starts at step {step}, has {count} parameters, which an existing "

@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching import native_scheme, patch_model
-from hf_posenc.patching.apply import current_encoding, unwrapped
-from hf_posenc.patching.encoding import PositionEncoding
-from hf_posenc.patching.exchange import exchange, take_out
-from hf_posenc.patching.plan import SchemeLike, scheme_config
+from hf_posenc.patching.place.encoding import PositionEncoding
+from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.refusals import unwrapped
+from hf_posenc.patching.place.requested_scheme import SchemeLike, scheme_config
+from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.recipes.gradual import begin_blend, new_scheme
 from hf_posenc.recipes.initialization.model import fit_encoding
 from hf_posenc.recipes.initialization.parts import Fit
@@ -190,7 +191,8 @@ def _left_as_it_was(target: PreTrainedModel) -> Iterator[None]:
         yield
     except BaseException:
         if current_encoding(target) is not before:
-            take_out(target) if before is None else exchange(target, before)
+            transaction = Transaction(target)
+            transaction.undo() if before is None else transaction.install(before)
         raise
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc import UnsupportedError, native_scheme, patch_model
-from hf_posenc.patching.discovery import find_stacks
+from hf_posenc.patching.find.discovery import find_stacks
 from tests.architectures.population import all_pairs
 from tests.architectures.tiny import tiny_model
 from tests.models import tiny

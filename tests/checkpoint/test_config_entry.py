@@ -20,7 +20,7 @@ from transformers import (
 
 import hf_posenc  # noqa: F401
 from hf_posenc.entry import FORMAT, read_entry
-from hf_posenc.patching.config_entry import WEIGHTS_SENTENCE, attach_entry, detach_entry, without_poison
+from hf_posenc.patching.place.config_entry import WEIGHTS_SENTENCE, attach_entry, detach_entry, without_poison
 
 ENTRY = {"scheme": "none"}
 CONFIGS = [LlamaConfig, BertConfig, GPT2Config, T5Config, Qwen2MoeConfig, Gemma3Config]

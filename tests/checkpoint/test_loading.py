@@ -264,7 +264,7 @@ def test_stock_checkpoints_take_the_stock_path(tmp_path: Path, monkeypatch: pyte
     stock.save_pretrained(tmp_path)
     monkeypatch.setattr(loading, "patching_proxy", forbidden)
     monkeypatch.setattr(loading, "_check_loaded", forbidden)
-    monkeypatch.setattr("hf_posenc.patching.config_entry.attach_entry", forbidden)
+    monkeypatch.setattr("hf_posenc.patching.place.config_entry.attach_entry", forbidden)
     for model_class in (AutoModelForCausalLM, LlamaForCausalLM):
         for options in ({}, {"config": LlamaConfig.from_pretrained(tmp_path)}, {"device_map": "cpu"}):
             loaded = model_class.from_pretrained(tmp_path, **options)

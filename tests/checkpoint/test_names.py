@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from hf_posenc import UnsupportedError, patch_model, unpatch_model
-from hf_posenc.patching.scheme_name import SchemeName
+from hf_posenc.patching.place.scheme_name import SchemeName
 from hf_posenc.recipes import begin_blend, set_blend_strength
 from tests.checkpoint.checkpoint_cases import llama, randomize
 from tests.checkpoint.stock_folder import write_stock_llama

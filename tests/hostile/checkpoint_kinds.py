@@ -11,7 +11,7 @@ import torch
 import transformers
 
 import hf_posenc
-from hf_posenc.patching.config_entry import FORMAT
+from hf_posenc.patching.place.config_entry import FORMAT
 from hf_posenc.schemes import scheme_from_dict
 from tests.checkpoint.checkpoint_cases import bert, llama, outputs, randomize
 from tests.hostile.kinds import FileKind, Input, json_bytes, special_files

@@ -26,7 +26,8 @@ from hf_posenc import (
     patch_model,
     unpatch_model,
 )
-from hf_posenc.patching import Architecture, install, register_architecture
+from hf_posenc.patching import Architecture, register_architecture
+from hf_posenc.patching.place import install
 from hf_posenc.schemes import BuildContext, DistanceBias, SchemeConfig, SchemeParts, register_scheme, registry
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
@@ -157,7 +158,7 @@ def test_a_third_party_scheme_needs_no_change_here(monkeypatch: pytest.MonkeyPat
 def test_a_declared_refusal_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     model = patched("llama_gqa", None)
     stock = _logits(model)
-    from hf_posenc.patching.architectures import declaration
+    from hf_posenc.patching.find.architectures import declaration
 
     monkeypatch.setattr(declaration, "_ARCHITECTURES", dict(declaration._ARCHITECTURES))
     register_architecture("llama", architecture=Architecture(unsupported="it was declared so."))

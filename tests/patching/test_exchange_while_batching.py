@@ -13,7 +13,7 @@ import transformers
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from hf_posenc import UnsupportedError, native_scheme, patch_model, unpatch_model
-from hf_posenc.patching.suspend import suspended
+from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.recipes import swap_scheme
 from tests.matrix.running import patched
 from tests.matrix.test_behaviour import SCHEMES
@@ -116,7 +116,7 @@ EXCHANGES: list[Callable[[Any], Any]] = [
     lambda model: patch_model(model.base_model, "t5"),
     unpatch_model,
     lambda model: swap_scheme(model, "t5", initialization="default"),
-    lambda model: suspended(model).__enter__(),
+    lambda model: Transaction(model).suspended().__enter__(),
     native_scheme,
 ]
 

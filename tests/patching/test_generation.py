@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hf_posenc import UnsupportedError, patch_model, unpatch_model
-from hf_posenc.patching import generation
-from hf_posenc.patching.generation import GenerateCall
+from hf_posenc.patching.place import generation
+from hf_posenc.patching.place.generation import GenerateCall
 from hf_posenc.schemes import AlibiConfig, NoneConfig, RopeConfig, ScheduleConfig, SelfExtendConfig
 
 from ..matrix.running import patched, tokens

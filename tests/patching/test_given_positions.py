@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from hf_posenc import UnsupportedError
-from hf_posenc.patching.logit_site import LogitSite
+from hf_posenc.patching.call.logit_site import LogitSite
 from hf_posenc.schemes.parts import DistanceBias
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc import UnsupportedError, native_scheme, patch_model
-from hf_posenc.patching import architectures
+from hf_posenc.patching.find import architectures
 from tests.architectures.population import all_pairs
 from tests.architectures.tiny import WITHOUT_POSITIONS, tiny_model
 from tests.matrix.running import patched, tokens

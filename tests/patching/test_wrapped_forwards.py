@@ -140,7 +140,7 @@ def test_layers_that_share_their_attention_are_told_so(call: Callable[[Any], Any
     model.model.layers[1].self_attn = model.model.layers[0].self_attn
     # Without a cache, in which the two layers have one place.
     stock = run(model, use_cache=False)
-    with pytest.raises(UnsupportedError, match="stands at several places"):
+    with pytest.raises(UnsupportedError, match="used in several layers"):
         call(model)
     assert torch.equal(run(model, use_cache=False), stock)
     assert not any("forward" in module.__dict__ for module in model.modules())

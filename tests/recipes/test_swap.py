@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc import UnsupportedError, patch_model
-from hf_posenc.patching.apply import current_encoding
+from hf_posenc.patching.place.in_force import current_encoding
 from hf_posenc.recipes import finish_blend, set_blend_strength, swap_scheme
 from hf_posenc.recipes.initialization.logits import mean_logits, recorded_heads
 from hf_posenc.recipes.initialization.tables import TABLE_EXTENSIONS, extended_rows

@@ -18,8 +18,9 @@ from hf_posenc.metrics.generalization.task import SyntheticTask, get_task, teste
 from hf_posenc.metrics.in_turn import NATIVE, Measured, config_in_force, measure_in_turn
 from hf_posenc.metrics.preserve import evaluation_mode
 from hf_posenc.metrics.statistics import wilson_interval
-from hf_posenc.patching.apply import current_encoding, unwrapped
-from hf_posenc.patching.encoding import is_length_dependent
+from hf_posenc.patching.place.encoding import is_length_dependent
+from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.refusals import unwrapped
 from hf_posenc.report.records import Quantity, Record, Result, Subject, View, joined
 from hf_posenc.report.tables import format_number
 from hf_posenc.schemes.config import SchemeConfig

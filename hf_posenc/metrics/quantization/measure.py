@@ -20,8 +20,9 @@ from hf_posenc.metrics.preserve import isolated_rng
 from hf_posenc.metrics.quantization.scheme import QuantizedConfig, quantized
 from hf_posenc.metrics.sensitivity_material import ENGLISH
 from hf_posenc.patching import native_scheme, patch_model, unpatch_model
-from hf_posenc.patching.apply import current_encoding, unwrapped
-from hf_posenc.patching.suspend import suspended
+from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.refusals import unwrapped
+from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.report.records import Quantity, Record, Result, View
 from hf_posenc.schemes.config import SchemeConfig
 
@@ -179,7 +180,7 @@ def quantized_positions(
 
     records: list[Record] = []
     exact: dict[int, float | None] = {}
-    with suspended(model):
+    with Transaction(model).suspended():
         for name, settings in {_EXACT: QuantizedConfig(), **{name: VARIANTS[name] for name in variants}}.items():
             for start in sorted(set(positions)):
                 loss, reason = mean_loss(dataclasses.replace(settings, offset=start))

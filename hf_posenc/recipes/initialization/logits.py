@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_posenc.patching.encoding import PositionEncoding, StackEncoding
-from hf_posenc.patching.layer_call import LayerEncoding
+from hf_posenc.patching.call.layer_call import LayerEncoding
+from hf_posenc.patching.place.encoding import PositionEncoding
+from hf_posenc.patching.place.stack_encoding import StackEncoding
 from hf_posenc.schemes.logits import pairwise_bias, positional_logits
 from hf_posenc.schemes.parts import LogitBias, PairwiseBias, QueryKeyMap, SchemeParts
 from hf_posenc.schemes.positions import AttentionPairs, Positions

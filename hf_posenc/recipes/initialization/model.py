@@ -8,9 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_posenc.patching.encoding import PositionEncoding, StackEncoding
-from hf_posenc.patching.exchange import temporarily
-from hf_posenc.patching.layer_call import LayerEncoding
+from hf_posenc.patching.call.layer_call import LayerEncoding
+from hf_posenc.patching.place.encoding import PositionEncoding
+from hf_posenc.patching.place.stack_encoding import StackEncoding
+from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.recipes.initialization.logits import LayerHeads, layers_of, recorded_heads
 from hf_posenc.recipes.initialization.parts import (
     BiasTarget,
@@ -135,7 +136,7 @@ def _bias_targets(
 ) -> list[BiasTarget]:
     """Computes the target of every layer's bias. Afterwards the model is patched with `new`."""
     sample = sample.to(next(model.parameters()).device)
-    with temporarily(model, old):
+    with Transaction(model).installed(old):
         before = recorded_heads(model, old, sample)
     after = _heads_without_bias(model, new, sample) if _adds(old) else before
     return [

@@ -1,0 +1,302 @@
+"""What every patched attention layer has in common: how queries and keys are mapped, here or behind the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import cache_utils
+
+from hf_posenc.attention.key_channels import append_features, split_features
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.call.cache_update import cache_of_call
+from hf_posenc.patching.call.key_positions import key_positions
+from hf_posenc.patching.call.layer_call import LayerCall
+from hf_posenc.patching.call.length_checks import check_cache
+from hf_posenc.patching.call.logit_site import LogitSite, refuse_cached_coordinates
+from hf_posenc.patching.call.offloading import onload_weights
+from hf_posenc.patching.call.rotary_call import RotaryCall
+from hf_posenc.patching.call.state import ForwardState
+from hf_posenc.schemes.parts import QueryKeyMap
+
+Phases = tuple[Tensor, ...]
+
+#: The layers of a quantised cache.
+_QUANTISED = getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer)
+
+
+class AttentionSite(LogitSite):
+    """Stands in for the `forward` of one attention module instance."""
+
+    #: Whether a call has shown that nothing happens to queries behind their rotation.
+    rotation_is_last = False
+    #: Whether a call has shown that the scheme's map acts in the place of the module's rotary function. Keys are then
+    #: mapped before the cache, and nothing is left to do for them.
+    rotates_in_place = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's own forward with the scheme in place."""
+        raise NotImplementedError
+
+    def begin_call(self, hidden_states: Tensor) -> LayerCall:
+        """A call for the hidden states that the module was given, in whatever order its architecture has the axes."""
+        hidden_states = self.runtime.batch_first(hidden_states)
+        return LayerCall(self.state_for(hidden_states.shape[1]), hidden_states)
+
+    def state_for(self, length: int) -> ForwardState:
+        """What is known about the positions of a layer's `length` tokens."""
+        state = self.runtime.state_for(length)
+        if state.query_length != length:
+            # The architecture puts tokens of its own in front (CPM-Ant's prompt); all slots count then.
+            state = state.shared("own tokens", lambda: state.by_slots(length), length)
+        return state
+
+    def note_cache(self, state: ForwardState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Remembers the cache of a call that was given none, where the model has made one itself."""
+        if state.cache_object is None:
+            state.cache_object = cache_of_call(self.module, args, kwargs)
+
+    @property
+    def intercepts_cache_update(self) -> bool:
+        """Whether keys have to be met on their way into the cache."""
+        if self.encoding.num_features:
+            return True
+        return self.encoding.query_key_map is not None and not self.rotates_in_place
+
+    def note_rotation(self, call: LayerCall) -> None:
+        """Remembers, or requires, that a call that has ended was rotated in the place of the rotary function.
+
+        Raises:
+            UnsupportedError: if earlier calls were and this one was not, so that its keys went by unmapped.
+        """
+        if self.rotates_in_place:
+            self.require_rotation(call.rotations > 0)
+        elif call.rotations and not call.keys_mapped and not torch.compiler.is_compiling():
+            self.rotates_in_place = True
+
+    def require_rotation(self, rotated: bool) -> None:
+        """Refuses a call that has passed the rotary function by, where earlier calls have not.
+
+        Raises:
+            UnsupportedError: unless `rotated`.
+        """
+        if not rotated:
+            raise UnsupportedError(
+                f"{type(self.module).__name__} called its rotary function before and did not in this call, so its "
+                "keys were not rotated. Something in its config or its arguments has switched it off: call "
+                "patch_model again after such a change."
+            )
+
+    def rotate(self, call: LayerCall, rotary: RotaryCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Stands in for a rotary function of the architecture: maps its tensors, or hands them back as they are."""
+        first, second, time_axis = rotary.tensors(args, kwargs)
+        return self.rotate_tensors(call, first, second, time_axis)
+
+    def rotate_tensors(self, call: LayerCall, first: Tensor, second: Tensor | None, time_axis: int) -> Any:
+        """Maps a query and a key, or one tensor of a function that is called once for each."""
+        query_key_map = self.encoding.query_key_map
+        if query_key_map is not None and self._maps_here(query_key_map, first, second, time_axis):
+            first, second = self.turned(call.state, first, second, time_axis)
+            call.rotations += 1
+            if query_key_map.mapped_again:
+                call.rotated_query = first if time_axis == 2 else first.transpose(1, 2)
+        return first if second is None else (first, second)
+
+    def turned(
+        self, state: ForwardState, first: Tensor, second: Tensor | None, time_axis: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the map makes of a query and a key, or of one of them, in the place of the rotary function."""
+        query_key_map = self.encoding.query_key_map
+        assert query_key_map is not None
+        for_query = self.prepared(state, first)
+        for_key = for_query if second is None or second.dtype == first.dtype else self.prepared(state, second)
+        with onload_weights(query_key_map):
+            first = mapped(query_key_map.map_query, first, for_query, time_axis)
+            if second is not None:
+                second = mapped(query_key_map.map_key, second, for_key, time_axis)
+        return first, second
+
+    def _maps_here(self, query_key_map: QueryKeyMap, first: Tensor, second: Tensor | None, time_axis: int) -> bool:
+        """Whether a map can act in the place of a rotary function; otherwise it acts on whole heads later."""
+        if query_key_map.rotary_dim is not None and first.shape[-1] < query_key_map.rotary_dim:
+            return False
+        if query_key_map.width_factor != 1:
+            # What follows, a norm for one, may hold on to the width.
+            return False
+        if second is None:
+            # A function that is called once for each tensor does not say which one it was given.
+            return query_key_map.symmetric and not query_key_map.whole_heads
+        if not query_key_map.whole_heads:
+            return True
+        heads_axis = 1 if time_axis == 2 else 2
+        heads = (first.shape[heads_axis], second.shape[heads_axis])
+        return first.shape[-1] == self.encoding.head_dim and heads == (
+            self.encoding.num_heads,
+            self.encoding.num_key_value_heads,
+        )
+
+    def phases(self, state: ForwardState, device: torch.device) -> Phases:
+        """Phases of the new tokens, computed once per forward for all layers that share the map."""
+        query_key_map = self.encoding.query_key_map
+        assert query_key_map is not None
+        positions = state.positions(device)
+
+        def compute() -> Phases:
+            check_cache(query_key_map, state)
+            with onload_weights(query_key_map):
+                return query_key_map.phases(positions)
+
+        phases: Phases = state.shared(("phases", id(query_key_map)), compute)
+        return phases
+
+    def prepared(self, state: ForwardState, heads: Tensor) -> tuple[Any, ...]:
+        """What the map is given for the new tokens and heads of this dtype, once per forward too."""
+        query_key_map = self.encoding.query_key_map
+        assert query_key_map is not None
+        key = ("prepared", id(query_key_map), heads.dtype)
+        known: tuple[Any, ...] | None = state.known(key)
+        if known is not None:
+            return known
+        prepared = query_key_map.prepared(self.phases(state, heads.device), heads.dtype)
+        return cast("tuple[Any, ...]", state.shared(key, lambda: prepared))
+
+    def key_phases(self, state: ForwardState, query_length: int, key_length: int, device: torch.device) -> Phases:
+        """Phases of all keys, cached ones included, for layers that show them after the cache only."""
+        query_key_map = self.encoding.query_key_map
+        assert query_key_map is not None
+        _, key_start = self.key_start(state, query_length, key_length)
+
+        def compute() -> Phases:
+            check_cache(query_key_map, state)
+            keys = key_positions(state, key_start, key_length, device)
+            refuse_cached_coordinates(query_key_map, state, keys)
+            with onload_weights(query_key_map):
+                return query_key_map.phases(keys)
+
+        phases: Phases = state.shared(("key phases", id(query_key_map)), compute, key_length)
+        return phases
+
+    def check_rotated(self, call: LayerCall, query: Tensor) -> None:
+        """Requires that a rotation which a bias continues is the last thing that happened to the query.
+
+        Raises:
+            UnsupportedError: where the module changes it afterwards, as those with a norm behind the rotation do.
+        """
+        query_key_map, rotated = self.encoding.query_key_map, call.rotated_query
+        again = query_key_map is not None and query_key_map.mapped_again
+        if not again or self.rotation_is_last or rotated is None or torch.compiler.is_compiling():
+            return
+        if query.shape[-1] < rotated.shape[-1] or not torch.equal(query[..., : rotated.shape[-1]], rotated):
+            raise UnsupportedError(
+                f"{type(self.module).__name__} changes its queries after rotating them (a norm, for one), and this "
+                "scheme rotates far pairs once more. Use a RoPE scaling, or position_scale."
+            )
+        self.rotation_is_last = True
+
+    def map_before_kernel(self, call: LayerCall, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and all keys on their way to the kernel, for what no rotary function and no cache has mapped."""
+        query_key_map = self.encoding.query_key_map
+        if query_key_map is None or call.rotations:
+            return query, key
+        self._check_heads(query_key_map, key)
+        prepared = self.prepared(call.state, query)
+        with onload_weights(query_key_map):
+            query = query_key_map.map_query(query, prepared)
+        if not call.keys_mapped:
+            phases = self.key_phases(call.state, query.shape[-2], key.shape[-2], key.device)
+            with onload_weights(query_key_map):
+                key = query_key_map.map_key(key, phases)
+        return query, key
+
+    def caches_mapped(self, query_key_map: QueryKeyMap) -> bool:
+        """Whether mapped keys may go into the cache; otherwise all of them are mapped anew in every call."""
+        return True
+
+    def _check_heads(self, query_key_map: QueryKeyMap, key: Tensor) -> None:
+        if query_key_map.whole_heads and key.shape[1] != self.encoding.num_key_value_heads:
+            raise UnsupportedError(
+                f"{type(self.module).__name__} computes {key.shape[1]} key heads where {type(query_key_map).__name__} "
+                f"was built for {self.encoding.num_key_value_heads}, one set of parameters each."
+            )
+
+    def _map_new_keys(self, call: LayerCall, key: Tensor) -> Tensor:
+        """Maps keys on their way into the cache, unless a rotary function has, or what is cached is no key yet.
+
+        MLA caches a latent of its keys, and JetMoe keys it repeats later. Those are mapped behind the cache, all of
+        them in every call.
+        """
+        query_key_map = self.encoding.query_key_map
+        if query_key_map is None or call.rotations or not self.caches_mapped(query_key_map):
+            return key
+        whole = key.shape[1] == self.encoding.num_key_value_heads or not query_key_map.whole_heads
+        if hasattr(self.module, "kv_lora_rank") or key.shape[-1] != self.encoding.head_dim or not whole:
+            return key
+        call.keys_mapped = True
+        prepared = self.prepared(call.state, key)
+        with onload_weights(query_key_map):
+            return query_key_map.map_key(key, prepared)
+
+    def update_cache(
+        self,
+        call: LayerCall,
+        update: Callable[..., Any],
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Stands in for a cache's `update`: maps keys, and lets what the bias remembers of them travel with them."""
+        key = self._map_new_keys(call, key_states)
+        encoding = self.encoding
+        features = encoding.num_features
+        if features:
+            key = append_features(key, self.new_features(call))
+        if features or encoding.widens_heads:
+            self._check_cached(update, key, *args, **kwargs)
+        if not features:
+            return update(key, value_states, *args, **kwargs)
+        keys, values = update(key, value_states, *args, **kwargs)
+        keys, call.key_features = split_features(keys, encoding.num_heads, features)
+        return keys, values
+
+    def _check_cached(self, update: Callable[..., Any], key: Tensor, layer_idx: int = 0, *_: Any, **__: Any) -> None:
+        """Refuses to append to keys that did not come from here: prefix tuning, or the cache of another model.
+
+        Raises:
+            UnsupportedError: if the cache holds keys of another width, or rounds what travels with the keys.
+        """
+        layers = getattr(getattr(update, "__self__", None), "layers", ())
+        if not isinstance(layer_idx, int) or layer_idx >= len(layers):
+            return
+        cache, encoding = layers[layer_idx], self.encoding
+        if encoding.num_features and isinstance(cache, _QUANTISED):
+            raise UnsupportedError(
+                f"{type(encoding.logit_bias).__name__} keeps numbers of every token beside its cached key, and "
+                "sums them over all tokens in between. A quantised cache would round them to a few bits. Use "
+                "another cache (cache_implementation='dynamic' or 'static')."
+            )
+        cached = getattr(cache, "keys", None)
+        if not isinstance(cached, Tensor) or cached.shape[-1] == key.shape[-1] or not cached.numel():
+            return
+        if not torch.compiler.is_compiling() and int(cache.get_seq_length()) == 0:
+            # Made before its first key was known, with the width of the config; nothing is in it yet.
+            cache.is_initialized = False
+            return
+        part = encoding.logit_bias if encoding.num_features else encoding.query_key_map
+        raise UnsupportedError(
+            f"The cache holds keys of width {cached.shape[-1]}, and with {type(part).__name__} the keys of this "
+            f"{type(self.module).__name__} are cached with width {key.shape[-1]}. Those in the cache did not come "
+            "from this model: prefix tuning learns keys of the model's own width, which say nothing about what "
+            "the scheme adds to each. Use LoRA or prompt tuning with this scheme, or a cache that this model has "
+            "filled."
+        )
+
+
+def mapped(map_one: Any, tensor: Tensor, phases: Phases, time_axis: int) -> Tensor:
+    """Applies `map_query` or `map_key` to a tensor whose token axis is 1 or 2."""
+    if time_axis == 2:
+        result: Tensor = map_one(tensor, phases)
+        return result
+    return map_one(tensor.transpose(1, 2), phases).transpose(1, 2)

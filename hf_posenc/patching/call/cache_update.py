@@ -1,0 +1,61 @@
+"""A cache's `update` while one patched layer runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from hf_posenc.patching.call.layer_call import LayerCall
+from hf_posenc.patching.call.runtime import parameter_names
+
+_CACHE_NAMES = ("past_key_values", "past_key_value", "layer_past")
+
+
+class CacheUpdateHook:
+    """Context manager: a function stands in for the `update` of a cache.
+
+    Args:
+        cache: the cache of this layer's keys, or `None`.
+        on_update: `(call, update, key_states, value_states, *args, **kwargs) -> (keys, values)`.
+        call: the first argument of the function.
+    """
+
+    def __init__(self, cache: Any, on_update: Callable[..., Any], call: LayerCall) -> None:
+        self.cache = cache
+        self.on_update = on_update
+        self.call = call
+
+    def __enter__(self) -> None:
+        if self.cache is None:
+            return
+        # Another wrapper may sit on the instance already.
+        self.own_update = vars(self.cache).get("update")
+        self.update = self.cache.update
+        self.cache.update = self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.cache is None:
+            return
+        if self.own_update is not None:
+            self.cache.update = self.own_update
+        else:
+            del self.cache.update
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Updates the cache."""
+        return self.on_update(self.call, self.update, *args, **kwargs)
+
+
+def cache_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The cache this layer's keys go into, or `None`; of an encoder-decoder's two, that of self-attention."""
+    given = next((kwargs[name] for name in _CACHE_NAMES if kwargs.get(name) is not None), None)
+    if given is None and len(args) > 1:
+        positional = dict(zip(parameter_names(type(module).forward), args, strict=False))
+        given = next((positional[name] for name in _CACHE_NAMES if positional.get(name) is not None), None)
+    own = getattr(given, "self_attention_cache", given)
+    return own if hasattr(own, "update") else None

@@ -1,0 +1,62 @@
+"""A bias of distance over the steps of a decoding loop: evaluated once for twice the length, then read."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_posenc.attention.forms import DistanceForm
+from hf_posenc.patching.call.state import ForwardState
+from hf_posenc.schemes.parts import DistanceBias
+
+_NAME = "_hf_posenc_biases"
+
+
+class _Biases(dict[int, tuple[Any, Tensor]]):
+    """Biases by the id of their part. A copy of the cache, and one from a file, starts with none."""
+
+    def __reduce__(self) -> tuple[type[_Biases], tuple[()]]:
+        return _Biases, ()
+
+
+def remembered_row(
+    bias: DistanceBias, state: ForwardState, key_length: int, device: torch.device
+) -> DistanceForm | None:
+    """The bias of one query whose own key is the last one, from what an earlier step of the same cache has computed.
+
+    It lives as long as the cache, whose keys become wrong with the weights too; a weight that has been written to in
+    between is noticed all the same.
+
+    Args:
+        bias: the scheme's part.
+        state: of the call.
+        key_length: number of keys, the query's own included.
+        device: where the result lives.
+
+    Returns:
+        `None` where nothing can be remembered: with gradients, in a compiled graph, without a cache, or where keys
+        behind the query are there, as in a static cache.
+    """
+    cache, offset = state.cache_object, state.offset
+    holder = getattr(cache, "__dict__", None)
+    if holder is None or torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(offset, int):
+        return None
+    if key_length > offset + 1:
+        return None
+    biases: _Biases = holder.setdefault(_NAME, _Biases())
+    # A weak reference: a cache may outlive the model.
+    written = (weakref.ref(bias), device, tuple(_state_of(weight) for weight in bias.parameters()))
+    known = biases.get(id(bias))
+    if known is None or known[0] != written or known[1].shape[-1] < key_length:
+        reach = 2 * key_length
+        known = written, bias(torch.arange(1 - reach, 1, device=device))
+        biases[id(bias)] = known
+    return DistanceForm(known[1][:, known[1].shape[-1] - key_length :], 1, key_length, bias.slopes_behind(device))
+
+
+def _state_of(weight: Tensor) -> tuple[int, int]:
+    """What changes when somebody writes to a weight."""
+    return weight.data_ptr(), 0 if weight.is_inference() else weight._version

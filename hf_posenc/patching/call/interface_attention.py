@@ -1,0 +1,292 @@
+"""Attention modules that go through transformers' attention interface.
+
+The module's own code object runs with a copy of its globals in which two names are replaced: the attention interface,
+whose attention functions are wrapped, and the rotary function. The copy belongs to one instance, so nothing else
+changes. `set_attn_implementation` keeps working because the back-end is still looked up in every call.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.attention.backends import attend_with_bias
+from hf_posenc.attention.folding import attend_with_wide_values
+from hf_posenc.attention.key_channels import append_features, split_features
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.call.attention_site import AttentionSite
+from hf_posenc.patching.call.cache_update import CacheUpdateHook, cache_of_call
+from hf_posenc.patching.call.layer_call import LayerCall, LayerEncoding
+from hf_posenc.patching.call.paged_requests import (
+    PREFIX,
+    cut,
+    cut_heads,
+    is_paged,
+    put,
+    read_pages,
+    requests_of,
+    without_requests,
+)
+from hf_posenc.patching.call.per_thread import PerThread
+from hf_posenc.patching.call.rebinding import names_used, rebind, rotary_names
+from hf_posenc.patching.call.rotary_call import rotary_call
+from hf_posenc.patching.call.runtime import StackRuntime
+
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+#: The argument in which models hand their own relative biases to the attention function.
+_POSITION_BIAS = "position_bias"
+_EAGER = "eager"
+
+
+class InterfaceAttention(AttentionSite):
+    """An attention module that uses `ALL_ATTENTION_FUNCTIONS`.
+
+    Args:
+        module: the attention module.
+        runtime: of its stack.
+        encoding: the scheme's parts here.
+        drop_native_bias: whether a `position_bias` that the model computes itself is left out.
+    """
+
+    def __init__(
+        self, module: nn.Module, runtime: StackRuntime, encoding: LayerEncoding, *, drop_native_bias: bool
+    ) -> None:
+        super().__init__(module, runtime, encoding)
+        self.drop_native_bias = drop_native_bias
+        self.only_rotates = _only_rotates(encoding) and _POSITION_BIAS not in names_used(type(module).forward)
+        self.calls: PerThread[LayerCall] = PerThread()
+        #: How many calls have rotated in the rotary-only forward.
+        self.rotations = 0
+        self._rebind_forward()
+
+    def __getstate__(self) -> dict[str, Any]:
+        rebound = ("_full_forward", "_rotary_only_forward")
+        return {name: value for name, value in self.__dict__.items() if name not in rebound}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._rebind_forward()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's forward with replaced globals, as few of them as the scheme needs."""
+        if self.retired:
+            return self.stock(*args, **kwargs)
+        if self.only_rotates and _POSITION_BIAS not in kwargs:
+            if self.encoding.query_key_map is None:
+                return self._rotary_only_forward(self.module, *args, **kwargs)
+            if self.rotates_in_place and not torch.compiler.is_compiling():
+                rotations = self.rotations
+                output = self._rotary_only_forward(self.module, *args, **kwargs)
+                self.require_rotation(self.rotations != rotations)
+                return output
+        call = self.begin_call(args[0] if args else next(iter(kwargs.values())))
+        self.note_cache(call.state, args, kwargs)
+        calls = self.calls.own()
+        depth = len(calls)
+        try:
+            calls.append(call)
+            if self.intercepts_cache_update:
+                cache = cache_of_call(self.module, args, kwargs)
+                with CacheUpdateHook(cache, self.update_cache, call):
+                    output = self._full_forward(self.module, *args, **kwargs)
+            else:
+                output = self._full_forward(self.module, *args, **kwargs)
+        finally:
+            del calls[depth:]
+        if not call.attended:
+            raise UnsupportedError(
+                f"{type(self.module).__name__} computed its attention without the attention interface (for example "
+                "through reorder_and_upcast_attn), so the position encoding had no effect. Switch that path off."
+            )
+        self.note_rotation(call)
+        return output
+
+    def _rebind_forward(self) -> None:
+        """Rebinds the module's forward to other globals, before a compiler traces it.
+
+        The rotary-only forward serves schemes that change nothing but the rotation. It replaces the rotary functions
+        only and records nothing about the call.
+        """
+        forward = inspect.unwrap(type(self.module).forward)
+        rotary = {name: forward.__globals__[name] for name in rotary_names(forward)}
+        replaced: dict[str, Any] = {name: _RotaryReplacement(function, self) for name, function in rotary.items()}
+        interface = _InterfaceReplacement(forward.__globals__[INTERFACE], self)
+        self._full_forward = rebind(forward, replaced | {INTERFACE: interface})
+        self._rotary_only_forward = rebind(
+            forward, {name: _FastRotary(function, self) for name, function in rotary.items()}
+        )
+
+    @property
+    def call(self) -> LayerCall:
+        """The call in progress on this thread."""
+        call = self.calls.top
+        assert call is not None
+        return call
+
+    def attend(
+        self,
+        implementation: str | None,
+        function: Callable[..., Any],
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Stands in for the attention function."""
+        call = self.call
+        call.attended = True
+        self._check_mask(query, attention_mask, kwargs)
+        self.check_head_count(query)
+        self.check_rotated(call, query)
+        query, key = self.map_before_kernel(call, query, key)
+        if self.drop_native_bias:
+            kwargs.pop(_POSITION_BIAS, None)
+        if kwargs.get("scaling") is None and query.shape[-1] != self.encoding.head_dim:
+            # The map has widened the heads, and a kernel goes by the width it sees.
+            kwargs["scaling"] = self._scaling
+        one_call = self._attend_pages if self.encoding.reads_pages and is_paged(kwargs) else self._attend
+        return one_call(call, implementation, function, query, key, value, attention_mask, *args, **kwargs)
+
+    def _attend(
+        self,
+        call: LayerCall,
+        implementation: str | None,
+        function: Callable[..., Any],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Adds scale and bias to mapped queries and keys, and calls the attention function."""
+        arguments = (self.module, self.scaled(call.state, query), key, value, mask, *args)
+        attend = function
+        flash = "flash" in (implementation or "")
+        # A flash kernel refuses a pairwise bias, in the first call and not only when a pair is far apart.
+        if self.encoding.logit_bias is not None and (flash or not self.bias_is_zero(call.state, query.device)):
+            scaling = kwargs.get("scaling")
+            # Flash kernels are told where documents begin, for rows of one batch item.
+            separates_restarts = flash and mask is None and query.shape[0] == 1
+            factor = self._scaling if scaling is None else scaling
+            bias = self.bias(call, query, key, factor, mask, separates_restarts)
+            attend = functools.partial(attend_with_bias, implementation, function, bias)
+        if self.encoding.widens_heads and implementation not in (None, "eager") and query.shape[2] > 1:
+            return attend_with_wide_values(attend, *arguments, **kwargs)
+        return attend(*arguments, **kwargs)
+
+    def _attend_pages(
+        self,
+        call: LayerCall,
+        implementation: str | None,
+        function: Callable[..., Any],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """The same for many requests in one row, whose keys come from the pages of continuous batching."""
+        features = None
+        if self.encoding.num_features:
+            key = append_features(key, self.new_features(call))
+        keys, values = read_pages(key, value, self.module.layer_idx, kwargs)
+        if self.encoding.num_features:
+            keys, features = split_features(keys, self.encoding.num_heads, self.encoding.num_features)
+        output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
+        for requests in requests_of(call.state, keys.shape[2], mask, kwargs):
+            own = LayerCall(requests.state, cut(call.hidden_states, requests.queries))
+            own.key_features = None if features is None else cut_heads(features, requests.keys)
+            heads = (cut_heads(query, requests.queries), *(cut_heads(each, requests.keys) for each in (keys, values)))
+            own_mask = requests.mask(implementation or _EAGER, mask, query.dtype)
+            attended = self._attend(own, implementation, function, *heads, own_mask, *args, **without_requests(kwargs))
+            put(output, requests.queries, attended[0])
+        return output, None
+
+    def _check_mask(self, query: Tensor, mask: Any, kwargs: dict[str, Any]) -> None:
+        """Refuses a call of a causal layer without a causal mask.
+
+        Without a mask an attention function goes by the module's `is_causal`. The decoder of UMT5 has neither, with
+        sdpa before transformers 5.18, and sees later tokens.
+
+        Raises:
+            UnsupportedError: for queries that would see later keys.
+        """
+        if mask is not None or not self.encoding.causal or query.shape[2] == 1:
+            return
+        own = kwargs.get("is_causal")
+        own = getattr(self.module, "is_causal", True) if own is None else own
+        if own is False:
+            raise UnsupportedError(
+                f"{type(self.module).__name__} belongs to a causal stack, but this call has no causal mask: it was "
+                "given no mask and its is_causal is False. Some versions of transformers lose the mask of a decoder "
+                "that way. Load the model with attn_implementation='eager', or use another version of transformers."
+            )
+
+    @property
+    def _scaling(self) -> float:
+        return self.encoding.head_dim**-0.5
+
+
+class _InterfaceReplacement:
+    """Replaces the attention interface in the globals of one patched module."""
+
+    def __init__(self, interface: Any, site: InterfaceAttention) -> None:
+        self.interface = interface
+        self.site = site
+
+    def get_interface(self, implementation: str | None, default: Callable[..., Any]) -> Callable[..., Any]:
+        function = self.interface.get_interface(implementation, default)
+        site = self.site
+
+        def attention(*args: Any, **kwargs: Any) -> Any:
+            if site.encoding.reads_pages and is_paged(kwargs):
+                # After keys have been read from their pages, the plain attention function applies.
+                plain = (implementation or _EAGER).removeprefix(PREFIX)
+                return site.attend(plain, self.interface.get_interface(plain, default), *args, **kwargs)
+            return site.attend(implementation, function, *args, **kwargs)
+
+        return attention
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.interface, name)
+
+
+class _RotaryReplacement:
+    """Replaces a rotary function in the globals of one patched module."""
+
+    def __init__(self, function: Callable[..., Any], site: InterfaceAttention) -> None:
+        self.rotary = rotary_call(function)
+        self.site = site
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.site.rotate(self.site.call, self.rotary, args, kwargs)
+
+
+class _FastRotary(_RotaryReplacement):
+    """The same for the rotary-only forward, which records nothing about the call."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        first, second, time_axis = self.rotary.tensors(args, kwargs)
+        site = self.site
+        if site.encoding.query_key_map is not None:
+            site.rotations += 1
+            first, second = site.turned(site.state_for(first.shape[time_axis]), first, second, time_axis)
+        return first if second is None else (first, second)
+
+
+def _only_rotates(encoding: LayerEncoding) -> bool:
+    """Whether replacing the rotary function is all that a scheme needs."""
+    if encoding.logit_bias is not None or encoding.logit_scale is not None:
+        return False
+    query_key_map = encoding.query_key_map
+    return query_key_map is None or (query_key_map.width_factor == 1 and not query_key_map.mapped_again)

@@ -1,0 +1,334 @@
+"""Where the keys of a call stand, cached ones included, and whether their slots say as much.
+
+The positions of new tokens are those of the `ForwardState`. Those of cached tokens follow from mask and slots, unless
+a caller's `position_ids` said something else: then they were kept with the cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.call.cached_positions import CachedPositions, record, recorded
+from hf_posenc.patching.call.state import ForwardState, counted_tokens
+from hf_posenc.schemes.positions import Positions, traced
+
+#: How many pairs are compared at a time.
+_PAIRS = 2**24
+_FARTHEST = 2**62
+
+
+@dataclass
+class Regularity:
+    """What is known about the positions of one forward call.
+
+    Args:
+        irregular: whether tokens stand elsewhere than mask and slots say.
+        even: whether all real tokens are as far apart as their slots; a 0-dim boolean tensor in a compiled graph,
+            which cannot look at it.
+    """
+
+    irregular: bool
+    even: bool | Tensor
+
+
+def regularity(state: ForwardState, device: torch.device) -> Regularity:
+    """What is known about the positions of a call, found out once for all layers.
+
+    Without `position_ids` and mask there is nothing to look at. With them, truth values are read from the device once.
+
+    Raises:
+        UnsupportedError: if the caller's `position_ids` leave open where cached tokens stand.
+    """
+    found: Regularity = state.shared("regularity", lambda: _compute_regularity(state, device))
+    return found
+
+
+def key_positions(state: ForwardState, first_slot: int | Tensor, key_length: int, device: torch.device) -> Positions:
+    """The positions of `key_length` keys from slot `first_slot` on, negative at padding.
+
+    Raises:
+        UnsupportedError: if the caller's `position_ids` leave open where cached tokens stand.
+    """
+
+    def resolve() -> Positions:
+        own = state.positions(device)
+        if state.offset is None and key_length == state.query_length:
+            # Keys that a layer maps before they go into pages (continuous batching) are those of the new tokens.
+            return own
+        found = regularity(state, device)
+        slots = torch.arange(key_length, device=device) + first_slot
+        if _cache_is_empty(state) and key_length == state.query_length:
+            if state.position_ids is None or _usable_mask(state) is None:
+                return own
+            return dataclasses.replace(own, ids=own.ids.where(_real_at(state, slots, own.ids), -1))
+        ids = _ids_at(state, slots, own.ids, found.irregular)
+        if found.irregular:
+            ids = ids.where(_real_at(state, slots, ids), -1)
+        return Positions(ids, own.lengths, memo=state.memo)
+
+    keys: Positions = state.shared("keys", resolve, key_length)
+    return keys
+
+
+def all_positions_below(state: ForwardState, end: int, device: torch.device) -> bool:
+    """Whether every new token stands before `end`, so that no token it sees is as far as that behind it.
+
+    Found out once for all layers. A compiled or exported graph serves all lengths, so there it is `False`.
+
+    Raises:
+        UnsupportedError: if the caller's `position_ids` leave open where cached tokens stand.
+    """
+    if traced() or device.type == "meta":
+        return False
+
+    def look() -> bool:
+        # What cannot be right later is refused now, and the positions that a caller gave are kept with the cache.
+        regularity(state, device)
+        if state.position_ids is None and isinstance(state.offset, int):
+            return state.offset + state.query_length <= end
+        return bool((state.positions(device).ids < end).all())
+
+    found: bool = state.shared(("all stand before", end), look)
+    return found
+
+
+def slot_distances_are_exact(
+    state: ForwardState, first_slot: int | Tensor, key_length: int, mask: Any, device: torch.device
+) -> bool | Tensor:
+    """Whether every query is as far from the keys it sees as its slot is from theirs.
+
+    Args:
+        state: of the call.
+        first_slot: slot of the first key.
+        key_length: number of keys.
+        mask: what the attention function is given; packed documents that do not see each other show in it only.
+        device: where positions live.
+
+    Returns:
+        In a compiled graph a 0-dim boolean tensor, unless there is nothing to look at.
+    """
+    found = regularity(state, device)
+    compiling = torch.compiler.is_compiling()
+    if found.even is True or state.position_ids is None:
+        return found.even
+
+    def compare() -> bool | Tensor:
+        visible = _visible(mask, state.query_length, key_length)
+        if visible is None:
+            return found.even
+        even = _has_even_spacing_where(visible, state, first_slot, key_length, device)
+        return even if compiling else bool(even)
+
+    compared: bool | Tensor = compare() if compiling else state.shared("even", compare, key_length, mask=mask)
+    return compared
+
+
+def positions_never_decrease(state: ForwardState, keys: Positions, first_slot: int | Tensor, restarts: bool) -> bool:
+    """Whether no real token stands before one of an earlier slot, so that keys in front of a query are behind it.
+
+    Args:
+        state: of the call.
+        keys: where its keys stand.
+        first_slot: slot of the first key.
+        restarts: whether positions may start again at 0, because the attention function separates documents there.
+    """
+    if not regularity(state, keys.ids.device).irregular:
+        return True
+    slots = torch.arange(keys.ids.shape[1], device=keys.ids.device) + first_slot
+    ids = keys.ids.where(_real_at(state, slots, keys.ids), -_FARTHEST)
+    if restarts:
+        ids = ids + (ids == 0).cumsum(-1) * 2**40
+    earlier = ids.cummax(-1).values
+    return bool(((earlier == ids) | (ids < 0)).all())
+
+
+def _compute_regularity(state: ForwardState, device: torch.device) -> Regularity:
+    own, offset, mask = state.positions(device).ids, state.offset, _usable_mask(state)
+    differs = None if state.position_ids is None else _differs_from_expected(state, own)
+    holes = None if mask is None else ~_has_even_spacing(counted_tokens(mask.to(device)), 0)
+    if device.type == "meta":
+        return Regularity(irregular=False, even=True)
+    known = None if isinstance(offset, int) and offset == 0 else recorded(state.cache_object)
+    if state.cache_changed:
+        raise UnsupportedError(_CHANGED_CACHE)
+    doubt = None if known is None else known.unknown
+    if torch.compiler.is_compiling():
+        if doubt is not None:
+            torch._assert_async(~doubt, _UNKNOWN_POSITIONS)
+        return _compiled(state, own, differs, holes)
+    if doubt is not None and bool(doubt):
+        raise UnsupportedError(_UNKNOWN_POSITIONS)
+    flags = [flag for flag in (differs, holes) if flag is not None]
+    found = iter(torch.stack(flags).tolist() if flags else ())
+    irregular = differs is not None and next(found)
+    if not irregular and (known is None or known.ids is None):
+        if offset is not None and (known is not None or int(offset) == 0):
+            record(state.cache_object, CachedPositions(offset + state.query_length))
+        return Regularity(irregular=False, even=holes is None or not next(found))
+    cached = _recorded_length(state, known)
+    slots = torch.arange(cached + state.query_length, device=device)
+    ids = _ids_at(state, slots, own, irregular=True)
+    record(state.cache_object, CachedPositions(len(slots), ids))
+    return Regularity(irregular=True, even=bool(_has_even_spacing(ids, 0, _real_at(state, slots, ids))))
+
+
+def _compiled(state: ForwardState, own: Tensor, differs: Tensor | None, holes: Tensor | None) -> Regularity:
+    if differs is None:
+        return Regularity(irregular=False, even=True if holes is None else ~holes)
+    if _cache_is_empty(state):
+        record(state.cache_object, CachedPositions(state.query_length, unknown=differs))
+        slots = torch.arange(state.query_length, device=own.device)
+        return Regularity(irregular=True, even=_has_even_spacing(own, 0, _real_at(state, slots, own)))
+    torch._assert_async(~differs, _UNKNOWN_POSITIONS)
+    return Regularity(irregular=False, even=~differs if holes is None else ~holes)
+
+
+def _recorded_length(state: ForwardState, known: CachedPositions | None) -> int:
+    """How many tokens are cached, all of which are known to stand somewhere.
+
+    Raises:
+        UnsupportedError: unless they are.
+    """
+    if state.offset is None:
+        raise UnsupportedError(_UNKNOWN_POSITIONS)
+    cached = int(state.offset)
+    if cached == 0:
+        return cached
+    if known is None or int(known.length) < cached or (known.ids is None and state.mask_hides_padding):
+        raise UnsupportedError(_UNKNOWN_POSITIONS)
+    return cached
+
+
+_UNKNOWN_POSITIONS = (
+    "The position_ids of this call, or of the cached tokens, are not those that the attention mask (or the slots) "
+    "would give, and nobody recorded where the cached tokens stand. This scheme needs to know. Pass the whole sequence "
+    "with use_cache=False, fill the cache with position_ids and without torch.compile, or leave position_ids out of "
+    "every call."
+)
+
+
+_CHANGED_CACHE = (
+    "The cached tokens had position_ids of their own, and since then the keys in this cache have changed in a way that "
+    "could not be followed. Use the cache's own methods (crop, reorder_cache, batch_select_indices, "
+    "batch_repeat_interleave), or use_cache=False."
+)
+
+
+def _cache_is_empty(state: ForwardState) -> bool:
+    return isinstance(state.offset, int) and state.offset == 0
+
+
+def _usable_mask(state: ForwardState) -> Tensor | None:
+    """The padding mask, if it shows the cached tokens too."""
+    mask, offset = state.attention_mask, state.offset
+    if mask is not None and isinstance(offset, int) and mask.shape[1] < offset + state.query_length:
+        return None
+    return mask
+
+
+def _expected_ids(state: ForwardState, slots: Tensor, own: Tensor) -> Tensor:
+    """`(batch or 1, slots)`: where mask or slots would put the tokens; -1 at padding."""
+    mask = _usable_mask(state)
+    if mask is not None:
+        counted = counted_tokens(mask.to(slots.device))
+        return counted.index_select(1, slots.clamp(max=mask.shape[1] - 1)).where(slots < mask.shape[1], -1)
+    if state.mask_hides_padding and state.position_ids is not None and state.offset is not None:
+        # A window's mask does not show padding, but positions count back from the newest token to the first real.
+        newest = state.offset + state.query_length - 1
+        return (own[:, -1:] - (newest - slots)).clamp(min=-1)
+    return slots.unsqueeze(0)
+
+
+def _differs_from_expected(state: ForwardState, own: Tensor) -> Tensor:
+    """Whether the caller's `position_ids` are others than mask and slots would give."""
+    slots = torch.arange(state.query_length, device=own.device)
+    if state.offset is None:
+        return (own != own[:, :1] + slots).any()
+    expected = _expected_ids(state, slots + state.offset, own)
+    different = expected != own
+    if _usable_mask(state) is not None or torch.compiler.is_compiling():
+        # What a caller gives padding does not matter, where it is known to be padding.
+        different = different & (expected >= 0)
+    return different.any()
+
+
+def _ids_at(state: ForwardState, slots: Tensor, own: Tensor, irregular: bool) -> Tensor:
+    """`(batch or 1, slots)`: where the tokens of some slots stand."""
+    ids = _expected_ids(state, slots, own)
+    if not irregular:
+        return ids
+    known = recorded(state.cache_object)
+    offset = 0 if state.offset is None else state.offset
+    cached = None if known is None else known.ids
+    rows = {one.shape[0] for one in (ids, own, cached) if one is not None} - {1}
+    if len(rows) > 1:
+        raise UnsupportedError(
+            f"The cached tokens had position_ids of their own, for {' and '.join(map(str, sorted(rows)))} rows now and "
+            "then, so the rows of the cache have changed in a way that could not be followed. Use the cache's own "
+            "methods (reorder_cache, batch_select_indices, batch_repeat_interleave), or use_cache=False."
+        )
+    if cached is not None:
+        cached = cached.to(slots.device).index_select(1, slots.clamp(max=cached.shape[1] - 1))
+        ids = cached.where(slots < offset, ids)
+    new = slots - offset
+    placed = own.index_select(1, new.clamp(0, state.query_length - 1))
+    return placed.where((new >= 0) & (new < state.query_length), ids)
+
+
+def _real_at(state: ForwardState, slots: Tensor, ids: Tensor) -> Tensor:
+    """`(batch or 1, slots)` bool: which tokens are not padding, as far as that is known."""
+    if _usable_mask(state) is None:
+        return ids >= 0
+    return _expected_ids(state, slots, ids) >= 0
+
+
+def _has_even_spacing(ids: Tensor, first_slot: int, real: Tensor | None = None) -> Tensor:
+    """Whether the real tokens of every row are as far apart as their slots; real are those at 0 or more by default."""
+    shift = ids - torch.arange(first_slot, first_slot + ids.shape[1], device=ids.device)
+    real = ids >= 0 if real is None else real
+    most, least = shift.where(real, -_FARTHEST).amax(-1), shift.where(real, _FARTHEST).amin(-1)
+    return (most <= least).all()
+
+
+def _visible(mask: Any, query_length: int, key_length: int) -> Tensor | None:
+    """`(batch or 1, heads or 1, query_len or 1, key_len or 1)` bool; `None` where all keys may be."""
+    if isinstance(mask, Tensor):
+        if mask.dim() != 4:
+            return None
+        mask = mask[..., :key_length]
+        return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    if type(mask).__name__ == "BlockMask":
+        from torch.nn.attention.flex_attention import create_mask
+
+        return create_mask(
+            mask.mask_mod, mask.shape[0], mask.shape[1], query_length, key_length, mask.kv_indices.device
+        )
+    return None
+
+
+def _has_even_spacing_where(
+    visible: Tensor, state: ForwardState, first_slot: int | Tensor, key_length: int, device: torch.device
+) -> Tensor:
+    own, offset = state.positions(device).ids, state.offset
+    assert offset is not None
+    key_slots = torch.arange(key_length, device=device) + first_slot
+    of_keys = _ids_at(state, key_slots, own, regularity(state, device).irregular) - key_slots
+    query_slots = torch.arange(state.query_length, device=device) + offset
+    of_queries, real = own - query_slots, _real_at(state, query_slots, own)
+    rows = state.query_length
+    if not torch.compiler.is_compiling():
+        rows = max(1, _PAIRS // (max(visible.shape[0], own.shape[0]) * key_length))
+    even = torch.ones((), dtype=torch.bool, device=device)
+    for start in range(0, state.query_length, rows):
+        some = slice(start, start + rows)
+        moved = of_keys.unsqueeze(-2) != of_queries[:, some].unsqueeze(-1)
+        moved = moved & real[:, some].unsqueeze(-1)
+        seen = visible[:, :, some] if visible.shape[2] > 1 else visible
+        even = even & ~(moved.unsqueeze(1) & seen).any()
+    return even

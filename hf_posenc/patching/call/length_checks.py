@@ -1,0 +1,46 @@
+"""Letting a part refuse a cache, or packed rows, that it cannot encode correctly."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.call.state import ForwardState
+from hf_posenc.schemes.parts import Part
+
+
+def check_cache(part: Part, state: ForwardState) -> None:
+    """Lets a part refuse a cache that has become wrong.
+
+    Raises:
+        UnsupportedError: for such a cache; and, for a part that goes by the length of a sequence, for several
+            documents in one row, which have no single length.
+    """
+    if part.length_dependent and not torch.compiler.is_compiling() and _is_packed(state):
+        raise UnsupportedError(
+            "position_ids start again within a row (packed documents), but this scheme encodes a token by the length "
+            "of its sequence, and a packed row has several. Pass the documents as separate rows."
+        )
+    if state.offset is None or type(part).check_cache is Part.check_cache:
+        return
+    grows_with_care = part.length_dependent or part.needs_whole_sequence
+    if torch.compiler.is_compiling() and isinstance(state.offset, Tensor) and not grows_with_care:
+        # Reading the length would break the graph of compiled decoding. Only parts that draw positions while training
+        # refuse a cache without depending on its length, and nobody trains on a compiled static cache.
+        return
+    cached = int(state.offset)
+    if cached > 0:
+        part.check_cache(cached, cached + state.query_length)
+
+
+def _is_packed(state: ForwardState) -> bool:
+    """Whether positions start again between two real tokens of a row."""
+    ids, mask = state.position_ids, state.attention_mask
+    if ids is None:
+        return False
+    restarts = ids.diff(dim=-1) < 0
+    if mask is not None and mask.shape[1] >= ids.shape[1]:
+        real = mask[:, -ids.shape[1] :].bool().to(ids.device)
+        restarts = restarts & real[:, 1:] & real[:, :-1]
+    return bool(restarts.any())

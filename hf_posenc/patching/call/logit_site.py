@@ -1,0 +1,276 @@
+"""The bias and the scale of one attention layer, for the call in progress."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.attention.blockwise import without_autocast
+from hf_posenc.attention.distances import distance_form, first_key_slot
+from hf_posenc.attention.forms import BiasForm, DistanceForm, RowsForm, SeparableForm, sum_of_forms
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.call.decoding_memo import remembered_row
+from hf_posenc.patching.call.key_positions import (
+    all_positions_below,
+    key_positions,
+    positions_never_decrease,
+    slot_distances_are_exact,
+)
+from hf_posenc.patching.call.layer_call import LayerCall, LayerEncoding
+from hf_posenc.patching.call.length_checks import check_cache
+from hf_posenc.patching.call.offloading import onload_weights
+from hf_posenc.patching.call.placed_forward import PlacedForward
+from hf_posenc.patching.call.runtime import StackRuntime
+from hf_posenc.patching.call.state import ForwardState
+from hf_posenc.schemes.parts import DistanceBias, LogitBias, PairwiseBias, Part, SeparableBias
+from hf_posenc.schemes.positions import AttentionPairs, Positions
+
+_UNEVEN = (
+    "The positions of this call have gaps between tokens that see each other (position_ids, or padding between them), "
+    "and a compiled graph has the distances of their slots. Run this call without torch.compile."
+)
+
+
+class LogitSite(PlacedForward):
+    """Where a scheme changes the logits of one attention module.
+
+    Deep copies and pickles follow the module: the site refers to it as an ordinary attribute.
+    """
+
+    def __init__(self, module: nn.Module, runtime: StackRuntime, encoding: LayerEncoding) -> None:
+        self.module = module
+        self.runtime = runtime
+        self.encoding = encoding
+
+    def check_head_count(self, query: Tensor) -> None:
+        """Requires the heads that this process was found to have, where a scheme goes by which they are.
+
+        Raises:
+            UnsupportedError: if the module computes others.
+        """
+        encoding = self.encoding
+        if query.shape[1] != encoding.num_heads and (encoding.shard is not None or encoding.learns):
+            check_heads(encoding.num_heads, query.shape[1])
+
+    def new_features(self, call: LayerCall) -> Tensor:
+        """`(batch, heads, query_len, num_features)` float32 of the new tokens."""
+        bias = self.encoding.logit_bias
+        assert isinstance(bias, PairwiseBias)
+        with onload_weights(bias), without_autocast(call.hidden_states.device):
+            features: Tensor = bias.key_features(call.hidden_states)
+        return features
+
+    def bias(
+        self,
+        call: LayerCall,
+        query: Tensor,
+        key: Tensor,
+        scaling: float,
+        mask: Any = None,
+        separates_restarts: bool = False,
+    ) -> BiasForm:
+        """The bias of one call, the query's scale included, in the form that says most about it.
+
+        Args:
+            call: the call in progress.
+            query: `(batch, heads, query_len, width)`, mapped, before the scale.
+            key: `(batch, key_value_heads, key_len, width)`, mapped.
+            scaling: the layer's factor of `query . key`.
+            mask: what the attention function is given, if it is known.
+            separates_restarts: whether the attention function keeps documents apart where positions start again at 0,
+                without a mask that would show it.
+        """
+        bias, state = self.encoding.logit_bias, call.state
+        assert bias is not None
+        summands = bias.summands()
+        forms: list[BiasForm] = []
+        pairs, first = None, 0
+        for summand in summands:
+            if isinstance(summand, DistanceBias):
+                forms.append(self._distance_form(summand, state, query, key, mask, separates_restarts))
+                continue
+            if pairs is None:
+                check_cache(bias, state)
+                pairs = self._pairs(call, query, key, scaling)
+            count = summand.num_features if isinstance(summand, PairwiseBias) else 0
+            forms.append(_pairwise_form(summand, pairs.with_features(first, count)))
+            first += count
+        form = sum_of_forms(forms, query.shape[-2], key.shape[-2], self.encoding.causal)
+        check_heads(form.heads, query.shape[1])
+        return form if self.encoding.logit_scale is None else self._scaled_form(form, state, query, key.shape[-2])
+
+    def bias_is_zero(self, state: ForwardState, device: torch.device) -> bool:
+        """Whether the bias of all pairs of a call is known to be 0."""
+        bias = self.encoding.logit_bias
+        if not isinstance(bias, PairwiseBias) or not bias.zero_within:
+            return False
+        return all_positions_below(state, bias.zero_within, device)
+
+    def _distance_form(
+        self, bias: DistanceBias, state: ForwardState, query: Tensor, key: Tensor, mask: Any, separates_restarts: bool
+    ) -> BiasForm:
+        query_length, key_length, device = query.shape[-2], key.shape[-2], query.device
+        offset, first = self.key_start(state, query_length, key_length)
+        of_slots = slot_distances_are_exact(state, first, key_length, mask, device)
+        if isinstance(of_slots, Tensor) and query_length > 1:
+            # A compiled graph cannot choose, and all pairs by their positions would be a matrix there.
+            torch._assert_async(of_slots, _UNEVEN)
+        elif of_slots is not True:
+            return self._form_of_positions(bias, state, query_length, key_length, device, separates_restarts)
+        form: DistanceForm = state.shared(
+            ("bias", id(bias)),
+            lambda: (
+                (query_length == 1 and remembered_row(bias, state, key_length, device))
+                or distance_form(bias, offset, query_length, key_length, device)
+            ),
+            query_length,
+            key_length,
+        )
+        return form
+
+    def _form_of_positions(
+        self,
+        bias: DistanceBias,
+        state: ForwardState,
+        query_length: int,
+        key_length: int,
+        device: torch.device,
+        separates_restarts: bool,
+    ) -> BiasForm:
+        """A bias of distance where distances of slots are not those of positions: slower, so only there."""
+        offset, first = self.key_start(state, query_length, key_length)
+        keys = key_positions(state, first, key_length, device)
+        query_slots = torch.arange(query_length, device=device) + (offset - first)
+        slopes = bias.slopes_behind(device)
+        if (
+            slopes is not None
+            and self.encoding.causal
+            and not torch.compiler.is_compiling()
+            and positions_never_decrease(state, keys, first, separates_restarts)
+        ):
+            # From the newest token, so that what is near is small.
+            behind = keys.ids - keys.ids.index_select(-1, query_slots[-1:])
+            return SeparableForm(slopes.unsqueeze(-1) * behind.unsqueeze(1), query_slots)
+
+        def compute(start: int, stop: int, key_count: int) -> Tensor:
+            own = keys.ids.index_select(-1, query_slots[start:stop])
+            with without_autocast(device):
+                per_head: Tensor = bias(keys.ids[:, None, :key_count] - own.unsqueeze(-1))
+            return per_head.transpose(0, 1)
+
+        return RowsForm(compute, query_length, key_length, self.encoding.num_heads)
+
+    def _scaled_form(self, form: BiasForm, state: ForwardState, query: Tensor, key_length: int) -> RowsForm:
+        scale = self.scale(state, query.device)
+
+        def compute(start: int, stop: int, key_count: int) -> Tensor:
+            return form.rows(start, stop, key_count) * scale[..., start:stop].unsqueeze(-1)
+
+        return RowsForm(compute, query.shape[-2], key_length, form.heads)
+
+    def _pairs(self, call: LayerCall, query: Tensor, key: Tensor, scaling: float) -> AttentionPairs:
+        state, query_length, key_length = call.state, query.shape[-2], key.shape[-2]
+        if self.encoding.num_features and call.key_features is None:
+            if key_length != query_length:
+                raise UnsupportedError(
+                    f"{type(self.module).__name__} holds {key_length} keys for {query_length} queries, but its "
+                    "keys did not pass through a cache that can be watched, and "
+                    f"{type(self.encoding.logit_bias).__name__} has to remember something of each. Use use_cache=False."
+                )
+            call.key_features = self.new_features(call)
+
+        def places() -> tuple[Positions, Tensor]:
+            query_start, key_start = self.key_start(state, query_length, key_length)
+            slots = torch.arange(query_length, device=query.device) + (query_start - key_start)
+            return key_positions(state, key_start, key_length, query.device), slots
+
+        keys, query_slots = state.shared("pairs", places, query_length, key_length)
+        assert self.encoding.logit_bias is not None
+        refuse_cached_coordinates(self.encoding.logit_bias, state, keys)
+        return AttentionPairs(
+            query=query,
+            key=key,
+            query_slots=query_slots,
+            keys=keys,
+            scaling=scaling,
+            hidden_states=call.hidden_states,
+            key_features=call.key_features,
+        )
+
+    def scale(self, state: ForwardState, device: torch.device) -> Tensor:
+        """`(batch or 1, heads or 1, query_len)` float32."""
+        logit_scale = self.encoding.logit_scale
+        assert logit_scale is not None
+
+        def compute() -> Tensor:
+            check_cache(logit_scale, state)
+            factor: Tensor = logit_scale(state.positions(device))
+            return factor
+
+        result: Tensor = state.shared(("scale", id(logit_scale)), compute)
+        return result
+
+    def scaled(self, state: ForwardState, query: Tensor) -> Tensor:
+        """The query times its scale, `(batch, heads, query_len, width)`."""
+        if self.encoding.logit_scale is None:
+            return query
+        factor = self.scale(state, query.device)
+        if factor.shape[1] != 1:
+            check_heads(factor.shape[1], query.shape[1])
+        return query * factor.unsqueeze(-1).to(query.dtype)
+
+    def key_start(self, state: ForwardState, query_length: int, key_length: int) -> tuple[int | Tensor, int | Tensor]:
+        """Slots of the first query and of the first key."""
+        offset = state.slot_offset(query_length, key_length)
+        return offset, first_key_slot(offset, query_length, key_length)
+
+
+def _pairwise_form(bias: LogitBias, pairs: AttentionPairs) -> BiasForm:
+    if isinstance(bias, SeparableBias):
+        with without_autocast(pairs.query.device):
+            return SeparableForm(bias.key_terms(pairs), pairs.query_slots)
+
+    key_length = pairs.key.shape[-2]
+    crops = isinstance(bias, PairwiseBias) and not bias.reads_later_keys
+
+    def compute(start: int, stop: int, key_count: int) -> Tensor:
+        own = pairs.of_queries(start, stop)
+        if crops and key_count < key_length:
+            own = own.of_first_keys(key_count)
+        # A bias is float32 in any model; autocast would round what it is made of.
+        with without_autocast(own.query.device):
+            result: Tensor = bias(own)
+        check_heads(result.shape[1], pairs.query.shape[1])
+        return result[..., :key_count]
+
+    return RowsForm(compute, pairs.query.shape[-2], key_length, pairs.query.shape[1])
+
+
+def check_heads(of_scheme: int, of_layer: int) -> None:
+    """Requires a number for each head.
+
+    Raises:
+        UnsupportedError: for a scheme of other heads.
+    """
+    if of_scheme != of_layer:
+        raise UnsupportedError(
+            f"The scheme has numbers of its own for each of {of_scheme} heads, and this layer computes {of_layer}. "
+            "Which heads a process has is known where transformers splits them (from_pretrained with tp_plan); those "
+            "that something else has split (torch's parallelize_module, weights cut by hand) cannot be told apart. "
+            "Where nothing is split, the scheme was built for another architecture: call patch_model again."
+        )
+
+
+def refuse_cached_coordinates(part: Part, state: ForwardState, keys: Positions) -> None:
+    """Refuses to place cached keys on several axes, of which nobody has kept more than one.
+
+    Raises:
+        UnsupportedError: where `part` would need the others.
+    """
+    if part.reads_coordinates and state.coordinates is not None and keys.coordinates is None:
+        raise UnsupportedError(
+            "The tokens of this call stand on several axes, and the keys of cached ones are needed unrotated here, on "
+            "axes that the cache does not hold. Pass the whole sequence with use_cache=False."
+        )

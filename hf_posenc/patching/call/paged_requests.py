@@ -1,0 +1,210 @@
+"""Attention over pages of keys (continuous batching), every request as the sequence that it is.
+
+A paged call has the new tokens of many requests in one row, and its cache hands out all keys of these requests in
+another one. Both rows are cut into groups of requests, each of which is what `generate` would attend to: one prompt, or
+the newest tokens of several requests as a batch that is padded on the left. So a bias needs to know nothing of pages,
+and no query is multiplied with the keys of another request.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.call.runtime import parameter_names
+from hf_posenc.patching.call.state import ForwardState
+
+PREFIX = "paged|"
+#: What continuous batching tells an attention function about its requests.
+_OF_REQUESTS = (
+    "cache", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "max_seqlen_q", "max_seqlen_k",
+    "read_index", "write_index", "block_table", "logits_indices", "logits_processor_args", "position_ids", "is_causal",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Requests:
+    """Requests that are attended to together.
+
+    Args:
+        state: where their tokens stand.
+        queries: where their new tokens are in the row of all, as a slice for one request, else `(requests, 1)` int64.
+        keys: where their keys are in the row of all, as a slice for one request, else `(requests, key_len)` int64.
+        real: `(requests, key_len)` bool, False in front of the keys of shorter requests; `None` where all are as long.
+        sees_all: whether no query is further from a key in front of it than a sliding window allows.
+    """
+
+    state: ForwardState
+    queries: slice | Tensor
+    keys: slice | Tensor
+    real: Tensor | None = None
+    sees_all: bool = True
+
+    @property
+    def key_length(self) -> int:
+        """Number of keys, padding included."""
+        return self.keys.stop - self.keys.start if isinstance(self.keys, slice) else self.keys.shape[1]
+
+    def mask(self, implementation: str, packed: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """The mask of these requests, in the form that an attention function takes.
+
+        Args:
+            implementation: the name of the function.
+            packed: `(1, 1, all queries, all keys)`, the additive mask of the call; `None` for flash kernels.
+            dtype: of the logits.
+
+        Returns:
+            `None` where every query sees all keys up to its own.
+        """
+        if isinstance(self.queries, slice):
+            assert isinstance(self.keys, slice)
+            length = self.queries.stop - self.queries.start
+            causal = implementation != "eager" and length == self.key_length and self.sees_all
+            return None if packed is None or length == 1 or causal else packed[..., self.queries, self.keys]
+        if self.real is None:
+            return None
+        if "flash" in implementation:
+            return self.real.long()
+        visible = self.real[:, None, None]
+        if implementation != "eager":
+            return visible
+        return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(
+            ~visible, torch.finfo(dtype).min
+        )
+
+
+def is_paged(kwargs: Mapping[str, Any]) -> bool:
+    """Whether the arguments of an attention function are those of continuous batching."""
+    return kwargs.get("cache") is not None and kwargs.get("cu_seq_lens_k") is not None
+
+
+def without_requests(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of an attention function for requests that have been cut out of the call."""
+    return {name: value for name, value in kwargs.items() if name not in _OF_REQUESTS} | {"is_causal": True}
+
+
+def read_pages(key: Tensor, value: Tensor, layer: int, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Writes new keys and values into the pages of a call, and reads all of its requests.
+
+    Args:
+        key: `(1, key_value_heads, new tokens, width)`.
+        value: `(1, key_value_heads, new tokens, width)`.
+        layer: index of the layer.
+        kwargs: arguments of the attention function; the cache may change what they say of this layer.
+
+    Returns:
+        Both `(1, key_value_heads, all keys, width)`.
+
+    Raises:
+        UnsupportedError: where the kernel would read the pages itself.
+    """
+    cache = kwargs["cache"]
+    if kwargs.get("block_table") is not None:
+        raise UnsupportedError(
+            "This call leaves reading its pages of keys to the kernel (block_table), and this scheme needs to see the "
+            "keys. Start it with model.init_continuous_batching or generate_batch, or with max_blocks_per_request=0."
+        )
+    if "kwargs" in parameter_names(type(cache).update):
+        keys, values = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=kwargs)
+    else:
+        indices = {name: kwargs[name] for name in ("read_index", "write_index")}
+        keys, values = cache.update(key_states=key, value_states=value, layer_idx=layer, **indices)
+    if keys.dim() == 3:
+        # Transformers 5.17 returns `(all keys, key_value_heads, width)`.
+        keys, values = (each.transpose(0, 1).unsqueeze(0) for each in (keys, values))
+    return keys, values
+
+
+def requests_of(state: ForwardState, key_length: int, mask: Tensor | None, kwargs: Mapping[str, Any]) -> list[Requests]:
+    """The groups that the requests of a call are attended in, found once for all layers of the same mask.
+
+    Layers with a sliding window read fewer keys of a long request. Of a prompt that comes in one piece they read all,
+    and have a mask of their own that hides the far ones.
+
+    Args:
+        state: of the whole call.
+        key_length: how many keys the cache has handed out.
+        mask: `(1, 1, all queries, all keys)`, the additive mask of the call, or `None`.
+        kwargs: arguments of the attention function.
+    """
+
+    def group() -> list[Requests]:
+        return _group(state, key_length, mask, kwargs)
+
+    found: list[Requests] = state.shared("requests", group, key_length, mask=mask)
+    return found
+
+
+def _group(state: ForwardState, key_length: int, mask: Tensor | None, kwargs: Mapping[str, Any]) -> list[Requests]:
+    query_bounds, key_bounds = kwargs["cu_seq_lens_q"].long(), kwargs["cu_seq_lens_k"]
+    if isinstance(key_bounds, Mapping):
+        key_bounds = next(bounds for bounds in key_bounds.values() if int(bounds[-1]) == key_length)
+    key_bounds, device = key_bounds.long(), query_bounds.device
+    last = query_bounds[1:] - 1
+    newest = state.positions(device).ids[0, last]
+    sees_first = torch.ones_like(newest) if mask is None else mask[0, 0, last, key_bounds[:-1]] == 0
+    rows = torch.stack((query_bounds[:-1], last + 1, key_bounds[:-1], key_bounds[1:], newest, sees_first)).T.tolist()
+    prompts, decoding = [], defaultdict(list)
+    for row in rows:
+        if row[1] == row[0]:
+            continue  # A prompt that waits for its next piece.
+        if row[1] - row[0] == 1:
+            # Lengths that differ by less than twice are padded to the longest.
+            decoding[(row[3] - row[2]).bit_length()].append(row)
+        else:
+            prompts.append(_single_request(row))
+    return prompts + [
+        _single_request(*some) if len(some) == 1 else _decoding_batch(some, device) for some in decoding.values()
+    ]
+
+
+def _single_request(row: list[int]) -> Requests:
+    first_query, end_query, first_key, end_key, newest, sees_first = row
+    length = end_query - first_query
+    state = ForwardState(length, offset=newest + 1 - length)
+    return Requests(state, slice(first_query, end_query), slice(first_key, end_key), sees_all=bool(sees_first))
+
+
+def _decoding_batch(rows: list[list[int]], device: torch.device) -> Requests:
+    """Requests of one new token each."""
+    queries, _, first, end, newest, _ = torch.tensor(rows, device=device).unsqueeze(-1).unbind(1)
+    longest = max(row[3] - row[2] for row in rows)
+    keys = end - longest + torch.arange(longest, device=device)
+    real = keys >= first
+    total = max(row[4] for row in rows) + 1
+    # Right-aligned, so that counting the real tokens gives the positions, in a window too.
+    mask = torch.arange(total, device=device) >= total - 1 - newest
+    state = ForwardState(1, offset=total - 1, attention_mask=mask)
+    return Requests(state, queries, keys.where(real, first), None if bool(real.all()) else real)
+
+
+def cut(packed: Tensor, rows: slice | Tensor) -> Tensor:
+    """Some requests out of a row of all.
+
+    Args:
+        packed: `(1, all tokens, ...)`.
+        rows: `Requests.queries` or `Requests.keys`.
+
+    Returns:
+        `(requests, length, ...)`.
+    """
+    return packed[:, rows] if isinstance(rows, slice) else packed[0, rows]
+
+
+def cut_heads(packed: Tensor, rows: slice | Tensor) -> Tensor:
+    """The same for `(1, heads, all tokens, width)`; returns `(requests, heads, length, width)`."""
+    return packed[:, :, rows] if isinstance(rows, slice) else packed[0, :, rows].transpose(0, 1)
+
+
+def put(packed: Tensor, rows: slice | Tensor, values: Tensor) -> None:
+    """The inverse of `cut`."""
+    if isinstance(rows, slice):
+        packed[:, rows] = values
+    else:
+        packed[0, rows] = values

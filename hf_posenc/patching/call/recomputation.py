@@ -1,0 +1,117 @@
+"""Gradient checkpointing: a layer is recomputed with the positions of the call it belongs to.
+
+The recomputation happens after the call has ended, possibly after another call. The checkpointing function of every
+layer is therefore wrapped to restore the state of its own call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_posenc.patching.call.per_thread import PerThread
+from hf_posenc.patching.call.state import ForwardState
+
+#: Of transformers' layers, and of the wrappers that FSDP puts around them.
+_CHECKPOINT_FUNCTIONS = ("_gradient_checkpointing_func", "checkpoint_fn")
+
+
+class Recomputation:
+    """Keeps the state of every call of one stack for its layers.
+
+    Args:
+        states: of the calls in progress.
+    """
+
+    def __init__(self, states: PerThread[ForwardState]) -> None:
+        self.states = states
+        #: Modules that may be checkpointed, each with its parent's children and its name there.
+        self._places: list[tuple[dict[str, nn.Module | None], str, nn.Module]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_places": None}
+
+    def keep_state(self, stack: nn.Module) -> None:
+        """Wraps the checkpointing function of every layer of the stack that has one switched on."""
+        for module in self._candidates(stack):
+            for name in _CHECKPOINT_FUNCTIONS:
+                checkpoint = module.__dict__.get(name)
+                if checkpoint is not None and not isinstance(checkpoint, CheckpointWithState):
+                    module.__dict__[name] = CheckpointWithState(checkpoint, self.states)
+
+    def _candidates(self, stack: nn.Module) -> Iterable[nn.Module]:
+        """The modules that may be checkpointed. All modules are searched again only when one of these has changed."""
+        if torch.compiler.is_compiling():
+            return stack.modules()
+        if self._places is None or any(children.get(name) is not module for children, name, module in self._places):
+            self._places = [
+                (parent._modules, name, module)
+                for parent in stack.modules()
+                for name, module in parent._modules.items()
+                if module is not None and _may_be_checkpointed(module)
+            ]
+        return (stack, *(module for _, _, module in self._places))
+
+
+class CheckpointWithState:
+    """A layer's gradient checkpointing function that replays the layer under the state of its own call."""
+
+    def __init__(self, checkpoint: Callable[..., Any], states: PerThread[ForwardState]) -> None:
+        self.checkpoint = checkpoint
+        self.states = states
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs `checkpoint(function, ...)`.
+
+        The second run starts with the shared values that the first run started with, and computes the same values
+        again: torch compares the tensors that both runs save for the backward pass.
+        """
+        states, state = self.states, self.states.top
+        cache, memo = ({}, {}) if state is None else (dict(state.cache), dict(state.memo))
+
+        def replay(*inputs: Any, **options: Any) -> Any:
+            if state is None or states.top is state:
+                return function(*inputs, **options)
+            calls = states.own()
+            depth = len(calls)
+            try:
+                calls.append(dataclasses.replace(state, cache=dict(cache), memo=_ReplayedMemo(memo, state.memo)))
+                return function(*inputs, **options)
+            finally:
+                del calls[depth:]
+
+        return self.checkpoint(replay, *args, **kwargs)
+
+
+class _ReplayedMemo(dict[Hashable, Any]):
+    """The memo of a second run. A value that is drawn at random again is replaced by the value of the first run.
+
+    The draw still happens, so that later dropout finds the random generator in the same state in both runs.
+    """
+
+    def __init__(self, found: dict[Hashable, Any], first_run: dict[Hashable, Any]) -> None:
+        super().__init__(found)
+        self.first_run = first_run
+
+    def __setitem__(self, name: Hashable, value: Any) -> None:
+        super().__setitem__(name, self.first_run.get(name, value))
+
+
+def forget_recomputation(stack: nn.Module) -> None:
+    """Undoes `Recomputation.keep_state`."""
+    for module in stack.modules():
+        for name in _CHECKPOINT_FUNCTIONS:
+            checkpoint = module.__dict__.get(name)
+            if isinstance(checkpoint, CheckpointWithState):
+                module.__dict__[name] = checkpoint.checkpoint
+
+
+def _may_be_checkpointed(module: nn.Module) -> bool:
+    """Layers and wrappers around them, and patched attention, which may get a wrapper later."""
+    return hasattr(module, "gradient_checkpointing") or any(
+        name in module.__dict__ for name in (*_CHECKPOINT_FUNCTIONS, "forward")
+    )

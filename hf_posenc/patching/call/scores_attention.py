@@ -1,0 +1,140 @@
+"""Attention modules that compute their scores themselves."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.attention.scores import ScoresMode
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.call.attention_site import AttentionSite
+from hf_posenc.patching.call.cache_update import CacheUpdateHook, cache_of_call
+from hf_posenc.patching.call.layer_call import LayerCall, LayerEncoding
+from hf_posenc.patching.call.per_thread import PerThread
+from hf_posenc.patching.call.rebinding import rebind, rotary_names
+from hf_posenc.patching.call.rotary_call import rotary_call
+from hf_posenc.patching.call.runtime import StackRuntime
+from hf_posenc.schemes.parts import QueryKeyMap
+
+_SCALINGS = ("scaling", "softmax_scale", "inv_norm_factor", "scale")
+
+
+class ScoresAttention(AttentionSite):
+    """An attention module outside the attention interface; see `hf_posenc.attention.scores`.
+
+    Where the module calls a rotary function of its own, queries and keys are mapped there, before the cache; elsewhere
+    keys are mapped on their way into the cache and queries at the product.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        runtime: StackRuntime,
+        encoding: LayerEncoding,
+        bias_arguments: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(module, runtime, encoding)
+        self.bias_arguments = bias_arguments
+        self.calls: PerThread[LayerCall] = PerThread()
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's forward under a `ScoresMode`, which torch.compile cannot trace and runs as it is."""
+        if self.retired:
+            return self.stock(*args, **kwargs)
+        hidden_states = args[0] if args else next(iter(kwargs.values()))
+        call = self.begin_call(hidden_states)
+        self.note_cache(call.state, args, kwargs)
+        forward = inspect.unwrap(type(self.module).forward)
+        args, kwargs = self._without_native_bias(forward, args, kwargs)
+        seen: list[tuple[Tensor, Tensor]] = []
+
+        def pair_map(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+            heads = self._as_heads(query, key)
+            self.check_head_count(heads[0])
+            self.check_rotated(call, heads[0])
+            heads = self.map_before_kernel(call, *heads)
+            seen[:] = [heads]
+            scaled = self.scaled(call.state, heads[0])
+            return scaled.reshape(*query.shape[:-1], -1), heads[1].reshape(*key.shape[:-1], -1)
+
+        def bias() -> Tensor:
+            return self.bias(call, *seen[0], self._scaling()).dense()
+
+        parts = (self.encoding.query_key_map, self.encoding.logit_bias, self.encoding.logit_scale)
+        mode = ScoresMode(
+            self.encoding.head_dim,
+            pair_map if any(part is not None for part in parts) else None,
+            bias if self.encoding.logit_bias is not None else None,
+        )
+        function = self._rebind(forward, call)
+        cache = cache_of_call(self.module, args, kwargs) if self.intercepts_cache_update else None
+        calls = self.calls.own()
+        depth = len(calls)
+        try:
+            calls.append(call)
+            with CacheUpdateHook(cache, self.update_cache, call), mode:
+                output = function(self.module, *args, **kwargs)
+        finally:
+            del calls[depth:]
+        if mode.score_shape is None or (mode.bias is not None and not mode.biased):
+            raise UnsupportedError(
+                f"{type(self.module).__name__} never multiplied queries of width {self.encoding.head_dim} with keys"
+                f"{' and took a softmax over them' if mode.bias else ''}, so the position encoding had no effect. "
+                "Declare the architecture with hf_posenc.register_architecture."
+            )
+        self.note_rotation(call)
+        return output
+
+    def _without_native_bias(
+        self, forward: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not self.bias_arguments:
+            return args, kwargs
+        names = forward.__code__.co_varnames[1 : 1 + len(args)]
+        args = tuple(self._silenced(name, value) for name, value in zip(names, args, strict=True))
+        return args, {name: self._silenced(name, value) for name, value in kwargs.items()}
+
+    def _silenced(self, name: str, value: Any) -> Any:
+        return torch.zeros_like(value) if name in self.bias_arguments and isinstance(value, Tensor) else value
+
+    def _as_heads(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """`(batch, heads, length, width)` each, from heads that may share an axis with the batch."""
+        query = query.reshape(-1, self.encoding.num_heads, *query.shape[-2:])
+        return query, key.reshape(query.shape[0], -1, *key.shape[-2:])
+
+    def _scaling(self) -> float:
+        """The factor the module multiplies its products with, as its attributes have it."""
+        for name in _SCALINGS:
+            value = getattr(self.module, name, None)
+            if isinstance(value, float) and value > 0:
+                return value
+        return float(self.encoding.head_dim**-0.5)
+
+    def caches_mapped(self, query_key_map: QueryKeyMap) -> bool:
+        """Not for wider heads: these modules reshape what comes out of the cache by their own width."""
+        return query_key_map.width_factor == 1
+
+    def _rebind(self, forward: types.FunctionType, call: LayerCall) -> types.FunctionType:
+        names = rotary_names(forward)
+        if not names:
+            return forward
+        return rebind(forward, {name: self._rotary(forward.__globals__[name], call) for name in names})
+
+    def _rotary(self, function: Any, call: LayerCall) -> Any:
+        rotary = rotary_call(function)
+
+        def rotate(*args: Any, **kwargs: Any) -> Any:
+            return self.rotate(call, rotary, args, kwargs)
+
+        return rotate
+
+    def rotate_pair(self, query: Tensor, key: Tensor) -> Any:
+        """Maps a query and a key `(batch, heads, query_len, head_dim)` that the module hands to its rotary method."""
+        call = self.calls.top
+        assert call is not None
+        return self.rotate_tensors(call, query, key, 2)

@@ -1,0 +1,146 @@
+"""Position tables: nn.Embedding-like modules that an architecture looks positions up in.
+
+Their `forward` signatures differ (position ids, a mask and a length, the input ids, an input shape), and so do their
+origins. Instead of knowing each, the table's own forward is run on a table whose row p holds the number p: what comes
+out is the row the architecture would have looked up.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.patching.call.length_checks import check_cache
+from hf_posenc.patching.call.placed_forward import PlacedForward
+from hf_posenc.patching.call.runtime import StackRuntime
+from hf_posenc.patching.call.state import ForwardState, one_axis
+from hf_posenc.schemes.parts import AdditiveEncoding
+from hf_posenc.schemes.positions import Positions
+
+_WEIGHTS = ("weight", "weights")
+#: Rows of a numbered table: half a megabyte, and longer than any table in use.
+_NUMBERED_ROWS = 131_072
+
+
+def table_weight(module: nn.Module) -> Tensor | None:
+    """The `(rows, hidden)` tensor of a table module: a parameter, a buffer or a plain attribute."""
+    for name in _WEIGHTS:
+        value = getattr(module, name, None)
+        if isinstance(value, Tensor) and value.dim() == 2:
+            return value
+    return None
+
+
+def table_origin(module: nn.Module) -> int:
+    """The row of the first real token.
+
+    OPT and BART keep an `offset`; fairseq's tables (RoBERTa, M2M100) start behind the padding row.
+    """
+    offset = getattr(module, "offset", None)
+    if isinstance(offset, int) and offset > 0 and not hasattr(module, "create_position_ids_from_input_ids"):
+        return offset
+    padding_idx = getattr(module, "padding_idx", None)
+    return 0 if padding_idx is None else int(padding_idx) + 1
+
+
+class TableSite(PlacedForward):
+    """Stands in for the `forward` of one position table.
+
+    Args:
+        module: the table; its weight stays where it is, unused.
+        runtime: of its stack.
+        additive: the scheme's part, or `None` for nothing.
+    """
+
+    def __init__(self, module: nn.Module, runtime: StackRuntime, additive: AdditiveEncoding | None) -> None:
+        self.module = module
+        self.runtime = runtime
+        self.additive = additive
+        self.origin = table_origin(module)
+        self._numbered: nn.Module | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_numbered": None}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """`(batch or 1, query_len, hidden)` in the dtype of the native table, packed the way the table packs it."""
+        if self.retired:
+            return self.stock(*args, **kwargs)
+        weight = table_weight(self.module)
+        assert weight is not None
+        if self.additive is None and self._is_plain:
+            return torch.zeros(1, 1, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        rows, extras = self.looked_up_rows(args, kwargs)
+        if self.additive is None:
+            encoded = torch.zeros(1, 1, weight.shape[1], device=weight.device)
+        else:
+            state = self.runtime.state_for(rows.shape[-1])
+            check_cache(self.additive, state)
+            encoded = self.additive(self._positions(state, rows))
+        encoded = encoded.to(weight.dtype)
+        return encoded if extras is None else (encoded, *extras)
+
+    @property
+    def _is_plain(self) -> bool:
+        return type(self.module).forward is nn.Embedding.forward
+
+    def looked_up_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...] | None]:
+        """`(batch or 1, query_len)` int64: the rows the architecture's own lookup would read.
+
+        Also returns whatever a table hands back beside its vectors (I-BERT: a scaling factor), or `None`.
+        """
+        if self._is_plain:
+            rows = args[0] if args else kwargs["input"]
+            return one_axis(rows) if rows.dim() > 1 else rows.unsqueeze(0), None
+        output = self._numbered_table()(*args, **kwargs)
+        extras = None
+        if isinstance(output, tuple):
+            output, *others = output
+            extras = tuple(others)
+        rows = output.squeeze(-1).round().to(torch.int64)
+        return one_axis(rows) if rows.dim() > 1 else rows.unsqueeze(0), extras
+
+    def _numbered_table(self) -> nn.Module:
+        weight = table_weight(self.module)
+        assert weight is not None
+        state, numbered = self.runtime.state, self._numbered
+        cached = state.offset if state is not None and isinstance(state.offset, int) else 0
+        needed = cached + (0 if state is None else state.query_length) + self.origin
+        known = None if numbered is None else table_weight(numbered)
+        if known is None or known.shape[0] <= needed or known.device != weight.device:
+            rows = max(_NUMBERED_ROWS, weight.shape[0], 2 * needed)
+            numbered = _with_weight(self.module, torch.arange(rows, dtype=torch.float32, device=weight.device))
+            self._numbered = numbered
+        assert numbered is not None
+        return numbered
+
+    def _positions(self, state: ForwardState, rows: Tensor) -> Positions:
+        ids = rows - self.origin
+        counted = state.mask_positions()
+        if state.position_ids is None and counted is not None and state.attention_mask is not None:
+            # Architectures that number slots give a left-padded sequence other positions than the same
+            # sequence alone. Rows whose first slot is padding are counted over real tokens instead.
+            left_padded = state.attention_mask[:, :1] == 0
+            ids = torch.where(left_padded.to(ids.device), counted.to(ids.device), ids)
+        return state.with_lengths(ids)
+
+
+def _with_weight(module: nn.Module, numbers: Tensor) -> nn.Module:
+    """A copy of the table module whose row p is `[p]`, sharing nothing that could be written to."""
+    clone = copy.copy(module)
+    clone.__dict__ = dict(module.__dict__)
+    clone.__dict__.pop("forward", None)
+    clone.__dict__["_parameters"] = dict(module._parameters)
+    clone.__dict__["_buffers"] = dict(module._buffers)
+    column = numbers.unsqueeze(-1)
+    for name in _WEIGHTS:
+        if name in clone._parameters:
+            clone._parameters[name] = nn.Parameter(column, requires_grad=False)
+        elif name in clone._buffers:
+            clone._buffers[name] = column
+        elif isinstance(clone.__dict__.get(name), Tensor):
+            clone.__dict__[name] = column
+    return clone

@@ -1,0 +1,303 @@
+"""Declarations for the architectures in transformers that need one."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.find.architectures.declaration import Architecture, register_architecture
+from hf_posenc.patching.find.architectures.silencers import (
+    NoBias,
+    ZeroBias,
+    ZeroRelativeShift,
+)
+from hf_posenc.patching.find.sites import FixedTable, FoundAttention, Stack
+from hf_posenc.schemes import AlibiConfig, ComposedConfig, LearnedConfig, RopeConfig, SinusoidalConfig, T5Config
+from hf_posenc.schemes.config import SchemeConfig
+
+if TYPE_CHECKING:
+    from hf_posenc.patching.place.journal import Journal
+
+_NO_SCORES = "its attention is sparse or approximate, so there are no dense logits a scheme could act on."
+_NO_ATTENTION = "it has no softmax attention."
+
+
+def _silence_relative_table(stack: Stack, patches: Journal) -> None:
+    """T5 and its kin: the bias is computed by the layer that owns the table and handed on to the others."""
+    for attention in stack.attentions:
+        table = getattr(attention.module, "relative_attention_bias", None)
+        if table is not None:
+            patches.replace(attention.module, "compute_bias", ZeroBias())
+            patches.freeze(table, "weight")
+
+
+def _silence_mpnet(stack: Stack, patches: Journal) -> None:
+    encoder = stack.module.encoder
+    patches.replace(encoder, "compute_position_bias", ZeroBias())
+    patches.freeze(encoder.relative_attention_bias, "weight")
+
+
+def _silence_ctrl(stack: Stack, patches: Journal) -> None:
+    # One column is enough for an addition; a million rows are more than any sequence has.
+    patches.set_buffer(stack.module, "pos_encoding", stack.module.pos_encoding.new_zeros(1 << 20, 1))
+
+
+def _silence_xlnet(stack: Stack, patches: Journal) -> None:
+    for attention in stack.attentions:
+        patches.replace(attention.module, "rel_shift_bnij", ZeroRelativeShift())
+        patches.freeze(attention.module, "r")
+        patches.freeze(attention.module, "r_r_bias")
+
+
+def _silence_deberta(stack: Stack, patches: Journal) -> None:
+    for attention in stack.attentions:
+        # DeBERTa's name, and that of its second version.
+        first = hasattr(attention.module, "disentangled_att_bias")
+        patches.replace(attention.module, "disentangled_att_bias" if first else "disentangled_attention_bias", NoBias())
+
+
+def _deberta_native(stack: Stack) -> SchemeConfig | None:
+    if not getattr(stack.config, "relative_attention", False):
+        return None
+    raise UnsupportedError(
+        "Disentangled attention (relative_attention=True) lets queries and keys meet embeddings of their distance, "
+        "which no scheme of this library does. It can be replaced, and unpatch_model brings it back."
+    )
+
+
+def _silence_cpmant(stack: Stack, patches: Journal) -> None:
+    patches.freeze(stack.module.position_bias, "relative_attention_bias")
+
+
+def _relative_table(stack: Stack) -> SchemeConfig:
+    owners = [a.module for a in stack.attentions if getattr(a.module, "relative_attention_bias", None) is not None]
+    owner = owners[0]
+    return T5Config(
+        num_buckets=owner.relative_attention_num_buckets,
+        max_distance=owner.relative_attention_max_distance,
+        shared=len(owners) < len(stack.attentions) or len(stack.attentions) == 1,
+    )
+
+
+def _relative_bias_table(stack: Stack, attention: FoundAttention) -> Tensor | None:
+    """The layer's own table, else that of the first layer, which computes the bias for all."""
+    for module in (attention.module, stack.attentions[0].module):
+        table = getattr(module, "relative_attention_bias", None)
+        if table is not None:
+            return table.weight
+    return None
+
+
+def _mpnet_bias_table(stack: Stack, attention: FoundAttention) -> Tensor | None:
+    return stack.module.encoder.relative_attention_bias.weight
+
+
+def _mpnet_native(stack: Stack) -> SchemeConfig:
+    table = stack.tables[0].module
+    buckets = stack.config.relative_attention_num_buckets
+    offset = int(table.padding_idx) + 1
+    learned = LearnedConfig(num_positions=table.weight.shape[0] - offset, offset=offset)
+    return ComposedConfig(parts=(learned, T5Config(num_buckets=buckets, max_distance=128, bidirectional=True)))
+
+
+def _ctrl_native(stack: Stack) -> SchemeConfig:
+    return SinusoidalConfig(layout="concatenated")
+
+
+def _ctrl_tables(stack: Stack) -> list[FixedTable]:
+    return [(stack.module, "pos_encoding")]
+
+
+def _roformer_native(stack: Stack) -> SchemeConfig:
+    return RopeConfig(theta=10_000.0, layout="interleaved")
+
+
+def _roformer_tables(stack: Stack) -> list[FixedTable]:
+    return [(stack.module.encoder.embed_positions, "weight")]
+
+
+def _gptj_native(stack: Stack) -> SchemeConfig:
+    width = stack.attentions[0].module.rotary_dim or stack.attentions[0].module.embed_dim
+    return RopeConfig(theta=10_000.0, rotary_dim=int(width), layout="interleaved")
+
+
+def _gptj_tables(stack: Stack) -> list[FixedTable]:
+    return [(attention.module, "embed_positions") for attention in stack.attentions]
+
+
+def _silence_falcon(stack: Stack, patches: Journal) -> None:
+    if stack.module.use_alibi:
+        # Without its bias the model calls its rotary function instead, and the scheme stands in for that.
+        patches.replace(stack.module, "use_alibi", False)
+
+
+def _falcon_key_heads(module: Any) -> int:
+    """The new decoder repeats its keys for every query head before anything else."""
+    return int(module.num_heads if module.new_decoder_architecture else module.num_kv_heads)
+
+
+def _falcon_native(stack: Stack) -> SchemeConfig | None:
+    if not stack.module.use_alibi:
+        return None
+    raise UnsupportedError(
+        "Falcon with `alibi=True` rounds its slopes and positions to bfloat16, divides the bias by sqrt(head_dim) and, "
+        "with eager attention, adds it twice; no scheme describes that. It can be replaced, and unpatch_model "
+        "brings it back."
+    )
+
+
+def _silence_inkling(stack: Stack, patches: Journal) -> None:
+    """The layers hand their bias to the attention function as `position_bias`, where it is left out."""
+    for attention in stack.attentions:
+        for module in attention.module.rel_logits_proj.modules():
+            for name in module._parameters:
+                patches.freeze(module, name)
+
+
+def _big_bird_refusal(config: Any) -> str | None:
+    return (
+        None
+        if config.attention_type == "original_full"
+        else f"{_NO_SCORES} With attention_type='original_full' it has."
+    )
+
+
+def _bigbird_pegasus_refusal(config: Any) -> str | None:
+    if config.attention_type == "original_full" or not config.is_encoder_decoder:
+        return None
+    return f"in its encoder, {_NO_SCORES} With attention_type='original_full' it has."
+
+
+def _roformer_refusal(config: Any) -> str | None:
+    if not getattr(config, "rotary_value", False):
+        return None
+    return "with `rotary_value=True` it rotates values too, which no scheme here does."
+
+
+def _xlnet_heads(module: nn.Module, config: Any) -> tuple[int, int]:
+    return config.n_head, config.d_head
+
+
+def _convbert_heads(module: nn.Module, config: Any) -> tuple[int, int]:
+    # Its attention keeps a share of the heads; the convolution does the work of the others.
+    return module.num_attention_heads, module.attention_head_size  # type: ignore[return-value]
+
+
+def declare_stock_architectures() -> None:
+    """Registers everything below; called once on import."""
+    for reason, names in (
+        (_NO_SCORES, ("longformer", "led", "mra", "nystromformer", "reformer", "yoso", "longt5", "pegasus_x")),
+        (_NO_ATTENTION, ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "fnet")),
+        (
+            "its keys are selected by an indexer or compressed before attention, with rotary positions of its own.",
+            ("deepseek_v4",),
+        ),
+        ("it pools the sequence between layers, so a position means something else in every block.", ("funnel",)),
+        ("its n-gram streams share one attention and shift positions against each other.", ("prophetnet",)),
+    ):
+        register_architecture(*names, architecture=Architecture(unsupported=reason))
+    relative = Architecture(
+        mechanism="T5 relative bias",
+        silence=_silence_relative_table,
+        native=_relative_table,
+        bias_table=_relative_bias_table,
+    )
+    register_architecture("t5", "mt5", "umt5", "switch_transformers", "udop", "pop2piano", architecture=relative)
+    alibi = Architecture(
+        mechanism="ALiBi", bias_arguments=("alibi", "position_bias"), native=lambda stack: AlibiConfig(variant="causal")
+    )
+    register_architecture("bloom", architecture=alibi)
+    register_architecture(
+        "mpt",
+        architecture=dataclasses.replace(
+            alibi, fixed_length="every forward builds its own ALiBi for just so many keys"
+        ),
+    )
+    register_architecture(
+        "gpt_neo", "openai-gpt", architecture=Architecture(fixed_length="its causal mask is a buffer of that size")
+    )
+    register_architecture(
+        "mpnet",
+        architecture=Architecture(
+            mechanism="T5 relative bias", silence=_silence_mpnet, native=_mpnet_native, bias_table=_mpnet_bias_table
+        ),
+    )
+    register_architecture(
+        "ctrl",
+        architecture=Architecture(
+            mechanism="sinusoidal table", silence=_silence_ctrl, native=_ctrl_native, fixed_tables=_ctrl_tables
+        ),
+    )
+    register_architecture(
+        "gptj",
+        "codegen",
+        architecture=Architecture(
+            native=_gptj_native,
+            fixed_tables=_gptj_tables,
+            fixed_length="every forward looks its positions up in a table of so many sines",
+        ),
+    )
+    register_architecture(
+        "roformer",
+        architecture=Architecture(
+            unsupported=_roformer_refusal,
+            table_is_rotary=True,
+            rotary_method="apply_rotary_position_embeddings",
+            pairing="interleaved",
+            native=_roformer_native,
+            fixed_tables=_roformer_tables,
+            fixed_length="every forward looks its positions up in a table of so many sines",
+        ),
+    )
+    register_architecture(
+        "xlnet",
+        architecture=Architecture(
+            time_major=True,
+            mechanism="Transformer-XL bias",
+            silence=_silence_xlnet,
+            head_shape=_xlnet_heads,
+            causal=lambda config: config.attn_type == "uni",
+        ),
+    )
+    register_architecture(
+        "deberta",
+        "deberta-v2",
+        architecture=Architecture(mechanism="disentangled attention", silence=_silence_deberta, native=_deberta_native),
+    )
+    register_architecture(
+        "cpmant",
+        architecture=Architecture(
+            mechanism="segment position bias",
+            bias_arguments=("position_bias",),
+            silence=_silence_cpmant,
+            kept=("its prompt tokens stand before left padding, so distances between prompt and text count padding",),
+        ),
+    )
+    register_architecture(
+        "falcon",
+        architecture=Architecture(
+            mechanism="ALiBi, if configured",
+            silence=_silence_falcon,
+            native=_falcon_native,
+            key_value_heads=_falcon_key_heads,
+        ),
+    )
+    register_architecture("big_bird", architecture=Architecture(unsupported=_big_bird_refusal))
+    register_architecture("bigbird_pegasus", architecture=Architecture(unsupported=_bigbird_pegasus_refusal))
+    temperature = "queries are scaled by a slow function of their position"
+    register_architecture(
+        "beam", "llama4_text", "ministral3", "mistral4", architecture=Architecture(kept=(temperature,))
+    )
+    register_architecture(
+        "inkling_text",
+        "inkling2_text",
+        architecture=Architecture(
+            mechanism="relative bias that depends on the query", silence=_silence_inkling, kept=(temperature,)
+        ),
+    )
+    register_architecture("xlm", architecture=Architecture(causal=lambda config: config.causal))
+    register_architecture("squeezebert", architecture=Architecture(channels_first=True))
+    register_architecture("convbert", architecture=Architecture(head_shape=_convbert_heads))

@@ -1,0 +1,68 @@
+"""Tables of sines and cosines, compared row by row with the formula they are made from."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_posenc.errors import PositionEncodingError, UnsupportedError
+from hf_posenc.patching.call.offloading import onload_weights
+from hf_posenc.patching.find.sites import FixedTable, Stack
+from hf_posenc.schemes import SinusoidalConfig
+from hf_posenc.schemes.config import BuildContext
+from hf_posenc.schemes.positions import Positions
+
+#: Rows computed at a time. CTRL's table has 50,000 of them, 1280 wide.
+_ROWS = 4096
+#: Angles that a model computes in float32 are off by about 5e-8 of the position.
+_ANGLE_ERROR = 2e-7
+
+
+def reproduces(
+    config: SinusoidalConfig, rows: Tensor, origin: int, *, rounding: float = 0.0, angle_error: float = 0.0
+) -> bool:
+    """Whether the rows from `origin` on are the vectors of positions 0, 1, 2, ...
+
+    Args:
+        config: the formula.
+        rows: `(rows, width)`.
+        origin: the row of position 0.
+        rounding: allowed difference, beside 1e-4.
+        angle_error: allowed difference for each position further from 0.
+    """
+    context = BuildContext(hidden_size=rows.shape[1], num_heads=1, head_dim=rows.shape[1])
+    try:
+        additive = config.build(context).additive
+    except (ValueError, PositionEncodingError):
+        return False
+    assert additive is not None
+    for start in range(origin, rows.shape[0], _ROWS):
+        found = rows[start : start + _ROWS].detach().float()
+        ids = torch.arange(start - origin, start - origin + found.shape[0], device=rows.device).unsqueeze(0)
+        expected = additive(Positions(ids, ids[:, -1:] + 1))[0].float()
+        if not ((found - expected).abs() <= 1e-4 + rounding + angle_error * ids[0].unsqueeze(-1)).all():
+            return False
+    return True
+
+
+def check_fixed_tables(tables: list[FixedTable], stack: Stack) -> None:
+    """Compares every row of an architecture's tables with their formula.
+
+    The declaration of an architecture names the formula, and a run on a few tokens shows the first rows only. Tables
+    without data (meta device) are passed over.
+
+    Raises:
+        UnsupportedError: for a table with other numbers.
+    """
+    formula = SinusoidalConfig(layout="concatenated")
+    for module, name in tables:
+        with onload_weights(module):
+            rows = getattr(module, name)
+            if rows.device.type == "meta":
+                continue
+            if not reproduces(formula, rows, 0, rounding=torch.finfo(rows.dtype).eps, angle_error=_ANGLE_ERROR):
+                raise UnsupportedError(
+                    f"`{name}` of a {type(module).__name__} in this {type(stack.module).__name__} is not what its "
+                    "architecture declares: its rows are not the usual sines and cosines of their positions (base "
+                    "10000), which no scheme describes. It can be replaced, and unpatch_model brings it back."
+                )

@@ -1,0 +1,101 @@
+"""What a place in an architecture tells a scheme: sizes, lengths, and the rotation it was trained with."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.call.table_site import table_origin, table_weight
+from hf_posenc.patching.find.rotary_functions import (
+    has_inverse_frequencies,
+    has_layer_types,
+    inverse_frequencies_of,
+    pairing,
+    rotary_output,
+    rotating_layer_types,
+)
+from hf_posenc.patching.find.sites import FoundAttention, Stack
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+
+
+def build_context(stack: Stack, attention: FoundAttention) -> BuildContext:
+    """What a part may know about one attention layer."""
+    config = stack.config
+    max_positions = getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None)
+    if stack.tables:
+        weight = table_weight(stack.tables[0].module)
+        assert weight is not None
+        max_positions = weight.shape[0] - table_origin(stack.tables[0].module)
+    deviation = getattr(config, "initializer_range", None) or getattr(config, "init_std", None)
+    return BuildContext(
+        hidden_size=stack.hidden_size,
+        num_heads=attention.num_heads,
+        head_dim=attention.head_dim,
+        rotary_dim=native_rotary_dim(stack, attention),
+        causal=attention.causal,
+        max_positions=max_positions if isinstance(max_positions, int) and max_positions > 0 else None,
+        num_key_value_heads=attention.num_key_value_heads,
+        # Zamba's shared layers read the embeddings beside the hidden states.
+        layer_input_size=getattr(attention.module, "attention_hidden_size", None),
+        initializer_range=deviation if isinstance(deviation, float) and deviation > 0 else 0.02,
+    )
+
+
+def native_rotary_dim(stack: Stack, attention: FoundAttention) -> int | None:
+    """How many dimensions of a head the architecture rotates in this layer; `None` where it rotates none."""
+    if not attention.rotary_functions:
+        return None
+    own = getattr(attention.module, "rotary_dim", None)
+    if not stack.rotaries:
+        return own if isinstance(own, int) and own > 0 else None
+    rotary = stack.rotaries[0].module
+    if not has_inverse_frequencies(rotary, attention.layer_type) and has_layer_types(rotary):
+        # An architecture may leave layers of one type without rotation.
+        return None
+    return 2 * int(inverse_frequencies_of(rotary, attention.layer_type).shape[-1])
+
+
+def with_layout(
+    config: SchemeConfig, stack: Stack, attention: FoundAttention, pairing_override: str | None
+) -> SchemeConfig:
+    """The config with every open layout in it resolved to the pairing the architecture was trained with."""
+    children = config.children().items()
+    config = config.with_children(
+        {place: with_layout(child, stack, attention, pairing_override) for place, child in children}
+    )
+    if not config.leaves_layout_open:
+        return config
+    rotary: Any = config
+    return dataclasses.replace(rotary, layout=pairing_override or native_pairing(stack, attention) or "half")
+
+
+def native_pairing(stack: Stack, attention: FoundAttention) -> str | None:
+    """The pairing of the layer's own rotary function, or `None` where it has none."""
+    if not attention.rotary_functions:
+        return None
+    forward = inspect.unwrap(type(attention.module).forward)
+    function = forward.__globals__[native_rotary_function(attention)]
+    kind = "full"
+    if stack.rotaries:
+        rotary = stack.rotaries[0].module
+        known = [attention.layer_type, *rotating_layer_types(rotary)]
+        known = [layer_type for layer_type in known if has_inverse_frequencies(rotary, layer_type)]
+        if known or not has_layer_types(rotary):
+            kind, _ = rotary_output(rotary, layer_type=known[0] if known else None)
+    return pairing(function, kind)
+
+
+def native_rotary_function(attention: FoundAttention) -> str:
+    """The rotary function a layer uses; where its code names two, the one its config chooses."""
+    names = attention.rotary_functions
+    if len(names) == 1:
+        return names[0]
+    interleave = getattr(attention.module.config, "rope_interleave", None)
+    matching = [name for name in names if ("interleave" in name) == bool(interleave)]
+    if interleave is None or len(matching) != 1:
+        raise UnsupportedError(
+            f"{attention.path} calls several rotary functions ({', '.join(names)}) and its config does not say which."
+        )
+    return matching[0]

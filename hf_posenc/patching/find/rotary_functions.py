@@ -1,0 +1,150 @@
+"""What an architecture's rotary modules and functions compute, found by probing them.
+
+The functions differ in which dimensions form a pair and in whether the result is permuted. Unit vectors sent through a
+function show both, so no table per model is needed.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.call.rotary_call import rotary_call
+
+Layout = Literal["half", "half_reversed", "interleaved"]
+
+_PROBE_DIM = 8
+
+
+def rotary_output(module: torch.nn.Module, *, layer_type: str | None = None) -> tuple[str, int]:
+    """What a rotary module returns and how many dimensions of a head it rotates.
+
+    Returns:
+        `("full" | "half_width" | "complex", rotary_dim)`; works on modules on the meta device.
+    """
+    frequencies = inverse_frequencies_of(module, layer_type)
+    width = 2 * frequencies.shape[-1]
+    hidden = torch.zeros(1, 1, 1, device=frequencies.device)
+    position_ids = torch.zeros(1, 1, dtype=torch.int64, device=frequencies.device)
+    arguments = (layer_type,) if layer_type is not None and has_layer_types(module) else ()
+    output = ask_rotary(module, hidden, position_ids, *arguments)
+    if isinstance(output, Tensor):
+        return "complex", width
+    return ("half_width" if output[0].shape[-1] * 2 == width else "full"), width
+
+
+def ask_rotary(module: torch.nn.Module, hidden: Tensor, position_ids: Tensor, *arguments: Any) -> Any:
+    """What the class of a rotary module returns for positions on one axis, whatever its instance was given since.
+
+    Raises:
+        UnsupportedError: if it takes other positions or arguments.
+    """
+    try:
+        with torch.no_grad():
+            return type(module).forward(module, hidden, position_ids, *arguments)
+    except (TypeError, IndexError, RuntimeError) as error:
+        raise UnsupportedError(
+            f"{type(module).__name__} could not be asked for the phases of a token ({error}): its positions have more "
+            "than one axis, or it takes other arguments. Declare the architecture with "
+            "hf_posenc.register_architecture, or use a newer transformers."
+        ) from error
+
+
+def inverse_frequencies_of(module: torch.nn.Module, layer_type: str | None = None) -> Tensor:
+    """The buffer a rotary module computes its phases from.
+
+    Raises:
+        UnsupportedError: if the module has no such buffer.
+    """
+    names = [f"{layer_type}_inv_freq"] if layer_type else []
+    for name in (*names, "inv_freq"):
+        value = getattr(module, name, None)
+        if isinstance(value, Tensor):
+            return value
+    found = [name for name, _ in module.named_buffers()]
+    raise UnsupportedError(
+        f"{type(module).__name__} has no inverse frequencies (buffers: {', '.join(found) or 'none'}), so its rotary "
+        "width is unknown. Declare the architecture with hf_posenc.register_architecture."
+    )
+
+
+def rotating_layer_types(module: torch.nn.Module) -> list[str]:
+    """The layer types a rotary module holds frequencies for; empty for a module with one set for all, or with none."""
+    names = [name.removesuffix("_inv_freq") for name, _ in module.named_buffers() if name.endswith("_inv_freq")]
+    return [name for name in names if not name.endswith("original")]
+
+
+def has_layer_types(module: torch.nn.Module) -> bool:
+    """Whether a rotary module is asked for the phases of a layer type."""
+    return "layer_type" in inspect.signature(type(module).forward).parameters
+
+
+def has_inverse_frequencies(module: torch.nn.Module, layer_type: str | None) -> bool:
+    """Whether `inverse_frequencies_of` finds any."""
+    return hasattr(module, "inv_freq") or layer_type in rotating_layer_types(module)
+
+
+@functools.lru_cache(maxsize=256)
+def pairing(function: Callable[..., Any], output_kind: str) -> Layout:
+    """Which dimensions a rotary function rotates together, and which way, found with unit vectors.
+
+    With cos = 1, sin = 0 a linear function returns a permutation P of its input; with cos = 0, sin = 1 it returns
+    P G, where G turns each pair by 90 degrees. So `inverse(P) (P G)` shows the pairs whatever the function
+    permutes.
+
+    Raises:
+        UnsupportedError: for a pairing that is neither half, in either direction, nor interleaved.
+    """
+    identity, quarter = _probe(function, output_kind, 1.0, 0.0), _probe(function, output_kind, 0.0, 1.0)
+    image = torch.linalg.solve(identity, quarter)[:, 0]
+    half = _PROBE_DIM // 2
+    layouts: tuple[tuple[Layout, int, float], ...] = (
+        ("half", half, 1.0),
+        ("half_reversed", half, -1.0),
+        ("interleaved", 1, 1.0),
+    )
+    for layout, partner, direction in layouts:
+        expected = torch.zeros(_PROBE_DIM)
+        expected[partner] = direction
+        if torch.allclose(image, expected, atol=1e-6):
+            return layout
+    raise UnsupportedError(
+        f"The rotary function {getattr(function, '__name__', function)} turns dimension 0 into {image.tolist()}, which "
+        "is neither the half nor the interleaved pairing. Declare the architecture with "
+        "hf_posenc.register_architecture."
+    )
+
+
+def _probe(function: Callable[..., Any], output_kind: str, cosine: float, sine: float) -> Tensor:
+    """`(head_dim, head_dim)`: column c is what the function makes of unit vector c."""
+    call = rotary_call(function)
+    unit = torch.eye(_PROBE_DIM)
+    # One token per unit vector: tokens share the phase, so their order does not matter.
+    tensor = unit.unsqueeze(0).unsqueeze(1 if call.time_axis == 2 else 2)
+    width = _PROBE_DIM // 2 if output_kind in ("half_width", "complex") else _PROBE_DIM
+    cos, sin = torch.full((1, _PROBE_DIM, width), cosine), torch.full((1, _PROBE_DIM, width), sine)
+    arguments: dict[str, Any] = {call.query_name: tensor}
+    if call.key_name:
+        arguments[call.key_name] = tensor
+    if "freqs_cis" in call.parameters:
+        arguments["freqs_cis"] = torch.complex(cos, sin)
+    elif call.query_name == "tensor":
+        arguments |= {"sin": sin[..., : _PROBE_DIM // 2], "cos": cos[..., : _PROBE_DIM // 2]}
+    else:
+        arguments |= {"cos": cos, "sin": sin}
+    try:
+        output = function(**arguments)
+    except (TypeError, IndexError, RuntimeError) as error:
+        raise UnsupportedError(
+            f"The rotary function {getattr(function, '__name__', function)}({', '.join(call.parameters)}) could not be "
+            f"tried on {', '.join(arguments)} ({error}), so its pairing is unknown. Declare the architecture with "
+            "hf_posenc.register_architecture."
+        ) from error
+    query = output[0] if isinstance(output, tuple) else output
+    return query.reshape(_PROBE_DIM, _PROBE_DIM).transpose(0, 1)

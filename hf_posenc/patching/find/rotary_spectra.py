@@ -1,0 +1,135 @@
+"""The frequencies of a stock rotary module, on both sides of the lengths at which they change."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.errors import PositionEncodingError
+from hf_posenc.patching.find.rotary_functions import ask_rotary, inverse_frequencies_of
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+
+
+@dataclass
+class Spectrum:
+    """What a rotary module rotates with in sequences of one length.
+
+    Args:
+        length: in tokens.
+        frequencies: `(pairs,)` float32, radians per position.
+        scaling: factor of cosine and sine.
+    """
+
+    length: int
+    frequencies: Tensor
+    scaling: float
+
+    def same_as(self, other: Spectrum) -> bool:
+        """Whether both hold the same numbers."""
+        return torch.equal(self.frequencies, other.frequencies) and self.scaling == other.scaling
+
+    @property
+    def rounded(self) -> bool:
+        """Whether the frequencies are numbers of half precision: those of a cast model."""
+        own = self.frequencies
+        return any(torch.equal(own, own.to(dtype).float()) for dtype in (torch.bfloat16, torch.float16))
+
+
+def phases_of(module: nn.Module, hidden: Tensor, position_ids: Tensor, layer_type: str | None) -> Tensor | None:
+    """The cosines (or complex phases) of a rotary module, `(batch, query_len, width)`.
+
+    `None` for a layer type that the module has no frequencies for.
+    """
+    takes_type = "layer_type" in inspect.signature(type(module).forward).parameters
+    if takes_type and not hasattr(module, "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"):
+        return None
+    if not takes_type and layer_type is not None:
+        return None
+    output = ask_rotary(module, hidden, position_ids, *((layer_type,) if takes_type else ()))
+    phases = output if isinstance(output, Tensor) else output[0]
+    return phases[0] if phases.dim() == 4 else phases
+
+
+def spectra_of(rotary: nn.Module, layer_type: str | None, parameters: Any, hidden: Tensor) -> list[Spectrum]:
+    """What a rotary module rotates with, by length.
+
+    Transformers' modules recompute their frequencies in the forward call, from their own config, from what they have
+    cached and from the largest position. So a copy of the module is called for single positions.
+
+    Args:
+        rotary: the module, which is left as it is.
+        layer_type: the type of layer, where it has frequencies for several.
+        parameters: its `rope_parameters`, which name a length too.
+        hidden: any tensor of the dtype and on the device of the hidden states.
+
+    Returns:
+        One entry for each length; a single one for a module that does not keep its original frequencies, and so never
+        changes them.
+    """
+    clone = _scratch_copy(rotary)
+    found = []
+    for length in _lengths(rotary, layer_type, parameters):
+        position_ids = torch.tensor([[length - 1]], device=hidden.device)
+        phases_of(clone, hidden.new_zeros(1, 1, 1), position_ids, layer_type)
+        frequencies = inverse_frequencies_of(clone, layer_type).detach().float().cpu().clone()
+        found.append(Spectrum(length, frequencies, float(_of_layer_type(clone, "attention_scaling", layer_type, 1.0))))
+    return found
+
+
+def describes(
+    config: SchemeConfig, spectra: list[Spectrum], context: BuildContext, tolerance: float | None = None
+) -> bool:
+    """Whether a rotary scheme has these frequencies at these lengths.
+
+    Args:
+        config: the scheme.
+        spectra: of a stock module.
+        context: of a layer that rotates with it.
+        tolerance: relative; by default that of float32, 1e-6, and 1e-5 past length 1, where transformers raises a base
+            that depends on the length to powers in float32.
+    """
+    try:
+        query_key_map: Any = config.build(context).query_key_map
+    except (ValueError, PositionEncodingError):
+        return False
+    for spectrum in spectra:
+        own = query_key_map.inverse_frequencies(torch.tensor([[spectrum.length]])).reshape(-1)
+        allowed = tolerance or (1e-6 if spectrum.length == 1 else 1e-5)
+        if own.shape != spectrum.frequencies.shape:
+            return False
+        if not torch.allclose(own, spectrum.frequencies, rtol=allowed, atol=0.0):
+            return False
+        if abs(query_key_map.attention_scaling - spectrum.scaling) >= 1e-6:
+            return False
+    return True
+
+
+def _lengths(rotary: nn.Module, layer_type: str | None, parameters: Any) -> list[int]:
+    """1, and lengths around every one that the module or its config names."""
+    if _of_layer_type(rotary, "original_inv_freq", layer_type) is None:
+        return [1]
+    named = (
+        _of_layer_type(rotary, "original_max_seq_len", layer_type),
+        getattr(getattr(rotary, "config", None), "max_position_embeddings", None),
+        parameters.get("original_max_position_embeddings") if isinstance(parameters, dict) else None,
+    )
+    switches = {length for length in named if isinstance(length, int)}
+    return sorted({1}.union(*({length, length + 1, 4 * length} for length in switches)))
+
+
+def _of_layer_type(rotary: nn.Module, name: str, layer_type: str | None, default: Any = None) -> Any:
+    value = getattr(rotary, f"{layer_type}_{name}", None) if layer_type else None
+    return getattr(rotary, name, default) if value is None else value
+
+
+def _scratch_copy(module: nn.Module) -> nn.Module:
+    """The same class with buffers of its own: writing to it does not change the module."""
+    clone = copy.copy(module)
+    buffers = {name: None if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}
+    clone.__dict__ = module.__dict__ | {"_buffers": buffers}
+    return clone

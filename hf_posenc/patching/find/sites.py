@@ -1,0 +1,93 @@
+"""Where an architecture takes in position, as found on a model instance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+#: A table that is not added to anything: the module that holds it, and its attribute.
+FixedTable = tuple[nn.Module, str]
+
+
+class AddedModule(nn.Module):
+    """A module that a patch has added to the module tree. Discovery does not look inside it."""
+
+
+@dataclass
+class FoundAttention:
+    """One self-attention layer.
+
+    Args:
+        path: module path below the stack.
+        module: the attention module.
+        layer: index of the decoder or encoder layer it belongs to.
+        uses_interface: whether it goes through transformers' attention interface.
+        rotary_functions: names of the rotary functions its forward calls.
+        num_heads: number of query heads.
+        num_key_value_heads: number of key heads.
+        head_dim: width of a head.
+        layer_type: the layer's entry in `config.layer_types`, where there is one.
+        causal: whether queries see only keys at or before them.
+    """
+
+    path: str
+    module: Any
+    layer: int
+    uses_interface: bool
+    rotary_functions: list[str]
+    num_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    layer_type: str | None
+    causal: bool
+
+
+@dataclass
+class FoundModule:
+    """A position table or a rotary module."""
+
+    path: str
+    module: Any
+
+
+@dataclass
+class Stack:
+    """One `PreTrainedModel` that owns attention layers, and every place where it takes in position.
+
+    Args:
+        name: "encoder", "decoder" or "model".
+        path: path below the patched model; empty for the model itself.
+        module: the stack.
+        hidden_size: width of the token representations the first layer receives.
+        attentions: its self-attention layers, in order.
+        tables: its position tables.
+        rotaries: its rotary modules.
+        first_layer: the module whose input is the embedded sequence.
+        skipped: attention-like modules left alone, with the reason (cross-attention, recurrent mixers).
+    """
+
+    name: str
+    path: str
+    module: Any
+    hidden_size: int
+    attentions: list[FoundAttention] = field(default_factory=list)
+    tables: list[FoundModule] = field(default_factory=list)
+    rotaries: list[FoundModule] = field(default_factory=list)
+    first_layer: nn.Module | None = None
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def config(self) -> Any:
+        """The stack's own config."""
+        return self.module.config
+
+    @property
+    def causal(self) -> bool:
+        """Whether its attention is causal."""
+        return all(attention.causal for attention in self.attentions)
+
+    def layers(self) -> list[int]:
+        """Indices of the layers that hold attention."""
+        return sorted({attention.layer for attention in self.attentions})

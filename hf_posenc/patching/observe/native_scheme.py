@@ -1,0 +1,205 @@
+"""The scheme a stock model already has, as a config of this library."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_posenc.errors import PositionEncodingError, UnsupportedError
+from hf_posenc.patching.call.table_site import table_origin, table_weight
+from hf_posenc.patching.find.architectures import Architecture, architecture_of
+from hf_posenc.patching.find.discovery import find_stacks
+from hf_posenc.patching.find.fixed_tables import check_fixed_tables, reproduces
+from hf_posenc.patching.find.layer_context import build_context
+from hf_posenc.patching.find.rotary_functions import pairing, rotary_output
+from hf_posenc.patching.find.rotary_spectra import describes, phases_of, spectra_of
+from hf_posenc.patching.find.sites import FoundAttention, FoundModule, Stack
+from hf_posenc.patching.observe.causality import refuse_misread_causality
+from hf_posenc.patching.observe.hidden_positions import refuse_hidden_positions
+from hf_posenc.patching.observe.short_runs import Rotation, observe_rotations
+from hf_posenc.patching.observe.verify import verify_native
+from hf_posenc.patching.place.transaction import Transaction
+from hf_posenc.schemes import (
+    ComposedConfig,
+    LearnedConfig,
+    NoneConfig,
+    RopeConfig,
+    ScheduleConfig,
+    SinusoidalConfig,
+    from_rope_parameters,
+)
+from hf_posenc.schemes.config import SchemeConfig
+
+
+def native_scheme(model: PreTrainedModel) -> SchemeConfig:
+    """The scheme of a stock model, with its parameters.
+
+    `patch_model(model, native_scheme(model))` reproduces the stock outputs. A rotary model is run once on three tokens,
+    and one whose mechanism is declared twice on eight: as it is, and with the scheme in its place. Every row of a
+    table of sines is compared with its formula. A stack in which no mechanism is found is run twice on three tokens,
+    in two orders.
+    The answer for a patched model is that of the stock model underneath.
+
+    Raises:
+        UnsupportedError: for an architecture that cannot be patched, whose own mechanism no scheme describes, or
+            computes something else than its architecture declares.
+    """
+    transaction = Transaction(model)
+    with transaction.suspended() as target:
+        stacks = find_stacks(target)
+        refuse_misread_causality(transaction, stacks)
+        refuse_hidden_positions(transaction, stacks)
+        architecture = architecture_of(target.config)
+        rotating = any(attention.rotary_functions for stack in stacks for attention in stack.attentions)
+        rotations = observe_rotations(transaction, stacks) if rotating else {}
+        schemes = [_stack_scheme(stack, architecture, rotations) for stack in stacks]
+        if any(scheme != schemes[0] for scheme in schemes):
+            raise UnsupportedError(
+                f"The stacks of {type(target).__name__} know about position in different ways "
+                f"({'; '.join(f'{s.name}: {c}' for s, c in zip(stacks, schemes, strict=True))}), which one config "
+                "cannot say."
+            )
+        if architecture.native is not None:
+            # Phases and tables have been compared by their numbers; a declaration knows the architecture by name.
+            verify_native(transaction, schemes[0], stacks)
+            if architecture.fixed_tables is not None:
+                for stack in stacks:
+                    check_fixed_tables(architecture.fixed_tables(stack), stack)
+    return schemes[0]
+
+
+def _stack_scheme(stack: Stack, architecture: Architecture, rotations: dict[str, Rotation]) -> SchemeConfig:
+    if architecture.mechanism or architecture.rotary_method:
+        declared = _declared(stack, architecture)
+        if declared is not None:
+            return declared
+    additive = [_table_scheme(table) for table in stack.tables]
+    layers = {
+        attention.layer: _rotation_scheme(stack, attention, architecture, rotations) for attention in stack.attentions
+    }
+    distinct = set(layers.values())
+    if len(distinct) == 1:
+        return _composed([*additive, next(iter(distinct))])
+    none: SchemeConfig = NoneConfig()
+    return ScheduleConfig(
+        layers=tuple(_composed([*additive, layers.get(layer, none)]) for layer in range(max(layers) + 1))
+    )
+
+
+def _declared(stack: Stack, architecture: Architecture) -> SchemeConfig | None:
+    if architecture.native is None:
+        raise UnsupportedError(
+            f"The native mechanism of {type(stack.module).__name__} ({architecture.mechanism or 'its own'}) is not "
+            "among the schemes of this library. It can be replaced, and unpatch_model brings it back."
+        )
+    return architecture.native(stack)
+
+
+def _composed(parts: list[SchemeConfig]) -> SchemeConfig:
+    acting = [part for part in parts if not isinstance(part, NoneConfig)]
+    if not acting:
+        return NoneConfig()
+    return acting[0] if len(acting) == 1 else ComposedConfig(parts=tuple(acting))
+
+
+def _table_scheme(table: FoundModule) -> SchemeConfig:
+    weight = table_weight(table.module)
+    assert weight is not None
+    origin = table_origin(table.module)
+    rows = weight.detach().float()
+    # A frozen table may be a formula; a trained one is a table whatever it started from.
+    if not weight.requires_grad or isinstance(weight, nn.Parameter) is False:
+        for frequencies in ("vaswani", "tensor2tensor"):
+            for layout in ("interleaved", "concatenated"):
+                config = SinusoidalConfig(frequencies=frequencies, layout=layout, offset=origin)
+                if weight.device.type != "meta" and reproduces(config, rows, origin):
+                    return config
+    return LearnedConfig(num_positions=weight.shape[0] - origin, offset=origin)
+
+
+def _rotation_scheme(
+    stack: Stack, attention: FoundAttention, architecture: Architecture, rotations: dict[str, Rotation]
+) -> SchemeConfig:
+    rotation = rotations.get(f"{stack.name}:{attention.path}")
+    if rotation is None:
+        return NoneConfig()
+    declared = None if architecture.native is None else architecture.native(stack)
+    if declared is not None:
+        return declared
+    rotary, layer_type = _source(stack, rotation, attention.layer_type)
+    return _rotary_config(stack, attention, rotary, layer_type, rotation)
+
+
+def _source(stack: Stack, rotation: Rotation, own_type: str | None) -> tuple[nn.Module, str | None]:
+    """The rotary module and layer type whose phases a layer was given.
+
+    Several may have the same phases at so few positions; the layer's own type is looked at first.
+    """
+    length = rotation.phases.shape[1]
+    position_ids = torch.arange(length, device=rotation.phases.device).unsqueeze(0)
+    hidden = rotation.phases.real.new_zeros(1, length, 1) if rotation.phases.is_complex() else rotation.phases
+    for found in stack.rotaries:
+        known = sorted(set(getattr(stack.config, "layer_types", None) or ()), key=lambda one: (one != own_type, one))
+        for layer_type in (None, *known):
+            phases = phases_of(found.module, hidden, position_ids, layer_type)
+            if phases is not None and phases.shape[-1] == rotation.phases.shape[-1]:
+                shown = rotation.phases[:1] if rotation.phases.dim() == 3 else rotation.phases[0, :1]
+                if torch.allclose(phases.to(shown.dtype), shown, atol=1e-3 if hidden.dtype != torch.float32 else 1e-6):
+                    return found.module, layer_type
+    raise UnsupportedError(
+        f"The phases that a layer of {type(stack.module).__name__} rotates with come from none of its rotary modules "
+        f"({', '.join(found.path for found in stack.rotaries) or 'it has none'})."
+    )
+
+
+def _rotary_config(
+    stack: Stack, attention: FoundAttention, rotary: nn.Module, layer_type: str | None, rotation: Rotation
+) -> SchemeConfig:
+    kind, width = rotary_output(rotary, layer_type=layer_type)
+    layout = pairing(rotation.function, kind)
+    context = build_context(stack, attention)
+    # The module's own config decides; that of the stack may be another object by now.
+    source = next(one for one in (getattr(rotary, "config", None), stack.config) if one is not None)
+    parameters = _parameters_of(source, layer_type)
+    spectra = spectra_of(rotary, layer_type, parameters, rotation.phases.real)
+    config = _from_parameters(source, parameters, width, layout)
+    if config is not None and describes(config, spectra, context):
+        return config
+    if all(spectrum.same_as(spectra[0]) for spectrum in spectra):
+        return RopeConfig(
+            rotary_dim=width,
+            layout=layout,
+            inverse_frequencies=tuple(spectra[0].frequencies.tolist()),
+            attention_scaling=spectra[0].scaling,
+        )
+    # Fixed frequencies would lose what happens past the length. A cast model only has rounded ones.
+    if config is not None and spectra[0].rounded and describes(config, spectra, context, tolerance=1e-2):
+        return config
+    raise UnsupportedError(
+        f"The frequencies in {type(rotary).__name__} are not those of its config's rope_parameters, and they depend on "
+        "the length of the sequence; no scheme describes such a module. Settings that were changed after the module "
+        "was built, or after it was first run, do not reach what it has kept: build the model from the config that is "
+        "meant."
+    )
+
+
+def _parameters_of(config: Any, layer_type: str | None) -> Any:
+    parameters = getattr(config, "rope_parameters", None)
+    return parameters[layer_type] if isinstance(parameters, dict) and layer_type in parameters else parameters
+
+
+def _from_parameters(config: Any, parameters: Any, width: int, layout: str) -> SchemeConfig | None:
+    if not isinstance(parameters, dict) or not parameters.get("rope_type"):
+        return None
+    try:
+        found = from_rope_parameters(parameters, getattr(config, "max_position_embeddings", None))
+        if isinstance(found, RopeConfig):
+            return dataclasses.replace(found, rotary_dim=width, layout=layout, partial_rotary_factor=None)
+        return dataclasses.replace(found, rotary_dim=width, layout=layout)
+    except (PositionEncodingError, ValueError, KeyError, TypeError):
+        # Said in a way this library has no config for: the frequencies themselves say it too.
+        return None

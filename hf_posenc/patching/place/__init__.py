@@ -1,0 +1,1 @@
+"""Putting a scheme into a model, writing down every change, and taking all of them back."""

@@ -1,0 +1,186 @@
+"""How the config of a patched model carries the position encoding, in memory and in `config.json`.
+
+In memory the config stays what it was: same class name, same `model_type`, one more attribute. Everything
+that looks a model up by its config (auto classes, pipelines, PEFT, `generate`) therefore keeps working. The
+attribute is a dictionary of `format`, `scheme` and whatever else has to travel with the scheme.
+
+On disk it must be unreadable for a process without this package, because stock transformers ignores keys
+it does not know and would run the model with its old positions. Three fields of `config.json` see to that:
+
+- `model_type` is `"hf_posenc"`: the auto classes refuse it by name;
+- `transformers_weights` is a sentence: a concrete class such as `LlamaForCausalLM` only warns about a
+  foreign `model_type`, but refuses a weights file of that name, and quotes it;
+- `architectures` has a prefix: converters and servers choose their implementation by this field.
+
+`to_dict` has the `model_type` of the model in memory, by which PEFT and others look things up, and people write its
+result to `config.json` by hand. It therefore has the sentence as well, and a config built from it drops it again.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from hf_posenc.entry import ATTRIBUTE, FORMAT, MODEL_TYPE, read_entry, read_fields
+from hf_posenc.patching.place.config_lengths import native_lengths, write_lengths
+from hf_posenc.version import __version__
+
+ARCHITECTURE_PREFIX = "hf_posenc."
+WEIGHTS_KEY = "transformers_weights"
+_WEIGHTS_SENTENCE_START = "this checkpoint has a position encoding of the package hf_posenc"
+WEIGHTS_SENTENCE = (
+    f"{_WEIGHTS_SENTENCE_START}, which this process did not import. "
+    "Install it (`pip install hf-posenc`, or `pip install .` in a clone of its repository), and `import hf_posenc` "
+    "before loading the checkpoint"
+)
+
+
+def attach_entry(config: PreTrainedConfig, scheme: dict[str, Any]) -> None:
+    """Makes `config` carry a scheme, in place; a scheme it already carries is replaced, other fields stay.
+
+    Args:
+        config: the config of the model that is being patched.
+        scheme: what `SchemeConfig.to_dict` returned.
+
+    Raises:
+        ValueError: if the dictionary names no scheme, or the config already uses the attribute for something else.
+    """
+    if not isinstance(scheme.get("scheme"), str):
+        raise ValueError(f"Not an entry: a dictionary with a 'scheme' name is expected, got {scheme!r}.")
+    fields = read_fields(config)
+    if ATTRIBUTE in config.__dict__ and fields is None:
+        raise ValueError(
+            f"{type(config).__name__} already has an attribute {ATTRIBUTE!r} of its own "
+            f"({config.__dict__[ATTRIBUTE]!r}); hf_posenc would overwrite it. Rename it before patching."
+        )
+    setattr(config, ATTRIBUTE, {**(fields or {}), "format": FORMAT, "scheme": scheme})
+    carry_entry(config)
+
+
+def carry_entry(config: PreTrainedConfig) -> None:
+    """Gives a config that has an entry the class that also saves it."""
+    for part in (config, *(getattr(config, key, None) for key in config.sub_configs)):
+        # A later version may have written another remedy.
+        if str(getattr(part, WEIGHTS_KEY, "")).startswith(_WEIGHTS_SENTENCE_START):
+            delattr(part, WEIGHTS_KEY)
+    stock: Any = stock_class(type(config))
+    config.__class__ = carrier_class(stock)
+
+
+def detach_entry(config: PreTrainedConfig) -> None:
+    """Undoes `attach_entry`: the config has its stock class and its native lengths again, and no trace of an entry."""
+    if read_entry(config) is not None:
+        write_lengths(config, native_lengths(config))
+        delattr(config, ATTRIBUTE)
+    config.__class__ = stock_class(type(config))
+
+
+class _CarrierType(type):
+    """The type of the classes below; each equals its stock class wherever classes are dictionary keys.
+
+    `AutoModel.register(MyConfig, MyModel)` keeps `MyConfig` itself as a key, so a lookup by name is not enough.
+    """
+
+    _stock_class: type[PreTrainedConfig]
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is cls._stock_class
+
+    def __hash__(cls) -> int:
+        return hash(cls._stock_class)
+
+
+def stock_class(config_class: type) -> type:
+    """The class a config has without an entry."""
+    return config_class._stock_class if isinstance(config_class, _CarrierType) else config_class
+
+
+@functools.cache
+def carrier_class(stock: Any) -> Any:
+    """The subclass of a config class whose instances carry an entry. It has the same name on purpose."""
+
+    def to_dict(self: Any) -> dict[str, Any]:
+        memory = stock.to_dict(self)
+        return memory if read_entry(self) is None else _poison(memory)
+
+    def to_json_string(self: Any, use_diff: bool = True) -> str:
+        text = stock.to_json_string(self, use_diff=use_diff)
+        entry = read_entry(self)
+        if entry is None:
+            return text
+        return json.dumps(to_disk(json.loads(text)), indent=2, sort_keys=True) + "\n"
+
+    def __repr__(self: Any) -> str:
+        memory = without_poison(json.loads(stock.to_json_string(self)))
+        return f"{stock.__name__} {json.dumps(memory, indent=2, sort_keys=True)}\n"
+
+    stock_eq: Callable[[Any, object], Any] = stock.__eq__
+
+    def __eq__(self: Any, other: object) -> Any:
+        same = stock_eq(self, other)
+        return same if same is NotImplemented else same and read_fields(self) == read_fields(other)
+
+    def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
+        _, _, *rest = stock.__reduce_ex__(self, max(protocol, 2))
+        return (_empty_carrier, (stock,), *rest)
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock.__init__(self, *args, **kwargs)
+
+    return _CarrierType(
+        stock.__name__,
+        (stock,),
+        {
+            "__module__": stock.__module__,
+            "__qualname__": stock.__qualname__,
+            "__doc__": stock.__doc__,
+            "_stock_class": stock,
+            "__init__": __init__,
+            "__repr__": __repr__,
+            "__eq__": __eq__,
+            "__hash__": None,
+            "to_dict": to_dict,
+            "__reduce_ex__": __reduce_ex__,
+            "to_json_string": to_json_string,
+        },
+    )
+
+
+def _empty_carrier(stock: Any) -> PreTrainedConfig:
+    """What `pickle` and `copy` start from; the attributes, the entry among them, follow as state."""
+    carrier: Any = carrier_class(stock)
+    return carrier.__new__(carrier)
+
+
+def to_disk(memory: dict[str, Any]) -> dict[str, Any]:
+    """The form of `config.json` for the serialised form a config with an entry has in memory."""
+    disk = _poison(memory)
+    disk["model_type"] = MODEL_TYPE
+    disk["architectures"] = [
+        architecture if architecture.startswith(ARCHITECTURE_PREFIX) else ARCHITECTURE_PREFIX + architecture
+        for architecture in memory.get("architectures") or []
+    ]
+    disk[ATTRIBUTE] = memory[ATTRIBUTE] | {
+        "format": FORMAT,
+        "hf_posenc_version": __version__,
+        "base_model_type": memory["model_type"],
+    }
+    return disk
+
+
+def _poison(value: Any) -> Any:
+    """Marks a serialised config, and sub-configs too: a text-only class reads nothing of the file but its own part."""
+    if isinstance(value, dict) and "model_type" in value:
+        return {key: _poison(item) for key, item in value.items()} | {WEIGHTS_KEY: WEIGHTS_SENTENCE}
+    return value
+
+
+def without_poison(value: Any) -> Any:
+    """Undoes `_poison`, whatever version of the sentence it was."""
+    if isinstance(value, dict) and "model_type" in value:
+        return {key: without_poison(item) for key, item in value.items() if key != WEIGHTS_KEY}
+    return value

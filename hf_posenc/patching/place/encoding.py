@@ -1,0 +1,160 @@
+"""The module that holds a scheme in a model: its config, its parts and the report."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.entry import MARK
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.call.table_site import table_origin
+from hf_posenc.patching.find.architectures import Architecture
+from hf_posenc.patching.find.fingerprint import Sample
+from hf_posenc.patching.find.sites import AddedModule, Stack
+from hf_posenc.patching.place.journal import Journal
+from hf_posenc.patching.place.lengths import Lengths
+from hf_posenc.patching.place.mark import NOT_STRICT, disagreement, mark_of, marked_scheme, placed_mark
+from hf_posenc.patching.place.report import PatchReport
+from hf_posenc.patching.place.stack_encoding import StackEncoding
+from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.parts import Part
+from hf_posenc.schemes.reach import Reach, shortest
+
+
+class PositionEncoding(AddedModule):
+    """Everything that `patch_model` has put into a model, available as `model.position_encoding`.
+
+    Attributes:
+        config: the scheme in force.
+        report: what was replaced and what was placed.
+        lengths: the sequence lengths the model takes; set while the scheme is in place.
+        base_weights: a few values of the base model's weights, from when a scheme was first placed in it.
+        stacks: the parts, by name of the stack.
+    """
+
+    def __init__(self, config: SchemeConfig, stacks: dict[str, StackEncoding]) -> None:
+        super().__init__()
+        self.config = config
+        self.report: PatchReport | None = None
+        self.lengths: Lengths | None = None
+        self.base_weights: dict[str, Sample] = {}
+        self.stacks = nn.ModuleDict(stacks)
+        self.journal = Journal()
+
+    def parts(self) -> list[Part]:
+        """The parts in use, without duplicates. A part that is made of others stands for all of them."""
+        found = [part for stack in self.stacks.values() for part in cast("StackEncoding", stack).acting_parts()]
+        return list({id(part): part for part in found}.values())
+
+    def reach(self) -> Reach:
+        """The longest sequence the scheme can encode, and the length it was made for."""
+        return shortest(part.length_reach for part in self.parts())
+
+    def extra_repr(self) -> str:
+        """The scheme, for `print(model)`."""
+        return repr(self.config)
+
+    def get_extra_state(self) -> Tensor:
+        """The mark of the scheme in force, `(bytes,)`."""
+        return mark_of(self.config)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Records which scheme the loaded weights name. The scheme in force does not change."""
+        if getattr(state, "is_meta", False):
+            return  # A process that receives its weights from another one (FSDP) loads no mark.
+        self.__dict__["loaded_mark"] = state
+
+    def loaded_scheme(self) -> dict[str, Any] | None:
+        """The scheme named by the weights that were loaded last. `None` without a mark, and on a second call."""
+        self.__dict__.pop(MARK, None)  # Transformers sets an attribute for a key that a checkpoint lacks.
+        mark = self.__dict__.pop("loaded_mark", None)
+        return None if mark is None else marked_scheme(mark)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        key = prefix + MARK
+        destination[key] = placed_mark(destination[key], self.__dict__.get("holder", self))
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Reports weights of another scheme as mismatched keys, which raises an error if loading is strict.
+
+        torch does not tell a module whether loading is strict: `strict` is always true here.
+        """
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        key, found = prefix + MARK, self.loaded_scheme()
+        if key in missing_keys:
+            missing_keys.remove(key)
+        problem = disagreement(found, self.config)
+        if problem is not None:
+            (missing_keys if found is None else unexpected_keys).append(f"{key}: {problem}. {NOT_STRICT}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PositionEncoding:
+        """Copies the encoding as a part of its model.
+
+        Raises:
+            UnsupportedError: for a copy of the encoding alone (PEFT's `modules_to_save`), which no layer would use.
+        """
+        holder = self.__dict__.get("holder")
+        if holder is not None and id(holder) not in memo:
+            raise UnsupportedError(
+                "A copy of position_encoding without its model would be trained and saved, but no layer would use it. "
+                "To train a scheme beside LoRA, leave it out of `modules_to_save` and set requires_grad on the "
+                "parameters of model.position_encoding after get_peft_model. save_pretrained writes them beside the "
+                "adapter."
+            )
+        clone = type(self).__new__(type(self))
+        memo[id(self)] = clone
+        clone.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return clone
+
+
+def is_length_dependent(encoding: PositionEncoding) -> bool:
+    """Whether a part needs more than a growing cache keeps. Only causal stacks have growing caches."""
+    stacks = [stack for stack in encoding.stacks.values() if isinstance(stack, StackEncoding)]
+    growing = [stack for stack in stacks if any(layer.causal for layer in stack.layers)]
+    flags = ("length_dependent", "needs_whole_sequence")
+    return any(getattr(module, flag, False) for stack in growing for module in stack.modules() for flag in flags)
+
+
+def parameter_count(module: nn.Module) -> int:
+    """Number of trainable scalars."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def build_encoding(
+    config: SchemeConfig, stacks: list[Stack], architecture: Architecture, device: torch.device | None = None
+) -> PositionEncoding:
+    """Builds the parts of a scheme for every stack.
+
+    Args:
+        config: the scheme.
+        stacks: where it is to be placed.
+        architecture: the declaration for the model.
+        device: where parts are built; `None` for torch's default device. On the meta device, parameters have names and
+            shapes but no memory.
+
+    Raises:
+        RuntimeError: on the meta device, for a scheme from outside this package that reads its parameters while it is
+            built.
+    """
+    built = {stack.name: StackEncoding(config, stack, architecture.pairing, device) for stack in stacks}
+    for stack in stacks:
+        runtime = built[stack.name].runtime
+        runtime.slots.rows_before = max((table_origin(table.module) for table in stack.tables), default=0)
+        runtime.time_major = architecture.time_major
+        runtime.channels_first = architecture.channels_first
+    return PositionEncoding(config, built)

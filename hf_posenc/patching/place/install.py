@@ -1,0 +1,99 @@
+"""Placing the parts of one stack at its sites."""
+
+from __future__ import annotations
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.call.additive_site import AddToHiddenStates
+from hf_posenc.patching.call.interface_attention import InterfaceAttention
+from hf_posenc.patching.call.layer_call import LayerEncoding
+from hf_posenc.patching.call.replicas import RefuseReplicas, ReplicasCheck
+from hf_posenc.patching.call.rotary_site import RotaryMethodSite, RotaryModuleSite
+from hf_posenc.patching.call.runtime import StackForward
+from hf_posenc.patching.call.scores_attention import ScoresAttention
+from hf_posenc.patching.call.table_site import TableSite
+from hf_posenc.patching.find.architectures import Architecture
+from hf_posenc.patching.find.sites import FoundAttention, Stack
+from hf_posenc.patching.place.journal import Journal
+from hf_posenc.patching.place.report import StackReport
+from hf_posenc.patching.place.site_watch import SiteWatch
+from hf_posenc.patching.place.stack_encoding import StackEncoding
+
+
+def install_stack(stack: Stack, encoding: StackEncoding, architecture: Architecture, journal: Journal) -> StackReport:
+    """Disables the native mechanisms of a stack and installs the parts of the scheme in their place.
+
+    Args:
+        stack: the stack.
+        encoding: the parts of the scheme.
+        architecture: the declaration for this model.
+        journal: records every change.
+
+    Returns:
+        What was replaced and placed.
+
+    Raises:
+        UnsupportedError: if an additive scheme finds no place.
+    """
+    report = StackReport(stack.name, stack.layers(), kept=[f"{path}: {why}" for path, why in stack.skipped])
+    report.kept.extend(architecture.kept)
+    runtime = encoding.runtime
+    runtime.watch = SiteWatch(stack.module)
+    if next(encoding.parameters(), None) is not None:
+        runtime.replicas = ReplicasCheck(encoding)
+    journal.wrap_forward(stack.module, lambda inner: StackForward(stack.module, runtime, inner))
+    journal.set(stack.module, "_replicate_for_data_parallel", RefuseReplicas())
+    if architecture.silence is not None:
+        architecture.silence(stack, journal)
+    if architecture.mechanism:
+        report.replaced.append(f"{stack.name}: {architecture.mechanism}")
+    for attention, layer in zip(stack.attentions, encoding.layers, strict=True):
+        _install_attention(attention, layer, encoding, architecture, journal, report)
+    unused = _phases_are_unused(stack, architecture)
+    for rotary in stack.rotaries:
+        journal.set_forward(rotary.module, RotaryModuleSite(rotary.module, runtime, unused=unused))
+    for table in stack.tables:
+        journal.set_forward(table.module, TableSite(table.module, runtime, encoding.additive))
+        for name in table.module._parameters:
+            journal.freeze(table.module, name)
+        report.replaced.append(f"{table.path}: position table ({type(table.module).__name__})")
+        if encoding.additive is not None:
+            report.placed.append(f"additive: {table.path}")
+    if encoding.additive is not None and not stack.tables:
+        if stack.first_layer is None:
+            raise UnsupportedError(
+                f"{type(stack.module).__name__} has neither a position table nor a list of layers, so there is no "
+                "place where positions can be added to its embeddings."
+            )
+        journal.add_forward_pre_hook(stack.first_layer, AddToHiddenStates(runtime, encoding.additive))
+        report.placed.append(f"additive: input of {type(stack.first_layer).__name__} 0")
+    return report
+
+
+def _phases_are_unused(stack: Stack, architecture: Architecture) -> bool:
+    """Whether every layer passes its phases to a replaced function, and no other module may read them."""
+    return not stack.skipped and all(
+        attention.rotary_functions or architecture.rotary_method for attention in stack.attentions
+    )
+
+
+def _install_attention(
+    attention: FoundAttention,
+    layer: LayerEncoding,
+    encoding: StackEncoding,
+    architecture: Architecture,
+    journal: Journal,
+    report: StackReport,
+) -> None:
+    module, runtime = attention.module, encoding.runtime
+    if attention.uses_interface:
+        journal.set_forward(module, InterfaceAttention(module, runtime, layer, drop_native_bias=True))
+    else:
+        site = ScoresAttention(module, runtime, layer, architecture.bias_arguments)
+        journal.set_forward(module, site)
+        if architecture.rotary_method:
+            journal.replace(module, architecture.rotary_method, RotaryMethodSite(site))
+            report.replaced.append(f"{attention.path}: {architecture.rotary_method}")
+    report.replaced.extend(f"{attention.path}: {name}" for name in attention.rotary_functions)
+    for name in ("query_key_map", "logit_bias", "logit_scale"):
+        if getattr(layer, name) is not None:
+            report.placed.append(f"{name}: {attention.path}")

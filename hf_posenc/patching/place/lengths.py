@@ -1,0 +1,192 @@
+"""How long a sequence a patched model takes, and every place that says so."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedModel
+
+from hf_posenc.errors import SequenceLengthError, UnsupportedError
+from hf_posenc.patching.call.table_site import table_origin, table_weight
+from hf_posenc.patching.find.architectures import architecture_of
+from hf_posenc.patching.find.layer_context import build_context
+from hf_posenc.patching.find.sites import Stack
+from hf_posenc.patching.place.config_lengths import (
+    find_lengths,
+    native_lengths,
+    remember_lengths,
+    write_lengths,
+)
+from hf_posenc.schemes import from_rope_parameters
+from hf_posenc.schemes.reach import Reach, shortest
+
+if TYPE_CHECKING:
+    from hf_posenc.patching.place.encoding import PositionEncoding
+
+
+@dataclass
+class Lengths:
+    """The lengths of a patched model, in tokens.
+
+    Args:
+        native: that of the stock model, or `None` where neither its config nor a table states one.
+        current: what config, generation config and report state.
+        reach: what the scheme can encode in this architecture.
+        rows_before: how much more the config states, where it counts the rows of a table that starts behind its
+            padding row (RoBERTa: 514 for 512 tokens).
+        chosen: the length that somebody has asked for, or `None`. The current one is shorter where the scheme is.
+    """
+
+    native: int | None
+    current: int | None
+    reach: Reach
+    rows_before: int = 0
+    chosen: int | None = None
+
+    def __str__(self) -> str:
+        current = "no stated length" if self.current is None else f"{self.current} tokens"
+        native = "" if self.native in (None, self.current) else f", {self.native} natively"
+        longest = "any length" if self.reach.length is None else f"at most {self.reach.length}"
+        return f"{current}{native}; the scheme reaches {longest}"
+
+
+def native_length(model: PreTrainedModel, stacks: list[Stack]) -> int | None:
+    """The length of a stock model: of its shortest table, else what its config states."""
+    known = [build_context(stack, stack.attentions[0]).max_positions for stack in stacks]
+    stated = [length for length in known if length is not None]
+    return min(stated or _stated(model, stacks).values(), default=None)
+
+
+def settle_lengths(encoding: PositionEncoding, model: PreTrainedModel, stacks: list[Stack]) -> None:
+    """Decides the length of a model whose scheme has just been put in place, and writes it down.
+
+    It is the length somebody has asked for, else the one that the scheme was made for where that is longer than the
+    native one, else the native one; and never more than the scheme reaches.
+    """
+    stated, before = _stated(model, stacks), encoding.lengths
+    native = native_length(model, stacks)
+    reach = encoding.reach()
+    reason = architecture_of(model.config).fixed_length
+    if reason is not None and native is not None:
+        reach = shortest((reach, Reach(native, f"of {model.config.model_type}: {reason}. No scheme changes that.")))
+    lengths = Lengths(native, native, reach, _rows_before(stacks, stated))
+    remember_lengths(model.config, stated)
+    wanted = native
+    if before is not None and before.chosen is not None:
+        wanted = lengths.chosen = before.chosen
+    elif native is not None and reach.made_for is not None and reach.made_for not in _native_stretches(model, native):
+        wanted = max(native, reach.made_for)
+    _write(encoding, model, lengths, None if wanted is None else _within(reach, wanted))
+
+
+def set_length(encoding: PositionEncoding, model: PreTrainedModel, length: int) -> None:
+    """Makes config, generation config and report of a patched model state a length.
+
+    Raises:
+        SequenceLengthError: if the scheme does not reach it, with what would.
+    """
+    assert encoding.lengths is not None
+    reach = encoding.lengths.reach
+    if reach.length is not None and length > reach.length:
+        raise SequenceLengthError(
+            f"A context of {length} tokens is longer than the {reach.length} positions {reach.remedy}"
+        )
+    before = encoding.lengths
+    try:
+        _write(encoding, model, dataclasses.replace(before, chosen=length), length)
+    except BaseException:
+        _write(encoding, model, before, before.current)
+        raise
+
+
+def choose_length(encoding: PositionEncoding, model: PreTrainedModel, length: int) -> None:
+    """Gives a patched model the length that was chosen for another one, as far as its scheme reaches."""
+    assert encoding.lengths is not None
+    lengths = dataclasses.replace(encoding.lengths, chosen=length)
+    _write(encoding, model, lengths, _within(lengths.reach, length))
+
+
+def restore_length(encoding: PositionEncoding, model: PreTrainedModel, before: Lengths) -> None:
+    """Gives a model back the length it had, for a load that has failed."""
+    assert encoding.lengths is not None
+    _write(encoding, model, dataclasses.replace(encoding.lengths, chosen=before.chosen), before.current)
+
+
+def take_lengths(encoding: PositionEncoding, model: PreTrainedModel, stated: Mapping[str, int]) -> None:
+    """Follows what a config file states, which may have been edited by hand.
+
+    Raises:
+        SequenceLengthError: if the scheme does not reach it.
+    """
+    assert encoding.lengths is not None
+    native = native_lengths(model.config)
+    changed = [length for path, length in stated.items() if length != native.get(path)]
+    if stated:
+        length = (changed or list(stated.values()))[0] - encoding.lengths.rows_before
+        if length != encoding.lengths.current:
+            set_length(encoding, model, length)
+
+
+def take_generation_length(encoding: PositionEncoding, model: PreTrainedModel) -> None:
+    """Knows the length of a generation config that was read from a file as one that a patch has written there."""
+    lengths, generation_config = encoding.lengths, getattr(model, "generation_config", None)
+    if lengths is None or lengths.native in (None, lengths.current) or generation_config is None:
+        return
+    if generation_config.max_length == lengths.current:
+        generation_config.max_length = lengths.native
+        encoding.journal.set(generation_config, "max_length", lengths.current)
+
+
+def _within(reach: Reach, length: int) -> int:
+    return length if reach.length is None else max(min(length, reach.length), 1)
+
+
+def _write(encoding: PositionEncoding, model: PreTrainedModel, lengths: Lengths, length: int | None) -> None:
+    """Makes every place state a length; the encoding itself last, so that an interrupted one can be repeated."""
+    if length is not None:
+        _write_configs(encoding, model, lengths, length)
+    encoding.lengths = dataclasses.replace(lengths, current=length)
+    if encoding.report is not None:
+        encoding.report.context = str(encoding.lengths)
+
+
+def _write_configs(encoding: PositionEncoding, model: PreTrainedModel, lengths: Lengths, length: int) -> None:
+    native = native_lengths(model.config)
+    # Where the model has its native length again, every name gets what it had, were they different ones.
+    stated = native if length == lengths.native else dict.fromkeys(native, length + lengths.rows_before)
+    write_lengths(model.config, stated)
+    generation_config = getattr(model, "generation_config", None)
+    # Most generation configs limit an answer; one that names the length of the model means just that.
+    stated_before = None if generation_config is None else generation_config.max_length
+    if stated_before is not None and stated_before == lengths.current != length:
+        encoding.journal.set(generation_config, "max_length", length)
+
+
+def _stated(model: PreTrainedModel, stacks: list[Stack]) -> dict[str, int]:
+    return find_lengths(model.config, [stack.config for stack in stacks])
+
+
+def _rows_before(stacks: list[Stack], stated: Mapping[str, int]) -> int:
+    for stack in stacks:
+        for table in stack.tables:
+            weight = table_weight(table.module)
+            if weight is not None and weight.shape[0] in stated.values():
+                return table_origin(table.module)
+    return 0
+
+
+def _native_stretches(model: PreTrainedModel, native: int) -> set[int | None]:
+    """The lengths that the RoPE scalings of the stock config were made for: it states its own length all the same."""
+    parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    found: set[int | None] = set()
+    for flat in nested or [parameters]:
+        try:
+            scaling = getattr(from_rope_parameters(flat, native), "scaling", None)
+        except (UnsupportedError, ValueError):
+            continue  # A stretch that no scheme here expresses is not the one of this scheme.
+        found.add(None if scaling is None else scaling.made_for(native))
+    return found

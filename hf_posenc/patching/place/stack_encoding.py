@@ -1,0 +1,217 @@
+"""The parts of a scheme in one stack of a model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.call.context_parallel import needs_all_tokens
+from hf_posenc.patching.call.layer_call import LayerEncoding
+from hf_posenc.patching.call.runtime import StackRuntime
+from hf_posenc.patching.call.table_site import table_origin, table_weight
+from hf_posenc.patching.find.layer_context import build_context, with_layout
+from hf_posenc.patching.find.sites import Stack
+from hf_posenc.schemes import LayeredConfig
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.parts import (
+    AdditiveEncoding,
+    DistanceBias,
+    LogitScale,
+    PairwiseBias,
+    Part,
+    QueryKeyMap,
+    SchemeParts,
+)
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "additive": (AdditiveEncoding,),
+    "query_key_map": (QueryKeyMap,),
+    "logit_bias": (DistanceBias, PairwiseBias),
+    "logit_scale": (LogitScale,),
+}
+
+
+class StackEncoding(nn.Module):
+    """The parts of a scheme in one stack. Parts that several layers share are held once.
+
+    Args:
+        config: the scheme, or a schedule of schemes.
+        stack: where it is placed.
+        pairing_override: the pairing of the architecture's rotary method, where it has one instead of a function.
+        device: where parts are built; `None` for torch's default device.
+
+    Raises:
+        UnsupportedError: if the layers of a schedule disagree about what is added to the embeddings.
+    """
+
+    def __init__(
+        self,
+        config: SchemeConfig,
+        stack: Stack,
+        pairing_override: str | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self._device = device
+        self.runtime = StackRuntime()
+        self.groups = nn.ModuleList()
+        self.additive: AdditiveEncoding | None = None
+        self.layers: list[LayerEncoding] = []
+        self._built: dict[Hashable, SchemeParts] = {}
+        self._build(config, stack, pairing_override)
+
+    def _build(self, config: SchemeConfig, stack: Stack, pairing_override: str | None) -> None:
+        additive_layers: dict[SchemeConfig, AdditiveEncoding | None] = {}
+        for attention in stack.attentions:
+            layer_config = config
+            if isinstance(config, LayeredConfig):
+                layer_config = config.for_layer(attention.layer, attention.layer_type)
+            context = build_context(stack, attention)
+            layer_config = with_layout(layer_config, stack, attention, pairing_override)
+            parts = self._parts(layer_config, context, attention.path)
+            _refuse_unsuited(attention.module, parts)
+            additive_layers.setdefault(layer_config, parts.additive)
+            self.layers.append(
+                LayerEncoding(
+                    query_key_map=parts.query_key_map,
+                    logit_bias=parts.logit_bias,
+                    logit_scale=parts.logit_scale,
+                    causal=attention.causal,
+                    num_heads=attention.num_heads,
+                    num_key_value_heads=attention.num_key_value_heads,
+                    head_dim=attention.head_dim,
+                )
+            )
+        self._built.clear()
+        self.additive = _one_additive(additive_layers)
+        self._check_shared_keys(stack)
+        self.runtime.needs_all_tokens = needs_all_tokens(self.acting_parts())
+        self.runtime.reads_coordinates = any(getattr(module, "reads_coordinates", False) for module in self.modules())
+
+    def acting_parts(self) -> Iterator[Part]:
+        """The parts that are in use. A part that several layers share appears once for each."""
+        if self.additive is not None:
+            yield self.additive
+        for layer in self.layers:
+            yield from (part for part in (layer.query_key_map, layer.logit_bias, layer.logit_scale) if part is not None)
+
+    def _parts(self, config: SchemeConfig, context: BuildContext, path: str, side: str = "") -> SchemeParts:
+        """The parts at one layer: those of an earlier layer, unless the scheme has separate parts in every layer.
+
+        In a composed scheme each scheme is shared separately and named in the state dict; their sum is not. The two
+        sides of a blend share nothing, even if they hold the same scheme.
+        """
+        key = (config, context, path if config.per_layer else None, side)
+        if key in self._built:
+            return self._built[key]
+        if config.merges_children:
+            sides = {place: side if config.shares_children else f"{side}.{place}" for place in config.children()}
+            children = config.children().items()
+            parts = config.merge([self._parts(child, context, path, sides[place]) for place, child in children])
+        else:
+            with contextlib.nullcontext() if self._device is None else self._device:
+                parts = config.build(context)
+            _check_parts(config, parts)
+            in_layers = [part for part in parts if part is not parts.additive]
+            if in_layers:
+                self.groups.append(nn.ModuleList(in_layers))
+        self._built[key] = parts
+        return parts
+
+    def _check_shared_keys(self, stack: Stack) -> None:
+        """Checks layers that read the keys of an earlier layer, already mapped by its scheme (Gemma 3n and 4)."""
+        owners: dict[str | None, tuple[int, Any]] = {}
+        for attention, layer in zip(stack.attentions, self.layers, strict=True):
+            if not getattr(attention.module, "is_kv_shared_layer", False):
+                owners[attention.layer_type] = (attention.layer, layer.query_key_map)
+                continue
+            if _maps_keys_at_cache_update(layer):
+                raise UnsupportedError(
+                    f"Layer {attention.layer} reads the keys of an earlier layer, so it has no cache update, and "
+                    f"{type(layer.query_key_map or layer.logit_bias).__name__} changes keys there."
+                )
+            source, query_key_map = owners.get(attention.layer_type, (None, layer.query_key_map))
+            if query_key_map is not layer.query_key_map:
+                raise UnsupportedError(
+                    f"Layer {attention.layer} reads the keys of layer {source}, so both need the same rotation; the "
+                    "schedule gives them different ones."
+                )
+
+    def adopt(self, stack: Stack, native_bias: Any) -> list[str]:
+        """Copies native weights into parts that can use them; returns what was adopted."""
+        adopted = []
+        if self.additive is not None and stack.tables:
+            table = stack.tables[0]
+            weight = table_weight(table.module)
+            offset = max(getattr(part, "offset", 0) for part in self.additive.modules())
+            skip = max(table_origin(table.module) - offset, 0)
+            if weight is not None and weight.device.type != "meta" and self.additive.adopt(weight[skip:]):
+                adopted.append(f"additive: {table.path}")
+        for attention, layer in zip(stack.attentions, self.layers, strict=True):
+            native = native_bias(stack, attention)
+            if layer.logit_bias is None or native is None or native.device.type == "meta":
+                continue
+            if layer.logit_bias.adopt(native):
+                adopted.append(f"logit_bias: {attention.path}")
+        return adopted
+
+
+def _maps_keys_at_cache_update(layer: LayerEncoding) -> bool:
+    """Whether a scheme changes keys at the cache update instead of in the architecture's rotary function."""
+    query_key_map = layer.query_key_map
+    asymmetric = query_key_map is not None and (query_key_map.whole_heads or not query_key_map.symmetric)
+    return asymmetric or layer.num_features > 0
+
+
+def _one_additive(found: dict[SchemeConfig, AdditiveEncoding | None]) -> AdditiveEncoding | None:
+    if len(found) <= 1:
+        return next(iter(found.values()), None)
+    additives = [part for part in found.values() if part is not None]
+    if not additives:
+        return None
+    raise UnsupportedError(
+        "The layers of the schedule add different encodings to the embeddings "
+        f"({', '.join(config.name for config in found)}). An additive scheme acts once, before the first layer, so it "
+        "has to be the same in every layer; rotations and biases can differ. To drop it everywhere, pass "
+        "elsewhere='none'. To keep it, compose it with the scheme of every layer."
+    )
+
+
+def _check_parts(config: SchemeConfig, parts: Any) -> None:
+    """Checks that `SchemeConfig.build` returned valid parts.
+
+    Raises:
+        TypeError: for anything but `SchemeParts` with parts of the right types.
+    """
+    owner = f"{type(config).__name__}.build"
+    if not isinstance(parts, SchemeParts):
+        raise TypeError(f"{owner} returned {type(parts).__name__}; expected SchemeParts(...).")
+    for name, kinds in _KINDS.items():
+        part = getattr(parts, name)
+        if part is not None and not isinstance(part, kinds):
+            expected = " or ".join(kind.__name__ for kind in kinds)
+            raise TypeError(f"{owner} returned a {type(part).__name__} as {name}; expected a subclass of {expected}.")
+
+
+def _refuse_unsuited(module: nn.Module, parts: SchemeParts) -> None:
+    """Refuses parts that would act in the wrong place in one attention module.
+
+    Raises:
+        UnsupportedError: with the reason.
+    """
+    if parts.query_key_map is not None and parts.query_key_map.mapped_again and hasattr(module, "kv_lora_rank"):
+        raise UnsupportedError(
+            f"{type(module).__name__} (multi-head latent attention) rotates the end of its heads, and this scheme "
+            "rotates far pairs once more, at the front of whole heads. Use a RoPE scaling, or position_scale."
+        )
+    replaces = isinstance(parts.logit_bias, PairwiseBias) and parts.logit_bias.replaces_logits
+    if replaces and getattr(module, "attn_logit_softcapping", None):
+        raise UnsupportedError(
+            f"{type(module).__name__} caps its logits (attn_logit_softcapping={module.attn_logit_softcapping}) before "
+            "a bias is added, and this scheme corrects them by one. Use a RoPE scaling, or position_scale."
+        )

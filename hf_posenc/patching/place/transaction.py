@@ -1,0 +1,238 @@
+"""Putting a scheme into a model and taking it out again: one object that plans, installs, suspends and undoes.
+
+After an error or an interrupt, the model has either the old encoding or the new one, as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_posenc.patching.call.placed_forward import refuse_foreign_forward
+from hf_posenc.patching.call.recomputation import forget_recomputation
+from hf_posenc.patching.find.architectures import architecture_of
+from hf_posenc.patching.find.discovery import find_stacks
+from hf_posenc.patching.find.fingerprint import samples
+from hf_posenc.patching.find.sites import FoundAttention, FoundModule, Stack
+from hf_posenc.patching.place.config_entry import attach_entry, detach_entry
+from hf_posenc.patching.place.continuous_batching import (
+    CheckedContinuousBatching,
+    drop_kept_pages,
+    refuse_running_batches,
+)
+from hf_posenc.patching.place.encoding import (
+    PositionEncoding,
+    build_encoding,
+    is_length_dependent,
+    parameter_count,
+)
+from hf_posenc.patching.place.generation import CheckedGenerate
+from hf_posenc.patching.place.head_shards import split_heads
+from hf_posenc.patching.place.in_force import current_encoding, encodings
+from hf_posenc.patching.place.install import install_stack
+from hf_posenc.patching.place.lengths import settle_lengths
+from hf_posenc.patching.place.refusals import refuse_late_parameters, unwrapped
+from hf_posenc.patching.place.report import PatchReport
+from hf_posenc.patching.place.scheme_name import mark_names
+from hf_posenc.patching.place.stack_encoding import StackEncoding
+from hf_posenc.schemes.config import SchemeConfig
+
+ATTRIBUTE = "position_encoding"
+
+
+class Transaction:
+    """Everything that changes the position encoding of one model.
+
+    Args:
+        model: a transformers model, or a PEFT model around one.
+
+    Raises:
+        TypeError: for anything else.
+        UnsupportedError: for a model that no scheme can be placed in.
+
+    Attributes:
+        model: the transformers model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model: PreTrainedModel = unwrapped(model)
+
+    @property
+    def encoding(self) -> PositionEncoding | None:
+        """The encoding in force, or `None` for a stock model."""
+        return current_encoding(self.model)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes: for weights that accelerate offloads, the device its hooks load them to."""
+        for module in self.model.modules():
+            device = getattr(module.__dict__.get("_hf_hook"), "execution_device", None)
+            if device is not None:
+                return torch.device(device)
+        first = next(self.model.parameters(), None)
+        return torch.device("cpu") if first is None else first.device
+
+    def plan(self, config: SchemeConfig, stacks: list[Stack] | None = None) -> PositionEncoding:
+        """Builds the parts of a scheme, on the model's device and in its dtype. The model is not changed.
+
+        Args:
+            config: the scheme.
+            stacks: the model's stacks, where they are known.
+        """
+        stacks = find_stacks(self.model) if stacks is None else stacks
+        encoding = build_encoding(config, stacks, architecture_of(self.model.config))
+        parameters = (parameter for parameter in self.model.parameters() if parameter.is_floating_point())
+        reference = next(parameters, None)
+        encoding.to(device=self.device, dtype=None if reference is None else reference.dtype)
+        return encoding
+
+    def install(self, encoding: PositionEncoding) -> None:
+        """Puts an encoding into the model, in place of the one in force. If that fails, the model is left as it was.
+
+        Raises:
+            UnsupportedError: if the encoding cannot be placed, or the one in force cannot be taken out and put back, or
+                while continuous batching runs on the model.
+        """
+        self.refuse_running_batches()
+        refuse_late_parameters(self.model, encoding)
+        before = self.encoding
+        self._refuse_foreign_forwards()
+        try:
+            self._put(encoding)
+        except BaseException:
+            self._put(before)
+            raise
+
+    def undo(self) -> None:
+        """Leaves the model without any encoding, even if it is interrupted.
+
+        Raises:
+            UnsupportedError: while continuous batching runs on the model.
+        """
+        self.refuse_running_batches()
+        try:
+            self._put(None)
+        except BaseException:
+            self._put(None)
+            raise
+
+    @contextmanager
+    def installed(self, encoding: PositionEncoding | None) -> Iterator[None]:
+        """The model with another encoding, or none, inside a `with` block. Afterwards it has what it had before.
+
+        Raises:
+            UnsupportedError: if the encoding cannot be placed, or the one in force cannot be taken out and put back, or
+                while continuous batching runs on the model.
+        """
+        before = self.encoding
+        if before is encoding:
+            yield
+            return
+        self.refuse_running_batches()
+        self._refuse_foreign_forwards()
+        try:
+            self._put(encoding)
+            yield
+        finally:
+            # Not a function of its own: an interrupt may come between its call and its first line.
+            try:
+                self._put(before)
+            except BaseException:
+                self._put(before)
+                raise
+
+    @contextmanager
+    def suspended(self) -> Iterator[PreTrainedModel]:
+        """The stock model inside a `with` block. Afterwards the scheme is back.
+
+        Raises:
+            UnsupportedError: if the scheme could not be put back, because another library has replaced the forward of a
+                module.
+        """
+        with self.installed(None):
+            yield self.model
+
+    def refuse_running_batches(self) -> None:
+        """Refuses to change the encoding while continuous batching runs on the model.
+
+        Raises:
+            UnsupportedError: in that case.
+        """
+        refuse_running_batches(self.model)
+
+    def _refuse_foreign_forwards(self) -> None:
+        """Refuses a model in which another library has replaced a forward that an encoding has to replace.
+
+        Raises:
+            UnsupportedError: with the name of the module.
+        """
+        for stack in find_stacks(self.model):
+            sites: list[FoundAttention | FoundModule] = [*stack.attentions, *stack.rotaries, *stack.tables]
+            for found in sites:
+                refuse_foreign_forward(found.module, f"{stack.path}.{found.path}".lstrip("."))
+
+    def _put(self, encoding: PositionEncoding | None) -> None:
+        """Takes out every encoding in the model and puts this one in. A second call finishes an interrupted one."""
+        drop_kept_pages(self.model)
+        for found in encodings(self.model):
+            _take_out(found)
+        if encoding is not None:
+            self._put_in(encoding)
+
+    def _put_in(self, encoding: PositionEncoding) -> None:
+        """Puts an encoding into a stock model. Every change is in the encoding's journal.
+
+        The model is marked as patched before the first change takes effect.
+        """
+        model, journal = self.model, encoding.journal
+        stacks, architecture = find_stacks(model), architecture_of(model.config)
+        base = model.base_model
+        encoding.__dict__["holder"] = base
+        base.add_module(ATTRIBUTE, encoding)
+        encoding.__dict__["model_config"] = model.config
+        attach_entry(model.config, encoding.config.to_dict())
+        if base is not model:
+            journal.set(model, ATTRIBUTE, encoding)
+        before = {} if encoding.report is None else {report.name: report.adopted for report in encoding.report.stacks}
+        reports = []
+        for stack in stacks:
+            placed = encoding.stacks[stack.name]
+            assert isinstance(placed, StackEncoding)
+            first = encoding.report is None
+            adopted = placed.adopt(stack, architecture.native_bias_table) if first else before[stack.name]
+            report = install_stack(stack, placed, architecture, journal)
+            report.adopted = adopted
+            reports.append(report)
+        encoding.report = PatchReport(encoding.config.name, type(model).__name__, parameter_count(encoding), reports)
+        split_heads(encoding, model)
+        settle_lengths(encoding, model, stacks)
+        encoding.base_weights = encoding.base_weights or samples(model, read_offloaded=False)
+        mark_names(model, encoding)
+        generation_config = getattr(model, "generation_config", None)
+        if generation_config is not None:
+            if is_length_dependent(encoding):
+                journal.set(generation_config, "use_cache", False)
+            CheckedGenerate.place(encoding, model)
+        CheckedContinuousBatching.place(encoding, model)
+        encoding.train(model.training)
+
+
+def _take_out(encoding: PositionEncoding) -> None:
+    """Reverts every change that an encoding has made. After an interrupt, a second call finishes it."""
+    for stack in encoding.stacks.values():
+        assert isinstance(stack, StackEncoding)
+        stack.runtime.slots.restore()
+        stack.runtime.watch = stack.runtime.pages = stack.runtime.replicas = None
+    encoding.journal.undo()
+    holder, config = encoding.__dict__.get("holder"), encoding.__dict__.get("model_config")
+    if config is not None:
+        detach_entry(config)
+    if holder is not None:
+        forget_recomputation(holder)
+        holder._modules.pop(ATTRIBUTE, None)
+    encoding.__dict__.pop("model_config", None)
+    encoding.__dict__.pop("holder", None)

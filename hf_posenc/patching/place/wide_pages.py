@@ -1,0 +1,93 @@
+"""Pages for keys that are wider than the heads of the model: mapped ones, or with numbers of a bias beside them.
+
+The cache of continuous batching makes its pages as wide as the config says heads are, the same for keys and values. A
+worker thread makes it by a method of its manager, which is replaced on the one manager.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from hf_posenc.attention.key_channels import channels_per_number
+from hf_posenc.patching.call.layer_call import LayerEncoding
+
+
+def page_width(layer: LayerEncoding, dtype: torch.dtype) -> int:
+    """How wide the keys of one layer are when they are written into a page."""
+    factor = 1 if layer.query_key_map is None else layer.query_key_map.width_factor
+    numbers = layer.num_heads // layer.num_key_value_heads * layer.num_features
+    return layer.head_dim * factor + numbers * channels_per_number(dtype)
+
+
+def width_of_pages(cache: Any, head_dim: int) -> int | None:
+    """How wide the pages of a cache are.
+
+    Args:
+        cache: of a call.
+        head_dim: width of the model's heads.
+
+    Returns:
+        `None` for a cache that is not transformers' own.
+    """
+    from transformers.generation.continuous_batching import PagedAttentionCache
+
+    update = vars(cache).get("update")
+    if isinstance(update, _PaddedUpdate):
+        return update.width
+    return head_dim if isinstance(cache, PagedAttentionCache) else None
+
+
+class WidePages:
+    """Stands in for a manager's `_create_batch_processor`: makes a cache with wide pages.
+
+    Args:
+        manager: of the continuous batching.
+        width: of every page.
+    """
+
+    def __init__(self, manager: Any, width: int) -> None:
+        self.manager = manager
+        self.width = width
+
+    def __call__(self) -> Any:
+        """Makes the batch processor, or resets the one that is there."""
+        manager, model = self.manager, self.manager.model
+        text_config = _WithOverrides(model.config.get_text_config(), head_dim=self.width)
+        config = _WithOverrides(model.config, get_text_config=lambda *_, **__: text_config)
+        seen = _WithOverrides(manager, model=_WithOverrides(model, config=config))
+        processor = type(manager)._create_batch_processor(seen)
+        if "update" not in vars(processor.cache):
+            processor.cache.update = _PaddedUpdate(processor.cache, self.width)
+        return processor
+
+
+class _PaddedUpdate:
+    """Stands in for a cache's `update`: keys and values fill their pages, and come out as wide as they were."""
+
+    def __init__(self, cache: Any, width: int) -> None:
+        self.cache = cache
+        self.width = width
+
+    def __call__(self, key_states: Tensor, value_states: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Updates the cache."""
+        widths = key_states.shape[-1], value_states.shape[-1]
+        wide_keys, wide_values = (pad(each, (0, self.width - each.shape[-1])) for each in (key_states, value_states))
+        keys, values = type(self.cache).update(self.cache, wide_keys, wide_values, **kwargs)
+        return keys[..., : widths[0]], values[..., : widths[1]]
+
+
+class _WithOverrides:
+    """An object as it is, but for some attributes; what is set goes to the object."""
+
+    def __init__(self, target: Any, **changed: Any) -> None:
+        self.__dict__.update(changed, _target=target)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_target"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._target, name, value)
