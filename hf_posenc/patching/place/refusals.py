@@ -122,7 +122,8 @@ def refuse_late_parameters(model: nn.Module, encoding: PositionEncoding) -> None
     raise UnsupportedError(
         f"FSDP2 has already sharded the weights of this {type(model).__name__}, and the scheme "
         f"{encoding.config.name!r} has parameters, which FSDP2 would not shard and whose gradients it would not "
-        "reduce. Call patch_model before fully_shard, or save the patched model and load it with its distributed_config."
+        "reduce. Call patch_model before fully_shard, or save the patched model and load it with its "
+        "distributed_config."
     )
 
 
