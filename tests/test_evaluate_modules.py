@@ -101,7 +101,7 @@ def test_errors_of_the_library_come_through(load, model, tokenizer, tmp_path):
     module = load("generalization")
     with pytest.raises(MeasurementError, match="whole number"):
         module.compute(data=["copy"], model=model, tokenizer=tokenizer, lengths=[0])
-    with pytest.raises(ValueError, match="which tokenizer"):
+    with pytest.raises(ValueError, match="Pass tokenizer="):
         load("generalization").compute(data=["copy"], model=model)
     with pytest.raises(UsageError, match="cannot load"):
         load("minimal-pairs").compute(data=["x"], model=str(tmp_path))

@@ -29,7 +29,7 @@ def test_the_counts_are_those_of_the_tables() -> None:
     assert set(TABLE) == schemes | arranged
     counts = f"all {len(schemes)} schemes and {len(arranged)} of the {len(arrangements)} arrangements"
     assert f"{counts}, in {len(VARIANTS)} variants" in TEXT
-    assert f"{len(ARCHITECTURES)} builds of architectures, {pairs} pairs" in TEXT
+    assert f"{len(ARCHITECTURES)} builds of architectures: {pairs} pairs" in TEXT
     assert f"{len(VARIANTS)} variants against a slow reference" in TEXT
     assert TEXT.count(f"{pairs} pairs of the matrix") == 2
     options, values = len(fields_of_all_configs()), len(WRONG) + len(EXTREME)
@@ -39,7 +39,7 @@ def test_the_counts_are_those_of_the_tables() -> None:
 def test_the_limits_are_those_of_the_code() -> None:
     powers = {
         "rows of a table with one row per position": limits.MOST_ROWS,
-        "distances that a bias tells apart": limits.MOST_DISTANCES,
+        "distinct distances of a bias": limits.MOST_DISTANCES,
         "width of a network or of a sum of cosines": limits.LARGEST_WIDTH,
         "layers of a schedule": limits.MOST_LAYERS,
         "values in the JSON form of a scheme": limits.MOST_VALUES,
@@ -47,8 +47,8 @@ def test_the_limits_are_those_of_the_code() -> None:
     rows = {words: f"2**{value.bit_length() - 1}" for words, value in powers.items()}
     assert all(value == 1 << value.bit_length() - 1 for value in powers.values())
     rows |= {
-        "schemes inside each other": str(limits.DEEPEST_NESTING),
-        "schemes that act together": str(limits.MOST_PARTS),
+        "nesting depth of schemes": str(limits.DEEPEST_NESTING),
+        "schemes combined in one layer": str(limits.MOST_PARTS),
         "the base of frequencies": f"{validation.SMALLEST_BASE:.0e} to {validation.LARGEST_BASE:.0e}".replace("+", ""),
     }
     for words, value in rows.items():

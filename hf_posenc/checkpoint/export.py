@@ -41,9 +41,8 @@ def save_stock_checkpoint(model: PreTrainedModel, directory: str | os.PathLike[s
     """
     target = Path(directory)
     _check_arguments(model, target, save_kwargs)
-    current_encoding(
-        model
-    )  # Raises for a partly patched model, and for a model patched by another copy of the package.
+    # Raises for a partly patched model, and for a model patched by another copy of the package.
+    current_encoding(model)
     if read_entry(model.config) is None:
         model.save_pretrained(target, **save_kwargs)
         return

@@ -189,7 +189,7 @@ def test_existing_models_are_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     hf_posenc.save_stock_checkpoint(model, tmp_path)
     assert (tmp_path / "tokenizer.json").read_text() == "{}"
-    with pytest.raises(FileExistsError, match="already holds a model"):
+    with pytest.raises(FileExistsError, match="already contains a model"):
         hf_posenc.save_stock_checkpoint(model, tmp_path)
 
 
@@ -224,6 +224,6 @@ def test_a_longer_table_reaches_further_in_the_export(exported: Path) -> None:
 def test_a_scheme_that_acts_far_away_only_is_not_taken_for_the_stock_one(scheme, tmp_path):
     """Within the first dozens of tokens each of these is plain RoPE."""
     model = hf_posenc.patch_model(llama(), scheme)
-    with pytest.raises(UnsupportedError, match="cannot be said"):
+    with pytest.raises(UnsupportedError, match="cannot be expressed"):
         hf_posenc.save_stock_checkpoint(model, tmp_path / "stock")
     assert not (tmp_path / "stock").exists()

@@ -57,7 +57,7 @@ class TestSchemes:
 
     @pytest.mark.parametrize("scheme", ["my_scheme", 'composed:parts=["rope", "my_scheme"]'])
     def test_an_unknown_scheme_may_be_ones_own(self, capsys, scheme):
-        assert "For a scheme of your own" in refused(capsys, "plot", scheme)
+        assert "For your own scheme" in refused(capsys, "plot", scheme)
 
     def test_the_listing_from_the_sources_is_that_of_the_registry(self):
         shipped = [entry for entry in registered() if entry.path.startswith("hf_posenc.")]

@@ -98,7 +98,7 @@ def test_wrong_phases_are_refused(phases, message):
 
 @pytest.mark.parametrize("arguments", [(10, 0.0), (10, 1.0), (1, 0.5)])
 def test_a_recipe_without_steps_is_refused(arguments):
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match="at least 1"):
         drope(*arguments)
 
 
@@ -124,7 +124,7 @@ def test_groups_hold_every_trained_parameter_once():
 
 
 def test_a_phase_that_no_step_reaches_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="never reach"):
+    with pytest.raises(ValueError, match="Adapt the phases"):
         trained(drope(500), 20, tmp_path)
     with pytest.raises(TypeError, match="drope"):
         SchemePhasesCallback("drope")
@@ -134,7 +134,7 @@ def test_a_phase_that_no_step_reaches_is_refused(tmp_path):
 def test_parameters_that_the_optimizer_has_never_seen_are_refused(first, tmp_path):
     """The Trainer makes its optimizer before any callback runs."""
     phases = SchemePhases(((0, first), (10, "none")))
-    with pytest.raises(UnsupportedError, match="before the Trainer is made"):
+    with pytest.raises(UnsupportedError, match="before you create the Trainer"):
         trained(phases, 20, tmp_path)
     model, _ = trained(phases, 20, tmp_path, before=first)
     assert model.position_encoding.config == hf_posenc.NoneConfig()

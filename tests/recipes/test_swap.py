@@ -110,7 +110,7 @@ def test_rows_between_rows():
     # half-way its value is the mean of the ends less m / 16.
     m = 6 * (0 - 2 * 4 + 0) / 4
     assert torch.allclose(extended_rows(rows, 5, "spline")[1, 1], torch.tensor(2.0 - m / 16))
-    with pytest.raises(ValueError, match="would cut it"):
+    with pytest.raises(ValueError, match="would truncate it"):
         extended_rows(rows, 2, "linear")
     with pytest.raises(ValueError, match="expected one of linear"):
         extended_rows(rows, 4, "cubic")
@@ -305,7 +305,7 @@ def test_a_swap_is_a_result():
         (None, "learned", {"num_positions": 99, "table_extension": "cubic"}, ValueError, "table_extension is 'cubic'"),
         (None, "learned", {"num_positions": 9, "table_extension": "last"}, ValueError, "Leave it out"),
         (None, "alibi", {"table_extension": "last"}, ValueError, "Leave it out"),
-        (None, "learned", {"initialization": "default", "table_extension": "last"}, ValueError, "fits nothing"),
+        (None, "learned", {"initialization": "default", "table_extension": "last"}, ValueError, "does not fit anything"),
         ("t5", "alibbi", {}, ValueError, "alibi"),
     ],
 )

@@ -111,7 +111,7 @@ def test_t5_direction_follows_the_model_and_per_layer_the_config():
     assert bias_of(T5Config(), causal=False).bidirectional
     assert not bias_of(T5Config(), causal=True).bidirectional
     assert bias_of(T5Config(bidirectional=True), causal=True).bidirectional
-    with pytest.raises(UnsupportedError, match=r"bidirectional is False.*this bidirectional model"):
+    with pytest.raises(UnsupportedError, match=r"bidirectional is False.*this model is bidirectional"):
         bias_of(T5Config(bidirectional=False), causal=False)
     assert not T5Config().per_layer
     assert T5Config(shared=False).per_layer

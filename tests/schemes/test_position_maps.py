@@ -272,7 +272,7 @@ def test_real_positions_of_a_caller_are_not_blamed_on_a_map():
     halves = Positions(positions_of(5).ids * 0.5, torch.tensor([[5]]))
     for part in (build(LearnedConfig()).additive, RandomizedMap(8, real=False, always=True)):
         with pytest.raises(
-            ValueError, match=r"needs whole positions, but these are real numbers \(torch.float32\)"
+            ValueError, match=r"needs integer positions, but these are floating-point \(torch.float32\)"
         ) as error:
             part(halves)
         assert "map" not in str(error.value)
