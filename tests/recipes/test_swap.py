@@ -305,7 +305,13 @@ def test_a_swap_is_a_result():
         (None, "learned", {"num_positions": 99, "table_extension": "cubic"}, ValueError, "table_extension is 'cubic'"),
         (None, "learned", {"num_positions": 9, "table_extension": "last"}, ValueError, "Leave it out"),
         (None, "alibi", {"table_extension": "last"}, ValueError, "Leave it out"),
-        (None, "learned", {"initialization": "default", "table_extension": "last"}, ValueError, "does not fit anything"),
+        (
+            None,
+            "learned",
+            {"initialization": "default", "table_extension": "last"},
+            ValueError,
+            "does not fit anything",
+        ),
         ("t5", "alibbi", {}, ValueError, "alibi"),
     ],
 )
