@@ -128,7 +128,7 @@ def test_a_call_of_a_decoder_that_hides_nothing_is_refused(scheme: str) -> None:
     for block in model.decoder.block:
         block.layer[0].SelfAttention.is_causal = False
     tokens = torch.arange(5, 5 + LENGTH).unsqueeze(0)
-    with pytest.raises(UnsupportedError, match=r"hides no later key.*attn_implementation='eager'"):
+    with pytest.raises(UnsupportedError, match=r"has no causal mask.*attn_implementation='eager'"):
         model(input_ids=tokens, decoder_input_ids=tokens)
     model.decoder.config._attn_implementation = "eager"
     model(input_ids=tokens, decoder_input_ids=tokens)

@@ -196,7 +196,7 @@ def test_memory_of_a_fresh_process():
 def test_a_fresh_process_says_why_there_is_no_memory_to_measure(capsys):
     request = {"level": "encoder", "subject": "xpos", "phase": "forward", "length": 16, "peers": ()}
     assert memory.main([json.dumps(request | {"setting": dataclasses.asdict(TINY)})]) == 1
-    assert "refused: XposConfig cannot serve" in capsys.readouterr().err
+    assert "refused: XposConfig does not support" in capsys.readouterr().err
 
 
 def test_memory_grows_with_what_a_call_allocates():

@@ -67,8 +67,7 @@ def test_a_model_that_is_shared_takes_no_new_parameters(found: Found, way: str, 
         assert rank["late"][f"{way} alibi"] <= CLOSE
         for scheme in ("t5", "pope"):
             message = rank["late"][f"{way} {scheme}"]
-            assert message.startswith("Th"), message
-            assert words in message
+            assert words in message, message
 
 
 def test_sharded_weights_name_their_scheme(found: Found) -> None:
