@@ -1,8 +1,8 @@
-"""How a bias reaches each attention back-end.
+"""Adds a bias to the logits of each attention back-end.
 
-Every function takes what the model passes to its attention function and the bias to add, and calls the function the
-model had chosen: kernels, soft caps, attention sinks and dropout stay the model's own. What is known of the bias
-decides the rest (`hf_posenc.attention.forms`):
+Every function takes the arguments of the model's attention function and a bias, and calls the function that the model
+has chosen, so kernels, soft caps, attention sinks and dropout do not change. How the bias is added depends on its form
+(`hf_posenc.attention.forms`):
 
 ===============  ===========================  ==========================  =====================  =================
 form             sdpa                         flex_attention              flash                  eager, others
@@ -14,11 +14,11 @@ rows             in blocks; compiled, a       a matrix                    refuse
                  matrix
 ===============  ===========================  ==========================  =====================  =================
 
-With sdpa on a CPU, and with flex_attention, keys that cannot change the result of a query are left out
+With sdpa on a CPU, and with flex_attention, keys that cannot change the result of a query are skipped
 (`hf_posenc.attention.windows`).
 
-Where dropout or a soft cap is asked of sdpa, transformers' own function gets the bias, in blocks. Flash kernels are
-given no bias that is learned, for training: see `hf_posenc.attention.fused_attention`.
+If sdpa is called with dropout or a soft cap, transformers' own function gets the bias in blocks. Flash kernels do not
+support training a learned bias: see `hf_posenc.attention.fused_attention`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from hf_posenc.attention.fused_attention import fused_attention
 from hf_posenc.attention.lookups import look_up
 from hf_posenc.errors import UnsupportedError
 
-#: The largest bias of all pairs, in bytes, that is built for a back-end that cannot do without. Set it to allow more.
+#: The largest bias matrix, in bytes, that is built for a back-end that needs one. Increase it to allow more.
 DENSE_LIMIT = 8 * 2**30
 
 _TAKES_POSITION_BIAS: dict[Callable[..., Any], bool] = {}
@@ -58,27 +58,27 @@ def attend_with_bias(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Calls `function` so that a bias is added to its logits.
+    """Calls `function` with a bias added to its logits.
 
     Args:
         implementation: the back-end's name, `None` or "eager" for the model's own function.
-        function: the attention function the model would have called.
+        function: the attention function that the model would call.
         form: the bias.
         module: the attention module.
         query: `(batch, heads, query_len, head_dim)`.
         key: `(batch, key_value_heads, key_len, head_dim)`.
         value: `(batch, key_value_heads, key_len, head_dim)`.
-        attention_mask: whatever the back-end takes as a mask.
+        attention_mask: a mask in the format of the back-end.
         *args: further arguments of the function.
         **kwargs: further arguments of the function.
 
     Raises:
-        UnsupportedError: for a back-end that cannot take the bias, or only as a matrix that is too large.
+        UnsupportedError: for a back-end that does not support the bias, or only as a matrix that is too large.
     """
     name = implementation or "eager"
     if query.dtype == torch.float64:
-        # Schemes compute their biases in float32 in any model; beside a float64 query the same numbers are cast up, so
-        # that sums and kernels see one dtype.
+        # Schemes compute biases in float32 in any model. With a float64 query they are cast up, so that sums and
+        # kernels have one dtype.
         form = form.double()
     given = (module, query, key, value, attention_mask, *args)
     if "flash" in name:
@@ -88,7 +88,7 @@ def attend_with_bias(
         return function(module, query, key, value, merged, *args, **kwargs)
     if not _takes_position_bias(function):
         raise UnsupportedError(
-            f"The attention back-end {name!r} has no position_bias parameter, so a logit bias would be lost. Use "
+            f"The attention back-end {name!r} has no position_bias parameter, so a logit bias would be ignored. Use "
             'model.set_attn_implementation("sdpa"), "flex_attention" or "eager".'
         )
     if name == "flex_attention" and not isinstance(form, RowsForm):
@@ -97,17 +97,17 @@ def attend_with_bias(
         given = (module, query, key, value, attention_mask, *args)
         return function(*given, position_bias=look_up(form), **kwargs)
     if _is_stock_sdpa(function) and torch._C._are_functorch_transforms_active():
-        # The CPU's fused kernel has no gradient of a mask, and the operators here have no rules for transforms.
+        # The CPU's fused kernel has no gradient of a mask, and the operators here do not support function transforms.
         with sdpa_kernel(SDPBackend.MATH):
             return _attend_dense(name, function, form, *given, **kwargs)
     if _is_stock_sdpa(function) and query.shape[2] > 1:
         return _attend_sdpa(function, form, *given, **kwargs)
-    # A single row is small, and for it transformers reads the keys that heads share once.
+    # A single row is small, and transformers then reads keys shared by several heads only once.
     return _attend_dense(name, function, form, *given, **kwargs)
 
 
 def _takes_position_bias(function: Callable[..., Any]) -> bool:
-    # Read once for each function; a cache of functools would alarm compilers.
+    # This is read once for each function. functools caches cause warnings in compilers.
     known = _TAKES_POSITION_BIAS.get(function)
     if known is None:
         known = _TAKES_POSITION_BIAS[function] = "position_bias" in inspect.signature(function).parameters
@@ -115,7 +115,7 @@ def _takes_position_bias(function: Callable[..., Any]) -> bool:
 
 
 def _is_stock_sdpa(function: Callable[..., Any]) -> bool:
-    # A function that somebody registered under this name may do anything.
+    # A function registered under this name by another package may do anything.
     return getattr(function, "__module__", "") == "transformers.integrations.sdpa_attention"
 
 
@@ -132,7 +132,7 @@ def _attend_sdpa(
 ) -> Any:
     causal = attention_mask is None and _is_causal(module, kwargs)
     if causal and key.shape[2] > query.shape[2]:
-        # A static cache before anything else is in it: the slots behind the queries are empty.
+        # An empty static cache: the slots after the queries are unused.
         key, value, form = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]], form.of_first(query.shape[2])
     compiling = torch.compiler.is_compiling()
     given = (module, query, key, value, attention_mask)
@@ -144,7 +144,7 @@ def _attend_sdpa(
         return attend_by_blocks(function, form, causal, *given, *args, **kwargs)
     scaling = _scaling(query, kwargs)
     if causal and query.device.type != "cpu":
-        # Folded, it needs no mask, and kernels that take none are the fast ones there.
+        # A folded bias needs no mask, and kernels without a mask are faster on this device.
         form = _separable(form) or form
     if not isinstance(form, RowsForm):
         vector, terms, slots = form.tensors
@@ -160,7 +160,7 @@ def _scaling(query: Tensor, kwargs: dict[str, Any]) -> float:
 
 
 def _asks_for_more(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether stock sdpa would do more than attend; all of that, its warnings included, is left to it."""
+    """Whether the call uses other features of stock sdpa. These, including warnings, are left to the stock function."""
     others = ("dropout", "softcap", "s_aux", "output_attentions")
     return bool(args) or any(_is_set(kwargs.get(name)) for name in others)
 
@@ -174,7 +174,7 @@ def _learns_mask(mask: Any) -> bool:
 
 
 def _separable(form: BiasForm) -> SeparableForm | None:
-    """A fixed bias of distance as a number per key, which says the same only where no query sees a later key."""
+    """Converts a fixed distance bias to a number per key, which is equivalent if no query sees a later key."""
     if not isinstance(form, DistanceForm) or form.requires_grad:
         return None
     return form.separable()
@@ -237,27 +237,27 @@ def _attend_dense(
     size = 4 * batch * form.heads * query.shape[2] * key.shape[2]
     if not torch.compiler.is_compiling() and size > DENSE_LIMIT:
         raise UnsupportedError(
-            f"Through the attention back-end {name!r} this bias is a matrix of {query.shape[2]} x {key.shape[2]} for "
+            f"With the attention back-end {name!r} this bias is a matrix of {query.shape[2]} x {key.shape[2]} for "
             f"each of {form.heads} heads and {batch} rows, {size / 2**20:,.0f} MiB in every layer. Use "
             'model.set_attn_implementation("sdpa"), without a mask that is learned, which computes it in blocks, or '
             "allow more with hf_posenc.attention.backends.DENSE_LIMIT."
         )
     bias = form.dense().to(query.dtype)
     if name == "flex_attention":
-        # Its score function indexes the bias by batch, so a shared one has to look like one per batch item.
+        # Its score function indexes the bias by batch, so a shared bias must be expanded to the batch.
         bias = bias.expand(query.shape[0], -1, -1, -1)
     return function(module, query, key, value, *args, position_bias=bias, **kwargs)
 
 
 def merge_mask(attention_mask: Tensor | None, bias: Tensor, dtype: torch.dtype) -> Tensor:
-    """An additive mask in `dtype` that carries both; masked entries stay at its smallest value that float32 holds.
+    """Returns an additive mask in `dtype` with both. Masked entries have its smallest value that fits float32.
 
     Args:
         attention_mask: boolean (True = attend) or additive, broadcastable to `(batch, heads, query_len, key_len)`.
         bias: `(1 or batch, heads, query_len, key_len)`, float32; -inf in it masks too.
-        dtype: of the logits.
+        dtype: dtype of the logits.
     """
-    # Models take the softmax of float64 logits in float32, where a smaller number would be -inf, and a row of them NaN.
+    # Models compute the softmax of float64 logits in float32, where a smaller number would be -inf and a full row NaN.
     smallest = max(torch.finfo(dtype).min, torch.finfo(torch.float32).min)
     bias = bias.to(torch.promote_types(bias.dtype, dtype))
     if attention_mask is None:
@@ -267,7 +267,7 @@ def merge_mask(attention_mask: Tensor | None, bias: Tensor, dtype: torch.dtype) 
         if attention_mask.dtype == torch.bool:
             merged = torch.where(attention_mask, bias, smallest)
         else:
-            # A large bias must not bring a masked key back.
+            # A large bias must not unmask a key.
             masked = attention_mask <= torch.finfo(attention_mask.dtype).min / 2
             merged = (attention_mask.to(bias.dtype) + bias).masked_fill(masked, smallest)
     return merged.clamp(min=smallest).to(dtype)

@@ -1,8 +1,8 @@
-"""Attention of a block of queries whose bias is there in full, and is learned.
+"""Attention of a block of queries with a learned bias that is given in full.
 
-Torch's flash kernels give no gradient of a mask; asked for one, it turns to a sequence of plain operations. Here the
-forward pass stays with the kernel, and the backward pass computes the probabilities again: their gradient, before
-softmax, is that of the bias.
+Torch's flash kernels do not compute the gradient of a mask; torch falls back to a sequence of plain operations if one
+is needed. Here the forward pass uses the kernel, and the backward pass recomputes the probabilities. The gradient of
+the logits is the gradient of the bias.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def block_attention(
         key: `(batch, key_value_heads, key_len, head_dim)`.
         value: `(batch, key_value_heads, key_len, value_dim)`.
         bias: `(batch or 1, heads, query_len, key_len)` float32.
-        mask: which pairs are visible (boolean), or what is added to their logits; broadcasts to the bias.
+        mask: boolean (visible pairs) or additive; broadcasts to the bias.
         scaling: factor of `query . key`.
 
     Returns:
@@ -43,7 +43,7 @@ def block_attention(
     """
     query, key, value = autocast_inputs(query, key, value)
     key, value = (for_each_query_head(tensor, query.shape[1]) for tensor in (key, value))
-    # Additive masks may hide all keys of a padding query with -inf, of which softmax makes no number.
+    # Additive masks may hide all keys of a padding query with -inf, for which softmax gives NaN.
     may_be_empty = mask is not None and mask.dtype != torch.bool
     mask = None if mask is None else additive_mask(mask, bias.dtype)
     output: Tensor = _BlockAttention.apply(query, key, value, bias, mask, scaling, may_be_empty)

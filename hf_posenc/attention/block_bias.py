@@ -1,9 +1,8 @@
-"""The bias of a block of queries, and what the gradient of its scores says about a bias of distance.
+"""The bias of a block of queries, and the gradient of a distance bias from the gradient of its scores.
 
-A bias that depends on distance alone is a Toeplitz matrix, which one vector per head describes. With the queries in
-reverse order it becomes a Hankel matrix, `bias[i, j] = vector[i + j]`, and that is a *view* of the vector with both
-strides 1: torch's kernels read it as an attention mask like any other, and nothing of the size of the matrix is ever
-allocated. The mask of a causal layer is part of the vector.
+A distance bias is a Toeplitz matrix, defined by one vector per head. With the queries in reverse order it becomes a
+Hankel matrix, `bias[i, j] = vector[i + j]`, which is a *view* of the vector with both strides 1. Torch's kernels accept
+it as an attention mask, and the full matrix is never allocated. The mask of a causal layer is part of the vector.
 
 The gradient of the vector is the sum over each diagonal of the gradient of the scores.
 """
@@ -18,16 +17,16 @@ from hf_posenc.attention.windows import Windows
 
 
 class BlockBias:
-    """The bias of a block, mask included; without mask and terms it is a view of the vector.
+    """The bias of a block, including the mask. Without mask and terms it is a view of the vector.
 
     Args:
         vector: `(heads, query_len + key_len - 1)` by rising distance, or `None`.
         terms: `(batch, heads, key_len)`, added to the logits of each key, or `None`.
-        query_slots: `(query_len,)` int64, the keys whose terms are taken away from each query; with `terms`.
+        query_slots: `(query_len,)` int64, the keys whose terms are subtracted for each query; with `terms`.
         mask: as `fitting_mask` returns it.
         query_length: number of queries.
-        causal: whether query i sees no key behind key i.
-        windows: which keys count.
+        causal: whether query i does not see keys after key i.
+        windows: the keys that are needed.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class BlockBias:
         self.causal = causal
 
     def of(self, block: Block) -> Tensor:
-        """`(batch or 1, heads, rows, keys)` float32, queries reversed."""
+        """Returns `(batch or 1, heads, rows, keys)` float32, with queries reversed."""
         bias = None if self.vector is None else self._of_vector(self.vector, block)
         if self.terms is not None:
             of_terms = self._of_terms(self.terms, block)
@@ -57,7 +56,7 @@ class BlockBias:
         if self.mask is not None:
             mask = mask_of_block(self.mask, block, bias.dtype)
             return bias + mask if self.terms is None else bias.add_(mask)
-        # Kernels of accelerators want rows that start at aligned addresses.
+        # Accelerator kernels need rows that start at aligned addresses.
         return bias if bias.device.type == "cpu" else bias.contiguous()
 
     def _of_vector(self, vector: Tensor, block: Block) -> Tensor:
@@ -85,18 +84,18 @@ def _masked(vector: Tensor, query_length: int, causal: bool, windows: Windows | 
         vector = vector.clone()
         vector[:, query_length:] = -torch.inf
     if windows is not None:
-        # A block has keys that only some of its rows need. For the others their weights would be subnormal numbers,
-        # which some processors compute a hundred times slower.
+        # A block contains keys that only some of its rows need. For the other rows, their weights would be subnormal
+        # numbers, which are a hundred times slower on some processors.
         distances = torch.arange(vector.shape[1], device=vector.device) - (windows.key_length - 1)
         vector = vector.masked_fill(windows.unneeded(distances), -torch.inf)
     return vector
 
 
 def diagonal_sums(scores: Tensor) -> Tensor:
-    """`(count, rows + keys - 1)`, the sums over entries of `(count, rows, keys)` with the same row plus key.
+    """Sums the entries of `(count, rows, keys)` with the same row plus key: `(count, rows + keys - 1)`.
 
-    Read with rows that are one shorter than they are, diagonals are columns. Only at both ends do such columns hold two
-    diagonals each.
+    In a view with rows that are one element shorter, diagonals become columns. Only the columns at both ends contain
+    two diagonals each.
     """
     count, rows, width = scores.shape
     if width <= 2 * rows + 1:

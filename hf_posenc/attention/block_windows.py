@@ -1,4 +1,4 @@
-"""Flex attention under a decaying bias: a block mask without the blocks of keys that cannot change a result."""
+"""Block masks of flex attention for decaying biases, without blocks of keys that cannot change a result."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from torch.nn.functional import pad
 from hf_posenc.attention.forms import FusedForm
 from hf_posenc.attention.windows import Call, Windows, every_window_of, pays
 
-#: How much larger the gradient of one query may be than that of the others before a key loses digits of its gradient.
-#: The block mask is also used in the backward pass, and is made before any gradient is known.
+#: Factor by which the gradient of one query may exceed the others before the gradient of a key loses precision. The
+#: block mask is also used in the backward pass, and is created before gradients are known.
 _GRADIENTS_DIFFER = 2.0**10
 
 
 def narrowed(mask: Any, form: FusedForm, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Any:
-    """A block mask without the blocks that cannot change a result, or the given mask where that cannot be known.
+    """Removes blocks that cannot change a result from a block mask. If this cannot be determined, returns the given
+    mask.
 
-    No value is read on the host, so nothing waits for an accelerator and a compiled graph has no branch here.
+    No values are read on the host, so there is no device synchronization, and no branch in a compiled graph.
 
     Args:
-        mask: what the model gives to flex attention.
-        form: the bias, which no soft cap comes before.
+        mask: the model's mask for flex attention.
+        form: the bias; no soft cap is applied before it.
         query: `(batch, heads, query_len, head_dim)`.
         key: `(batch, key_value_heads, key_len, head_dim)`.
         value: `(batch, key_value_heads, key_len, value_dim)`.
@@ -44,7 +45,7 @@ def narrowed(mask: Any, form: FusedForm, query: Tensor, key: Tensor, value: Tens
 
 
 def _sees_itself(mask: BlockMask, query: Tensor, key_length: int) -> Tensor:
-    """`(batch, heads, query_len)`: whether each query sees the key in its own place, the last ones being theirs."""
+    """Returns whether each query sees its own key, `(batch, heads, query_len)`. Queries own the last keys."""
     batch, heads, query_length, _ = query.shape
 
     def own(item: Tensor, head: Tensor, row: Tensor) -> Tensor:

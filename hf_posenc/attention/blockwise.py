@@ -1,6 +1,6 @@
-"""What the fused forms have in common: blocks of query rows, their masks, and the backward pass of a block.
+"""Shared code of the fused forms: blocks of query rows, their masks, and the backward pass of a block.
 
-Within a block queries stand in reverse order, which makes a bias of distance a view of a vector
+Within a block queries are in reverse order, which makes a distance bias a view of a vector
 (`hf_posenc.attention.block_bias`).
 """
 
@@ -22,24 +22,24 @@ aten = torch.ops.aten
 
 #: Rows of a backward block: enough for the matrix products to be efficient, few enough to stay in the caches.
 _BACKWARD_ROWS = 128
-#: Rows of a forward block where only the keys in a window count, at least.
+#: Minimum number of rows of a forward block if only the keys in a window are needed.
 _WINDOW_ROWS = 320
 _NOTHING = nullcontext()
-#: How many scores a block may hold, 4 bytes each.
+#: Maximum number of scores in a block, 4 bytes each.
 _BLOCK_SCORES = 2**23
 
 
 @dataclass(frozen=True)
 class Block:
-    """Some queries and the keys outside of which none of them sees any, or any that counts.
+    """A block of queries and the range of keys that they see and need.
 
     Args:
         items: of the batch.
         heads: of the queries.
         start: first query.
-        stop: behind the last query.
+        stop: end of the queries (exclusive).
         first: first key.
-        last: behind the last key.
+        last: end of the keys (exclusive).
     """
 
     items: slice
@@ -77,8 +77,8 @@ def blocks(
         mask: as `fitting_mask` returns it.
         causal: whether query i sees no key behind key i.
         rows: queries of a block.
-        limited: whether a block may hold no more than `_BLOCK_SCORES` scores, if it can be helped.
-        windows: which keys count. Blocks are of one item of the batch, and of heads with similar windows.
+        limited: whether to limit a block to `_BLOCK_SCORES` scores, if possible.
+        windows: the keys that are needed. Each block then has one item of the batch, and heads with similar windows.
     """
     batch, heads, query_length, _ = query.shape
     found = []
@@ -118,7 +118,7 @@ def _visible_keys(
     if mask is None or mask.dtype != torch.bool or mask.device.type != "cpu":
         return 0, key_length
     seen = _rows_of(mask, items, slice(None), start, stop).any(-2).flatten(0, -2).any(0).nonzero()
-    # A block of padding tokens may see nothing; the mask gives all of its keys the same weight then.
+    # A block of padding tokens may not see any key. The mask then gives all of its keys the same weight.
     return (int(seen[0]), int(seen[-1]) + 1) if len(seen) else (0, key_length)
 
 
@@ -131,21 +131,21 @@ def _rows_of(mask: Tensor, items: slice, heads: slice, start: int, stop: int) ->
 
 
 def mask_of_block(mask: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
-    """What is added to the logits of a block, `(batch or 1, 1 or heads, rows or 1, keys)`, queries reversed."""
+    """Returns the additive mask of a block, `(batch or 1, 1 or heads, rows or 1, keys)`, with queries reversed."""
     return additive_mask(
         _rows_of(mask, block.items, block.heads, block.start, block.stop)[..., block.keys].flip(-2), dtype
     )
 
 
 def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to logits: the smallest number where a boolean mask hides a pair."""
+    """Converts a mask to an additive mask, with the smallest number for pairs hidden by a boolean mask."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 def fitting_mask(mask: Tensor | None, query_length: int, key_length: int) -> Tensor | None:
-    """A mask with an entry for every key: one for all of them is repeated, one for later slots is cut.
+    """Returns a mask with an entry for every key: a broadcast mask is repeated, entries for later slots are removed.
 
     Raises:
         UnsupportedError: for a mask that fits neither queries nor keys.
@@ -162,9 +162,9 @@ def fitting_mask(mask: Tensor | None, query_length: int, key_length: int) -> Ten
 
 
 def for_kernel(bias: Tensor, query: Tensor) -> Tensor:
-    """A float32 bias as the kernel of the device takes it.
+    """Converts a float32 bias to the dtype that the device's kernel needs.
 
-    The CPU's kernel takes it as it is beside narrower dtypes. Beside a float64 query it would read it as other numbers.
+    The CPU's kernel accepts a float32 bias with narrower dtypes. With a float64 query it would misread it.
     """
     if query.dtype == torch.float64:
         return bias.double()
@@ -180,7 +180,7 @@ def for_each_query_head(tensor: Tensor, heads: int) -> Tensor:
 
 
 def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Queries, keys and values in the dtype that attention has under autocast, which leaves float64 alone."""
+    """Casts queries, keys and values to the dtype of attention under autocast, which does not change float64."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -189,14 +189,14 @@ def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """Where autocast is not enabled, nothing is switched off: torch's context manager costs as much as an operator."""
+    """Disables autocast only if it is enabled, because torch's context manager costs as much as an operator."""
     if not torch._C._is_any_autocast_enabled():
         return _NOTHING
     return torch.autocast(device.type, enabled=False)
 
 
 def rows_of_window_blocks() -> int:
-    """Rows of a forward block where only the keys in a window count.
+    """Returns the rows of a forward block if only the keys in a window are needed.
 
     It is of few heads, so each thread gets a tile of 64 rows.
     """
@@ -214,7 +214,7 @@ def blockwise_forward(
     rows: int,
     windows: Windows | None = None,
 ) -> Tensor:
-    """The forward pass, a few rows at a time, without the keys that none of them sees, or needs.
+    """Computes the forward pass, a few rows at a time, without keys that none of the rows sees or needs.
 
     Args:
         query: `(batch, heads, query_len, head_dim)`.
@@ -259,10 +259,10 @@ def blockwise_backward(
     on_scores: Callable[[Tensor, Block], None],
     windows: Windows | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values, from probabilities that are computed again a few rows at a time.
+    """Computes the gradients of queries, keys and values, recomputing the probabilities a few rows at a time.
 
-    All of it in float32 at least: in the dtype of a half precision model the probabilities would lose what the forward
-    pass had.
+    Everything is computed in at least float32, because half precision would lose accuracy compared with the forward
+    pass.
 
     Args:
         gradient: of the output, `(batch, query_len, heads, value_dim)`.
@@ -273,7 +273,8 @@ def blockwise_backward(
         scaling: factor of `query . key`.
         causal: whether query i sees no key behind key i.
         bias_of: the bias of a block, `(batch or 1, heads, rows, keys)`, queries reversed, the mask included.
-        on_scores: is given the gradient of the scores of every block, `(batch, heads, rows, keys)`, likewise.
+        on_scores: called with the gradient of the scores of every block, `(batch, heads, rows, keys)`, queries
+            reversed.
         windows: which keys count.
     """
     heads, key_length = query.shape[1], key.shape[2]
@@ -283,11 +284,11 @@ def blockwise_backward(
     keys, values = (for_each_query_head(tensor, heads).to(dtype).contiguous() for tensor in (key, value))
     of_key, of_value = torch.zeros_like(keys), torch.zeros_like(values)
     divided = blocks(query, key_length, mask, causal, _BACKWARD_ROWS, True, windows)
-    # Blocks differ in size, and memory that is taken anew for each would pile up in pieces that are a little too small.
+    # Blocks differ in size, and separate allocations for each would fragment the memory.
     sizes = [block.items_and_heads * (block.stop - block.start) for block in divided]
     buffers = [keys.new_empty(max(sizes, default=0) * key_length) for _ in range(2)]
-    # A mask, and a bias that is -inf beyond some distance, may hide all keys of a padding query. Softmax makes no
-    # number of that.
+    # A mask together with a bias that is -inf beyond some distance may hide all keys of a padding query. Softmax gives
+    # NaN for it.
     may_be_empty = mask is not None
     with without_autocast(query.device):
         for block in divided:
@@ -324,7 +325,7 @@ def _one_axis(tensor: Tensor, block: Block) -> Tensor:
 
 
 def refuse_second_derivative(*_: object) -> None:
-    """The backward pass of a backward pass.
+    """Raises an error in the second of two backward passes.
 
     Raises:
         UnsupportedError: always.

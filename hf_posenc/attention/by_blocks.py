@@ -1,4 +1,4 @@
-"""Attention with any bias, a few rows of queries at a time, so that no bias of all pairs exists."""
+"""Attention with any bias, a few rows of queries at a time, so that the full bias matrix is never stored."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from hf_posenc.attention.block_attention import block_attention
 from hf_posenc.attention.forms import BiasForm
 
-#: How many numbers of a bias, 4 bytes each, a block holds at least; a smaller bias is passed in one piece. From 32 MiB
-#: on, C libraries return freed memory to the system, where smaller pieces of growing sizes would pile up between what
-#: stays.
+#: Minimum number of bias values of a block, 4 bytes each; a smaller bias is passed in one piece. C libraries return
+#: freed memory of 32 MiB or more to the system; smaller pieces of growing sizes would fragment the memory.
 BLOCK_NUMBERS = 2**23
 _WORTH_DIVIDING = 512
 
@@ -32,14 +31,14 @@ def attend_by_blocks(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attends for one block of query rows after the other, each with its rows of the bias.
+    """Computes attention for one block of query rows at a time, each with its rows of the bias.
 
-    The backward pass computes each block again, so that it holds the bias of one block only, too; unless the whole
-    bias is not larger than a block.
+    The backward pass recomputes each block, so it also stores the bias of one block only, unless the whole bias fits
+    into one block.
 
     Args:
-        function: takes `position_bias=`, as transformers' "sdpa" does, and is called for every block; `None` where
-            nothing but attention is asked for.
+        function: takes `position_bias=`, as transformers' "sdpa" does, and is called for every block; `None` for plain
+            attention.
         form: the bias.
         causal: whether query i sees no key behind key i; without a mask, and with as many keys as queries.
         module: the attention module.
@@ -85,9 +84,11 @@ def attend_by_blocks(
 
 
 def _bounds(query_length: int, key_length: int, causal: bool, pairs: float) -> Iterator[tuple[int, int]]:
-    """Rows `[start, stop)` of each block, so that they and the keys they see make `pairs` pairs or a little more."""
+    """Returns the rows `[start, stop)` of each block, chosen so that a block has about `pairs` visible pairs or
+    slightly more.
+    """
     start = 0
-    # Four blocks leave out most of what no query sees; of few queries it is not worth the calls.
+    # Four blocks skip most of the invisible pairs. With few queries this is not worth the additional calls.
     most = query_length / 4 if causal and query_length >= _WORTH_DIVIDING else query_length
     while start < query_length:
         rows = (math.sqrt(start**2 + 4 * pairs) - start) / 2 if causal else pairs / key_length

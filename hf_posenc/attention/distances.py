@@ -1,7 +1,7 @@
-"""Biases that are a function of distance, from one vector per head to what a kernel can take.
+"""Distance biases: builds the form of a bias from one vector per head.
 
-A distance bias is a Toeplitz matrix: entry (query i, key j) depends on `j - i` only. So the scheme is evaluated on
-the `query_len + key_len - 1` distances that occur, never on `query_len x key_len` of them.
+A distance bias is a Toeplitz matrix: entry (query i, key j) depends on `j - i` only. So the scheme is evaluated on the
+`query_len + key_len - 1` distances that occur, not on `query_len x key_len` pairs.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from hf_posenc.schemes.parts import DistanceBias
 
 
 def first_key_slot(offset: int | Tensor, query_length: int, key_length: int) -> int | Tensor:
-    """The slot of the first key that reached the attention function.
+    """Returns the slot of the first key that reached the attention function.
 
-    Dynamic caches hand over every slot; static ones too, padded at the end; sliding ones only the last
-    `key_length` slots up to the newest query.
+    Dynamic caches return every slot; static caches too, padded at the end; sliding caches only the last `key_length`
+    slots up to the newest query.
     """
     start = offset + query_length - key_length
     if isinstance(start, Tensor):
@@ -28,14 +28,14 @@ def first_key_slot(offset: int | Tensor, query_length: int, key_length: int) -> 
 def distance_form(
     bias: DistanceBias, offset: int | Tensor, query_length: int, key_length: int, device: torch.device
 ) -> DistanceForm:
-    """The bias of every distance that occurs.
+    """Evaluates a bias at every distance that occurs.
 
     Args:
         bias: the scheme's part.
         offset: slot of the first query.
         query_length: number of queries.
         key_length: number of keys.
-        device: where the result lives.
+        device: device of the result.
     """
     farthest = first_key_slot(offset, query_length, key_length) - offset - (query_length - 1)
     distances = torch.arange(query_length + key_length - 1, device=device) + farthest

@@ -1,10 +1,10 @@
-"""A number per key as further dimensions of queries and keys.
+"""Folds a number per key into additional dimensions of queries and keys.
 
-`q . k + term[j] - term[i]` is itself a product of two vectors, so any kernel computes it, flash kernels without a bias
-included, and its backward pass is that of the kernel. Terms grow with the length, and beside a large one a sum in
-float32 would lose digits of the content. Two things keep them: the new dimensions stand in front, so that a product
-that is summed in order cancels the two terms first, and in float32 the kernel's scaling is a power of two, so that
-dividing a term by it rounds nothing.
+`q . k + term[j] - term[i]` is itself a product of two vectors, so any kernel can compute it, including flash kernels
+without a bias, and the kernel's backward pass applies. Terms grow with the length, and adding a large term in float32
+would lose precision of the content. Two measures prevent this. The new dimensions come first, so that the two terms
+cancel first if a product is summed in order. In float32 the kernel's scaling is a power of two, so that dividing a term
+by it is exact.
 """
 
 from __future__ import annotations
@@ -17,46 +17,46 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-#: How much of a term the other factor holds, a power of two, so that nothing is rounded. float16 ends at 65504, which
-#: with this share is a term of 33 million at a scaling of 1/8.
+#: The part of a term that the other factor holds. It is a power of two, so the division is exact. float16 ends at
+#: 65504, which with this factor is a term of 33 million at a scaling of 1/8.
 _SHARE = 4096.0
 
 
 def fold(
     query: Tensor, key: Tensor, terms: Tensor, query_slots: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor, float]:
-    """Queries and keys whose products hold `term[j] - term[i]` beside their own.
+    """Extends queries and keys so that their products include `term[j] - term[i]`.
 
     Args:
         query: `(batch, heads, query_len, head_dim)`.
         key: `(batch, key_value_heads, key_len, head_dim)`.
         terms: `(batch or 1, heads, key_len)` float32.
-        query_slots: `(query_len,)` int64, which of the keys belongs to the same token as each query.
+        query_slots: `(query_len,)` int64, the key of each query's own token.
         scaling: the factor of `query . key`.
 
     Returns:
-        Both with the same `width > head_dim`, and the factor that the kernel is to multiply their products by.
+        Both with the same `width > head_dim`, and the factor by which the kernel must multiply their products.
     """
     batch, heads = query.shape[:2]
     if query.dtype in (torch.float32, torch.float64):
-        # Queries take what is left of the scaling. In half precision that would round them.
+        # Queries absorb the rest of the scaling. In half precision this would round them.
         fraction, exponent = math.frexp(scaling)
         scaling = math.ldexp(1.0, exponent - 1)
         query = query if fraction == 0.5 else query * (2 * fraction)
     groups = heads // key.shape[1]
     scaled = (terms / (scaling * _SHARE)).expand(batch, -1, -1)
-    # Every logit of a query is shifted alike, which softmax does not see, and so has no gradient.
+    # All logits of a query are shifted equally, which does not change the softmax, so there is no gradient.
     shift = scaled.detach().index_select(-1, query_slots)
     of_keys = _split(scaled, key.dtype)
     of_queries = [-part for part in _split(shift, query.dtype)]
-    # A key head is read by several query heads, each with terms of its own: every one has its dimensions there.
+    # Several query heads with different terms share a key head. It has separate dimensions for each of them.
     own = _SHARE * torch.eye(groups, dtype=query.dtype, device=query.device).repeat(key.shape[1], 1)
     chosen = own.repeat(1, len(of_keys)).view(1, heads, 1, -1).expand(batch, -1, query.shape[2], -1)
     channels = torch.cat([part.unflatten(1, (-1, groups)).transpose(2, 3) for part in of_keys], dim=-1)
     ones = key.new_tensor(_SHARE).expand(*key.shape[:-1], len(of_queries))
     wide_query = torch.cat((chosen, torch.stack(of_queries, dim=-1), query), dim=-1)
     wide_key = torch.cat((channels, ones, key), dim=-1)
-    # Accelerators want heads of a multiple of 8.
+    # Accelerators need a head width that is a multiple of 8.
     rest = 0 if query.device.type == "cpu" else -wide_query.shape[-1] % 8
     return pad(wide_query, (0, rest)), pad(wide_key, (0, rest)), scaling
 
@@ -70,21 +70,21 @@ def attend_with_wide_values(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Calls an attention function with heads of one width, which fast kernels insist on."""
+    """Calls an attention function with heads of equal width, which fast kernels require."""
     output, *rest = attend(module, *of_one_width(query, key, value), *args, **kwargs)
-    # Models view the heads of a token as one axis.
+    # Models reshape the heads of a token to one axis.
     return output[..., : value.shape[-1]].contiguous(), *rest
 
 
 def of_one_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of one width, with zeros at the end; the result of attention has that width too."""
+    """Pads queries, keys and values with zeros to the same width. The result of attention has that width too."""
     width = max(query.shape[-1], value.shape[-1])
     wide_query, wide_key, wide_value = (pad(one, (0, width - one.shape[-1])) for one in (query, key, value))
     return wide_query, wide_key, wide_value
 
 
 def _split(terms: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
-    """Parts in `dtype` whose sum is `terms`, the largest first; one of them has the gradient of all."""
+    """Splits `terms` into parts in `dtype` with the same sum, the largest first; one of them carries the gradient."""
     if dtype in (torch.float32, torch.float64):
         return (terms.to(dtype),)
     first = terms.to(dtype)

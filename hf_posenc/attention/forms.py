@@ -1,8 +1,8 @@
-"""The forms in which a bias reaches an attention function: what is known of it decides what it costs.
+"""The forms of a bias. Its structure determines how it is passed to an attention function and what it costs.
 
 ========================  ==================================================================================
 `DistanceForm`            a function of distance: one vector per head
-`SeparableForm`           a number per key minus one per query, of which softmax does not see the second
+`SeparableForm`           a number per key minus one per query; softmax is invariant to the second
 `SumForm`                 the sum of one of each
 `RowsForm`                anything else: a function that computes the bias of some rows of queries
 ========================  ==================================================================================
@@ -22,14 +22,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class DistanceForm:
-    """A bias that depends on distance alone.
+    """A bias that depends only on distance.
 
     Args:
         vector: `(heads, query_len + key_len - 1)` float32, by rising distance: query i and key j have
             `vector[:, j - i + query_len - 1]`.
         query_length: number of queries.
         key_length: number of keys.
-        slopes: `(heads,)` float32 where the bias of every key behind the query is `slope * distance`.
+        slopes: `(heads,)` float32 if the bias of every earlier key is `slope * distance`.
     """
 
     vector: Tensor
@@ -58,7 +58,7 @@ class DistanceForm:
             row = self.vector[None, :, None]
             return row if key_count is None else row[..., :key_count]
         if torch.compiler.is_exporting():
-            # A view would hold the length that the model was exported with.
+            # A view would fix the length that the model was exported with.
             keys = torch.arange(self.key_length, device=self.vector.device)[:key_count]
             queries = torch.arange(start, stop, device=self.vector.device).unsqueeze(-1)
             return self.vector[:, keys - queries + self.query_length - 1].unsqueeze(0)
@@ -85,7 +85,7 @@ class DistanceForm:
         return DistanceForm(self.vector.double(), self.query_length, self.key_length, slopes)
 
     def separable(self, query_slots: Tensor | None = None) -> SeparableForm | None:
-        """The same as a number per key, where that is possible for all keys behind a query.
+        """Returns the same bias as a number per key, if possible for all earlier keys.
 
         Args:
             query_slots: which of the keys belongs to the same token as each query; the last ones by default.
@@ -141,7 +141,7 @@ class SeparableForm:
     def rows(self, start: int, stop: int, key_count: int | None = None) -> Tensor:
         """`(batch or 1, heads, rows, keys)` float32 of the queries `[start, stop)` and the first `key_count` keys."""
         if len(self.query_slots) == 1:
-            # The fewest operators for a decoding step, where each costs more than what it computes.
+            # Uses the minimum number of operators in a decoding step, where calls cost more than the computation.
             own = self.terms.index_select(-1, self.query_slots)
             terms = self.terms if key_count is None else self.terms[..., :key_count]
             return (terms - own).unsqueeze(-2)
@@ -155,7 +155,7 @@ class SeparableForm:
 
 @dataclass(frozen=True)
 class SumForm:
-    """The sum of a bias of distance and a number per key.
+    """The sum of a distance bias and a number per key.
 
     Args:
         distance: the first.
@@ -204,7 +204,7 @@ class SumForm:
 
 @dataclass(frozen=True)
 class RowsForm:
-    """A bias that has to be computed for every pair.
+    """A bias that must be computed for every pair.
 
     Args:
         compute: `(start, stop, key_count)` -> `(batch or 1, heads, stop - start, key_count)` float32 of those queries
@@ -220,7 +220,7 @@ class RowsForm:
     heads: int
 
     def of_first(self, key_length: int) -> RowsForm:
-        """The same for the first `key_length` keys only, behind which no query sees any."""
+        """Returns the same for the first `key_length` keys only; no query sees later ones."""
         return RowsForm(self.compute, self.query_length, key_length, self.heads)
 
     def double(self) -> RowsForm:
@@ -230,7 +230,7 @@ class RowsForm:
     def rows(self, start: int, stop: int, key_count: int | None = None) -> Tensor:
         """`(batch or 1, heads, rows, keys)` float32 of the queries `[start, stop)` and the first `key_count` keys.
 
-        Where fewer than all keys are asked for, no query may see the others.
+        If fewer than all keys are requested, no query may see the others.
         """
         return self.compute(start, stop, self.key_length if key_count is None else key_count)
 
@@ -244,13 +244,13 @@ BiasForm = FusedForm | RowsForm
 
 
 def sum_of_forms(forms: Sequence[BiasForm], query_length: int, key_length: int, causal: bool) -> BiasForm:
-    """The form that says most about the sum of some biases of one call.
+    """Returns the most specific form of the sum of several biases of one call.
 
     Args:
         forms: at least one, and no `SumForm`.
         query_length: number of queries.
         key_length: number of keys.
-        causal: whether no query sees a key behind its own, so that a linear bias of distance is a number per key.
+        causal: whether no query sees a later key, so that a linear distance bias is a number per key.
     """
     if len(forms) == 1:
         return forms[0]

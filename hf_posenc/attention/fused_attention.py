@@ -1,12 +1,13 @@
-"""Attention with a bias that never exists as a matrix: a function of distance, a number per key, or their sum.
+"""Attention with a bias that is never stored as a matrix: a function of distance, a number per key, or their sum.
 
-On a CPU the kernel is given a few rows of queries at a time, each block with its own bias, so that keys which none of
-its queries sees, or needs, are left out. A long call whose bias is a number per key and whose keys all count has these
-numbers folded into queries and keys instead (`hf_posenc.attention.folding`), as has every such call elsewhere.
+On a CPU the kernel processes a few rows of queries at a time, each block with its own bias, so that keys which none of
+its queries sees or needs are skipped. If the bias is a number per key, a long call without keys to skip folds these
+numbers into queries and keys instead (`hf_posenc.attention.folding`). On other devices all calls with a number per key
+do.
 
-The kernel's own backward pass would round the gradient of a folded dimension to the dtype of the heads, and has no
-gradient of a bias. So the backward pass computes the probabilities again, a few rows at a time, and sums the gradient
-of the scores in float32: over each diagonal, over the queries of each key and over the keys of each query.
+The kernel's own backward pass would round the gradient of a folded dimension to the dtype of the heads, and does not
+compute the gradient of a bias. So the backward pass recomputes the probabilities, a few rows at a time, and sums the
+gradient of the scores in float32: over each diagonal, over the queries of each key and over the keys of each query.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from hf_posenc.attention.blockwise import (
 from hf_posenc.attention.folding import fold, of_one_width
 from hf_posenc.attention.windows import call_of, windows_of
 
-#: Up to this many queries a number per key costs a processor less in blocks than in wider heads.
+#: Up to this many queries, a number per key is faster on a CPU in blocks than in wider heads.
 _SHORT = 1024
-#: Rows of a block of numbers per key.
+#: Rows of a block for a number per key.
 _TERM_ROWS = 128
-#: Rows of a block of a bias of distance, below and from `_LONG` queries on. Torch's CPU kernel divides 192 to 767 rows
+#: Rows of a block for a distance bias, below and from `_LONG` queries on. Torch's CPU kernel divides 192 to 767 rows
 #: into tiles of 64 and more into tiles of 256; the smaller block skips more of a causal layer's invisible keys.
 _DISTANCE_ROWS, _LONG_DISTANCE_ROWS, _LONG = 256, 768, 4096
 
@@ -55,12 +56,12 @@ def fused_attention(
     scaling: float,
     causal: bool,
 ) -> Tensor:
-    """`softmax(scaling * query . key + vector[j - i] + terms[j] - terms[i]) . value`, without what is `None`.
+    """`softmax(scaling * query . key + vector[j - i] + terms[j] - terms[i]) . value`, without terms that are `None`.
 
     Args:
         query: `(batch, heads, query_len, head_dim)`.
         key: `(batch, key_value_heads, key_len, head_dim)`.
-        value: `(batch, key_value_heads, key_len, value_dim)`; on the CPU the fast kernel wants `head_dim` here too.
+        value: `(batch, key_value_heads, key_len, value_dim)`; on the CPU the fast kernel needs `head_dim` here too.
         vector: `(heads, query_len + key_len - 1)` float32, a bias by rising distance: of query i and key j it is
             `vector[:, j - i + query_len - 1]`.
         terms: `(batch or 1, heads, key_len)` float32, a number per key.
@@ -156,11 +157,11 @@ def _fused_attention_backward(
     causal: bool,
     learned: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients; `learned` says whether those of the vector and of the terms are wanted, else they are empty."""
+    """Computes the gradients. `learned` selects those of the vector and of the terms; others are empty."""
     query_length = query.shape[2]
     call = call_of(query, key, value, mask, scaling, causal, gradient)
     if call is not None and any(learned):
-        # The gradient of a bias is a sum in float32, whatever the heads are.
+        # The gradient of a bias is summed in float32 for any dtype of the heads.
         call = dataclasses.replace(call, share=min(call.share, torch.finfo(torch.float32).eps / 4))
     windows = windows_of(call, vector, terms)
     bias = BlockBias(vector, terms, query_slots, mask, query_length, causal, windows)
@@ -204,7 +205,7 @@ def _(
 def _gradients_of_bias(
     query: Tensor, vector: Tensor | None, terms: Tensor | None, learned: list[bool]
 ) -> tuple[Tensor, Tensor]:
-    """Zeros like the vector and like the terms; empty where no gradient is wanted."""
+    """Returns zeros like the vector and the terms; empty if no gradient is needed."""
     of_vector, of_terms = (
         like.new_zeros(like.shape) if wanted and like is not None else query.new_empty(0)
         for like, wanted in zip((vector, terms), learned, strict=True)

@@ -1,9 +1,9 @@
-"""Numbers that travel with a key through whatever cache a model uses.
+"""Stores numbers per key in the model's cache, as additional channels of the keys.
 
-A scheme may need something of every past token beside its key (a forget gate, for one). A cache knows two tensors, and
-reorders, crops, offloads and slides them. So the numbers are appended to the key as further channels on its way into
-the cache, and cut off again on its way out. In bfloat16 and float16 each number becomes the sum of three channels,
-which together keep the digits of float32.
+A scheme may need numbers of every past token in addition to its key (for example forget gates). A cache has two
+tensors, and reorders, crops, offloads and slides them. So the numbers are appended to the keys as additional channels
+when they enter the cache, and removed when they are read. In bfloat16 and float16 each number is split into a sum of
+three channels, which together keep the precision of float32.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor
 
 
 def channels_per_number(dtype: torch.dtype) -> int:
-    """How many channels of a dtype hold one float32."""
+    """Returns the number of channels of a dtype that represent one float32."""
     return 1 if dtype in (torch.float32, torch.float64) else 3
 
 
 def append_features(key: Tensor, features: Tensor) -> Tensor:
-    """Keys with features as further channels.
+    """Appends features to keys as additional channels.
 
     Args:
         key: `(batch, key_value_heads, length, width)`.
@@ -54,5 +54,5 @@ def split_features(key: Tensor, num_heads: int, num_features: int) -> tuple[Tens
 
 
 def in_float32(tensor: Tensor) -> Tensor:
-    """The tensor as float32. Asked in every layer of a decoding step, where a call that changes nothing is not free."""
+    """Casts a tensor to float32 if needed. A redundant cast in every layer of a decoding step is measurable."""
     return tensor if tensor.dtype == torch.float32 else tensor.float()

@@ -1,4 +1,4 @@
-"""A bias that flex attention's score function reads pair by pair, in place of a tensor of all pairs."""
+"""Look-ups of a bias per pair, for flex attention's score function, instead of a tensor of all pairs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hf_posenc.attention.forms import DistanceForm, FusedForm, SeparableForm
 
 
 class DistanceLookUp:
-    """Indexed like a bias `[batch, head, query, key]`, holds one number per distance.
+    """A look-up `[batch, head, query, key]` that stores one number per distance.
 
     Args:
         vector: `(heads, query_len + key_len - 1)`, by rising distance.
@@ -26,7 +26,7 @@ class DistanceLookUp:
 
 
 class SeparableLookUp:
-    """Indexed like a bias `[batch, head, query, key]`, holds one number per key and one per query.
+    """A look-up `[batch, head, query, key]` that stores one number per key and one per query.
 
     Args:
         of_keys: `(batch or 1, heads, key_len)`.
@@ -45,7 +45,7 @@ class SeparableLookUp:
 
 
 class SumLookUp:
-    """Indexed like a bias `[batch, head, query, key]`, holds two others."""
+    """A look-up `[batch, head, query, key]` that sums two others."""
 
     def __init__(self, distance: DistanceLookUp, separable: SeparableLookUp) -> None:
         self.distance = distance
@@ -56,7 +56,7 @@ class SumLookUp:
 
 
 def look_up(form: FusedForm) -> DistanceLookUp | SeparableLookUp | SumLookUp:
-    """What flex attention's score function indexes instead of a bias of all pairs; scores are float32 in any model."""
+    """Returns the look-up of a form for flex attention's score function; scores are float32 in any model."""
     if isinstance(form, DistanceForm):
         return _of_distance(form)
     if isinstance(form, SeparableForm):

@@ -1,8 +1,8 @@
-"""Attention that computes its scores itself, outside the attention interface of transformers.
+"""Biases and maps for attention modules outside the attention interface of transformers.
 
-While the forward of such a module runs, a `TorchFunctionMode` watches the torch functions it calls: the first product
-of queries and keys gets the rotated ones, the softmax over keys gets the bias. So the module's own code stays in
-charge of everything else, and no forward is copied.
+While the forward of such a module runs, a `TorchFunctionMode` intercepts the torch functions it calls: the first
+product of queries and keys uses the mapped ones, and the bias is added before the softmax over keys. The module's own
+code does everything else, and no forward is copied.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hf_posenc.attention.backends import merge_mask
 TensorPair = tuple[Tensor, Tensor]
 #: (query, key), each `(..., length, head_dim)` -> the same, mapped.
 PairMap = Callable[[Tensor, Tensor], TensorPair]
-#: The bias of the product seen last, `(batch or 1, heads, query_len, key_len)` float32.
+#: The bias of the last product, `(batch or 1, heads, query_len, key_len)` float32.
 BiasSource = Callable[[], Tensor]
 
 _PRODUCTS = {torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm}
@@ -30,10 +30,10 @@ _DOT_PRODUCT_ATTENTION = functional.scaled_dot_product_attention
 
 
 class ScoresMode(TorchFunctionMode):
-    """Places a q-k map and a bias in whatever attention runs inside it.
+    """Applies a q-k map and a bias to the attention that runs inside it.
 
     Args:
-        head_dim: width of a head, by which a product of queries and keys is recognised.
+        head_dim: width of a head, used to recognise a product of queries and keys.
         pair_map: the q-k map, or `None`.
         bias: the bias, or `None`.
     """

@@ -1,14 +1,14 @@
-"""Which keys can change the result of each query, under a bias that decays.
+"""Bounds on the keys that can change the result of each query under a decaying bias.
 
 For query i, the logit of its own key, `l_ii`, is a lower bound of the row's largest logit. An upper bound of the logit
-of key j is `scaling * |q_i| * max |k| + bias_ij`, so all keys up to key j together weigh at most
-`exp(scaling * |q_i| * max |k| + logsumexp(bias_i0 ... bias_ij) - l_ii)` of the row. Where that is less than a quarter
-of a rounding step of the result, these keys are not looked at. Adaptive Computation Pruning (arXiv:2504.06949,
-section 3) does the same for forget gates. Here it serves every bias that decays: nothing but the bias is needed.
+of key j is `scaling * |q_i| * max |k| + bias_ij`, so the total weight of all keys up to key j is at most `exp(scaling *
+|q_i| * max |k| + logsumexp(bias_i0 ... bias_ij) - l_ii)` of the row. If that is less than a quarter of a rounding step
+of the result, these keys are skipped. Adaptive Computation Pruning (arXiv:2504.06949, section 3) does the same for
+forget gates. Here it applies to every decaying bias, because only the bias is needed.
 
-Gradients are bounded in the same way: what is left out is small beside the gradient of a whole tensor. A key whose own
-gradient is much smaller than that of most others, because the queries near it hardly count in the loss, may lose digits
-that far queries would have added.
+Gradients are bounded in the same way: the omitted part is small relative to the gradient of a whole tensor. If the
+gradient of a key is much smaller than most others, because nearby queries hardly affect the loss, it may lose precision
+from omitted distant queries.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-#: Below this many keys the bounds cost about as much as they save: measured on two cores of an AMD EPYC.
+#: Below this many keys the bounds cost about as much as they save (measured on two cores of an AMD EPYC).
 SHORTEST = 2048
 #: First and last keys are rounded outwards to multiples of this, the tile of torch's CPU kernel.
 _TILE = 64
@@ -29,7 +29,7 @@ _TILE = 64
 
 @dataclass(frozen=True)
 class Windows:
-    """The keys outside of which none changes the result of a query.
+    """The range of keys that can change the result of each query.
 
     Args:
         first: `(batch, heads, query_len)` int64, the first key of each query.
@@ -42,7 +42,7 @@ class Windows:
     key_length: int
 
     def of_rows(self, item: int, start: int, stop: int) -> Iterator[tuple[slice, int, int]]:
-        """Neighbouring heads, and the first and the end of the keys that the queries `[start, stop)` need in them."""
+        """Yields groups of adjacent heads with the range of keys that the queries `[start, stop)` need."""
         firsts = self.first[item, :, start:stop].amin(-1) // _TILE * _TILE
         ends = -((self.last[item, :, start:stop].amax(-1) + 1) // -_TILE) * _TILE
         bounds = torch.stack((firsts, ends.clamp(max=self.key_length)), -1).tolist()
@@ -62,7 +62,7 @@ class Windows:
 
 @dataclass(frozen=True)
 class Call:
-    """What the bounds of an attention call are made of.
+    """The inputs of the bounds of an attention call.
 
     Args:
         query: `(batch, heads, query_len, head_dim)`.
@@ -70,10 +70,10 @@ class Call:
         value: `(batch, key_value_heads, key_len, value_dim)`.
         sees_itself: boolean, broadcasts to `(batch, heads, query_len)`: which queries see their own key; `None`: all.
         scaling: factor of `query . key`.
-        causal: whether query i sees no key behind its own.
-        share: of a row's weight that may be left out. A quarter of a rounding step leaves room for the rounding of the
-            bounds.
-        gradient: of the result, `(batch, query_len, heads, value_dim)`, where gradients are to be the same, too.
+        causal: whether query i does not see later keys.
+        share: the share of a row's weight that may be omitted. A quarter of a rounding step leaves a margin for
+            rounding of the bounds.
+        gradient: gradient of the result, `(batch, query_len, heads, value_dim)`, if gradients must not change either.
     """
 
     query: Tensor
@@ -100,10 +100,10 @@ def call_of(
     causal: bool,
     gradient: Tensor | None = None,
 ) -> Call | None:
-    """The call of a kernel on the CPU, or `None` where looking for windows does not pay or the mask is additive.
+    """Returns the call of a CPU kernel, or `None` if windows are not worthwhile or the mask is additive.
 
     Args:
-        query: as `Call` takes it.
+        query: as in `Call`.
         key: likewise.
         value: likewise.
         mask: `(batch or 1, 1 or heads, query_len or 1, key_len)`, or `None`.
@@ -111,7 +111,7 @@ def call_of(
         causal: likewise.
         gradient: likewise.
     """
-    # Reading the bounds from an accelerator would stall it in every layer.
+    # Reading the bounds from an accelerator would synchronise it in every layer.
     if query.device.type != "cpu" or not pays(query, key):
         return None
     sees_itself = None
@@ -125,17 +125,18 @@ def call_of(
 
 
 def pays(query: Tensor, key: Tensor) -> bool:
-    """Whether a call is long enough, and its queries have keys of their own."""
+    """Whether a call is long enough, and its queries have their own keys."""
     return key.shape[2] >= max(SHORTEST, query.shape[2]) and query.shape[2] > 1
 
 
 def windows_of(call: Call | None, vector: Tensor | None, terms: Tensor | None) -> Windows | None:
-    """The windows of a bias, or `None` where all keys count.
+    """Returns the windows of a bias, or `None` if all keys are needed.
 
     Args:
-        call: what else the logits are made of.
+        call: the other inputs of the logits.
         vector: `(heads, query_len + key_len - 1)`, the bias by rising distance, or `None`.
-        terms: `(batch, heads, key_len)` float32, a number per key, of which each query's own is taken away, or `None`.
+        terms: `(batch, heads, key_len)` float32, a number per key, from which each query's own is subtracted, or
+            `None`.
     """
     if call is None:
         return None
@@ -147,14 +148,14 @@ def windows_of(call: Call | None, vector: Tensor | None, terms: Tensor | None) -
         center = call.key.shape[2] - 1
         behind, ahead = vector.detach()[:, : center + 1], vector.detach()[:, center:].flip(-1)
         sides, own = [behind] if call.causal else [behind, ahead], behind[:, -1:]
-    # The bias of the farthest key is a lower bound of every bound of its weight.
+    # The bias of the farthest key is a lower bound for every bound of its weight.
     if not any(bool((side[..., :1] - own < math.log(call.share)).any()) for side in sides):
         return None
     return every_window_of(call, vector, terms)
 
 
 def every_window_of(call: Call, vector: Tensor | None, terms: Tensor | None) -> Windows:
-    """As `windows_of`, but reads no values on the host, which would wait for an accelerator to finish."""
+    """Like `windows_of`, but without reading values on the host, which would synchronise an accelerator."""
     if terms is not None:
         return _windows_of_terms(call, terms.detach(), _most_of(vector, call))
     assert vector is not None
@@ -183,17 +184,17 @@ def _windows_of_terms(call: Call, terms: Tensor, most: Tensor) -> Windows:
 
 
 def _most_of(vector: Tensor | None, call: Call) -> Tensor:
-    """`(1, heads)`: how much more a bias of distance beside numbers per key may add to any key than to the own one."""
+    """Returns the most that a distance bias may add to any key relative to the query's own key, `(1, heads)`."""
     if vector is None:
         return call.query.new_zeros(1, call.query.shape[1], dtype=torch.float32)
     own = call.key.shape[2] - 1
     seen = vector.detach()[:, : own + 1 if call.causal else None]
-    # Where it is not finite, all keys count.
+    # If it is not finite, all keys are needed.
     return (seen.amax(-1) - seen[:, own]).nan_to_num(nan=torch.inf).unsqueeze(0)
 
 
 def _needed(call: Call) -> Tensor:
-    """The log-sum-exp that the biases of the first keys must reach, relative to the own key's bias, to count.
+    """Returns the log-sum-exp that the biases of the first keys must reach, relative to the own key's bias.
 
     `(batch, heads, query_len)` float32.
     """
@@ -204,7 +205,7 @@ def _needed(call: Call) -> Tensor:
     lengths, sizes = keys.norm(dim=-1), values.norm(dim=-1)
     longest, largest = lengths.amax(-1, keepdim=True), sizes.amax(-1, keepdim=True)
     own_logit = call.scaling * torch.linalg.vecdot(heads, keys[..., own, :])
-    # What is left out has to be small beside the own key's contribution, even if a far value is much larger.
+    # The omitted part must be small relative to the own key's contribution, even if a distant value is much larger.
     needed = own_logit - abs(call.scaling) * longest * heads.norm(dim=-1) + (sizes[..., own] / largest).log()
     if call.gradient is not None:
         needed += (lengths[..., own] / longest).log()
@@ -221,14 +222,14 @@ def _needed(call: Call) -> Tensor:
 
 
 def _first_that_counts(bias: Tensor, needed: Tensor) -> Tensor:
-    """The first key with which the bias adds up to what is needed, `(batch, heads, query_len)` int64.
+    """Returns the first key with which the bias reaches the needed sum, `(batch, heads, query_len)` int64.
 
     Args:
         bias: `(batch or 1, heads, keys)`, the farthest key first.
         needed: `(batch, heads, query_len)`.
     """
     sums = bias.logcumsumexp(-1)
-    # One NaN makes every later sum NaN. Then all keys count.
+    # One NaN makes every later sum NaN. Then all keys are needed.
     usable = sums[..., -1:].isfinite()
     sums, needed = torch.where(usable, sums, 0.0), torch.where(usable, needed, -torch.inf)
     if bias.shape[0] == needed.shape[0]:

@@ -1,16 +1,16 @@
-"""PEFT adapters of patched models: the scheme is saved beside the adapter, and placed before the adapter is loaded.
+"""PEFT adapters of patched models: the scheme is saved with the adapter and applied before the adapter is loaded.
 
-`install` wraps, once per process and as soon as PEFT is imported:
+`install` wraps these functions, once per process and as soon as PEFT is imported:
 
 - `PeftConfig.save_pretrained` and `from_json_file`, which write and read the marked form of `adapter_config.json`, and
-  `from_pretrained`, whose config remembers the scheme;
-- `PeftModel.save_pretrained`, which writes the scheme's files beside the adapter;
-- what makes adapter layers from a config, or swaps their weights: it refuses a config that remembers another scheme;
-- the making of adaption prompts, which cannot work in a patched model;
+  `from_pretrained`, which stores the scheme in the config;
+- `PeftModel.save_pretrained`, which writes the scheme's files next to the adapter;
+- functions that create adapter layers from a config, or swap their weights: they refuse a config with another scheme;
+- the creation of adaption prompts, which do not work in a patched model;
 - `PeftModel.from_pretrained`, `PeftModel.load_adapter`, `hotswap_adapter` and transformers' own `load_adapter`, which
-  patch a stock base before PEFT sees it, go on with a patched one, and refuse the wrong one.
+  patch a stock base before PEFT uses it, accept a base with the same scheme, and refuse a wrong base.
 
-Where neither the model nor the adapter has a scheme, each is the stock method.
+If neither the model nor the adapter has a scheme, each calls the stock method.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from typing import Any
 from hf_posenc.checkpoint.wrapping import wrap
 from hf_posenc.when_imported import when_imported
 
-#: The scheme that adapter configs are marked with while they are saved.
+#: The scheme to mark adapter configs with while they are saved.
 _MARKS: ContextVar[dict[str, Any] | None] = ContextVar("hf_posenc_marks_adapter_configs", default=None)
-#: The scheme that was found in an adapter config while it is read.
+#: The scheme found in the adapter config that is being read.
 _FOUND: ContextVar[dict[str, Any] | None] = ContextVar("hf_posenc_found_scheme", default=None)
-#: Whether the scheme of the adapter that is swapped in was compared with the model's.
+#: Whether the scheme of the swapped-in adapter was compared with the model's scheme.
 _COMPARED: ContextVar[bool] = ContextVar("hf_posenc_compared_schemes", default=False)
 _NO_SCHEME: ContextVar[bool] = ContextVar("hf_posenc_found_no_scheme", default=False)
 
@@ -79,7 +79,7 @@ def _wrap_mixed_model(module: ModuleType) -> None:
 
 def _wrap_hotswap(module: ModuleType) -> None:
     wrap(module, "hotswap_adapter", _hotswap)
-    # Looked up at each call, so this also reaches a hotswap_adapter that was imported by name before.
+    # This is looked up at each call, so it also affects a hotswap_adapter that was imported by name before.
     wrap(module, "hotswap_adapter_from_state_dict", _hotswap_weights)
 
 
@@ -106,7 +106,7 @@ def _save_config(original: Callable[..., Any], config: Any, save_directory: Any,
         return
     from hf_posenc.checkpoint.adapter_config import CONFIG_FILE, write_marked
 
-    # The stock form must never be readable in the folder, however short.
+    # The stock form must never be readable in the folder, not even for a moment.
     Path(save_directory).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".adapter-", dir=save_directory) as draft:
         original(config, draft, **kwargs)
@@ -127,14 +127,14 @@ def _save_model(original: Callable[..., Any], model: Any, *args: Any, **kwargs: 
 def scheme_beside_adapters(
     model: Any, folders: list[Path], is_main_process: bool = True, state: Mapping[str, Any] | None = None
 ) -> Iterator[None]:
-    """Writes the files of the model's scheme, and marks the configs of adapters that are saved in the `with` block.
+    """Writes the files of the model's scheme, and marks the configs of adapters saved in the `with` block.
 
-    For a model without a scheme, the files that an earlier save of an adapter left in the folders are removed.
+    For a model without a scheme, removes the files that an earlier save of an adapter left in the folders.
 
     Args:
         model: a PEFT model, or a transformers model with adapters inside.
-        folders: where adapters will be written.
-        is_main_process: whether this process writes.
+        folders: the folders of the adapters.
+        is_main_process: whether this process writes files.
         state: its full state dict, if its own parameters are sharded.
     """
     target = _transformers_model(model)
@@ -152,7 +152,7 @@ def scheme_beside_adapters(
         inner = None if state is None else {name.removeprefix(prefix): tensor for name, tensor in state.items()}
         files = collect(target, encoding, adapters_of(model), inner)
         for folder in folders:
-            # Until the new config is there, nothing in the folder can be loaded.
+            # Until the new config is written, nothing in the folder can be loaded.
             Path(folder, CONFIG_FILE).unlink(missing_ok=True)
             files.write(folder)
     token = _MARKS.set(encoding.config.to_dict())
@@ -167,9 +167,9 @@ def _remove_scheme(folders: list[Path]) -> None:
     from hf_posenc.checkpoint.position_files import JSON_FILE, TENSORS_FILE
 
     for folder in folders:
-        # Files without an adapter are those of save_position_adapter, which are not this save's to remove.
+        # Files without an adapter come from save_position_adapter and must not be removed here.
         if Path(folder, JSON_FILE).is_file() and holds_adapter(folder):
-            # The marked config goes last: as long as it is there, nothing loads the adapter without its scheme.
+            # The marked config is removed last: as long as it exists, the adapter cannot be loaded without its scheme.
             for name in (JSON_FILE, TENSORS_FILE, CONFIG_FILE):
                 Path(folder, name).unlink(missing_ok=True)
 
@@ -200,8 +200,8 @@ def _read_config(original: Callable[..., Any], config_class: Any, path: Any, **k
         return config
     if _NO_SCHEME.get():
         raise CheckpointError(
-            f"{path} says that the adapter was trained on a patched model, but a moment ago the file could not be "
-            "found: the hub did not answer, or the file was written in between. Load the adapter again."
+            f"{path} says that the adapter was trained on a patched model, but the file could not be found a moment "
+            "before: the hub did not answer, or the file was written in between. Load the adapter again."
         )
     stock_form = unmarked(config, str(path))
     _FOUND.set(scheme_of(config))
@@ -277,7 +277,7 @@ def _load_into_transformers(original: Callable[..., Any], model: Any, *args: Any
 
 @contextmanager
 def _placed(model: Any, source: Any, hub: Mapping[str, Any], adapter_name: str | None = None) -> Iterator[None]:
-    """Places the scheme of an adapter in `model` for what loads the adapter; takes it out again if that fails."""
+    """Applies the scheme of an adapter to `model` before the adapter is loaded; removes it again if loading fails."""
     from hf_posenc.checkpoint.adapter_config import names_a_scheme
 
     target = _transformers_model(model)
@@ -311,8 +311,8 @@ def _place(
     files = read_position_files(source, hub)
     if files is None:
         raise CheckpointError(
-            f"The adapter in {source} was trained on a patched model, and {JSON_FILE}, which holds the scheme, is not "
-            "there. Copy the whole folder."
+            f"The adapter in {source} was trained on a patched model, but {JSON_FILE}, which contains the scheme, is "
+            "missing. Copy the whole folder."
         )
     others = set(adapters_of(model)) - {adapter_name}
     return place(target, files, str(source), shared=bool(others))
@@ -330,7 +330,7 @@ def _warn_about_no_scheme(target: Any, source: Any) -> None:
 
 
 def _transformers_model(model: Any) -> Any:
-    """The transformers model inside a PEFT model, or the model itself; `None` for anything else."""
+    """Returns the transformers model inside a PEFT model, or the model itself; `None` for anything else."""
     from transformers import PreTrainedModel
 
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -346,7 +346,7 @@ def _encoding(target: Any) -> Any:
 
 
 def _bound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, defaults and further keywords among them."""
+    """Returns the arguments of a call by name, including defaults and additional keywords."""
     signature = inspect.signature(function)
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()

@@ -1,4 +1,4 @@
-"""Placing a scheme that was saved without its model on the base it was trained on."""
+"""Applies a scheme that was saved without its model to the base model it was trained on."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ from hf_posenc.patching.place.scheme_name import tell_length
 
 
 def place(model: PreTrainedModel, files: PositionFiles, source: str, *, shared: bool = False) -> Callable[[], object]:
-    """Patches a model with what the files say, or loads their parameters into the same scheme.
+    """Patches a model with the scheme in the files, or loads the files' parameters into the same scheme.
 
-    The model gets the length in the files, unless another one was chosen for it by `extend_context`.
+    The model gets the length in the files, unless another length was set with `extend_context`.
 
     Args:
-        model: the base.
-        files: read from `source`.
-        source: for messages.
-        shared: whether adapters in the model already use its scheme, whose parameters must then stay as they are.
+        model: the base model.
+        files: the files read from `source`.
+        source: folder or hub id, for messages.
+        shared: whether adapters in the model already use its scheme. Its parameters must then not change.
 
     Returns:
-        What gives the model back as it was, for a caller that fails afterwards.
+        A function that restores the model, for callers that fail later.
 
     Raises:
         CheckpointError: if the files belong to another base.
-        UnsupportedError: if the model has another scheme, or other parameters that are in use.
+        UnsupportedError: if the model has another scheme, or other parameters that adapters use.
     """
     name = files.scheme["scheme"]
     if model.config.model_type != files.base_model_type:
         raise CheckpointError(
-            f"The scheme in {source} was trained on a {files.base_model_type!r} model, and this is a "
-            f"{model.config.model_type!r}. Load it on the model it belongs to."
+            f"The scheme in {source} was trained on a {files.base_model_type!r} model, but this is a "
+            f"{model.config.model_type!r} model. Load it on the base model it was trained on."
         )
     found = difference(files.fingerprint, model)
     if found is not None:
         raise CheckpointError(
             f"The scheme {name!r} in {source} was trained on other weights than those of this "
-            f"{type(model).__name__}: {found}. Load it on the model it was trained on. (For another base, call "
-            f"patch_model with the scheme, and train it anew.)"
+            f"{type(model).__name__}: {found}. Load it on the base model it was trained on. (For another base, call "
+            "patch_model with the scheme and train it again.)"
         )
     encoding = current_encoding(model)
     if encoding is not None and encoding.config != files.config:
@@ -60,8 +60,8 @@ def place(model: PreTrainedModel, files: PositionFiles, source: str, *, shared: 
         )
     if encoding is None and shared:
         raise UnsupportedError(
-            f"{source} was trained with the scheme {name!r}, and this {type(model).__name__} has adapters that were "
-            "trained with its stock positions. Load it on a model of its own."
+            f"{source} was trained with the scheme {name!r}, but this {type(model).__name__} has adapters that were "
+            "trained with its stock positions. Load it on a separate model."
         )
     if encoding is None:
         patch_model(model, files.config)
@@ -104,12 +104,12 @@ def _load_parameters(encoding: PositionEncoding, parameters: Mapping[str, Tensor
         name = min(set(found.items()) ^ set(expected.items()))[0]
         raise CheckpointError(
             f"The parameters in {source} are not those of {encoding.config!r} in this model: {name} has the shape "
-            f"{found.get(name)} there, and {expected.get(name)} is expected. The files do not belong together."
+            f"{found.get(name)} there, but {expected.get(name)} is expected. The files do not belong together."
         )
     if any(parameter.device.type == "meta" for parameter in own.values()):
         raise UnsupportedError(
-            "The parameters of the scheme are offloaded, so those of the file cannot be put there. Load the base model "
-            "with a device_map that keeps `position_encoding` in memory."
+            "The parameters of the scheme are offloaded, so the parameters in the file cannot be loaded. Load the "
+            "base model with a device_map that keeps `position_encoding` in memory."
         )
     if shared:
         other = [name for name, parameter in own.items() if not torch.equal(parameter, parameters[name].to(parameter))]

@@ -1,4 +1,4 @@
-"""A scheme without the model below: saving it, and placing it on the base it was trained on."""
+"""Position adapters: saving a scheme without its model, and loading it on the base model."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from hf_posenc.patching.place.refusals import unwrapped
 def save_position_adapter(
     model: nn.Module, folder: str | os.PathLike[str], *, adapter: str | os.PathLike[str] | None = None
 ) -> None:
-    """Saves the scheme of a model and the scheme's parameters, without the model: a few kilobytes.
+    """Saves the scheme of a model with its parameters, without the model, in a few kilobytes.
 
-    For a scheme that was trained on weights that stay as they are, on this machine or on the hub. The files do not hold
-    these weights. They are bound to them, as they are now, by a fingerprint, and `load_position_adapter` refuses a base
-    with others. A warning says so here if the weights are no longer those that the scheme was placed on, or that
-    `from_pretrained` loaded. This is known of the model object and its copies only: of weights that were trained in
-    another process and loaded again, the error comes when the files are loaded on the original base. Save a model whose
-    weights were trained with `model.save_pretrained`.
+    Use it for a scheme that was trained on a base model with frozen weights, which are available locally or on the hub.
+    The files do not contain these weights. A fingerprint ties the files to their current values, and
+    `load_position_adapter` refuses a base with other weights. This function warns if the weights have changed since the
+    scheme was applied or `from_pretrained` loaded the model. It can only detect this for the model object and its
+    copies. For weights that were trained in another process and loaded again, `load_position_adapter` raises on the
+    original base. If the weights were trained too, use `model.save_pretrained`.
 
     Args:
         model: a patched model, or a PEFT model around one.
-        folder: gets `position_encoding.json` and, if the scheme has parameters, `position_encoding.safetensors`.
-        adapter: hub id or folder of the PEFT adapter that lies on top; `load_position_adapter` loads it too. A relative
-            path that exists below `folder` is read from there. `PeftModel.save_pretrained` of a patched model writes
-            the same two files beside the adapter, which needs no reference.
+        folder: folder for `position_encoding.json` and, if the scheme has parameters, `position_encoding.safetensors`.
+        adapter: hub id or folder of a PEFT adapter on top; `load_position_adapter` loads it too. A relative path that
+            exists below `folder` is read from there. `PeftModel.save_pretrained` of a patched model writes the same two
+            files next to the adapter, which does not need this reference.
 
     Raises:
         PositionEncodingError: for a model that is not patched.
@@ -48,13 +48,14 @@ def save_position_adapter(
     encoding = current_encoding(target)
     if encoding is None:
         raise PositionEncodingError(
-            f"This {type(target).__name__} has its stock positions, so there is no scheme to save. Call patch_model."
+            f"This {type(target).__name__} has its stock positions, so there is no scheme to save. Call patch_model "
+            "first."
         )
     if adapter is None and adapters_of(model):
         raise ValueError(
-            f"This model has PEFT adapters ({', '.join(adapters_of(model))}), which a position adapter does not hold. "
-            "Save both with model.save_pretrained(folder), which writes the scheme beside the adapter, or say with "
-            "adapter= where the adapter is."
+            f"This model has PEFT adapters ({', '.join(adapters_of(model))}), which a position adapter does not "
+            "contain. Save both with model.save_pretrained(folder), which writes the scheme next to the adapter, or "
+            "pass the location of the adapter as adapter=."
         )
     if not adapters_of(model):
         _warn_if_trained(target, encoding)
@@ -66,8 +67,9 @@ def _warn_if_trained(model: PreTrainedModel, encoding: PositionEncoding) -> None
     if found is not None:
         warnings.warn(
             f"The weights of this {type(model).__name__} are not those that the scheme {encoding.config.name!r} was "
-            f"placed on: {found}. A position adapter holds the scheme alone, so the changed weights are not saved, and "
-            "load_position_adapter refuses the original ones. Save the whole model with save_pretrained. To train a "
+            f"placed on: {found}. A position adapter contains only the scheme, so the changed weights are not saved, "
+            "and load_position_adapter refuses the original ones. Save the whole model with save_pretrained. To "
+            "train a "
             "scheme alone, freeze the rest before training: for name, parameter in model.named_parameters(): "
             'parameter.requires_grad_("position_encoding" in name). If the changed weights are saved elsewhere as the '
             "new base, ignore this.",
@@ -77,22 +79,22 @@ def _warn_if_trained(model: PreTrainedModel, encoding: PositionEncoding) -> None
 
 
 def load_position_adapter(model: Any, folder: str | os.PathLike[str], **hub: Any) -> Any:
-    """Places a saved scheme, with its trained parameters, on the base model it was trained on.
+    """Applies a saved scheme, with its trained parameters, to the base model it was trained on.
 
     Args:
-        model: the base model: stock, or patched with the same scheme already. In any dtype, or quantised.
-        folder: what `save_position_adapter` wrote, or a PEFT adapter of a patched model; also a hub id.
+        model: the base model, stock or patched with the same scheme, in any dtype, or quantised.
+        folder: folder or hub id with the output of `save_position_adapter`, or with a PEFT adapter of a patched model.
         hub: `revision`, `subfolder`, `token`, `cache_dir`: arguments of `hf_hub_download`.
 
     Returns:
-        The model, patched in place; where a PEFT adapter belongs on top, the `PeftModel` around it.
+        The model, patched in place, or the `PeftModel` around it if there is a PEFT adapter on top.
 
     Raises:
-        CheckpointError: if there is nothing of the kind in the folder, if its files are damaged, or if the weights of
-            `model` are not those the scheme was trained on.
+        CheckpointError: if the folder has no such files, if the files are damaged, or if the scheme was trained on
+            other weights than those of `model`.
         UnsupportedError: for a model with another scheme.
 
-    In every one of these cases the model is left as it was.
+    In all of these cases the model is left unchanged.
     """
     from hf_posenc.checkpoint.adapter_config import CONFIG_FILE, holds_adapter, names_a_scheme
 
@@ -103,7 +105,7 @@ def load_position_adapter(model: Any, folder: str | os.PathLike[str], **hub: Any
         raise CheckpointError(
             f"{folder} has {JSON_FILE} and a PEFT adapter whose {CONFIG_FILE} is missing, or does not say that the "
             "adapter was trained with a scheme: the files come from different saves, or saving was interrupted. Save "
-            "the adapter again from its model, or give a folder that holds the scheme alone."
+            "the adapter again from its model, or give a folder that contains only the scheme."
         )
     if files is None:
         raise CheckpointError(f"{folder} has no {JSON_FILE}. Give a folder that save_position_adapter wrote.")
@@ -127,9 +129,9 @@ def _with_adapter(model: nn.Module, source: Any, hub: Mapping[str, Any]) -> Any:
 
 
 def adapters_of(model: nn.Module) -> dict[str, Any]:
-    """Configs of the PEFT adapters in a model, by name."""
+    """Returns the configs of the PEFT adapters in a model, by name."""
     if isinstance(model, PreTrainedModel) and not model._hf_peft_config_loaded:
-        return {}  # what PEFT leaves behind when it unloads its adapters
+        return {}  # PEFT leaves this behind when it unloads its adapters
     configs = getattr(model, "peft_config", None)
     return dict(configs) if isinstance(configs, Mapping) else {}
 
@@ -141,14 +143,14 @@ def collect(
     state: Mapping[str, Tensor] | None = None,
     adapter: str | None = None,
 ) -> PositionFiles:
-    """What the files of a model's scheme have to say.
+    """Collects the contents of the files of a model's scheme.
 
     Args:
-        model: patched.
-        encoding: in it.
-        adapters: configs of the PEFT adapters inside.
+        model: a patched model.
+        encoding: its encoding.
+        adapters: configs of its PEFT adapters.
         state: its full state dict, where its own parameters are sharded.
-        adapter: where the adapter on top is.
+        adapter: location of the adapter on top.
 
     Raises:
         UnsupportedError: if the scheme's parameters are not in the memory of this process, or a module of the model
@@ -161,9 +163,9 @@ def collect(
         tensor = (state or {}).get(prefix + name, parameter)
         if tensor.device.type == "meta" or type(tensor) not in (nn.Parameter, Tensor):
             raise UnsupportedError(
-                f"The parameter {name} of the scheme {encoding.config.name!r} is offloaded or sharded, so it cannot be "
-                "written from this process. Save from a model that is in memory, or give save_pretrained a full "
-                "state_dict."
+                f"The parameter {name} of the scheme {encoding.config.name!r} is offloaded or sharded, so it cannot "
+                "be written from this process. Save from a model that is in memory, or pass a full state_dict to "
+                "save_pretrained."
             )
         parameters[name] = tensor.detach().cpu()
     return PositionFiles(

@@ -1,9 +1,9 @@
-"""`position_encoding.json` and `position_encoding.safetensors`: a scheme without the model below it.
+"""`position_encoding.json` and `position_encoding.safetensors`: a scheme without its model.
 
-They lie beside a PEFT adapter, or in a folder of their own. The JSON file holds the scheme, a fingerprint of the
-weights it was trained on, and the hash of the other file, which holds the scheme's parameters, if it has any. Each file
-is put in place whole, the JSON file last, so that what a killed save leaves is the old pair, the new one, or a pair
-whose hash does not fit.
+They are saved next to a PEFT adapter or in a separate folder. The JSON file contains the scheme, a fingerprint of the
+weights it was trained on, and the hash of the other file, which contains the scheme's parameters, if it has any. Each
+file is replaced atomically, the JSON file last. So an interrupted save leaves the old pair, the new pair, or a pair
+with a wrong hash.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class PositionFiles:
-    """What the two files say.
+    """The contents of the two files.
 
     Attributes:
-        scheme: as `SchemeConfig.to_dict` returned it.
-        base_model_type: `config.model_type` of the model below.
-        fingerprint: of its weights.
-        parameters: of the scheme, by their names in `model.position_encoding`.
-        adapter: hub id or folder of the PEFT adapter that lies on top, where that is elsewhere.
-        length: the context length that was chosen with `extend_context`, or `None`. Files of older versions have none.
+        scheme: the output of `SchemeConfig.to_dict`.
+        base_model_type: `config.model_type` of the base model.
+        fingerprint: fingerprint of its weights.
+        parameters: parameters of the scheme, by their names in `model.position_encoding`.
+        adapter: hub id or folder of the PEFT adapter on top, if it is in another place.
+        length: the context length set with `extend_context`, or `None`. Files of older versions have none.
     """
 
     scheme: dict[str, Any]
@@ -56,7 +56,7 @@ class PositionFiles:
         return scheme_from_dict(self.scheme)
 
     def write(self, folder: str | os.PathLike[str]) -> None:
-        """Writes both files into `folder`, which is made if need be."""
+        """Writes both files into `folder`, which is created if needed."""
         directory = Path(folder)
         directory.mkdir(parents=True, exist_ok=True)
         data = save({name: tensor.contiguous() for name, tensor in self.parameters.items()}, {"format": "pt"})
@@ -77,7 +77,7 @@ class PositionFiles:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Writes a file that is there whole or not at all."""
+    """Writes a file atomically."""
     draft = path.with_name(f".{path.name}-{uuid.uuid4().hex[:8]}")
     try:
         with open(draft, "wb") as file:
@@ -90,11 +90,11 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def find_file(source: str | os.PathLike[str], name: str, hub: Mapping[str, Any]) -> Path | None:
-    """A file of a folder or of a repository on the hub; `None` where there is none, or none can be had.
+    """Finds a file of a folder or of a hub repository; `None` if it does not exist or cannot be downloaded.
 
     Args:
         source: folder or hub id.
-        name: of the file.
+        name: name of the file.
         hub: arguments of `hf_hub_download`; others are ignored.
     """
     subfolder = hub.get("subfolder") or ""
@@ -113,7 +113,7 @@ def find_file(source: str | os.PathLike[str], name: str, hub: Mapping[str, Any])
 
 
 def read_position_files(source: str | os.PathLike[str], hub: Mapping[str, Any]) -> PositionFiles | None:
-    """Reads both files of a folder or of a repository on the hub; `None` where there are none.
+    """Reads both files of a folder or of a hub repository; `None` if there are none.
 
     Raises:
         CheckpointError: for files that are damaged, do not belong together, or are in a newer format.
@@ -149,8 +149,8 @@ def read_position_files(source: str | os.PathLike[str], hub: Mapping[str, Any]) 
         _ = files.config
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(
-            f"The scheme in {JSON_FILE} of {source} cannot be built: {error} If a package of yours registers it, "
-            "import that before loading; if a newer hf_posenc wrote it, run `pip install --upgrade hf-posenc`."
+            f"The scheme in {JSON_FILE} of {source} cannot be built: {error} If another package registers it, import "
+            "that package before loading; if a newer hf_posenc wrote it, run `pip install --upgrade hf-posenc`."
         ) from error
     return files
 
@@ -185,12 +185,13 @@ def _read_parameters(entry: Any, source: Any, hub: Mapping[str, Any]) -> dict[st
     path = find_file(source, TENSORS_FILE, hub)
     if path is None:
         raise CheckpointError(
-            f"{source} has {JSON_FILE}, but not {TENSORS_FILE}, which holds the parameters of the scheme. Copy both."
+            f"{source} has {JSON_FILE}, but not {TENSORS_FILE}, which contains the parameters of the scheme. Copy "
+            "both files."
         )
     data = path.read_bytes()
     if hashlib.sha256(data).hexdigest() != expected:
         raise CheckpointError(
-            f"{TENSORS_FILE} in {source} is not the file that {JSON_FILE} there was written with: one of them was "
-            "copied from elsewhere, or saving was interrupted. Save both again from the model."
+            f"{TENSORS_FILE} in {source} is not the file that {JSON_FILE} there was written with: one of them comes "
+            "from another save, or saving was interrupted. Save both again from the model."
         )
     return load(data)

@@ -1,4 +1,4 @@
-"""Loading under the name of a model that was patched in memory: the named weights, with the scheme of that model."""
+"""Loads models by the name of a model that was patched in memory: the named weights with the scheme of that model."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ logger = logging.getLogger(__name__)
 
 
 def rebuilt(load: Callable[..., Any], name: SchemeName, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What `from_pretrained(name)` returns: the files of that name, with the scheme the named model has in memory.
+    """Loads the files of a name and applies the scheme that the named model has in memory.
 
-    The length is the one that was chosen for the named model, and the scheme's parameters are those it has now. Its
-    other weights come from the files, as they do for any model that is loaded by its name.
+    The length and the scheme's parameters are the current ones of the named model. All other weights come from the
+    files, as for any model that is loaded by name.
 
     Args:
         load: `from_pretrained` for a plain name.
-        name: what `config._name_or_path` or `name_or_path` of a patched model holds.
-        args: further arguments of `from_pretrained`.
+        name: `config._name_or_path` or `name_or_path` of a patched model.
+        args: additional arguments of `from_pretrained`.
         kwargs: its keyword arguments.
 
     Raises:
-        UnsupportedError: if the scheme has parameters, and the model that holds them is gone or is of another build;
-            or if `config` has a third scheme.
+        UnsupportedError: if the scheme has parameters and the model with these parameters no longer exists or has a
+            different architecture, or if `config` has a third scheme.
     """
     live = name.encoding()
     on_disk = _entry_of_files(str(name), kwargs)
@@ -47,7 +47,7 @@ def rebuilt(load: Callable[..., Any], name: SchemeName, args: tuple[Any, ...], k
         if given not in (name.entry, on_disk):
             raise UnsupportedError(
                 f"The `config` for {str(name)!r} has the scheme {given['scheme']!r}, and the name is that of a model "
-                f"with {_scheme(name)!r}. Pass str(name) to load the files of that name with the config as it is."
+                f"with {_scheme(name)!r}. Pass str(name) to load the files of that name with this config."
             )
         if on_disk is None:
             kwargs = kwargs | {"config": copy.deepcopy(config)}
@@ -63,8 +63,8 @@ def rebuilt(load: Callable[..., Any], name: SchemeName, args: tuple[Any, ...], k
         patch_model(model, scheme_from_dict(name.entry))
         encoding = current_encoding(model)
         logger.warning(
-            "%s was loaded with the position encoding %r, because the name is that of a model which was patched with "
-            "it in memory. For the files as they are, pass str(name).",
+            "%s was loaded with the position encoding %r, because a model of this name was patched with it in "
+            "memory. To load the files without it, pass str(name).",
             name, _scheme(name),
         )  # fmt: skip
     assert encoding is not None
@@ -72,8 +72,9 @@ def rebuilt(load: Callable[..., Any], name: SchemeName, args: tuple[Any, ...], k
         _copy_parameters(live, encoding, name)
     elif not from_files and next(encoding.parameters(), None) is not None:
         raise UnsupportedError(
-            f"{str(name)!r} is the name of a model that was patched in memory with {_scheme(name)!r}. Its files do not "
-            f"hold the parameters of this scheme, and the model itself is gone, or belongs to another process. {_SAVE}"
+            f"{str(name)!r} is the name of a model that was patched in memory with {_scheme(name)!r}. Its files do "
+            "not contain the parameters of this scheme, and the model object no longer exists or belongs to another "
+            f"process. {_SAVE}"
         )
     if name.length is not None:
         choose_length(encoding, model, name.length)
@@ -92,7 +93,7 @@ def _scheme(name: SchemeName) -> str:
 
 
 def _entry_of_files(source: str, kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """The scheme in the `config.json` of a name, if the file is on this machine and has one."""
+    """Returns the scheme in the `config.json` of a name, if the file is available locally and has one."""
     from hf_posenc.checkpoint.recognition import local_config
 
     path = local_config(source, kwargs)
@@ -117,8 +118,8 @@ def _copy_parameters(source: PositionEncoding, target: PositionEncoding, name: S
         )
     if any(parameter.device.type == "meta" for parameter in given.values()):
         raise UnsupportedError(
-            f"The parameters of the scheme {_scheme(name)!r} in the model named {str(name)!r} are kept outside of "
-            f"memory (offloaded), so they cannot be copied. {_SAVE}"
+            f"The parameters of the scheme {_scheme(name)!r} in the model named {str(name)!r} are offloaded, so they "
+            f"cannot be copied. {_SAVE}"
         )
     for key, parameter in wanted.items():
         parameter.copy_(given[key])

@@ -1,4 +1,4 @@
-"""Which files of this machine are those of a patched model. Nothing here builds one, and no request is ever sent."""
+"""Detects local files of patched models, without building a model and without network requests."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from hf_posenc.errors import UnsupportedError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-#: Bytes of a `config.json` that are read to learn whether it is that of a patched model.
+#: Maximum number of bytes of a `config.json` that are read to detect a patched model.
 _LARGEST_CONFIG = 2**24
 
 
 def finish_saving_of(source: Any, kwargs: dict[str, Any]) -> None:
-    """Ends what a process that was killed had begun, before anything is read."""
+    """Completes an interrupted save before anything is read."""
     if isinstance(source, str | os.PathLike) and os.path.isdir(source):
         finish_saving(os.path.join(source, kwargs.get("subfolder") or ""))
 
 
 def refuse_stock_config(source: Any, config: PreTrainedConfig, kwargs: dict[str, Any]) -> None:
-    """Refuses a stock config for the files of a patched model.
+    """Raises if a stock config is passed for the files of a patched model.
 
     Raises:
         UnsupportedError: with the reason.
@@ -43,7 +43,7 @@ def refuse_stock_config(source: Any, config: PreTrainedConfig, kwargs: dict[str,
 
 
 def is_scheme_name(source: Any) -> bool:
-    """Whether `source` is the name of a model that was patched in memory; plain strings are told without imports."""
+    """Whether `source` is the name of a model that was patched in memory. Plain strings need no import for this."""
     if type(source) is str or "hf_posenc.patching.place.scheme_name" not in sys.modules:
         return False
     from hf_posenc.patching.place.scheme_name import SchemeName
@@ -52,9 +52,9 @@ def is_scheme_name(source: Any) -> bool:
 
 
 def is_patched(source: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether the `config.json` that `source` names on this machine, if any, is that of a patched model.
+    """Whether `source` has a local `config.json` of a patched model.
 
-    Looks at local folders and at the hub's cache only: no request is ever sent.
+    Only local folders and the hub's cache are searched, without network requests.
     """
     text = read_config(source, kwargs)
     if text is None or f'"{MODEL_TYPE}"' not in text:
@@ -67,7 +67,7 @@ def is_patched(source: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def read_config(source: Any, kwargs: dict[str, Any]) -> str | None:
-    """The text of the `config.json` on this machine; `None` without one, and for one that no model ever has."""
+    """Returns the text of a local `config.json`; `None` if it is missing or too large."""
     path = local_config(source, kwargs)
     if path is None or path.stat().st_size > _LARGEST_CONFIG:
         return None
@@ -75,7 +75,7 @@ def read_config(source: Any, kwargs: dict[str, Any]) -> str | None:
 
 
 def local_config(source: Any, kwargs: dict[str, Any]) -> Path | None:
-    """The `config.json` that `source` names, if it is on this machine. No request is ever sent."""
+    """Returns the local path of the `config.json` of `source`, if available, without network requests."""
     if isinstance(source, str | os.PathLike) and os.path.isfile(source):
         return Path(source) if str(source).endswith(".json") else None
     return local_file(source, "config.json", kwargs)

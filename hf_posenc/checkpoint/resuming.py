@@ -1,7 +1,7 @@
-"""Training that goes on from a checkpoint: the model at hand has to be the one that was trained.
+"""Checks for resumed training: the model must have the scheme of the checkpoint.
 
-`Trainer` loads weights with `strict=False`, so a model that was not patched, or patched differently, would take them
-without a word. `install` wraps two methods of `Trainer` when that is imported.
+`Trainer` loads weights with `strict=False`, so an unpatched or differently patched model would load them silently.
+`install` wraps two methods of `Trainer` when it is imported.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from hf_posenc.entry import ATTRIBUTE, is_on_disk_form
 from hf_posenc.patching.place.in_force import encodings
 from hf_posenc.patching.place.mark import disagreement
 
-#: Weights of a whole model, as indices of shards or alone; those of an adapter belong to whatever model it lies on.
+#: Weight files of a whole model: indices of shards or single files. Adapters are handled separately.
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-#: What FSDP saves beside them, without a mark.
+#: Files that FSDP saves in addition, without a mark.
 _OF_FSDP = "pytorch_model_fsdp.bin"
 _REMEDY = (
     " If its adapter was trained with the scheme, and saved by a version of hf_posenc before adapters named it, load "
@@ -32,18 +32,18 @@ _REMEDY = (
 
 
 def check_checkpoint(trainer: Any, folder: str | Path, model: Any = None) -> None:
-    """Compares the scheme of a checkpoint with that of the model it is about to be loaded into.
+    """Compares the scheme of a checkpoint with the scheme of the model that it will be loaded into.
 
-    A callback that changes the scheme while a model is trained has a method `match_checkpoint(model, step)`, which is
-    called first and gives the model the scheme it had after that many steps.
+    A callback that changes the scheme during training has a method `match_checkpoint(model, step)`. It is called first,
+    and patches the model with the scheme it had after that number of steps.
 
     Args:
         trainer: the `Trainer`.
-        folder: of the checkpoint.
-        model: what `Trainer` loads it into; `None` for its own model.
+        folder: folder of the checkpoint.
+        model: the model that `Trainer` loads it into; `None` for its own model.
 
     Raises:
-        SchemeMismatchError: naming both schemes, before anything is loaded.
+        SchemeMismatchError: if they differ, before anything is loaded; names both schemes.
     """
     model, folder = trainer.model if model is None else model, Path(folder)
     finish_saving(folder)
@@ -58,13 +58,14 @@ def check_checkpoint(trainer: Any, folder: str | Path, model: Any = None) -> Non
     problem = disagreement(found, config)
     if problem is not None:
         raise SchemeMismatchError(
-            f"The checkpoint {folder} is not one of this {type(model).__name__}: {problem}. Give Trainer the model "
-            f"that the training began with.{_REMEDY if (folder / CONFIG_FILE).is_file() and found is None else ''}"
+            f"The checkpoint {folder} does not belong to this {type(model).__name__}: {problem}. Pass Trainer the "
+            "model that the training started "
+            f"with.{_REMEDY if (folder / CONFIG_FILE).is_file() and found is None else ''}"
         )
 
 
 def _scheme_of(folder: Path) -> tuple[bool, dict[str, Any] | None]:
-    """Whether a folder says which scheme its weights have, and the scheme; `None` for stock positions."""
+    """Returns whether a folder names the scheme of its weights, and the scheme; `None` for stock positions."""
     named = _named_scheme(folder)
     if named is not None:
         return True, named
@@ -81,12 +82,12 @@ def _scheme_of(folder: Path) -> tuple[bool, dict[str, Any] | None]:
     if not is_on_disk_form(config):
         return True, None
     entry = from_disk(config, str(folder))[ATTRIBUTE]
-    # Weights that name no scheme belong to this config if an older version saved them, or FSDP did, in shards.
+    # Weights without a scheme belong to this config if an older version or FSDP (in shards) saved them.
     return True, None if whole and entry["format"] >= 2 else entry["scheme"]
 
 
 def _named_scheme(folder: Path) -> dict[str, Any] | None:
-    """The scheme that the weights of a folder name."""
+    """Returns the scheme named by the weights of a folder."""
     for name in (*_INDICES, *_WEIGHTS, _OF_FSDP):
         if (folder / name).is_file():
             return next(iter(named_schemes(folder / name).values()), None)

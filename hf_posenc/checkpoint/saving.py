@@ -1,4 +1,4 @@
-"""`save_pretrained` of a patched model: what is saved comes back as what it was, or is not saved at all."""
+"""`save_pretrained` of patched models. It raises if the saved model could not be loaded again."""
 
 from __future__ import annotations
 
@@ -19,45 +19,44 @@ from hf_posenc.patching.place.mark import described, same_scheme
 
 
 def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Transformers' `save_pretrained`, as a whole: a process that is killed leaves the folder with one model in it.
+    """Calls transformers' `save_pretrained` atomically: an interrupted save leaves one complete model in the folder.
 
-    Where every rank writes files of its own (`distributed_checkpoint=True`), transformers has the order of it.
+    If every rank writes its own files (`distributed_checkpoint=True`), transformers controls the order.
 
     Raises:
-        UnsupportedError: for a model whose config says something else than the scheme it runs, or that another copy of
-            this package patched.
+        UnsupportedError: if the model's config does not match its scheme, or another copy of this package patched it.
     """
     found, entry = encodings(model), read_entry(model.config)
     if entry is not None and not has_patched_layers(model):
         raise UnsupportedError(
             f"This {type(model).__name__} runs its stock positions, but its config names the scheme "
-            f"{entry['scheme']!r}: it shares the config with a model that was patched, and would come back with "
-            "that model's positions. Give it a config of its own first: model.config = copy.deepcopy(model.config) "
-            "while the other one is unpatched; or build each model from its own config."
+            f"{entry['scheme']!r}: it shares the config with a model that was patched, and would be loaded with that "
+            "model's positions. Give it a separate config first: model.config = copy.deepcopy(model.config) while "
+            "the other model is unpatched; or build each model from its own config."
         )
     if entry is None and has_patched_layers(model):
         raise UnsupportedError(
             f"This {type(model).__name__} runs a position encoding that its config does not carry: it shares its "
-            "layers with a model that was patched, or a part of it was. Saved as it is, it would come back with "
-            "the stock positions. Save the model that was patched, or unpatch that one and patch this one."
+            "layers with a model that was patched, or a part of it was. After saving, it would be loaded with the "
+            "stock positions. Save the model that was patched, or unpatch that one and patch this one."
         )
     refuse_missing_sites(model)
     for encoding in found:
         if entry is not None and not same_scheme(entry, encoding.config):
             raise UnsupportedError(
                 f"This {type(model).__name__} runs the position encoding {described(encoding.config.to_dict())}, but "
-                f"its config names {described(entry)}, with which its weights could not be loaded again: the config "
-                "is shared with another patched model, or its entry was edited. Give each model a config of its own, "
-                "model.config = copy.deepcopy(model.config), and call patch_model with the scheme that is meant."
+                f"its config names {described(entry)}, so its weights could not be loaded again: the config is shared "
+                "with another patched model, or its entry was edited. Give each model its own config, model.config = "
+                "copy.deepcopy(model.config), and call patch_model with the intended scheme."
             )
     call = inspect.signature(original).bind(model, *args, **kwargs)
     given = call.arguments
     folder = given["save_directory"]
     if isinstance(folder, str | os.PathLike) and os.path.isdir(folder):
-        # What an earlier save left would be put over the files of this one.
+        # Remains of an earlier save would overwrite the files of this one.
         clear_drafts(folder)
     if getattr(model, "_hf_peft_config_loaded", False):
-        # Adapters inside a transformers model: the adapter alone is saved.
+        # For adapters inside a transformers model, only the adapter is saved.
         main = given.get("is_main_process", True)
         with scheme_beside_adapters(model, [Path(given["save_directory"])], main, given.get("state_dict")):
             return original(*call.args, **call.kwargs)
@@ -69,7 +68,7 @@ def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwar
         return original(*call.args, **call.kwargs)
     upload = None
     if given.get("push_to_hub"):
-        # The upload comes after the files are in place, so that they stay whatever it raises.
+        # The upload starts after the files are in place, so that they are kept if it fails.
         given["push_to_hub"] = False
         if model.should_save_on_this_rank(given.get("is_main_process", True)):
             upload = _prepared_upload(model, folder, given.get("token"), given.setdefault("kwargs", {}))
@@ -82,13 +81,14 @@ def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwar
 
 
 def _prepared_upload(model: Any, folder: Any, token: Any, options: dict[str, Any]) -> Callable[[], None]:
-    """Makes the repository, as `save_pretrained` does before it writes; what is returned uploads the written files.
+    """Creates the repository, as `save_pretrained` does before it writes, and returns a function that uploads the
+    files.
 
     Args:
-        model: to be saved.
-        folder: where to.
+        model: the model to save.
+        folder: target folder.
         token: argument of `save_pretrained`.
-        options: its further keyword arguments; those that concern the upload are taken out.
+        options: its other keyword arguments; those for the upload are removed.
     """
     token_option = {} if token is None else {"token": token}
     message, create_pr = options.pop("commit_message", None), options.pop("create_pr", False)
@@ -107,7 +107,7 @@ def _prepared_upload(model: Any, folder: Any, token: Any, options: dict[str, Any
 
 
 def _marked(model: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state dict that names the scheme, which those gathered from shards do not (FSDP, ZeRO)."""
+    """Adds the scheme to a state dict, because state dicts gathered from shards (FSDP, ZeRO) do not name it."""
     if find_mark(state_dict) is not None:
         return state_dict
     (encoding,) = encodings(model)

@@ -1,6 +1,6 @@
-"""How a patched model would be said to stock transformers: a config, and weights under their stock names.
+"""Conversion of a patched model to a stock config and weights with stock names.
 
-What is written down here is a claim, not a proof: `export` loads the result with stock transformers and compares.
+The conversion is not verified here: `export` loads the result with stock transformers and compares the outputs.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from hf_posenc.schemes.bias.t5 import T5Bias
 
 
 def stock_form(model: PreTrainedModel) -> tuple[Any, dict[str, Tensor]]:
-    """The stock config and state dict that should compute what a patched model computes.
+    """Returns the stock config and state dict that are expected to be equivalent to a patched model.
 
     Raises:
-        UnsupportedError: if the scheme needs something that no stock config or weight can say.
+        UnsupportedError: if stock configs and weights cannot express the scheme.
     """
     scheme: SchemeConfig = model.position_encoding.config
     config = copy.deepcopy(model.config)
@@ -68,15 +68,15 @@ def _write_scheme(config: Any, state: dict[str, Tensor], model: PreTrainedModel,
             for stack, encoding in zip(stacks, model.position_encoding.stacks.values(), strict=True):
                 _write_relative_biases(state, stack, encoding)
         elif type(part) not in own:
-            # A comparison of outputs would not do: some schemes act beyond a distance only.
+            # A comparison of outputs is not enough: some schemes only act beyond a certain distance.
             raise UnsupportedError(
-                f"The scheme {part.name!r} cannot be said to a stock {type(model).__name__}, which has no such "
+                f"The scheme {part.name!r} cannot be expressed by a stock {type(model).__name__}, which has no such "
                 "mechanism. Use model.save_pretrained, and `import hf_posenc` where the checkpoint is loaded."
             )
 
 
 def _native(model: PreTrainedModel) -> SchemeConfig:
-    """What the architecture has by itself; no positions where that has no name here."""
+    """Returns the architecture's native scheme; no positions if no scheme describes it."""
     try:
         return native_scheme(model)
     except UnsupportedError:
@@ -93,7 +93,8 @@ def _write_rope_parameters(config: Any, scheme: SchemeConfig, stacks: list[Stack
     current = getattr(config, "rope_parameters", None)
     if not isinstance(current, dict) or not by_layer_type:
         raise UnsupportedError(
-            f"{type(config).__name__} has no rope_parameters, so a stock config cannot say the scheme {scheme.name!r}."
+            f"{type(config).__name__} has no rope_parameters, so a stock config cannot express the scheme "
+            f"{scheme.name!r}."
         )
     if set(by_layer_type) & set(current):
         config.rope_parameters = {
@@ -110,12 +111,12 @@ def _write_rope_parameters(config: Any, scheme: SchemeConfig, stacks: list[Stack
 
 
 def _write_length(config: Any, model: PreTrainedModel) -> None:
-    """The length of the patched model, except where a stock config means something else by it."""
+    """Writes the length of the patched model, unless it has another meaning in the stock config."""
     stacks, lengths = find_stacks(model), model.position_encoding.lengths
     parameters = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
     is_dynamic = any(flat.get("rope_type") == "dynamic" for flat in (by_layer_type or [parameters]))
-    # A table has as many rows as its config states, and a dynamic scaling starts where the config ends.
+    # The config's length determines the rows of a table and the start of a dynamic scaling.
     if lengths.current is None or is_dynamic or any(stack.tables for stack in stacks):
         return
     native = find_lengths(config, [getattr(config, key, None) for key in config.sub_configs])
@@ -144,7 +145,7 @@ def _write_table(
         raise UnsupportedError(f"The position table {name} of {type(stack.module).__name__} is not a trained weight.")
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int):
-        raise UnsupportedError(f"{type(config).__name__} has no max_position_embeddings to say the table's length.")
+        raise UnsupportedError(f"{type(config).__name__} has no max_position_embeddings for the table's length.")
     origin = table_origin(table.module)
     rows = part.weight.detach()[part.offset :]
     before = part.weight.detach()[:origin] if part.offset == origin else native.detach()[:origin].to(rows)
@@ -153,7 +154,7 @@ def _write_table(
 
 
 def _write_relative_biases(state: dict[str, Tensor], stack: Stack, encoding: torch.nn.Module) -> None:
-    """Copies trained buckets to where the architecture keeps its own, layer by layer."""
+    """Copies trained buckets to the architecture's own tables, layer by layer."""
     biases = [part for part in encoding.modules() if isinstance(part, T5Bias)]
     prefix = f"{stack.path}." if stack.path else ""
     names = [name for name in state if name.startswith(prefix) and name.endswith("relative_attention_bias.weight")]

@@ -1,9 +1,9 @@
-"""What the files of a checkpoint say about its position weights, compared with what its scheme would need.
+"""Compares the position weights in the files of a checkpoint with those that its scheme needs.
 
-A config of a kilobyte can ask for tables of gigabytes. The header of a safetensors file names every tensor with its
-shape and is read without the numbers, so a scheme that does not belong to the weights is refused before any of its
-parts is allocated. Where there is no header to compare with (`.bin` files, a model built from a config alone), the
-limits of the options hold (`hf_posenc.schemes.limits`).
+A small config can request tables of several gigabytes. The header of a safetensors file lists every tensor with its
+shape and can be read without the values, so a scheme that does not match the weights is refused before it is allocated.
+Without a header (`.bin` files, a model built from a config), the limits of the options apply
+(`hf_posenc.schemes.limits`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from hf_posenc.patching.place.encoding import build_encoding
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.limits import shown
 
-#: Arguments of `from_pretrained` with which the files are not these, or the names in them not those of the model.
+#: Arguments of `from_pretrained` with which other files are read, or names differ from those of the model.
 _ELSEWHERE = ("gguf_file", "key_mapping")
 
 
 class StoredTensor(NamedTuple):
-    """A tensor as a header describes it."""
+    """The description of a tensor in a header."""
 
     shape: tuple[int, ...]
     floating: bool
@@ -39,14 +39,14 @@ class StoredTensor(NamedTuple):
 
 
 def stored_position_weights(source: Any, kwargs: dict[str, Any]) -> dict[str, StoredTensor] | None:
-    """The position weights of a checkpoint, by their names below `position_encoding`.
+    """Returns the position weights of a checkpoint, by their names below `position_encoding`.
 
     Args:
         source: the first argument of `from_pretrained`.
         kwargs: the others.
 
     Returns:
-        `None` where no safetensors files of it lie on this machine.
+        `None` if it has no local safetensors files.
 
     Raises:
         CheckpointError: for a file that is damaged.
@@ -73,24 +73,24 @@ def stored_position_weights(source: Any, kwargs: dict[str, Any]) -> dict[str, St
         if path is None:
             if os.path.isdir(source):
                 raise CheckpointError(f"{index} names the file {shard!r}, which is not there. Copy the whole folder.")
-            return None  # A part of a download; transformers gets the rest.
+            return None  # The download is incomplete; transformers downloads the rest.
         found |= _read_header(path)
     return found
 
 
 def check_scheme_fits(model: Any, config: SchemeConfig, stored: dict[str, StoredTensor] | None, source: str) -> None:
-    """Refuses a scheme that does not fit the model, or needs weights of other shapes than the stored ones.
+    """Raises if a scheme does not fit the model, or needs weights of other shapes than the stored ones.
 
-    Nothing is allocated for it.
+    The check allocates no memory for the scheme.
 
     Args:
         model: the stock model the scheme is for.
         config: the scheme.
-        stored: what `stored_position_weights` found; `None` where there is nothing to compare with.
+        stored: the output of `stored_position_weights`; `None` if there is nothing to compare with.
         source: path or hub id, for error messages.
 
     Raises:
-        CheckpointError: naming the weight, the shape needed and the one found.
+        CheckpointError: with the name of the weight, the expected shape and the shape found.
     """
     try:
         encoding = build_encoding(config, find_stacks(model), architecture_of(model.config), torch.device("meta"))
@@ -99,7 +99,7 @@ def check_scheme_fits(model: Any, config: SchemeConfig, stored: dict[str, Stored
             f"The scheme in the config.json of {source} cannot be put into {type(model).__name__}: {error}"
         ) from error
     except RuntimeError:
-        return  # A scheme of somebody's own that needs numbers to be built; what it loads is checked afterwards.
+        return  # A third-party scheme may need real tensors to be built. Its weights are checked after loading.
     if stored is None:
         return
     for name, parameter in encoding.named_parameters():
@@ -107,7 +107,7 @@ def check_scheme_fits(model: Any, config: SchemeConfig, stored: dict[str, Stored
         if found is not None and found.shape == needed and found.floating:
             continue
         if found is None:
-            problem = "its weights have no such tensor, so that it would run on fresh random ones"
+            problem = "its weights have no such tensor, so it would run with random weights"
         elif found.shape != needed:
             problem = f"{found.file} holds it with the shape {list(found.shape)}"
         else:
@@ -117,12 +117,12 @@ def check_scheme_fits(model: Any, config: SchemeConfig, stored: dict[str, Stored
             f"The config.json of {source} names the scheme {config.name!r} with the options {shown(options)}. It needs "
             f"{ATTRIBUTE}.{name} of the shape {list(needed)}, but {problem}. The config and the weights are from "
             "different models, or one of them was edited or damaged. Save the model again, or load the stock weights "
-            "and call patch_model to train the scheme anew."
+            "and call patch_model to train the scheme again."
         )
 
 
 def _shards(index: Path) -> list[str]:
-    """The files that an index names."""
+    """Returns the files listed in an index."""
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -134,7 +134,7 @@ def _shards(index: Path) -> list[str]:
         or not isinstance(content.get("metadata"), dict)
     ):
         raise CheckpointError(
-            f'{index} is no index of weights: a dictionary with "metadata" and with "weight_map", from names of '
+            f'{index} is not an index of weights: a dictionary with "metadata" and with "weight_map", from names of '
             "weights to names of files, is expected. Download or save the checkpoint again."
         )
     return sorted(set(weight_map.values()))

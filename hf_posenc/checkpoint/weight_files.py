@@ -1,4 +1,4 @@
-"""Which schemes files of weights name, read from their headers and indices without the other tensors."""
+"""Reads the schemes named in weight files, from headers and indices, without reading other tensors."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hf_posenc.patching.place.mark import marked_scheme
 
 
 def named_schemes(path: Path) -> dict[str, dict[str, Any]]:
-    """The schemes that weights name, by the keys of their marks; empty for weights of a stock model.
+    """Returns the schemes named by weights, by the keys of their marks; empty for weights of a stock model.
 
     Args:
-        path: a file of weights, in the safetensors format or torch's, or the index of several.
+        path: a weight file in the safetensors or torch format, or the index of several.
     """
     if path.suffix != ".json":
         return {key: marked_scheme(mark) for key, mark in _marks_in(path).items()}
@@ -30,7 +30,7 @@ def named_schemes(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def schemes_of_older_version(path: Path) -> dict[str, dict[str, Any]]:
-    """The scheme in the config beside weights, if an older version saved both and the weights name none."""
+    """Returns the scheme in the config next to weights of an older version that do not name a scheme."""
     config = path.parent / "config.json"
     disk = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
     if not is_on_disk_form(disk):
@@ -39,8 +39,9 @@ def schemes_of_older_version(path: Path) -> dict[str, dict[str, Any]]:
     if entry["format"] >= 2:
         return {}
     warnings.warn(
-        f"{path.parent} was saved by an older hf_posenc, whose weights do not name their scheme, so nothing shows "
-        "whether they belong to the config beside them. Save the model again to tie them together.",
+        f"{path.parent} was saved by an older hf_posenc, whose weights do not name their scheme, so it cannot be "
+        "checked whether they belong to the config in the same folder. Save the model again to store the scheme with "
+        "the weights.",
         UserWarning,
         stacklevel=5,
     )
@@ -55,6 +56,6 @@ def _marks_in(path: Path) -> dict[str, Any]:
             return {key: file.get_tensor(key) for key in find_marks(file.keys())}
     import torch
 
-    # torch maps its files of today into memory, and not those of its first versions.
+    # torch can memory-map files in its current format but not in its legacy format.
     state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     return {key: state[key] for key in find_marks(state)} if isinstance(state, dict) else {}
