@@ -303,8 +303,8 @@ def test_a_swap_is_a_result():
         (None, "t5", {"sample": torch.zeros(2, 32)}, ValueError, "token ids"),
         (None, "t5", {"initialization": "best"}, ValueError, "initialization is 'best'"),
         (None, "learned", {"num_positions": 99, "table_extension": "cubic"}, ValueError, "table_extension is 'cubic'"),
-        (None, "learned", {"num_positions": 9, "table_extension": "last"}, ValueError, "Leave it out"),
-        (None, "alibi", {"table_extension": "last"}, ValueError, "Leave it out"),
+        (None, "learned", {"num_positions": 9, "table_extension": "last"}, ValueError, "has none here"),
+        (None, "alibi", {"table_extension": "last"}, ValueError, "has none here"),
         (
             None,
             "learned",
