@@ -199,7 +199,7 @@ def refusal_of(part: Any) -> str:
         (qwen, "visual", "Qwen2_5_VisionTransformerPretrainedModel takes hidden_states, not input_ids"),
         (whisper, "", "WhisperModel takes input_features, not input_ids"),
         (whisper, "encoder", "WhisperEncoder takes input_features, not input_ids"),
-        (whisper, "decoder", "The whole cannot be patched either (it takes input_features)"),
+        (whisper, "decoder", "cannot be patched either (it takes input_features)"),
         (clip, "vision_model", "CLIPVisionModel takes pixel_values, not input_ids"),
         (llava, "vision_tower", "CLIPVisionModel takes pixel_values, not input_ids"),
     ],

@@ -255,7 +255,7 @@ def test_unknown_choices_are_refused(scheme, option):
     ("config", "context", "message"),
     [
         (ShawConfig("sinusoidal"), BuildContext(21, 3, 7), "odd width 7"),
-        (WaveletConfig(8), BuildContext(36, 3, 12), "does not divide the 12"),
+        (WaveletConfig(8), BuildContext(36, 3, 12), "does not divide the head width of 12"),
         (TransformerXLConfig(), BuildContext(21, 3, 7), "hidden_size is 21"),
     ],
 )
