@@ -66,6 +66,9 @@ def run_together(
     words = ["-c", *map(str, arguments)]
     with tempfile.TemporaryDirectory() as place:
         streams = [(f"{place}/{number}.output", f"{place}/{number}.errors") for number in range(len(environments))]
+        for path in (one for paths in streams for one in paths):
+            # A process may be killed before it has opened its own.
+            Path(path).touch()
         processes = [
             _CONTEXT.Process(
                 target=_run, args=(program, words, str(folder or Path.cwd()), dict(os.environ | variables), *paths)

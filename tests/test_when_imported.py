@@ -85,7 +85,7 @@ def test_a_module_that_is_being_imported_by_this_thread_cannot_be_followed(tmp_p
         "from hf_posenc.when_imported import when_imported\nwhen_imported('half_way', print)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ImportError, match="Import hf_posenc before it"):
+    with pytest.raises(ImportError, match="Import hf_posenc before half_way"):
         import half_way  # noqa: F401
 
 
