@@ -254,7 +254,7 @@ class TestRefusals:
         self.refused(model, saved[0], CheckpointError, r"has the shape \[")
 
     def test_another_architecture(self, saved: tuple[Path, Any]) -> None:
-        self.refused(bert(), saved[0], CheckpointError, "trained on a 'llama' model, and this is a 'bert'")
+        self.refused(bert(), saved[0], CheckpointError, "trained on a 'llama' model, but this is a 'bert'")
 
     def test_another_scheme_in_the_model(self, saved: tuple[Path, Any], stock: Path) -> None:
         self.refused(base(stock, "kerple"), saved[0], UnsupportedError, "Load it on the stock model")
