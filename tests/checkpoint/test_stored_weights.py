@@ -60,7 +60,10 @@ def test_a_table_that_the_weights_do_not_hold_is_never_allocated(folder: Path, m
     [
         (lambda index: index.pop("metadata"), "is not an index of weights"),
         (lambda index: index.update(weight_map=[1]), "is not an index of weights"),
-        (lambda index: index["weight_map"].update({"lm_head.weight": "../x.safetensors"}), "is not an index of weights"),
+        (
+            lambda index: index["weight_map"].update({"lm_head.weight": "../x.safetensors"}),
+            "is not an index of weights",
+        ),
         (
             lambda index: index["weight_map"].update({"lm_head.weight": "x.safetensors"}),
             "'x.safetensors', which",
