@@ -58,7 +58,8 @@ def fold(
     wide_key = torch.cat((channels, ones, key), dim=-1)
     # Accelerators need a head width that is a multiple of 8.
     rest = 0 if query.device.type == "cpu" else -wide_query.shape[-1] % 8
-    return pad(wide_query, (0, rest)), pad(wide_key, (0, rest)), scaling
+    width = wide_query.shape[-1] + rest
+    return _padded(wide_query, width), _padded(wide_key, width), scaling
 
 
 def attend_with_wide_values(
@@ -79,8 +80,13 @@ def attend_with_wide_values(
 def of_one_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Pads queries, keys and values with zeros to the same width. The result of attention has that width too."""
     width = max(query.shape[-1], value.shape[-1])
-    wide_query, wide_key, wide_value = (pad(one, (0, width - one.shape[-1])) for one in (query, key, value))
+    wide_query, wide_key, wide_value = (_padded(one, width) for one in (query, key, value))
     return wide_query, wide_key, wide_value
+
+
+def _padded(tensor: Tensor, width: int) -> Tensor:
+    """The tensor with zeros up to a width. Padding by nothing would copy it."""
+    return tensor if tensor.shape[-1] == width else pad(tensor, (0, width - tensor.shape[-1]))
 
 
 def _split(terms: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
