@@ -100,7 +100,7 @@ def index_text(pages: list[Page]) -> str:
     sections.append(
         f"`{NativeConfig.name}` has no page, because it is not a scheme: wherever a scheme can be named, it stands "
         'for the original scheme of the model, as in `inner="native"` or `["native", "ssmax"]`. '
-        "`native_scheme(model)` returns that scheme, and [Architectures](../architectures.md) lists it for each "
+        "`native_scheme(model)` returns that scheme, and [Architectures](../reference/architectures.md) lists it for each "
         "architecture."
     )
     return "\n\n".join(sections) + "\n"

@@ -62,7 +62,7 @@ def test_the_readme_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_code_of_the_adapters_page_runs() -> None:
     small_llama().save_pretrained("base")
-    scope = run("docs/adapters.md", {})
+    scope = run("docs/how_to/adapters.md", {})
     for name in ("again", "base", "reference"):
         assert scope[name].position_encoding.config == scope["model"].position_encoding.config
     assert not hasattr(scope["stock"], "position_encoding")
@@ -71,7 +71,7 @@ def test_the_code_of_the_adapters_page_runs() -> None:
 
 def test_the_code_of_the_architecture_page_runs_and_acts() -> None:
     model = small_llama().eval()
-    scope = run("docs/architecture.md", {"model": model})
+    scope = run("docs/explanation/architecture.md", {"model": model})
     ids = torch.arange(14).unsqueeze(0)
     near = hf_posenc.patch_model(small_llama().eval(), ["native", "near"])
     with torch.no_grad():
@@ -91,12 +91,12 @@ def test_the_code_of_the_page_on_context_length_runs() -> None:
     model = tiny("BertModel", vocab_size=16)
     words = Tokenizer(models.WordLevel({"[UNK]": 0, "dog": 1}, unk_token="[UNK]"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]", model_max_length=64)
-    run("docs/context_length.md", {"model": model, "tokenizer": tokenizer})
+    run("docs/how_to/context_length.md", {"model": model, "tokenizer": tokenizer})
     assert model.config.max_position_embeddings == 256
 
 
 def test_what_the_page_of_wrong_claims_prints_is_what_its_comments_say(capsys: pytest.CaptureFixture[str]) -> None:
-    page, scope = "docs/wrong_claims.md", {}
+    page, scope = "docs/explanation/wrong_claims.md", {}
     promised = [line[2:] for block in blocks(page) for line in block.splitlines() if line.startswith("# ")]
     run(page, scope)
     assert capsys.readouterr().out.splitlines() == promised
@@ -120,20 +120,20 @@ def test_what_the_page_of_wrong_claims_prints_is_what_its_comments_say(capsys: p
         ("results/findings/table.md", "| alibi ", ["1.603", "1.584"]),
         ("results/findings/table.md", "| alibi ", ["1.557", "1.561"]),
         ("results/findings/table.md", "A model that knows token frequencies", ["3.059"]),
-        ("findings.md", "| learned | ", ["400"]),
-        ("findings.md", "| sinusoidal | ", ["550"]),
+        ("results/findings.md", "| learned | ", ["400"]),
+        ("results/findings.md", "| sinusoidal | ", ["550"]),
         ("results/properties.md", "| rope ", ["5.2e-04"]),
     ],
 )
 def test_the_page_of_wrong_claims_quotes_its_sources(source: str, row: str, figures: list[str]) -> None:
-    page = (ROOT / "docs" / "wrong_claims.md").read_text()
+    page = (ROOT / "docs" / "explanation" / "wrong_claims.md").read_text()
     lines = [line for line in (ROOT / "docs" / source).read_text().splitlines() if line.startswith(row)]
     assert any(all(figure in line for figure in figures) for line in lines), (source, row, figures)
     assert all(figure in page for figure in figures)
 
 
 def test_the_readme_counts_architectures_as_their_page_does() -> None:
-    page = (ROOT / "docs" / "architectures.md").read_text()
+    page = (ROOT / "docs" / "reference" / "architectures.md").read_text()
     tried, refused, patched, *_ = re.search(r"\| all \| (\d+) \| (\d+) \| (\d+) \|", page).groups()
     passed = re.search(r"In every column: (\d+) of", page).group(1)
     readme = " ".join((ROOT / "README.md").read_text().split())
@@ -146,7 +146,7 @@ ROOMS = [f"hf_posenc/patching/{room}" for room in ("observe", "place", "call", "
 
 @pytest.mark.parametrize("folder", ["hf_posenc", "hf_posenc/schemes", "hf_posenc/patching", *ROOMS])
 def test_the_architecture_page_names_every_module_and_folder_of_its_layouts(folder: str) -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
     layouts = re.findall(r"^```\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
     package = Path(folder).parent.name if folder in ROOMS else Path(folder).name
     (layout,) = [text for text in layouts if text.startswith(f"{package}/")]
@@ -157,7 +157,7 @@ def test_the_architecture_page_names_every_module_and_folder_of_its_layouts(fold
 
 
 def test_every_file_that_the_architecture_page_names_exists() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
     names = set(re.findall(r"`([\w/]+\.py)`", page))
     assert len(names) >= 10
     files = [path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py")]

@@ -1,4 +1,4 @@
-"""The numbers in docs/reliability.md are those of the tests, and the files it names exist.
+"""The numbers in docs/explanation/reliability.md are those of the tests, and the files it names exist.
 
 How many damaged files there are is compared by tests/hostile/test_damaged_files.py, which reads them.
 """
@@ -16,7 +16,7 @@ from tests.schemes.table import TABLE, VARIANTS
 from tests.schemes.test_option_limits import EXTREME, WRONG
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "explanation" / "reliability.md").read_text(encoding="utf-8")
 #: Line breaks may stand anywhere in a sentence.
 TEXT = " ".join(PAGE.split())
 

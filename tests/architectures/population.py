@@ -130,5 +130,5 @@ def extra_pairs() -> list[Pair]:
 
 
 def all_pairs() -> list[Pair]:
-    """What the table in docs/architectures.md covers."""
+    """What the table in docs/reference/architectures.md covers."""
     return default_pairs() + extra_pairs()

@@ -36,7 +36,7 @@ class Input:
 class FileKind:
     """A kind of file. `same` says whether what is read has to be what was written, or be refused."""
 
-    #: Shown in docs/reliability.md.
+    #: Shown in docs/explanation/reliability.md.
     title: str
     inputs: int
     same: bool = True

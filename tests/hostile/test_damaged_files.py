@@ -82,5 +82,5 @@ def test_the_damage_is_neither_harmless_nor_always_fatal(results: dict[str, Any]
 @pytest.mark.skipif(MULTIPLE != 1, reason="the page has the counts of an ordinary run")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_page_has_the_number_of_inputs(results: dict[str, Any], kind: str) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "reliability.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "explanation" / "reliability.md").read_text(encoding="utf-8")
     assert f"| {KINDS[kind].title} | {len(results[kind])} |" in page

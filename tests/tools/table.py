@@ -1,4 +1,4 @@
-"""All rows of docs/tools.md."""
+"""All rows of docs/reference/tools.md."""
 
 from __future__ import annotations
 

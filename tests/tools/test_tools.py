@@ -1,4 +1,4 @@
-"""Every cell of docs/tools.md is what happens: equal numbers, or a refusal with its reason."""
+"""Every cell of docs/reference/tools.md is what happens: equal numbers, or a refusal with its reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.tools.table import SLOW, TOOLS
 from tests.tools.tool import EQUAL, SCHEMES, Tool, outcome
 
 _SPEC = importlib.util.spec_from_file_location(
-    "generate_tools", Path(__file__).resolve().parents[2] / "docs" / "generate_tools.py"
+    "generate_tools", Path(__file__).resolve().parents[2] / "docs" / "generate" / "tools.py"
 )
 assert _SPEC is not None
 assert _SPEC.loader is not None

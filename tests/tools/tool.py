@@ -1,4 +1,4 @@
-"""What a row of docs/tools.md is: a tool, and a check that it computes the same with a patched model."""
+"""What a row of docs/reference/tools.md is: a tool, and a check that it computes the same with a patched model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Writes docs/architectures.md by running every check of tests/architectures on every architecture.
+"""Writes docs/reference/architectures.md by running every check of tests/architectures on every architecture.
 
-python docs/generate_architectures.py            # everything, a few minutes on two cores
-python docs/generate_architectures.py --only llama bert --no-write
+python docs/generate/architectures.py            # everything, a few minutes on two cores
+python docs/generate/architectures.py --only llama bert --no-write
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
@@ -59,7 +59,7 @@ def main() -> int:
         arguments.json.write_text(json.dumps(records, indent=1))
     print("\n".join(_listed(records, "fail")))
     if not arguments.no_write:
-        (HERE / "architectures.md").write_text(document(records))
+        (ROOT / "docs" / "reference" / "architectures.md").write_text(document(records))
     return int(any("died" in record for record in records))
 
 
@@ -114,9 +114,9 @@ def document(records: list[FoundRecord]) -> str:
 def _introduction() -> str:
     return f"""# Architectures
 
-<!-- Written by docs/generate_architectures.py. Edits are lost. -->
+<!-- Written by docs/generate/architectures.py. Edits are lost. -->
 
-Written by `python docs/generate_architectures.py`, which builds a tiny random model (64 wide, 4 heads, window 8, every
+Written by `python docs/generate/architectures.py`, which builds a tiny random model (64 wide, 4 heads, window 8, every
 gate open) of each text architecture in transformers' causal-LM and masked-LM mappings, of encoder-decoders, and of
 variants that a default config hides, and runs the checks in `tests/architectures/checks.py` for each scheme. Last run:
 transformers {transformers.__version__}, torch {torch.__version__.split("+")[0]}, float32 on a CPU.

@@ -1,8 +1,8 @@
-"""Writes docs/tools.md by running every check of tests/tools with every scheme.
+"""Writes docs/reference/tools.md by running every check of tests/tools with every scheme.
 
-python docs/generate_tools.py                 # everything, about 15 minutes on two cores
-python docs/generate_tools.py --only "PEFT"   # rows whose group or name contains the text; the others are kept
-python docs/generate_tools.py --no-run        # the page again from the record
+python docs/generate/tools.py                 # everything, about 15 minutes on two cores
+python docs/generate/tools.py --only "PEFT"   # rows whose group or name contains the text; the others are kept
+python docs/generate/tools.py --no-run        # the page again from the record
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-PAGE = ROOT / "docs" / "tools.md"
+PAGE = ROOT / "docs" / "reference" / "tools.md"
 DATA = ROOT / "docs" / "results" / "tools.json"
 PACKAGES = (
     "torch", "transformers", "accelerate", "peft", "trl", "sentence-transformers", "optimum-quanto", "torchao",
@@ -107,7 +107,7 @@ def page(record: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
     return f"""# Tools
 
-<!-- Written by docs/generate_tools.py. Edits are lost. -->
+<!-- Written by docs/generate/tools.py. Edits are lost. -->
 
 Other libraries, used with a patched model. Every row runs a tool on a tiny random Llama (where the row says so, a
 BERT) with each of {len(SCHEMES)} schemes and compares the numbers with those in the last column. A cell has one of two
@@ -120,7 +120,7 @@ values:
 There is no third value: a different number fails the test. Of {len(every)} cells, {equal} are equal and
 {len(every) - equal} are refused.
 
-Written by `python docs/generate_tools.py`. `pytest tests/tools -m 'slow or not slow'` checks every cell; the default
+Written by `python docs/generate/tools.py`. `pytest tests/tools -m 'slow or not slow'` checks every cell; the default
 test run checks some of them. Both need `pip install '.[tools]'`.
 Versions: {versions}. On a CPU.
 
