@@ -32,8 +32,12 @@ def small_llama() -> LlamaForCausalLM:
     )  # fmt: skip
 
 
-def blocks(page: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
+def blocks(page: str, section: str = "") -> list[str]:
+    """The Python code of a page, or of the part behind the heading `section`."""
+    text = (ROOT / page).read_text()
+    if section:
+        text = text.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
 
 
 @pytest.fixture(autouse=True)
@@ -43,18 +47,28 @@ def leave_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def run(page: str, scope: dict[str, Any]) -> dict[str, Any]:
-    for number, block in enumerate(blocks(page)):
+def run(page: str, scope: dict[str, Any], section: str = "") -> dict[str, Any]:
+    for number, block in enumerate(blocks(page, section)):
         exec(compile(block, f"{page} block {number}", "exec"), scope)
     return scope
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_the_readme_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page", ["README.md", "docs/how_to/patching.md"])
+def test_the_first_pages_run(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name: small_llama())
+    scope = run(page, {})
+    if page == "README.md":
+        assert scope["model"].position_encoding.config == hf_posenc.AlibiConfig()
+    else:
+        assert Path("patched/config.json").is_file()
+        assert not hasattr(scope["model"], "position_encoding")
+
+
+def test_the_code_of_the_training_page_runs() -> None:
     ids = torch.arange(8)
-    scope = run("README.md", {"dataset": [{"input_ids": ids, "labels": ids}] * 4})
-    assert Path("patched/config.json").is_file()
+    scope = {"model": small_llama(), "dataset": [{"input_ids": ids, "labels": ids}] * 4}
+    run("docs/how_to/training.md", scope, section="In your own training loop")
     assert type(scope["phases"]).__name__ == "SchemePhasesCallback"
     decayed, undecayed = scope["optimizer"].param_groups
     assert (decayed["weight_decay"], undecayed["weight_decay"]) == (0.1, 0.0)
@@ -137,7 +151,7 @@ def test_the_readme_counts_architectures_as_their_page_does() -> None:
     tried, refused, patched, *_ = re.search(r"\| all \| (\d+) \| (\d+) \| (\d+) \|", page).groups()
     passed = re.search(r"In every column: (\d+) of", page).group(1)
     readme = " ".join((ROOT / "README.md").read_text().split())
-    assert f"Of {tried} builds, {refused} are refused" in readme
+    assert f"Of {tried} builds of all text architectures, {refused} are refused" in readme
     assert f"Of the other {patched}, {passed} pass this test" in readme
 
 
