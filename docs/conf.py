@@ -1,6 +1,13 @@
 """Settings of the documentation site: `python -m sphinx -W docs outputs/site`."""
 
+import sys
+from pathlib import Path
+
 from hf_posenc.version import __version__
+
+HERE = Path(__file__).resolve().parent
+# The extensions, and training/, whose settings the reference lists.
+sys.path[:0] = [str(HERE / "_extensions"), str(HERE.parent)]
 
 project = "hf_posenc"
 author = "The hf_posenc contributors"
@@ -15,14 +22,28 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_design",
+    "docstrings",
+    "repository_files",
+    "scheme_pages",
 ]
-exclude_patterns = ["explorer", "schemes"]
+exclude_patterns = ["explorer"]
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+autodoc_typehints_format = "short"
 # Docstrings write code between single backticks.
 default_role = "code"
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
 # Notebooks are committed with their outputs; tests/test_notebooks.py executes them.
 nb_execution_mode = "off"
+
+#: Markdown files outside docs/ that are pages of the site too.
+repository_pages = ["CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/README.md", "examples/README.md",
+                    "model_cards/README.md", "model_cards/findings-*.md"]  # fmt: skip
+#: Where links to other files of the repository lead, such as "https://github.com/OWNER/hf_posenc". If it is empty, the
+#: site shows these files itself.
+repository_url = ""
 
 html_theme = "pydata_sphinx_theme"
 html_title = "hf_posenc"

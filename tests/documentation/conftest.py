@@ -1,0 +1,42 @@
+"""One build of the site for all tests of this folder."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.fresh import run_fresh
+
+pytest.importorskip("sphinx")
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Two schemes with figures; to draw all of them takes more than a minute.
+DRAWN = ("alibi", "rope")
+
+
+@pytest.fixture(scope="session")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The repository with a copy of docs/ that has no generated pages, as in a new clone."""
+    root = tmp_path_factory.mktemp("repository")
+    for path in ROOT.iterdir():
+        if path.name not in ("docs", "outputs", ".git"):
+            (root / path.name).symlink_to(path)
+    generated = shutil.ignore_patterns("schemes", "_build", "repository", "command_line.md", "__pycache__")
+    shutil.copytree(ROOT / "docs", root / "docs", ignore=generated)
+    return root
+
+
+@pytest.fixture(scope="session")
+def site(repository: Path) -> Path:
+    """The folder of the built site."""
+    return build(repository / "docs", repository / "site", "-D", f"scheme_figures={','.join(DRAWN)}")
+
+
+def build(docs: Path, site: Path, *options: str) -> Path:
+    """Builds a site as the command does, with every warning as an error."""
+    program = "import sys; from sphinx.cmd.build import build_main; sys.exit(build_main(sys.argv[1:]))"
+    done = run_fresh(program, "-W", "--keep-going", "-q", *options, docs, site)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return site
