@@ -1,0 +1,22 @@
+// The call of the library that gives the chosen scheme.
+
+import { libraryOptions } from "./view.js";
+
+function python(value) {
+  if (value === null) return "None";
+  if (value === true) return "True";
+  if (value === false) return "False";
+  if (Array.isArray(value)) return value.length > 6 && typeof value[0] === "number" ? `(${python(value[0])}, ...)` : `[${value.map(python).join(", ")}]`;
+  if (typeof value === "object") return `{${Object.entries(value).map(([key, one]) => `"${key}": ${python(one)}`).join(", ")}}`;
+  return typeof value === "string" ? `"${value}"` : String(value);
+}
+
+export function pythonCall(view) {
+  const { scheme, library } = view;
+  const given = Object.entries(libraryOptions(view)).filter(([name, value]) => {
+    const known = library.options.find((one) => one.name === name);
+    return !known || JSON.stringify(known.default) !== JSON.stringify(value);
+  });
+  const options = given.map(([name, value]) => `, ${name}=${python(value)}`).join("");
+  return `hf_posenc.patch_model(model, "${scheme.name}"${options})`;
+}

@@ -1,0 +1,97 @@
+// No positions, and schemes that act on other schemes. `place.build(name)` builds another scheme with its defaults.
+
+import { plus } from "../numbers.js";
+
+export const none = {
+  name: "none",
+  group: "none",
+  steps: "nothing",
+  learn: "Nothing tells the model where a word stands. Equal words get equal outputs.",
+  failure: "Fails at order itself: “dog bites man” and “man bites dog” are the same bag of words, unless a causal mask hides the later words.",
+  controls: [],
+  build: () => ({}),
+};
+
+/** Positions of far pairs: those at least `window` apart use `query` and `key` instead of their own positions. */
+function far(inner, window, query, key) {
+  return { ...inner, pair: (i, j) => (i - j >= window ? [query(i), key(j)] : [i, j]) };
+}
+
+export const selfExtend = {
+  name: "self_extend",
+  group: "arrangement",
+  steps: "pairs",
+  learn: "Near words keep their exact distance. Far words share positions in groups, so no distance is longer than in training.",
+  failure: "Fails at exact far positions: within a group, words have no order.",
+  controls: [
+    { option: "inner", choices: ["rope", "alibi", "t5"] },
+    { option: "group", from: 1, to: 16, step: 1, start: 4 },
+    { option: "window", from: 1, to: 128, step: 1, start: 16 },
+  ],
+  build({ inner, group, window }, place) {
+    const shift = window - Math.floor(window / group);
+    return far(place.build(inner), window, (i) => Math.floor(i / group) + shift, (j) => Math.floor(j / group));
+  },
+};
+
+export const rerope = {
+  name: "rerope",
+  group: "arrangement",
+  steps: "pairs",
+  learn: "Distances stop growing at the window, or grow more slowly with a factor.",
+  failure: "Fails at order beyond the window: without a factor, all far words are equally far.",
+  controls: [
+    { option: "inner", choices: ["rope", "alibi"] },
+    { option: "window", from: 1, to: 128, step: 1, start: 16 },
+    { option: "factor", from: 1, to: 32, step: 1, start: null, preset: 16, nullable: "infinite" },
+  ],
+  build({ inner, window, factor }, place) {
+    const query = factor === null ? () => window : (i) => window + (i - window) / factor;
+    return far(place.build(inner), window, query, (j) => (factor === null ? 0 : j / factor));
+  },
+};
+
+export const positionScale = {
+  name: "position_scale",
+  group: "arrangement",
+  steps: "pairs",
+  learn: "All positions are squeezed, so that a long text fits into the positions of a short one.",
+  failure: "Fails at neighbours: they come closer together than in training, until the model is trained for it.",
+  controls: [
+    { option: "inner", choices: ["rope", "alibi", "sinusoidal", "kerple"] },
+    { option: "factor", from: 0.05, to: 2, step: 0.05 },
+  ],
+  build({ inner, factor }, place) {
+    const parts = place.build(inner);
+    return {
+      ...parts,
+      ...(parts.added ? { added: (position) => parts.added(factor * position) } : {}),
+      pair: (i, j) => [factor * i, factor * j],
+    };
+  },
+};
+
+export const composed = {
+  name: "composed",
+  group: "arrangement",
+  steps: "pairs",
+  learn: "Vectors and biases add up; at most one part may rotate.",
+  failure: "Fails where the parts disagree: a bias that hides far words also hides what a rotation could find there.",
+  controls: [
+    {
+      option: "parts",
+      choices: ["rope+alibi", "sinusoidal+alibi", "sinusoidal+t5", "rope+kerple", "learned+alibi"],
+      start: "rope+alibi",
+    },
+  ],
+  options: ({ parts }) => ({ parts: parts.split("+") }),
+  build({ parts }, place) {
+    const [first, second] = parts.split("+").map((name) => place.build(name));
+    const added = [first.added, second.added].filter(Boolean);
+    return {
+      ...first,
+      ...second,
+      ...(added.length === 2 ? { added: (position) => plus(added[0](position), added[1](position)) } : {}),
+    };
+  },
+};
