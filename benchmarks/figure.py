@@ -1,65 +1,128 @@
-"""`price.png`: what a scheme costs over length."""
+"""`price.png` and `price_dark.png`: what a scheme costs, a row each, the cheapest on top."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from benchmarks.lineup import CONTROL
-from hf_posenc.plots.style import line_style, styled
+from hf_posenc.plots.style import palette, save, shade, styled
 from hf_posenc.report import Result
 
-#: In the order of their looks; all other schemes are grey lines without a name.
-_NAMED = [
-    "none", "stock", "sinusoidal", "learned", "rope", "alibi", "t5", "kerple", "shaw", "fire", "forget_gate", "cope",
-    "sdpa", "alibi, mask built in each call", "alibi, mask built once", "alibi, FlexAttention score_mod",
-    "BLOOM, alibi", "T5, bias computed in each call", "x-transformers, T5 bias",
-]  # fmt: skip
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_LEVELS = {"attention": "one attention call", "model": "a small Llama", "encoder": "a small BERT"}
+_PHASES = {"forward": "forward", "train": "training step", "decode": "one more token"}
+_KINDS = ("this library and stock models", "other libraries and other ways")
+#: The most important ones first.
+_TICKS = (1, 2, 4, 8, 16, 32, 1.5, 3, 6, 1.2, 0.9, 1.1, 0.8)
 
 
-def draw_price(result: Result, folder: Path) -> Path | None:
-    """Draws time over length, both logarithmic, in a panel for each level and phase.
+class _Row(NamedTuple):
+    """Lengths and ratios of one subject in one phase, and whether it is another library's or another way."""
+
+    lengths: list[int]
+    ratios: list[float]
+    peer: bool
+
+
+#: By level, phase and subject.
+_Rows = dict[str, dict[str, dict[str, _Row]]]
+
+
+def draw_price(result: Result, folder: Path) -> list[Path]:
+    """Draws the ratios of time to that of the same model without position, logarithmic, a dot per length.
 
     Args:
         result: of `price_result`.
-        folder: where `price.png` goes.
+        folder: where the files go.
 
     Returns:
-        The file, or `None` where there is nothing to draw: a line needs two lengths.
+        The files, for light and dark pages; none where there is nothing to draw: a row needs two lengths.
     """
-    lines: dict[str, dict[str, list[tuple[int, float]]]] = {}
-    for record in result.records:
-        if record.quantity in ("to_bare", "peer") and record.subject != CONTROL and record.value is not None:
-            series = lines.setdefault(f"{record.at['level']}, {record.at['phase']}", {})
-            series.setdefault(record.subject, []).append((record.at["T"], record.value))
-    panels = [place for place, series in lines.items() if any(len(points) > 1 for points in series.values())]
-    if not panels:
-        return None
-    columns = min(len(panels), 3)
-    rows = math.ceil(len(panels) / columns)
-    with styled():
-        from matplotlib.figure import Figure
+    rows = _rows(result)
+    if not any(len(row.lengths) > 1 for phases in rows.values() for found in phases.values() for row in found.values()):
+        return []
+    paths = []
+    for dark in (False, True):
+        with styled(dark):
+            paths.append(save(_drawn(rows), folder / f"price{'_dark' * dark}.png", colors=64))
+    return paths
 
-        figure = Figure(figsize=(5.4 * columns, 4.4 * rows))
-        grid = figure.subplots(rows, columns, squeeze=False).flat
-        for axes in grid[len(panels) :]:
-            axes.set_visible(False)
-        for axes, place in zip(grid, panels, strict=False):
-            # The names stand in the order of the lines at their right end.
-            for name, points in sorted(lines[place].items(), key=lambda item: -item[1][-1][1]):
-                if name in _NAMED:
-                    axes.plot(*zip(*points, strict=True), label=name, **line_style(name, _NAMED))
-                elif "," not in name and " " not in name:
-                    axes.plot(*zip(*points, strict=True), color="0.82", linewidth=0.9, zorder=1)
-            axes.axhline(1.0, color="0.45", linestyle=(0, (2, 2)), linewidth=1.2, zorder=1)
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log", base=2)
-            limits = axes.get_ylim()
-            axes.set_yticks((0.8, 1, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32), minor=False)
-            axes.xaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_major_formatter("{x:g}")
-            axes.set(ylim=limits, xlabel="tokens", ylabel="time / time without position", title=place)
-            axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-        folder.mkdir(parents=True, exist_ok=True)
-        figure.savefig(folder / "price.png", dpi=110, metadata={"Software": None})
-    return folder / "price.png"
+
+def _rows(result: Result) -> _Rows:
+    rows: _Rows = {}
+    for record in result.records:
+        level, phase = record.at["level"], record.at["phase"]
+        shown = record.quantity == "to_bare" or (record.quantity == "peer" and "," in record.subject)
+        if shown and record.subject != CONTROL and record.value is not None:
+            phases = rows.setdefault(_LEVELS.get(level, level), {})
+            found = phases.setdefault(_PHASES.get(phase, phase), {})
+            row = found.setdefault(record.subject, _Row([], [], record.quantity == "peer"))
+            row.lengths.append(record.at["T"])
+            row.ratios.append(record.value)
+    return rows
+
+
+def _drawn(rows: _Rows) -> Figure:
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    names = {level: _ordered(next(iter(phases.values()))) for level, phases in rows.items()}
+    heights = [0.8 + 0.21 * len(names[level]) + 0.5 * (index == 0) for index, level in enumerate(rows)]
+    figure = Figure(figsize=(7.4, sum(heights)))
+    parts = figure.subfigures(len(rows), 1, height_ratios=heights, squeeze=False)[:, 0]
+    lengths = sorted(
+        {
+            length
+            for phases in rows.values()
+            for row in phases.values()
+            for one in row.values()
+            for length in one.lengths
+        }
+    )
+    sizes = {length: 2.5 + 5.5 * index / max(1, len(lengths) - 1) for index, length in enumerate(lengths)}
+    for part, (level, phases) in zip(parts, rows.items(), strict=True):
+        grid = part.subplots(1, len(phases), sharey=True, squeeze=False)[0]
+        for axes, (phase, found) in zip(grid, phases.items(), strict=True):
+            _draw_phase(axes, [found.get(name) for name in names[level]], sizes)
+            axes.set_title(f"{level}, {phase}" if axes is grid[0] else phase, fontsize=10)
+        grid[0].set_yticks(range(len(names[level])), names[level])
+        grid[0].set_ylim(len(names[level]) - 0.4, -0.6)
+    parts[-1].supxlabel("time / time of the same model without position encoding", fontsize=10)
+    look = {"marker": "o", "linestyle": "none"}
+    handles = [Line2D([], [], color=color, label=name, **look) for color, name in zip(palette(), _KINDS, strict=False)]
+    for length, size in sizes.items():
+        handles.append(Line2D([], [], color=shade(0.6), markersize=size, label=f"{length:,} tokens", **look))
+    parts[0].legend(handles=handles, loc="outside upper center", ncols=3, frameon=False)
+    return figure
+
+
+def _ordered(found: dict[str, _Row]) -> list[str]:
+    """The cheapest at its longest length first."""
+    return sorted(found, key=lambda name: found[name].ratios[-1])
+
+
+def _draw_phase(axes: Axes, rows: list[_Row | None], sizes: dict[int, float]) -> None:
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    axes.axvline(1.0, color=shade(0.6), linestyle=(0, (2, 2)), linewidth=1.2, zorder=1)
+    for place, row in enumerate(rows):
+        if row is not None:
+            color = palette()[int(row.peer)]
+            axes.plot(row.ratios, [place] * len(row.ratios), color=color, linewidth=1.0, alpha=0.5)
+            for length, ratio in zip(row.lengths, row.ratios, strict=True):
+                axes.plot(ratio, place, "o", color=color, markersize=sizes[length])
+    axes.set_xscale("log", base=2)
+    low, high = axes.get_xlim()
+    ticks: list[float] = []
+    for tick in _TICKS:
+        # Only as many as fit beside each other.
+        if low <= tick <= high and all(abs(math.log(tick / other)) > math.log(high / low) / 7 for other in ticks):
+            ticks.append(tick)
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter("{x:g}")

@@ -153,7 +153,9 @@ def write_outputs(content: dict[str, Any], folder: Path) -> None:
     write_text(folder / "table.md", text)
     print(text)
     drawn = draw_price(price_result(content), folder)
-    print(f"Written to {folder}: results.json, table.md{', price.png' if drawn else ''}.", file=sys.stderr)
+    print(
+        f"Written to {folder}: results.json, table.md{', price.png, price_dark.png' if drawn else ''}.", file=sys.stderr
+    )
 
 
 def _earlier(path: Path, fresh: dict[str, Any]) -> dict[str, Any]:

@@ -1,52 +1,117 @@
-"""The line of one scheme, in the look that it has in every figure of a comparison."""
+"""The lines of a comparison, each with its name at its end; lines that coincide are drawn once, with all names."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from hf_posenc.plots.style import line_style
+from hf_posenc.plots.style import line_style, shade
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+#: Lines whose heights differ by no more than this share of the axis cannot be told apart.
+_ALIKE = 0.008
 #: A line with more points than this has markers at some of them only.
 _FEW_POINTS = 10
+#: Height of a line of text in inches, its characters, and where the names stand, in widths of the axes.
+_TEXT, _NAME_WIDTH, _NAMES_AT = 0.17, 24, 1.06
 
 
-def draw_curve(
-    axes: Axes,
-    label: str,
-    labels: Sequence[str],
-    x: Sequence[float],
-    mean: Sequence[float | None],
-    low: Sequence[float | None] = (),
-    high: Sequence[float | None] = (),
-    floor: float = -math.inf,
-) -> None:
-    """Draws the line of a scheme, with a band if it has an interval.
+class Curve(NamedTuple):
+    """A line: `(points,)` each. `None` in `mean` leaves a gap; `low` and `high` are the ends of a band."""
+
+    x: Sequence[float]
+    mean: Sequence[float | None]
+    low: Sequence[float | None] = ()
+    high: Sequence[float | None] = ()
+
+
+def draw_curves(axes: Axes, curves: Mapping[str, Curve], labels: Sequence[str], floor: float = -math.inf) -> None:
+    """Draws the lines of several schemes.
 
     Args:
-        axes: where to draw.
-        label: the scheme.
+        axes: where to draw; its scales are set before.
+        curves: by scheme. Of those that coincide the first one is drawn, with the names of all.
         labels: all schemes of the comparison, which determine the look of each.
-        x: `(points,)`.
-        mean: `(points,)`; `None` leaves a gap.
-        low: `(points,)`, the lower end of the band; empty for no band.
-        high: `(points,)`, its upper end.
         floor: lower values are drawn here, on a logarithmic axis.
     """
-    style = line_style(label, list(labels))
-    every = 1 if len(x) <= _FEW_POINTS else len(x) // 4
-    # Markers stand at other points of each line, so that equal lines show.
-    first = int(list(labels).index(label) / len(labels) * every)
-    axes.plot(x, np.maximum(np.array(mean, dtype=float), floor), label=label, markevery=(first, every), **style)
-    if any(value is not None for value in low):
-        ends = (np.maximum(np.array(values, dtype=float), floor) for values in (low, high))
-        axes.fill_between(x, *ends, color=style["color"], alpha=0.15, linewidth=0)
+    heights = {label: np.maximum(np.array(curve.mean, dtype=float), floor) for label, curve in curves.items()}
+    scaled = {label: axes.transScale.transform([(1.0, y) for y in height])[:, 1] for label, height in heights.items()}
+    reach = np.concatenate([*scaled.values()])
+    alike = _ALIKE * float(np.nanmax(reach) - np.nanmin(reach)) if not np.isnan(reach).all() else 0.0
+    groups: list[list[str]] = []
+    for label, curve in curves.items():
+        for group in groups:
+            first = group[0]
+            if list(curve.x) == list(curves[first].x) and np.allclose(
+                scaled[label], scaled[first], rtol=0, atol=alike, equal_nan=True
+            ):
+                group.append(label)
+                break
+        else:
+            groups.append([label])
+    for first, *others in groups:
+        curve, style = curves[first], line_style(first, list(labels))
+        every = 1 if len(curve.x) <= _FEW_POINTS else len(curve.x) // 4
+        axes.plot(curve.x, heights[first], label=", ".join([first, *others]), markevery=every, **style)
+        if any(value is not None for value in curve.low):
+            ends = (np.maximum(np.array(values, dtype=float), floor) for values in (curve.low, curve.high))
+            axes.fill_between(curve.x, *ends, color=style["color"], alpha=0.15, linewidth=0)
+
+
+def name_lines(axes: Axes) -> None:
+    """Writes the name of each line to the right of the axes, joined with the line's last point.
+
+    Call it last: it fixes the limits of the axes.
+    """
+    axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
+    named: list[tuple[float, float, str, str]] = []
+    for line in axes.get_lines():
+        drawn = np.asarray(line.get_xydata(), dtype=float)
+        drawn = drawn[~np.isnan(drawn).any(axis=1)]
+        if not str(line.get_label()).startswith("_") and len(drawn):
+            across, up = np.clip(axes.transLimits.transform(axes.transScale.transform(drawn[-1])), 0.0, 1.0)
+            # A level runs across the axes, in their own coordinates.
+            across = across if line.get_transform().contains_branch_seperately(axes.transData)[0] else 1.0
+            label = textwrap.fill(str(line.get_label()), _NAME_WIDTH)
+            named.append((float(up), float(across), label, str(line.get_color())))
+    named.sort()
+    room = _TEXT / (0.8 * axes.get_figure().get_figheight() * axes.get_position().height)
+    places = _spread([(up, room * (1 + label.count("\n"))) for up, _, label, _ in named])
+    for (up, across, label, color), place in zip(named, places, strict=True):
+        axes.annotate(
+            label, (across, up), (_NAMES_AT, place), "axes fraction", va="center", fontsize=9, annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": color, "linewidth": 1.0, "shrinkA": 1, "shrinkB": 0,
+                        "relpos": (0, 0.5)},
+        )  # fmt: skip
+
+
+def _spread(names: list[tuple[float, float]]) -> list[float]:
+    """Places for names, each with its wish and its height, ascending, moved as little as leaves room for all."""
+    groups: list[tuple[float, list[float]]] = []
+    for wish, height in names:
+        groups.append((wish, [height]))
+        while len(groups) > 1 and groups[-1][0] - groups[-2][0] < (sum(groups[-1][1]) + sum(groups[-2][1])) / 2:
+            (first, below), (second, above) = groups[-2:]
+            middle = (first * len(below) + second * len(above)) / len(below + above)
+            groups[-2:] = [(middle, below + above)]
+    places: list[float] = []
+    for middle, heights in groups:
+        bottom = middle - sum(heights) / 2
+        for height in heights:
+            places.append(bottom + height / 2)
+            bottom += height
+    return places
+
+
+def mark_level(axes: Axes, height: float, label: str) -> None:
+    """A dashed line that schemes are compared with."""
+    axes.axhline(height, label=label, color=shade(0.6), linestyle=(0, (2, 2)), linewidth=1.2, zorder=1)
 
 
 def ticks_at(axes: Axes, places: Sequence[float]) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hf_posenc.plots.curves import draw_curve, ticks_at
-from hf_posenc.plots.style import styled
+from hf_posenc.plots.curves import Curve, draw_curves, name_lines, ticks_at
+from hf_posenc.plots.style import save, shade, styled
 from hf_posenc.report.records import Result
 
 if TYPE_CHECKING:
@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 FLOOR = 1e-9
 
 
-def plot_dog(result: Result, path: str | Path | None = None) -> Figure:
-    """Relative L2 distance over the layers, one line per scheme, and beside it that of the probe.
+def plot_dog(result: Result, path: str | Path | None = None, dark: bool = False) -> Figure:
+    """Distance of the two occurrences over the layers, one line per scheme.
 
-    The axis is logarithmic, because a model without positions is at rounding level, many decades below the rest.
+    The axis is logarithmic, because a model without positions is at rounding level, many decades below the rest. In a
+    causal model the mask alone separates the two; a second panel shows them in random attention without a mask.
 
     Args:
         result: what `dog_test` returned.
         path: where to save the figure; its ending names the format. `None` saves nothing.
+        dark: draws for a dark page.
 
     Raises:
         ValueError: if no scheme of the result could be applied.
@@ -32,29 +34,34 @@ def plot_dog(result: Result, path: str | Path | None = None) -> Figure:
     labels = list(dict.fromkeys(record.subject for record in result.of(quantity="relative_l2")))
     if not labels:
         raise ValueError(f"Nothing to plot: none of the schemes could be applied to {settings['model']}.")
-    with styled():
+    with styled(dark):
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(8.5, 0.6 + max(3.4, 0.3 * len(labels))))
-        layers_axes, probe_axes = figure.subplots(1, 2, sharey=True, width_ratios=[3, 1])
-        for index, label in enumerate(labels):
-            distances = {record.at["layer"]: record.value for record in result.of(label, "relative_l2")}
-            draw_curve(layers_axes, label, labels, list(distances), list(distances.values()), floor=FLOOR)
-            probe = result.value(label, "probe")
-            if probe is not None:
-                draw_curve(probe_axes, label, labels, [index], [probe], floor=FLOOR)
-        layers_axes.axhspan(FLOOR, settings["tolerance"], color="0.92", zorder=0)
-        layers_axes.set_yscale("log")
-        layers_axes.set_ylim(FLOOR / 2, 3)
-        layers_axes.set_yticks([1, 1e-2, 1e-4, 1e-6, FLOOR], ["1", "0.01", "0.0001", "1e-06", "0"])
-        ticks_at(layers_axes, sorted({record.at["layer"] for record in result.of(quantity="relative_l2")}))
-        layers_axes.set_xlabel("layer (0: embeddings)")
-        layers_axes.set_ylabel(f"distance of the two {settings['word']!r} (relative L2)")
-        layers_axes.set_title(f"{settings['model']}, {'causal' if settings['causal'] else 'bidirectional'}")
-        probe_axes.set_title("probe")
-        probe_axes.set_xticks([])
-        figure.legend(*layers_axes.get_legend_handles_labels(), loc="outside right upper", frameon=False)
-        figure.suptitle(f"\u201c{settings['sentence']}\u201d (grey: rounding)", fontsize=11)
+        figure = Figure(figsize=(7.0, 0.6 + max(3.4, 0.25 * len(labels))))
+        ratios = [3, 1] if settings["causal"] else [1]
+        both = figure.subplots(1, len(ratios), sharey=True, squeeze=False, width_ratios=ratios)[0]
+        for axes in both:
+            axes.set_yscale("log")
+            axes.set_ylim(FLOOR / 2, 3)
+            axes.axhspan(FLOOR / 2, settings["tolerance"], color=shade(0.08), zorder=0, linewidth=0)
+        layers = {label: list(result.of(label, "relative_l2")) for label in labels}
+        curves = {
+            label: Curve([record.at["layer"] for record in records], [record.value for record in records])
+            for label, records in layers.items()
+        }
+        draw_curves(both[0], curves, labels, FLOOR)
+        both[0].set_yticks([1, 1e-2, 1e-4, 1e-6, FLOOR], ["1", "0.01", "0.0001", "1e-6", "0"])
+        ticks_at(both[0], sorted({record.at["layer"] for records in layers.values() for record in records}))
+        both[0].set_xlabel("layer (0: embeddings)")
+        both[0].set_ylabel(f"distance between the two {settings['word']!r}")
+        if settings["causal"]:
+            probes = {label: Curve([0], [result.value(label, "probe")]) for label in labels}
+            draw_curves(both[1], probes, labels, FLOOR)
+            both[1].set(xticks=[], xlabel="random attention,\nno mask")
+        name_lines(both[-1])
+        figure.suptitle(
+            f"\u201c{settings['sentence']}\u201d in {settings['model']} (shaded: no difference)", fontsize=11
+        )
         if path is not None:
-            figure.savefig(path, dpi=110)
+            save(figure, path)
     return figure

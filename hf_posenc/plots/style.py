@@ -1,7 +1,8 @@
-"""One look for all figures: one colour, dash and marker per scheme, safe for colour-blind readers."""
+"""One look for all figures, on a light and on a dark page: one colour, dash and marker per scheme."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,16 +11,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Okabe and Ito's palette less its yellow, which is too pale for lines, plus grey.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#7F7F7F")
-_MARKERS = "osD^vPX*"
+#: Okabe and Ito's palette for colour-blind readers, less its yellow, which is too pale for lines, plus a grey, a purple
+#: and a brown. The same hues, lighter, on a dark page.
+_LIGHT = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#7F7F7F", "#6A3D9A", "#8C510A")
+_DARK = ("#4C9FE6", "#F5793A", "#27C196", "#E69AC4", "#A5DBFF", "#F6C145", "#FFFFFF", "#969696", "#B48EED", "#C9995A")
+_MARKERS = "osD^vPX*<>"
 DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)))
 
 #: Perceptually uniform and told apart by colour-blind readers: numbers of one sign, and signed numbers around zero.
 SEQUENTIAL_MAP = "cividis"
 DIVERGING_MAP = "RdBu_r"
-#: Behind pairs that a causal mask hides.
-MASKED_COLOR = "0.82"
+#: Stands out on every map and page.
+HIGHLIGHT = "#E4572E"
 
 #: The schemes that are compared most often keep their look in every figure, whatever else is in it.
 _FIXED = {"alibi": 0, "learned": 1, "rope": 2, "sinusoidal": 3, "t5": 4, "binary": 5, "none": 6, "integer": 7}
@@ -32,7 +35,6 @@ _SETTINGS = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
-    "grid.color": "0.9",
     "grid.linewidth": 0.6,
     "lines.linewidth": 1.8,
     "lines.markersize": 5,
@@ -40,53 +42,87 @@ _SETTINGS = {
     "svg.hashsalt": "hf_posenc",
     "figure.constrained_layout.use": True,
 }
+#: The page, the text, and the grid between them. The dark page is that of the documentation site.
+_PAGES = {False: ("#FFFFFF", "#1A1A1A", "#E5E5E5"), True: ("#14181E", "#DDE2E8", "#2C333D")}
+
+
+@contextmanager
+def styled(dark: bool = False) -> Iterator[None]:
+    """Within this context matplotlib draws with the shared settings, for a light or a dark page."""
+    import matplotlib
+
+    page, text, grid = _PAGES[dark]
+    colors: dict[str, Any] = {"figure.facecolor": page, "axes.facecolor": page, "grid.color": grid, "text.color": text}
+    colors |= dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), text)
+    colors["axes.prop_cycle"] = matplotlib.cycler(color=_DARK if dark else _LIGHT)
+    with matplotlib.rc_context(_SETTINGS | colors):
+        yield
+
+
+def palette() -> list[str]:
+    """The colours of lines on the page that is drawn for."""
+    import matplotlib
+
+    return list(matplotlib.rcParams["axes.prop_cycle"].by_key()["color"])
+
+
+def shade(strength: float) -> str:
+    """A grey of the page that is drawn for: 0 is the page itself, 1 its text."""
+    import matplotlib
+    from matplotlib.colors import to_hex, to_rgb
+
+    ends = (to_rgb(matplotlib.rcParams[key]) for key in ("figure.facecolor", "text.color"))
+    return to_hex([page + strength * (text - page) for page, text in zip(*ends, strict=True)])
 
 
 def line_style(scheme: str, schemes: list[str]) -> dict[str, Any]:
     """Keywords for `plot`: colour, dash and marker of a scheme among the `schemes` of one figure.
 
-    No two schemes of a figure look the same: past eight colours the dashes and markers change.
+    No two schemes of a figure look the same: past ten colours the dashes and markers change.
     """
+    colors = palette()
     taken = {_FIXED[name] for name in schemes if name in _FIXED}
-    free = [slot for slot in range(len(COLORS) + len(schemes)) if slot not in taken]
+    free = [slot for slot in range(len(colors) + len(schemes)) if slot not in taken]
     others = [name for name in schemes if name not in _FIXED]
     slot = _FIXED[scheme] if scheme in _FIXED else free[others.index(scheme)]
-    turn = slot // len(COLORS)
+    turn = slot // len(colors)
     return {
-        "color": COLORS[slot % len(COLORS)],
+        "color": colors[slot % len(colors)],
         "marker": _MARKERS[(slot + turn) % len(_MARKERS)],
         "linestyle": DASHES[turn % len(DASHES)],
     }
 
 
-@contextmanager
-def styled() -> Iterator[None]:
-    """Within this context matplotlib draws with the shared settings; outside nothing changes."""
-    import matplotlib
+def png_of(figure: Figure, dpi: int = 110, colors: int = 256) -> bytes:
+    """The figure as a small PNG with a palette of at most `colors` colours."""
+    from PIL import Image
 
-    with matplotlib.rc_context(_SETTINGS):
-        yield
+    drawing, reduced = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawing, format="png", dpi=dpi, metadata={"Software": None})
+    with Image.open(drawing) as image:
+        image.convert("RGB").quantize(colors, dither=Image.Dither.NONE).save(reduced, format="png", optimize=True)
+    return reduced.getvalue()
 
 
-def save_figure(figure: Figure, folder: Path, name: str, dpi: int = 110, palette_size: int | None = None) -> list[Path]:
+def save(figure: Figure, path: str | Path, dpi: int = 110, colors: int = 256) -> Path:
+    """Writes one file whose ending names the format, a PNG with a palette of at most `colors` colours."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".png":
+        path.write_bytes(png_of(figure, dpi, colors))
+    else:
+        figure.savefig(path, dpi=dpi, metadata={"Date": None} if path.suffix == ".svg" else None)
+    return path
+
+
+def save_figure(figure: Figure, folder: Path, name: str, dpi: int = 110, palette_size: int = 256) -> list[Path]:
     """Writes `name.png` and `name.svg`.
 
     Args:
         figure: what to save.
         folder: where the files go; made if missing.
-        name: of the files, without an ending.
+        name: of the files, without an ending. By convention that of a figure for a dark page ends in `_dark`.
         dpi: dots per inch of the PNG, and of what is rasterised inside the SVG.
-        palette_size: number of colours of a small PNG with a palette, at most 256; `None` keeps all colours.
+        palette_size: number of colours of the PNG, at most 256.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{name}.{ending}" for ending in ("png", "svg")]
-    for path in paths:
-        metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
-        figure.savefig(path, dpi=dpi, metadata=metadata)
-    if palette_size is not None:
-        from PIL import Image
-
-        with Image.open(paths[0]) as image:
-            reduced = image.convert("RGB").quantize(palette_size, dither=Image.Dither.NONE)
-        reduced.save(paths[0], optimize=True)
-    return paths
+    return [save(figure, folder / f"{name}.{ending}", dpi, palette_size) for ending in ("png", "svg")]

@@ -175,12 +175,11 @@ def test_targets_are_judged_by_the_worst_scheme(finished):
 
 def test_the_figure_is_drawn_from_two_lengths_on(finished, tmp_path):
     content, _ = finished
-    path = draw_price(price_result(content), tmp_path)
-    assert path is not None
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert [one.name for one in tmp_path.iterdir()] == ["price.png"]
+    paths = draw_price(price_result(content), tmp_path)
+    assert [path.name for path in paths] == ["price.png", "price_dark.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size < 80_000 for path in paths)
     short = content | {"cells": {key: cell for key, cell in content["cells"].items() if cell["length"] == 16}}
-    assert draw_price(price_result(short), tmp_path / "none") is None
+    assert draw_price(price_result(short), tmp_path / "none") == []
 
 
 def test_memory_of_a_fresh_process():

@@ -12,6 +12,8 @@ import torch
 
 pytest.importorskip("matplotlib")
 
+import matplotlib
+from matplotlib.colors import to_rgb
 from PIL import Image
 
 from hf_posenc.cli import main
@@ -22,6 +24,7 @@ from hf_posenc.plots.schemes.drawing import color_scale
 from hf_posenc.plots.schemes.probes import bias_matrix, equal_query_key_logits, turning_frequencies
 from hf_posenc.plots.schemes.rotations import turning_pairs
 from hf_posenc.plots.schemes.subject import TINY
+from hf_posenc.plots.style import line_style, styled
 from hf_posenc.schemes import (
     AdditiveEncoding,
     AlibiConfig,
@@ -48,7 +51,7 @@ torch.set_num_threads(1)
 
 EVERYWHERE = ["heat_map", "decay", "dimensions", "difference"]
 MAP = ["heat_map", "rotation", "frequencies", "decay", "dimensions", "difference"]
-BIAS = ["bias_distance", "bias_map", "decay"]
+BIAS = ["bias_distance", "bias_map"]
 
 
 def kinds_of(config: SchemeConfig) -> list[str]:
@@ -67,7 +70,7 @@ def lines(config: SchemeConfig, kind: str, panel: int = 0) -> dict[str, numpy.nd
         (SinusoidalConfig(), EVERYWHERE),
         (AlibiConfig(), BIAS),
         (RopeConfig(), MAP),
-        (ComposedConfig((SinusoidalConfig(), T5Config())), ["bias_distance", "bias_map", *EVERYWHERE]),
+        (ComposedConfig((SinusoidalConfig(), T5Config())), [*BIAS, "heat_map", "dimensions", "difference"]),
         (ScheduleConfig((RopeConfig(), NoneConfig())), ["layers"]),
     ],
     ids=lambda value: value.name if isinstance(value, SchemeConfig) else "",
@@ -89,18 +92,41 @@ def test_the_bias_over_distance_is_the_slope_times_the_distance():
         numpy.testing.assert_allclose(drawn[label], -slope * numpy.arange(256, -1, -1), rtol=1e-6)
 
 
-def test_the_bias_map_hides_later_keys_and_shows_the_others():
+def test_the_bias_map_hides_later_keys_and_shows_the_share_that_the_others_keep():
     figure = draw_kind(kind_named("bias_map"), subject_of(AlibiConfig()))
-    shown = numpy.ma.filled(figure.axes[0].images[0].get_array(), numpy.nan)
-    earlier = numpy.tril(numpy.ones(shown.shape, dtype=bool))
-    assert numpy.isnan(shown[~earlier]).all()
-    rows, columns = numpy.nonzero(earlier)
-    numpy.testing.assert_allclose(shown[earlier], -0.5 * (rows - columns), rtol=1e-6)
+    for panel, slope in ((figure.axes[0], 2.0**-1), (figure.axes[3], 2.0**-8)):
+        shown = numpy.ma.filled(panel.images[0].get_array(), numpy.nan)
+        earlier = numpy.tril(numpy.ones(shown.shape, dtype=bool))
+        assert numpy.isnan(shown[~earlier]).all()
+        rows, columns = numpy.nonzero(earlier)
+        numpy.testing.assert_allclose(shown[earlier], numpy.exp(-slope * (rows - columns)), rtol=1e-5, atol=1e-12)
 
 
-def test_heads_that_look_away_do_not_stretch_the_colours():
-    scale = color_scale(bias_matrix(subject_of(AlibiConfig("asymmetric")), 32))
-    assert -20 < scale["vmin"] < 0
+@pytest.mark.parametrize("name", ["alibi", "kerple", "sandwich", "fire", "t5"])
+def test_every_head_of_a_bias_map_uses_a_good_part_of_the_colours(name):
+    """A map in one colour shows nothing."""
+    figure = draw_kind(kind_named("bias_map"), subject_of(get_scheme(name)()))
+    for panel in (axes for axes in figure.axes if axes.images):
+        shown = panel.images[0]
+        values = numpy.ma.compressed(numpy.ma.masked_invalid(shown.get_array()))
+        low, high = shown.get_clim()
+        assert values.max() - values.min() > 0.1 * (high - low)
+
+
+def test_heads_that_look_away_keep_nothing():
+    drawn = lines(AlibiConfig("asymmetric"), "bias_distance", panel=1)
+    assert all(numpy.nanmin(kept) >= 0 and numpy.nanmax(kept) == 1 for kept in drawn.values())
+
+
+@pytest.mark.parametrize("name", ["rerope", "self_extend"])
+def test_a_bias_of_far_pairs_only_is_shown_by_its_distances(name):
+    assert "distance_map" in kinds_of(get_scheme(name)())
+    assert not {"bias_map", "bias_distance"} & set(kinds_of(get_scheme(name)()))
+
+
+def test_lines_that_cross_all_the_time_are_drawn_for_one_head_only():
+    assert list(lines(T5Config(), "bias_distance")) == ["head 1 of 8"]
+    assert len(lines(AlibiConfig(), "bias_distance")) == 4
 
 
 def test_colours_of_signed_numbers_are_centred_on_zero():
@@ -156,6 +182,17 @@ def test_slow_pairs_are_the_right_ones_and_come_last(config, count, slowest):
     assert f"dimensions {slowest[0]} and {slowest[1]}\n" in titles[3]
 
 
+def test_slow_pairs_are_drawn_over_positions_at_which_they_have_turned():
+    figure = draw_kind(kind_named("rotation"), subject_of(RopeConfig()))
+    for panel in figure.axes[:4]:
+        points = numpy.asarray(panel.collections[0].get_offsets(), dtype=float)
+        angles = numpy.unwrap(numpy.arctan2(points[:, 1], points[:, 0]))
+        assert abs(angles[-1] - angles[0]) > 0.6 * math.pi, panel.get_title()
+    assert [axes.get_xlabel() for axes in figure.axes[:4:3]] == [
+        "positions 0 to 15,\nevery token", "positions 0 to 30,720,\nevery 2,048 tokens"
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("inner", [None, RopeConfig(theta=5e6)])
 def test_the_speed_of_a_pair_is_its_frequency(inner):
     config = RopeConfig(theta=5e6) if inner is None else get_scheme("position_shift")(offset=8, inner=inner)
@@ -180,8 +217,8 @@ def test_frequencies_are_drawn_before_and_after_scaling():
 
 def test_stopped_pairs_stand_on_a_line_of_their_own():
     drawn = lines(PRopeConfig(fraction=0.5), "frequencies")
-    assert (drawn["this scheme"][16:] < drawn["this scheme"][:16].min()).all()
-    assert "0: does not turn" in drawn
+    assert numpy.isnan(drawn["this scheme"][16:]).all()
+    assert (drawn["does not turn"][16:] < drawn["this scheme"][:16].min()).all()
 
 
 def test_frequencies_that_follow_the_length_are_drawn_for_several_lengths():
@@ -213,13 +250,11 @@ def test_decay_starts_at_the_mean_squared_length_of_the_vectors():
     assert 6 < float(logits.mean()) < 10
     flat = lines(NoneConfig(), "decay")["every head"]
     assert numpy.ptp(flat) < 1e-4
-    falling = lines(AlibiConfig(), "decay")["head 1 of 8"]
-    numpy.testing.assert_allclose(numpy.diff(falling), -0.5, atol=1e-3)
 
 
 def test_rotations_have_the_envelope_beside_the_decay_and_others_do_not():
     assert len(draw_kind(kind_named("decay"), subject_of(RopeConfig())).axes) == 2
-    assert len(draw_kind(kind_named("decay"), subject_of(AlibiConfig())).axes) == 1
+    assert len(draw_kind(kind_named("decay"), subject_of(SinusoidalConfig())).axes) == 1
 
 
 @pytest.mark.parametrize("name", ["xpos", "fope", "rerope"])
@@ -230,15 +265,28 @@ def test_what_is_more_than_a_rotation_has_no_envelope(name):
     assert len(draw_kind(kind_named("decay"), subject_of(RopeConfig())).axes) == 2
 
 
-def test_the_difference_figure_holds_one_token_at_three_positions():
-    drawn = lines(SinusoidalConfig(), "difference")
-    vectors = [drawn[f"at position {place}"] for place in (0, 50, 99)]
-    changes = lines(SinusoidalConfig(), "difference", panel=1)
-    for vector, label in zip(vectors[1:], ("50 less 0", "99 less 0"), strict=True):
-        change = next(values for name, values in changes.items() if name.startswith(label))
-        numpy.testing.assert_allclose(change, vector - vectors[0], atol=1e-6)
+def test_the_difference_figure_holds_one_token_at_three_positions_and_what_changed():
+    axes = draw_kind(kind_named("difference"), subject_of(SinusoidalConfig())).axes[0]
+    first, middle, last, by_middle, by_last = numpy.asarray(axes.images[0].get_array())
+    numpy.testing.assert_allclose(by_middle, middle - first, atol=1e-6)
+    numpy.testing.assert_allclose(by_last, last - first, atol=1e-6)
     # The first pair of the sinusoid turns by one radian per position.
-    numpy.testing.assert_allclose(vectors[1][0] - vectors[0][0], math.sin(50), atol=1e-4)
+    numpy.testing.assert_allclose(by_middle[0], math.sin(50), atol=1e-4)
+
+
+def test_figures_of_one_style_hold_on_light_and_dark_pages(tmp_path):
+    """Every colour of a line stands out from the page, and no two lines of a figure look the same."""
+    names = ["alibi", "none", "rope", "native", "t5", *(f"mine {index}" for index in range(9))]
+    for dark in (False, True):
+        with styled(dark):
+            page, looks = to_rgb(matplotlib.rcParams["figure.facecolor"]), [line_style(name, names) for name in names]
+        assert len({tuple(map(str, look.values())) for look in looks}) == len(names)
+        for look in looks:
+            assert sum(abs(one - other) for one, other in zip(page, to_rgb(look["color"]), strict=True)) > 0.8
+    paths = plot_scheme(AlibiConfig(), tmp_path, kinds=["bias_map"], dark=True)
+    assert [path.name for path in paths] == ["alibi_bias_map_dark.png", "alibi_bias_map_dark.svg"]
+    with Image.open(paths[0]) as image:
+        assert max(image.convert("RGB").getpixel((0, 0))) < 50
 
 
 def test_small_tables_are_drawn_larger_and_the_caption_says_so():
@@ -247,7 +295,7 @@ def test_small_tables_are_drawn_larger_and_the_caption_says_so():
     assert float(next(subject.parts.logit_bias.parameters()).std()) > 0.2
     assert "drawn larger" in subject.note
     assert "seed 0" in subject.note
-    assert "drawn larger" in subject.title
+    assert "untrained" in subject.title
 
 
 def test_parameters_with_values_of_their_own_stay_as_they_are():

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from hf_posenc.plots.curves import draw_curve, ticks_at
-from hf_posenc.plots.style import styled
+from hf_posenc.plots.curves import Curve, draw_curves, mark_level, name_lines, ticks_at
+from hf_posenc.plots.style import png_of, shade, styled
 from hf_posenc.report import Result
 from training.study.records import ROUNDING
 from training.study.results import Study, Task
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 #: A loss above this multiple of what token frequencies give lies above the figure.
 _CEILING = 1.6
@@ -23,42 +19,54 @@ _DOG_FLOOR = 1e-8
 
 
 class StudyFigure(NamedTuple):
-    """A figure of a task: the name of its file, its title, and the drawing as PNG."""
+    """A figure of a task: the name of its file, its title, how to read it, and the PNG for light and dark pages."""
 
     task: str
     name: str
     title: str
+    reading: str
     png: bytes
+    dark_png: bytes
 
 
 class _Lines(NamedTuple):
-    """What a figure shows: a quantity over a key of `Record.at`."""
+    """What a figure shows: a quantity over a key of `Record.at`, and how to read it."""
 
     name: str
     title: str
     quantity: str
     key: str
     y_label: str
+    reading: str
 
 
+_LOWER = "Lower is better."
+_FLAT = "A line that stays flat to the right of the dotted line keeps what it learned on texts longer than in training."
+_COSINE = "1 means the same embeddings as before the swap."
 _DRAWN = (
-    _Lines("loss_curves", "Validation loss during training", "validation_loss", "step", "validation loss"),
-    _Lines("similarity_curves", "Cosine during training", "validation_similarity", "step", "mean cosine"),
-    _Lines("loss_by_length", "Loss by length", "loss", "length", "loss (nats per token)"),
-    _Lines(
-        "tail_loss_by_length", "Loss of the last tokens by length", "tail_loss", "length", "loss of the last tokens"
-    ),
-    _Lines("swapped_loss_by_length", "Loss right after the swap", "before_loss", "length", "loss (nats per token)"),
-    _Lines("similarity_by_length", "Cosine by length", "similarity", "length", "cosine to the embeddings before"),
-    _Lines("exact_match", "Exact match by length", "accuracy", "length", "exact match (share of examples)"),
-    _Lines("loss_by_position", "Loss by position", "position_loss", "position", "loss (nats per token)"),
-    _Lines(
-        "dog_distance", "Distance of the two dogs by layer (grey: rounding)", "dog_distance", "layer", "relative L2"
-    ),
-)
+    _Lines("loss_curves", "Loss on held-out text while training", "validation_loss", "step", "loss (nats per token)",
+           f"{_LOWER} A line further left learns faster."),
+    _Lines("similarity_curves", "Cosine while training", "validation_similarity", "step", "mean cosine", _COSINE),
+    _Lines("loss_by_length", "Loss by length of the text", "loss", "length", "loss (nats per token)",
+           f"{_LOWER} {_FLAT}"),
+    _Lines("tail_loss_by_length", "Loss of the last tokens by length", "tail_loss", "length", "loss of the last tokens",
+           f"{_LOWER} The same last tokens at every length, with more and more text before them. {_FLAT}"),
+    _Lines("swapped_loss_by_length", "Loss right after the swap", "before_loss", "length", "loss (nats per token)",
+           f"{_LOWER} Before any training with the new scheme."),
+    _Lines("similarity_by_length", "Cosine by length of the text", "similarity", "length",
+           "cosine to the embeddings before", _COSINE),
+    _Lines("exact_match", "Share of answers that are right, by length", "accuracy", "length", "share of right answers",
+           f"Higher is better. {_FLAT}"),
+    _Lines("loss_by_position", "Loss by position in the longest text", "position_loss", "position",
+           "loss (nats per token)", f"{_LOWER} {_FLAT}"),
+    _Lines("dog_distance", "The two dogs, layer by layer", "dog_distance", "layer", "distance between the two dogs",
+           "How different the model's two vectors for 'dog' in 'The dog chased another dog' are. In the shaded part "
+           "they are the same up to rounding: the model cannot tell the two dogs apart."),
+)  # fmt: skip
+_SAME = "Lines that coincide are drawn once, with all their names; a band is the 95 % interval over seeds."
 _X_LABELS = {
-    "step": "training step", "length": "evaluated length (trained on {})", "position": "position (trained on {})",
-    "layer": "layer (0: embeddings)",
+    "step": "training step", "length": "length of the text in tokens (dotted: trained on {})",
+    "position": "position in tokens (dotted: trained on {})", "layer": "layer (0: embeddings)",
 }  # fmt: skip
 
 
@@ -69,10 +77,13 @@ def draw_figures(study: Study, records: Mapping[str, Result]) -> list[StudyFigur
     for name, result in records.items():
         for lines in _DRAWN:
             for prefix, chosen in _groups(study, name):
-                png = _draw(study.tasks[name], result, lines, chosen, labels)
-                if png is not None:
+                light, dark = (
+                    _draw(study.tasks[name], result, lines, chosen, labels, on_dark) for on_dark in (False, True)
+                )
+                if light is not None and dark is not None:
                     title = f"{lines.title}{', models that start from a trained one' if prefix else ''}"
-                    figures.append(StudyFigure(name, f"{name}_{prefix}{lines.name}", title, png))
+                    reading = f"{lines.reading} {_SAME}"
+                    figures.append(StudyFigure(name, f"{name}_{prefix}{lines.name}", title, reading, light, dark))
     return figures
 
 
@@ -84,46 +95,44 @@ def _groups(study: Study, task: str) -> Iterator[tuple[str, list[str]]]:
         yield "further_", [label for label, start in started.items() if start or label in started.values()]
 
 
-def _draw(task: Task, result: Result, lines: _Lines, chosen: list[str], labels: list[str]) -> bytes | None:
+def _draw(task: Task, result: Result, lines: _Lines, chosen: list[str], labels: list[str], dark: bool) -> bytes | None:
     from matplotlib.figure import Figure
 
-    with styled():
-        figure = Figure(figsize=(7.2, max(4.0, 0.9 + 0.21 * (len(chosen) + 1))))
+    curves = {label: curve for label in chosen if (curve := _curve(result, label, lines)) is not None}
+    if not curves:
+        return None
+    with styled(dark):
+        figure = Figure(figsize=(7.0, max(3.8, 0.9 + 0.21 * len(chosen))))
         axes = figure.add_subplot()
-        ends = {label: end for label in chosen if (end := _line(axes, result, label, lines, labels)) is not None}
-        if not ends:
-            return None
         trained = " to ".join(map(str, dict.fromkeys((min(task.trained), max(task.trained)))))
         axes.set(xlabel=_X_LABELS[lines.key].format(trained), ylabel=lines.y_label)
         if lines.key == "layer":
             axes.set_yscale("log")
             axes.locator_params(axis="x", integer=True)
-            axes.axhspan(_DOG_FLOOR / 2, ROUNDING, color="0.93", zorder=0, linewidth=0)
+            axes.set_yticks([1, 1e-2, 1e-4, 1e-6, _DOG_FLOOR], ["1", "0.01", "0.0001", "1e-6", "0"])
+            axes.minorticks_off()
+            axes.axhspan(_DOG_FLOOR / 2, ROUNDING, color=shade(0.08), zorder=0, linewidth=0)
         elif lines.quantity == "accuracy":
             axes.set_ylim(-0.02, 1.02)
         elif lines.key == "length":
             axes.set_xscale("log", base=2)
             ticks_at(axes, task.lengths)
+        if lines.key in ("length", "position"):
+            axes.axvline(max(task.trained), color=shade(0.5), linestyle=(0, (1, 2)), linewidth=1.2, zorder=1)
+        draw_curves(axes, curves, labels, _DOG_FLOOR if lines.key == "layer" else -math.inf)
         frequencies = task.unigram_cross_entropy
         if frequencies is not None and "loss" in lines.quantity:
-            axes.axhline(frequencies, label="token frequencies", color="0.45", linestyle=(0, (2, 2)), linewidth=1.2)
+            mark_level(axes, frequencies, "token frequencies")
             axes.set_ylim(top=min(axes.get_ylim()[1], _CEILING * frequencies))
-        handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-        # In the order of the lines at their right end.
-        order = sorted(handles, key=lambda name: -ends.get(name, -math.inf))
-        figure.legend(
-            [handles[name] for name in order], order, loc="outside right center", handlelength=3.2, frameon=False
-        )
-        drawing = io.BytesIO()
-        figure.savefig(drawing, format="png", dpi=110, metadata={"Software": None})
-    return drawing.getvalue()
+        name_lines(axes)
+        return png_of(figure, colors=64)
 
 
-def _line(axes: Axes, result: Result, label: str, lines: _Lines, labels: list[str]) -> float | None:
-    """Draws one scheme with its interval; returns its last value, `None` if it has no line."""
+def _curve(result: Result, label: str, lines: _Lines) -> Curve | None:
+    """One scheme with its interval; `None` if it has no line."""
     records = [record for record in result.of(label, lines.quantity) if record.value is not None]
     if not records or (lines.key == "step" and len(records) == 1):
         return None
     x, mean, low, high = zip(*((one.at[lines.key], one.value, one.low, one.high) for one in records), strict=True)
-    draw_curve(axes, label, labels, x, mean, low, high, floor=_DOG_FLOOR if lines.key == "layer" else -math.inf)
-    return mean[-1]
+    # A lower end at or below zero is nowhere on a logarithmic axis.
+    return Curve(x, mean) if lines.key == "layer" else Curve(x, mean, low, high)

@@ -50,6 +50,7 @@ def write_outputs(results: dict[str, Any], folder: Path, cards: Path | None = No
         texts |= {folder / model / "README.md": card.text for model in card.models if (folder / model).is_dir()}
         texts |= {cards / f"{card.name}.md": card.text} if cards is not None else {}
     plots = {folder / "plots" / f"{figure.name}.png": figure.png for figure in figures}
+    plots |= {folder / "plots" / f"{figure.name}_dark.png": figure.dark_png for figure in figures}
     write_json(folder / "results.json", results)
     for path, text in texts.items():
         write_text(path, text)

@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_posenc.metrics.preserve import isolated_rng
 from hf_posenc.plots.schemes.drawing import DISTANCE_LABEL, POSITION_LABEL, FigureKind, line_figure, panels
 from hf_posenc.plots.schemes.subject import INPUT_SEED, Subject, shortened
-from hf_posenc.plots.style import COLORS
+from hf_posenc.plots.style import palette
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig, ScheduleConfig
 from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.position_maps.mapped import PositionMap
@@ -47,7 +47,7 @@ def mapped_positions(subject: Subject, length: int) -> dict[str, Tensor]:
             candidates = {"outside training": after, "in training, draw 1": draws[0], "in training, draw 2": draws[1]}
         for name, line in candidates.items():
             if not any(torch.equal(line, known) for known in lines.values()):
-                lines[name if name not in lines else f"{name} ({len(lines) + 1})"] = line
+                lines[name if name not in lines else f"{name}, level {len(lines) + 1}"] = line
     return lines
 
 
@@ -86,9 +86,9 @@ def _draw_layers(subject: Subject) -> Figure:
     assert isinstance(subject.config, LayeredConfig)
     schemes = _layer_schemes(subject.config)
     names = list(dict.fromkeys(schemes))
-    figure, (axes,) = panels(subject.config.name, 1, 1, 6.6, 0.9 + 0.42 * len(names))
+    figure, (axes,) = panels(subject.config.name, 1, 1, 0.9 + 0.42 * len(names))
     rows = [names.index(scheme) for scheme in schemes]
-    colors = [COLORS[row % len(COLORS)] for row in rows]
+    colors = [palette()[row % len(palette())] for row in rows]
     axes.barh(rows, 0.9, left=[layer - 0.45 for layer in range(len(rows))], height=0.7, color=colors)
     axes.set_yticks(range(len(names)), [shortened(name, 40) for name in names])
     axes.set_ylim(len(names) - 0.5, -0.5)
@@ -111,13 +111,14 @@ POSITION_MAP = FigureKind(
     "the position of each token after a position map",
     lambda subject: bool(_maps(subject)),
     _draw_position_map,
-    "Where each token stands after the position map. A map that is random in training is drawn twice (seeds "
-    f"{INPUT_SEED} and {INPUT_SEED + 1}).",
+    "The position that the inner scheme is given, over the token's own position. A map that is random in training is "
+    f"drawn twice (seeds {INPUT_SEED} and {INPUT_SEED + 1}).",
 )
 DISTANCE_MAP = FigureKind(
     "distance_map",
     "the distance of each pair after a pairwise position map",
     lambda subject: _far_positions(subject) is not None,
     _draw_distance_map,
-    "The distance at which the scheme sees a key, over its distance from the query; keys past the window are far.",
+    "The distance at which the scheme sees a key, over the key's own distance from the query. Inside the window "
+    "nothing changes.",
 )

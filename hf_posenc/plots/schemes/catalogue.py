@@ -43,8 +43,8 @@ def applicable_kinds(subject: Subject) -> list[FigureKind]:
     return [kind for kind in KINDS if kind.applies(subject)]
 
 
-def draw_kind(kind: FigureKind, subject: Subject) -> Figure:
-    """One figure of a scheme, in the shared style.
+def draw_kind(kind: FigureKind, subject: Subject, dark: bool = False) -> Figure:
+    """One figure of a scheme, in the shared style for a light or a dark page.
 
     Raises:
         UnsupportedError: if the kind has nothing to show of this scheme.
@@ -55,12 +55,12 @@ def draw_kind(kind: FigureKind, subject: Subject) -> Figure:
             f"The scheme {subject.config.name!r} has nothing to show in a figure of kind {kind.name!r} "
             f"({kind.summary}). Kinds that apply to it: {known}."
         )
-    with styled():
+    with styled(dark):
         return kind.draw(subject)
 
 
 def plot_scheme(
-    config: SchemeConfig, folder: str | Path, kinds: Iterable[str] | None = None, dpi: int = 100
+    config: SchemeConfig, folder: str | Path, kinds: Iterable[str] | None = None, dpi: int = 100, dark: bool = False
 ) -> list[Path]:
     """Draws a scheme as PNG and SVG, one pair of files per kind of figure.
 
@@ -69,6 +69,7 @@ def plot_scheme(
         folder: where the files go; made if missing. They are called `<scheme>_<kind>`.
         kinds: names of kinds; all that apply by default.
         dpi: dots per inch of the PNG.
+        dark: draws for a dark page; the files are called `<scheme>_<kind>_dark`.
 
     Returns:
         The files, PNG and SVG in turn.
@@ -80,9 +81,9 @@ def plot_scheme(
     """
     subject = subject_of(config)
     wanted = applicable_kinds(subject) if kinds is None else [kind_named(name) for name in dict.fromkeys(kinds)]
-    figures = [(kind.name, draw_kind(kind, subject)) for kind in wanted]
+    figures = [(kind.name, draw_kind(kind, subject, dark)) for kind in wanted]
     paths: list[Path] = []
     for name, figure in figures:
-        with styled():
-            paths += save_figure(figure, Path(folder), f"{config.name}_{name}", dpi=dpi, palette_size=256)
+        with styled(dark):
+            paths += save_figure(figure, Path(folder), f"{config.name}_{name}{'_dark' * dark}", dpi=dpi)
     return paths

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,9 +11,8 @@ import torch
 from torch import Tensor
 
 from hf_posenc.metrics.statistics import spread
-from hf_posenc.plots.schemes.probes import AWAY
 from hf_posenc.plots.schemes.subject import Subject
-from hf_posenc.plots.style import COLORS, DASHES, DIVERGING_MAP, MASKED_COLOR, SEQUENTIAL_MAP
+from hf_posenc.plots.style import DASHES, DIVERGING_MAP, SEQUENTIAL_MAP, palette, shade
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,6 +22,10 @@ POSITION_LABEL = "position (tokens)"
 DISTANCE_LABEL = "distance from query back to key (tokens)"
 #: At most this many heads are told apart in one figure.
 SHOWN_HEADS = 4
+#: Lines that cross more often than this are a tangle.
+_CROSSINGS = 24
+#: Of every figure, in inches: its letters stay readable where a page or a phone makes it smaller.
+_WIDTH = 6.4
 
 
 @dataclass(frozen=True)
@@ -47,13 +51,11 @@ class FigureKind:
         return self.caption if isinstance(self.caption, str) else self.caption(subject)
 
 
-def panels(
-    title: str, rows: int, columns: int, width: float, height: float, **sharing: Any
-) -> tuple[Figure, list[Axes]]:
-    """A figure under a title with `rows x columns` axes, each of `width x height` inches."""
+def panels(title: str, rows: int, columns: int, height: float, **sharing: Any) -> tuple[Figure, list[Axes]]:
+    """A figure under a title with `rows x columns` axes, each `height` inches high."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width * columns, height * rows + 0.35), layout="constrained")
+    figure = Figure(figsize=(_WIDTH, height * rows + 0.35), layout="constrained")
     figure.suptitle(title, fontsize=11)
     return figure, list(figure.subplots(rows, columns, squeeze=False, **sharing).flat)
 
@@ -62,7 +64,7 @@ def line_figure(
     subject: Subject, lines: Mapping[str, Tensor], x: Tensor, x_label: str, y_label: str
 ) -> tuple[Figure, Axes]:
     """Named lines over `x` with a legend below; the line called "unchanged" is a thin grey one."""
-    figure, (axes,) = panels(subject.title, 1, 1, 6.0, 3.4)
+    figure, (axes,) = panels(subject.title, 1, 1, 3.3)
     draw_lines(axes, lines, x)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
@@ -72,8 +74,8 @@ def line_figure(
 
 def draw_lines(axes: Axes, lines: Mapping[str, Tensor], x: Tensor) -> None:
     """Each line in a look of its own."""
-    plain: dict[str, Any] = {"color": "0.6", "linewidth": 1, "linestyle": (0, (2, 2))}
-    looks = ({"color": COLORS[index], "linestyle": DASHES[index % len(DASHES)]} for index in range(len(COLORS)))
+    plain: dict[str, Any] = {"color": shade(0.45), "linewidth": 1, "linestyle": (0, (2, 2))}
+    looks = ({"color": color, "linestyle": DASHES[index % len(DASHES)]} for index, color in enumerate(palette()))
     for name, line in lines.items():
         axes.plot(x.numpy(), line.numpy(), label=name, **(plain if name == "unchanged" else next(looks)))
     axes.margins(x=0.01)
@@ -82,7 +84,7 @@ def draw_lines(axes: Axes, lines: Mapping[str, Tensor], x: Tensor) -> None:
 def map_figure(
     subject: Subject, maps: Mapping[str, Tensor], label: str, height: float, visible: Tensor | None = None
 ) -> tuple[Figure, list[Axes]]:
-    """Named heat maps `(rows, columns)` side by side on one colour scale, row 0 on top.
+    """Named heat maps `(rows, columns)` on one colour scale, at most two side by side, row 0 on top.
 
     Args:
         subject: what is drawn.
@@ -94,28 +96,22 @@ def map_figure(
     values = torch.stack(list(maps.values()))
     shown = torch.ones_like(values[0], dtype=torch.bool) if visible is None else visible
     scale = color_scale(values[:, shown])
-    width = {1: 5.0, 2: 4.1}.get(len(maps), 2.45)
-    figure, axes = panels(subject.title, 1, len(maps), width, height, sharey=True)
+    columns = min(2, len(maps))
+    figure, axes = panels(subject.title, -(-len(maps) // columns), columns, height, sharex=True, sharey=True)
     for panel, (name, matrix) in zip(axes, maps.items(), strict=True):
-        panel.set_facecolor(MASKED_COLOR)
+        panel.set_facecolor(shade(0.2))
         panel.grid(visible=False)
         hidden = matrix.masked_fill(~shown, torch.nan).numpy()
         image = panel.imshow(hidden, aspect="auto", interpolation="nearest", **scale)
-        panel.set_title(name, fontsize=10)
-    away = bool((values[:, shown] < scale["vmin"]).any())
-    figure.colorbar(image, ax=axes, label=label, pad=0.01, extend="min" if away else "neither")
+        if len(maps) > 1:
+            panel.set_title(name, fontsize=10)
+    figure.colorbar(image, ax=axes, label=label, pad=0.01)
     return figure, axes
 
 
 def color_scale(values: Tensor) -> dict[str, Any]:
-    """Keywords for `imshow`: diverging around zero for signed numbers, sequential for those of one sign.
-
-    Numbers that only say "never look here" do not stretch the scale.
-    """
-    finite = values[torch.isfinite(values) & (values > AWAY)]
-    if finite.numel() == 0:
-        return {"cmap": SEQUENTIAL_MAP, "vmin": 0.0, "vmax": 1.0}
-    low, high = float(finite.min()), float(finite.max())
+    """Keywords for `imshow`: diverging around zero for signed numbers, sequential for those of one sign."""
+    low, high = float(values.min()), float(values.max())
     reach = max(abs(low), abs(high)) or 1.0
     if low < -1e-3 * reach and high > 1e-3 * reach:
         return {"cmap": DIVERGING_MAP, "vmin": -reach, "vmax": reach}
@@ -125,8 +121,10 @@ def color_scale(values: Tensor) -> dict[str, Any]:
 
 
 def legend_below(figure: Figure, axes: Axes) -> None:
-    """The legend of `axes` under the figure, where it hides nothing, in as many lines as its width asks for."""
+    """The legend of `axes` under the figure, where it hides nothing; none for a single line that is no head."""
     handles, labels = axes.get_legend_handles_labels()
+    if len(labels) < 2 and not labels[0].startswith("head"):
+        return
     # About eleven characters to the inch, and the line that each label stands beside.
     width = sum(len(str(label)) / 11 + 0.7 for label in labels)
     columns = -(-len(labels) // -(-int(width * 100) // int(figure.get_figwidth() * 100)))
@@ -145,3 +143,10 @@ def by_head(values: Tensor, compared: Tensor | None = None) -> dict[str, Tensor]
         return {"every head": values[0]}
     heads: Iterable[int] = spread(range(values.shape[0]), SHOWN_HEADS)
     return {f"head {head + 1} of {values.shape[0]}": values[head] for head in heads}
+
+
+def untangled(lines: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The lines, or the first alone where they cross so often that none could be followed."""
+    pairs = itertools.combinations(lines.values(), 2)
+    crossings = sum(int(((one - other).sign().diff().abs() > 1).sum()) for one, other in pairs)
+    return lines if crossings <= _CROSSINGS else dict([*lines.items()][:1])

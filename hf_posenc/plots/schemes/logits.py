@@ -10,7 +10,6 @@ from torch import Tensor
 
 from hf_posenc.metrics.properties.decay import envelope, rotation_frequencies
 from hf_posenc.plots.schemes.drawing import (
-    DISTANCE_LABEL,
     FigureKind,
     by_head,
     draw_lines,
@@ -18,20 +17,24 @@ from hf_posenc.plots.schemes.drawing import (
     line_figure,
     map_figure,
     panels,
+    untangled,
 )
 from hf_posenc.plots.schemes.probes import AWAY, added_vectors, bias_matrix, equal_query_key_logits, visible
 from hf_posenc.plots.schemes.subject import INPUT_SEED, Subject
-from hf_posenc.plots.style import COLORS
+from hf_posenc.plots.style import HIGHLIGHT, palette
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.parts import DistanceBias
+from hf_posenc.schemes.position_maps.pairwise import FarRotation
 from hf_posenc.schemes.positions import Positions
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 #: Tokens of a curve over distance, of the map of a bias, and of a side of the grid.
-_LENGTH, _MAP, _SIDE = 257, 48, 15
+_LENGTH, _MAP, _SIDE = 257, 128, 15
 _SAMPLES = 24
+#: Where products of added vectors are seen from, and the difference, as a share of the largest, that cannot be seen.
+_QUERIES, _ALIKE = (_LENGTH - 1, 128, 64), 0.01
 #: Of the sequence in which logits are scaled.
 _FAR = 2**17
 _RANDOM = f"standard normal, seed {INPUT_SEED}"
@@ -45,7 +48,8 @@ def _random_inputs(subject: Subject) -> str:
 
 
 def _has_bias(subject: Subject) -> bool:
-    return subject.parts.logit_bias is not None
+    # What changes far pairs only shows nothing this near; there is a figure of its distances.
+    return not isinstance(subject.parts.logit_bias, FarRotation | None)
 
 
 def _row(subject: Subject) -> int:
@@ -56,69 +60,101 @@ def _draw_bias_distance(subject: Subject) -> Figure:
     """Seen from the last query, or from the middle one where it looks both ways."""
     row = _row(subject)
     bias = bias_matrix(subject, _LENGTH)[:, row]
-    lines = by_head(bias.masked_fill(bias < AWAY, torch.nan), bias)
-    seen = bias.masked_fill(bias < AWAY, 0.0)
-    if bool((seen.diff(dim=-1).abs().sum(-1) > 20 * (seen.amax(-1) - seen.amin(-1))).any()):
-        # Lines that go up and down would hide each other.
-        lines = dict([*lines.items()][:1])
-    figure, axes = line_figure(subject, lines, row - torch.arange(_LENGTH), DISTANCE_LABEL, "bias (logit)")
-    axes.axhline(0, color="0.6", linewidth=0.8, zorder=1)
+    lines = untangled(by_head(bias.masked_fill(bias < AWAY, torch.nan), bias))
+    figure, (axes, weights) = panels(subject.title, 1, 2, 3.3)
+    distances = row - torch.arange(_LENGTH)
+    draw_lines(axes, lines, distances)
+    draw_lines(weights, {name: (line - line[~line.isnan()].max()).exp() for name, line in lines.items()}, distances)
+    axes.set_ylabel("bias (added to the logit)")
+    weights.set_ylabel("share of weight kept")
+    weights.set_ylim(-0.03, 1.03)
+    weights.set_xscale("symlog", base=2, linthresh=1)
+    weights.set_xlim(left=-0.2 if subject.context.causal else None)
+    for panel, ticks in ((axes, range(0, _LENGTH, 64)), (weights, (0, 1, 4, 16, 64, 256))):
+        reach = [tick for tick in ticks if tick <= row]
+        labelled = reach if subject.context.causal else [*(-tick for tick in reach[:0:-1]), *reach]
+        panel.set_xticks(labelled, list(map(str, labelled)))
+        panel.set_xlabel("distance back (tokens)")
+    legend_below(figure, axes)
     return figure
 
 
 def _draw_bias_map(subject: Subject) -> Figure:
+    """The share of its weight that each key keeps, which runs from 0 to 1 in every head."""
     bias, shown = bias_matrix(subject, _MAP), visible(subject, _MAP)
-    maps = by_head(bias, bias.masked_fill(~shown, 0.0))
-    figure, axes = map_figure(subject, maps, "bias (logit)", 2.9, shown)
+    kept = (bias - bias.masked_fill(~shown, -torch.inf).amax(-1, keepdim=True)).exp()
+    maps = by_head(kept, bias.masked_fill(~shown, 0.0))
+    figure, axes = map_figure(subject, maps, "share of weight kept", 2.5 if len(maps) > 1 else 3.6, shown)
     for panel in axes:
-        panel.set_xlabel("key position")
-        panel.set_xticks(range(0, _MAP, 16))
-        panel.set_yticks(range(0, _MAP, 16))
-    axes[0].set_ylabel("query position")
+        panel.set_xticks(range(0, _MAP + 1, 32))
+        panel.set_yticks(range(0, _MAP + 1, 32))
+    figure.supxlabel("position of the key", fontsize=10)
+    figure.supylabel("position of the query", fontsize=10)
     return figure
+
+
+def _is_added(subject: Subject) -> bool:
+    return list(subject.parts) == [subject.parts.additive]
+
+
+def _has_decay(subject: Subject) -> bool:
+    """A bias has a figure of its own, and a factor of all logits does not depend on distance."""
+    if isinstance(subject.config, LayeredConfig):
+        return False
+    return _is_added(subject) or subject.parts.query_key_map is not None or not list(subject.parts)
 
 
 def _draw_decay(subject: Subject) -> Figure:
     """Products of added vectors, or logits, beside them RoFormer's envelope where it holds."""
     distances, spectrum = torch.arange(_LENGTH), rotation_frequencies(subject.parts, _LENGTH)
-    columns = 1 if spectrum is None else 2
-    figure, (axes, *others) = panels(subject.title, 1, columns, 6.0 if columns == 1 else 4.4, 3.3)
+    figure, (axes, *others) = panels(subject.title, 1, 1 if spectrum is None else 2, 3.2)
     axes.set_xlabel("distance back (tokens)")
-    if list(subject.parts) == [subject.parts.additive]:
+    if _is_added(subject):
         vectors = added_vectors(subject, _LENGTH)
         products = vectors @ vectors.T / vectors.shape[1]
-        lines = {
-            f"from position {query}": torch.cat((products[query, : query + 1].flip(0), torch.full((rest,), torch.nan)))
-            for query, rest in ((64, _LENGTH - 65), (128, _LENGTH - 129), (_LENGTH - 1, 0))
-        }
-        axes.set_ylabel("mean product of components")
+        last, *earlier = (
+            torch.cat((products[query, : query + 1].flip(0), torch.full((_LENGTH - 1 - query,), torch.nan)))
+            for query in _QUERIES
+        )
+        reach = float(last.abs().max())
+        same = all(bool(((line - last).abs() < _ALIKE * reach)[~line.isnan()].all()) for line in earlier)
+        names = [f"query at position {query}" for query in _QUERIES]
+        lines = {"any query": last} if same else dict(zip(names, (last, *earlier), strict=True))
+        lines = untangled(lines)
+        axes.set_ylabel("product of the added vectors")
     else:
         logits = equal_query_key_logits(subject, subject.positions(_LENGTH), _SAMPLES)[:, :, -1].flip(-1)
-        lines = by_head(logits.mean(0))
-        if len(lines) == 1:
+        heads = by_head(logits.mean(0))
+        lines = untangled(heads)
+        if len(heads) == 1:
             low, high = (logits[:, 0].quantile(share, dim=0).numpy() for share in (0.1, 0.9))
-            axes.fill_between(distances, low, high, color=COLORS[0], alpha=0.18, linewidth=0, label="80 % of tokens")
-        axes.set_title("equal query and key", fontsize=10)
-        axes.set_ylabel("logit")
+            axes.fill_between(distances, low, high, color=palette()[0], alpha=0.25, linewidth=0)
+        axes.set_ylabel("logit of equal query and key")
     draw_lines(axes, lines, distances)
     if spectrum is not None:
-        draw_lines(others[0], {"envelope": envelope(spectrum, distances)}, distances)
+        draw_lines(others[0], {"bound": envelope(spectrum, distances)}, distances)
         others[0].set_ylim(bottom=0)
-        others[0].set_title("RoFormer's envelope", fontsize=10)
         others[0].set_xlabel("distance (tokens)")
-        others[0].set_ylabel("mean |partial sum|")
+        others[0].set_ylabel("RoFormer's bound")
     legend_below(figure, axes)
     return figure
 
 
 def _decay_caption(subject: Subject) -> str:
-    if list(subject.parts) == [subject.parts.additive]:
-        return "Product of the added vectors of two positions, per component, over their distance."
-    words = f"Mean logit of a query and an equal key over their distance, for {_SAMPLES} random vectors ({_RANDOM})"
-    words += f" in every head, query at position {_LENGTH - 1}"
+    if _is_added(subject):
+        return (
+            "How alike the added vectors of two positions are (their product, per component), over the distance "
+            "between them. A single line: it is the same from every position, or noise."
+        )
+    words = (
+        f"The logit of a query at position {_LENGTH - 1} and an equal key, over the distance between them: the line is "
+        f"the mean of {_SAMPLES} random vectors ({_RANDOM}), the band holds 80 % of them"
+    )
     if rotation_frequencies(subject.parts, _LENGTH) is not None:
-        words += "; beside it RoFormer's upper envelope for these frequencies (arXiv:2104.09864, section 3.4.3)"
-    return f"{words}."
+        words += (
+            ". Right: the upper bound that RoFormer derives from these frequencies (arXiv:2104.09864, section 3.4.3)"
+        )
+    return f"{words}. A line that falls means that near tokens are preferred."
 
 
 def _axes_count(subject: Subject) -> int:
@@ -137,13 +173,13 @@ def _draw_grid(subject: Subject) -> Figure:
     coordinates[-2, 0], coordinates[-1, 0] = ids // _SIDE, ids % _SIDE
     positions = dataclasses.replace(subject.positions(_SIDE**2), coordinates=coordinates)
     logits = equal_query_key_logits(subject, positions, _SAMPLES).mean(0)[:, _SIDE**2 // 2]
-    figure, axes = map_figure(subject, by_head(logits.unflatten(-1, (_SIDE, _SIDE))), "logit", 3.2)
+    figure, axes = map_figure(subject, by_head(logits.unflatten(-1, (_SIDE, _SIDE))), "logit", 3.6)
     for panel in axes:
         panel.set_xlabel("column of the key")
         panel.set_xticks(range(0, _SIDE, 7))
         panel.set_yticks(range(0, _SIDE, 7))
         panel.set_aspect("equal")
-        panel.scatter([_SIDE // 2], [_SIDE // 2], marker="x", color="#D55E00", s=30)
+        panel.scatter([_SIDE // 2], [_SIDE // 2], marker="x", color=HIGHLIGHT, s=40)
     axes[0].set_ylabel("row of the key")
     return figure
 
@@ -152,50 +188,55 @@ def _draw_logit_scale(subject: Subject) -> Figure:
     assert subject.parts.logit_scale is not None
     ids = torch.logspace(0, 17, 400, base=2).round().long().unique() - 1
     scale: Tensor = subject.parts.logit_scale(Positions(ids.unsqueeze(0), torch.tensor([[_FAR]])))[0].float()
-    figure, axes = line_figure(subject, by_head(scale), ids + 1, "position + 1 (tokens)", "factor of the logits")
+    figure, axes = line_figure(subject, by_head(scale), ids + 1, "tokens up to the query", "factor of the logits")
     axes.set_xscale("log", base=2)
     return figure
 
 
 BIAS_DISTANCE = FigureKind(
     "bias_distance",
-    "the bias over distance, per head",
+    "the bias over distance, per head, and the attention weight that it leaves",
     _has_bias,
     _draw_bias_distance,
     lambda subject: (
-        f"The bias over the distance from query to key{'' if subject.context.causal else ' (negative: later keys)'}, "
-        f"seen from position {_row(subject)}{_random_inputs(subject)}."
+        "Left: the bias over the distance from query to key"
+        f"{'' if subject.context.causal else ' (negative: later keys)'}, seen from position {_row(subject)}"
+        f"{_random_inputs(subject)}. Right: the share of its attention weight that a key keeps, compared with the "
+        "distance that the head favours most, on an axis that grows fourfold from tick to tick. Where a line reaches "
+        "0, the head sees nothing. Heads whose lines would be a tangle are left out."
     ),
 )
 BIAS_MAP = FigureKind(
     "bias_map",
-    "the bias of every query and key, per head",
+    "the attention weight that the bias leaves to every key, per head",
     _has_bias,
     _draw_bias_map,
     lambda subject: (
-        f"Added to the logit of each query and key, {_MAP} tokens{_random_inputs(subject)}"
-        f"{'; grey: later keys, which the causal mask hides' if subject.context.causal else ''}."
+        f"One row per query, one column per key, {_MAP} tokens{_random_inputs(subject)}: the share of its attention "
+        "weight that a key keeps, compared with the key that the head favours most. Yellow keys are seen in full, dark "
+        f"ones hardly at all{'; the grey half is hidden by the causal mask' if subject.context.causal else ''}."
     ),
 )
 DECAY = FigureKind(
     "decay",
-    "logit of equal query and key over distance",
-    lambda subject: not isinstance(subject.config, LayeredConfig),
+    "how much equal tokens attract each other, over distance",
+    _has_decay,
     _draw_decay,
     _decay_caption,
 )
 GRID = FigureKind(
     "grid",
-    "logit of equal query and key over rows and columns",
+    "how much equal tokens attract each other, over rows and columns",
     lambda subject: _axes_count(subject) > 1,
     _draw_grid,
-    f"Mean logit of a query in the centre of a grid of {_SIDE} x {_SIDE} tokens (cross) and an equal key at every "
-    f"place of it, for {_SAMPLES} random vectors ({_RANDOM}) in every head.",
+    f"Logit of a query in the centre of a grid of {_SIDE} x {_SIDE} tokens (cross) and an equal key at each place, "
+    f"mean of {_SAMPLES} random vectors ({_RANDOM}). Yellow places attract the query most.",
 )
 LOGIT_SCALE = FigureKind(
     "logit_scale",
     "the factor of the logits over position",
     lambda subject: subject.parts.logit_scale is not None,
     _draw_logit_scale,
-    f"The factor of all logits of a query, over its position in a sequence of {_FAR} tokens.",
+    f"The number that all logits of a query are multiplied by, over the place of the query in a text of {_FAR:,} "
+    "tokens. A larger factor makes attention sharper.",
 )

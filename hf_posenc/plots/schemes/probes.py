@@ -23,12 +23,12 @@ def added_vectors(subject: Subject, length: int) -> Tensor:
     return vectors.float()
 
 
-def mapped_vectors(subject: Subject, query: Tensor, length: int) -> Tensor:
-    """`(length, width)`: one query `(head_dim,)` of the first head, mapped at positions `0 .. length - 1`."""
+def mapped_vectors(subject: Subject, query: Tensor, length: int, step: int = 1) -> Tensor:
+    """`(length, width)`: one query `(head_dim,)` of the first head, mapped at `length` positions, `step` apart."""
     part = subject.parts.query_key_map
     assert part is not None
     repeated = query.expand(1, subject.context.num_heads, length, query.shape[-1])
-    return part.map_query(repeated, part.phases(subject.positions(length)))[0, 0].float()
+    return part.map_query(repeated, part.phases(subject.positions(length, step)))[0, 0].float()
 
 
 def random_query(subject: Subject) -> Tensor:

@@ -11,7 +11,7 @@ from hf_posenc.metrics.statistics import spread
 from hf_posenc.plots.schemes.drawing import FigureKind, legend_below, panels
 from hf_posenc.plots.schemes.probes import mapped_vectors, random_query, turning_frequencies
 from hf_posenc.plots.schemes.subject import INPUT_SEED, Subject
-from hf_posenc.plots.style import COLORS, DASHES, SEQUENTIAL_MAP
+from hf_posenc.plots.style import HIGHLIGHT, SEQUENTIAL_MAP, palette, shade
 from hf_posenc.schemes.rotary.rope import RotaryMap
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _LENGTH = 256
 _SHOWN_POSITIONS = 16
 _PANELS = 4
+#: A slow pair is drawn at this many places of a turn, but not farther apart than this many tokens.
+_PLACES_OF_TURN, _LARGEST_STEP = 20, 2048
 #: Radians per position below which one step is measured to a few digits only.
 _SLOW = 1e-4
 #: Of the sequences in which frequencies are compared.
@@ -46,33 +48,44 @@ def turning_pairs(subject: Subject) -> list[tuple[float, tuple[int, int]]]:
 
 
 def _speed(pair: Tensor) -> float:
-    """Of a turning vector `(positions, 2)`. A map of positions may let some tokens share one, which do not count."""
+    """Of a turning vector `(positions, 2)`, in radians per position."""
     step = torch.atan2(pair[:, 1], pair[:, 0]).diff()
     step = torch.atan2(step.sin(), step.cos())
     turning = step[:_SHOWN_POSITIONS][step[:_SHOWN_POSITIONS] != 0]
     typical = float(turning.abs().median()) if turning.numel() else 0.0
-    # float32 rounds components by 1e-7, which counts where one step is hardly more.
-    return typical if typical >= _SLOW else float(step[step != 0].sum().abs() / max(1, int((step != 0).sum())))
+    # float32 rounds components by 1e-7, which counts where one step is hardly more. A map of positions may let many
+    # tokens share one.
+    return typical if typical >= _SLOW else float(step.sum().abs() / len(step))
 
 
 def _draw_rotation(subject: Subject) -> Figure:
-    """A circle for each of a few pairs."""
-    vectors = mapped_vectors(subject, random_query(subject), _SHOWN_POSITIONS)
+    """A circle for each of a few pairs, over as many positions as it needs to turn."""
     shown = spread(turning_pairs(subject), _PANELS)
-    figure, axes = panels(subject.title, 1, len(shown), 2.35, 2.75, sharex=True, sharey=True)
+    figure, axes = panels(subject.title, -(-len(shown) // 2), min(2, len(shown)), 2.9, sharex=True, sharey=True)
     circle = torch.linspace(0, 2 * torch.pi, 100)
-    for panel, (speed, pair) in zip(axes, shown, strict=True):
+    for panel, (speed, pair) in zip(axes, shown, strict=False):
+        turn = 2 * torch.pi / speed
+        step = min(max(1, round(turn / _PLACES_OF_TURN)), _LARGEST_STEP)
+        vectors = mapped_vectors(subject, random_query(subject), _SHOWN_POSITIONS, step)
         x, y = (vectors[:, list(pair)] / vectors[0, list(pair)].norm()).T.numpy()
-        panel.plot(circle.cos().numpy(), circle.sin().numpy(), color="0.8", linewidth=0.8, zorder=1)
-        panel.plot([0 * x, x], [0 * y, y], color="0.75", linewidth=0.6, zorder=1)
-        points = panel.scatter(x, y, c=range(_SHOWN_POSITIONS), cmap=SEQUENTIAL_MAP, s=26, zorder=3, edgecolors="none")
-        panel.scatter(x[:1], y[:1], s=70, facecolors="none", edgecolors="#D55E00", linewidths=1.4, zorder=4)
+        panel.plot(circle.cos().numpy(), circle.sin().numpy(), color=shade(0.25), linewidth=0.8, zorder=1)
+        panel.plot([0 * x, x], [0 * y, y], color=shade(0.3), linewidth=0.6, zorder=1)
+        points = panel.scatter(
+            x, y, c=range(_SHOWN_POSITIONS), cmap=SEQUENTIAL_MAP, s=30, zorder=3, linewidths=0.5, edgecolors=shade(0.5)
+        )
+        panel.scatter(x[:1], y[:1], s=90, facecolors="none", edgecolors=HIGHLIGHT, linewidths=1.6, zorder=4)
         panel.set_aspect("equal")
+        panel.grid(visible=False)
         reach = max(1.25, 1.1 * float(abs(x).max()), 1.1 * float(abs(y).max()))
-        panel.set_xlim(-reach, reach)
-        panel.set_ylim(-reach, reach)
-        panel.set_title(f"dimensions {pair[0]} and {pair[1]}\n{speed:.2g} rad per position", fontsize=9)
-    figure.colorbar(points, ax=axes, label="position", pad=0.01, shrink=0.8)
+        panel.set(xlim=(-reach, reach), ylim=(-reach, reach), xticks=[], yticks=[])
+        panel.spines[:].set_visible(False)
+        panel.set_title(f"dimensions {pair[0]} and {pair[1]}\na turn in {float(f'{turn:.3g}'):,.0f} tokens", fontsize=9)
+        every = "every token" if step == 1 else f"every {step:,} tokens"
+        panel.set_xlabel(f"positions 0 to {step * (_SHOWN_POSITIONS - 1):,},\n{every}", fontsize=9)
+    for panel in axes[len(shown) :]:
+        panel.set_visible(False)
+    bar = figure.colorbar(points, ax=axes, pad=0.02, shrink=0.6, ticks=[0, _SHOWN_POSITIONS - 1])
+    bar.ax.set_yticklabels(["first", "last"])
     return figure
 
 
@@ -113,18 +126,20 @@ def _draw_frequencies(subject: Subject) -> Figure:
     plain, spectra = plain_frequencies(subject), changed_spectra(subject)
     every = torch.stack([plain, *spectra.values()])
     floor = float(every[every > 0].min()) / 3
-    figure, (axes,) = panels(subject.title, 1, 1, 6.2, 3.4)
-    look = {"color": "0.5", "linewidth": 1.4, "marker": "."} if spectra else {"color": COLORS[0], "marker": "o"}
+    figure, (axes,) = panels(subject.title, 1, 1, 3.4)
+    look = {"color": shade(0.5), "linewidth": 1.4, "marker": "."} if spectra else {"color": palette()[0], "marker": "o"}
     axes.plot(plain.numpy(), label="RoPE, same base" if spectra else "RoPE", **look)
     for index, (name, spectrum) in enumerate(spectra.items()):
-        heights = spectrum.abs().clamp(min=floor).numpy()
-        axes.plot(heights, color=COLORS[index], label=name, marker="osD^"[index], linestyle=DASHES[index], markersize=4)
+        style = {"color": palette()[index], "marker": "osD^"[index], "markersize": 4}
+        turning = spectrum.abs().where(spectrum != 0, torch.nan)
+        axes.plot(turning.numpy(), label=name, linestyle="solid" if len(spectra) == 1 else "none", **style)
+        stopped = torch.full_like(spectrum, floor).where(spectrum == 0, torch.nan)
+        if len(spectra) == 1 and bool((spectrum == 0).any()):
+            axes.plot(stopped.numpy(), label="does not turn", linestyle="none", **style | {"fillstyle": "none"})
     axes.set_yscale("log")
     axes.set_xlabel("pair of dimensions")
-    axes.set_ylabel("frequency (radians per position)")
-    if bool((every == 0).any()):
-        axes.axhline(floor, color="0.6", linewidth=0.8, linestyle=(0, (2, 2)), zorder=1, label="0: does not turn")
-    axes.secondary_yaxis("right", functions=(_wavelength, _wavelength)).set_ylabel("wavelength (tokens)")
+    axes.set_ylabel("speed (radians per token)")
+    axes.secondary_yaxis("right", functions=(_wavelength, _wavelength)).set_ylabel("tokens per turn")
     legend_below(figure, axes)
     return figure
 
@@ -134,14 +149,16 @@ ROTATION = FigureKind(
     "pairs of dimensions of one query, turning with position",
     lambda subject: len(turning_pairs(subject)) > 1,
     _draw_rotation,
-    f"Pairs of dimensions of one random query (seed {INPUT_SEED}) at positions 0 to {_SHOWN_POSITIONS - 1}, from the "
-    "fastest to the slowest pair; each pair is drawn with length 1, and a ring marks position 0.",
+    f"Four pairs of dimensions of one random query (seed {INPUT_SEED}), from the fastest to the slowest, each at "
+    f"{_SHOWN_POSITIONS} positions. The red ring is position 0 and the colours run to the last position. Slow pairs "
+    "are drawn at positions far apart, because they hardly move from one token to the next. Fast pairs tell neighbours "
+    "apart, slow pairs tell far places apart.",
 )
 FREQUENCIES = FigureKind(
     "frequencies",
-    "frequencies of a rotation before and after scaling",
+    "how fast each pair of dimensions turns, before and after scaling",
     lambda subject: turning_frequencies(subject, _LENGTHS[0]) is not None,
     _draw_frequencies,
-    "The frequency and the wavelength of every pair of dimensions, beside those of RoPE with the same base where they "
-    "differ.",
+    "How fast every pair of dimensions turns with position (left axis) and after how many tokens it is back where it "
+    "was (right axis), beside RoPE with the same base where they differ.",
 )

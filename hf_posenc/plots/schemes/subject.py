@@ -53,7 +53,7 @@ class Subject:
         label = scheme_label(self.config)
         if not self.enlarged:
             return shortened(label, 75)
-        return shortened(label, 45) + ", learned parameters drawn larger"
+        return shortened(label, 45) + ", with random untrained values"
 
     @property
     def place_note(self) -> str:
@@ -69,14 +69,17 @@ class Subject:
         """A sentence on learned parameters for captions, or an empty text."""
         if self.enlarged:
             names = ", ".join(f"`{name}`" for name in self.enlarged)
-            return f"Freshly initialised (seed {PARAMETER_SEED}), with what starts near zero drawn larger: {names}."
+            return (
+                f"The learned values are random (seed {PARAMETER_SEED}); training replaces them. Those that start near "
+                f"zero were drawn larger, to show something: {names}."
+            )
         if any(True for part in self.parts for _ in part.parameters()):
-            return f"Freshly initialised, before any training (seed {PARAMETER_SEED})."
+            return f"The learned values are those before any training (seed {PARAMETER_SEED})."
         return ""
 
-    def positions(self, length: int) -> Positions:
-        """Positions `0 .. length - 1` of one sequence whose segments end at every 16th token."""
-        ids = integer_range(0, length)
+    def positions(self, length: int, step: int = 1) -> Positions:
+        """`length` positions from 0, `step` apart, of one sequence whose segments end at every 16th token."""
+        ids = integer_range(0, length) * step
         token_ids = ((ids + 1) % SEGMENT_LENGTH).clamp(min=0)
         return Positions(ids, torch.tensor([[length]]), token_ids=token_ids)
 
