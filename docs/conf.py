@@ -23,6 +23,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "docstrings",
+    "generated_reference",
     "repository_files",
     "scheme_pages",
 ]
@@ -47,3 +48,15 @@ repository_url = ""
 
 html_theme = "pydata_sphinx_theme"
 html_title = "hf_posenc"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_theme_options = {
+    "header_links_before_dropdown": 6,
+    "navbar_align": "left",
+    "show_toc_level": 2,
+    "secondary_sidebar_items": ["page-toc"],
+    "article_footer_items": [],
+    "footer_start": ["copyright"],
+    "footer_end": [],
+}

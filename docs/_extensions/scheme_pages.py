@@ -177,7 +177,7 @@ def page(config_class: type[SchemeConfig], shown: list[str], has_explorer: bool)
     kinds = ", ".join(f"`{kind.name}`" for kind in applicable_kinds(subject))
     explorer = f' <a href="../../explorer/index.html#{name}">Try it in the explorer.</a>' if has_explorer else ""
     native = '\n\n`"native"` stands for the scheme that the model has.' if '"native"' in use(config_class) else ""
-    return f"""# `{name}`
+    return f"""# {name}
 
 {summary(config_class)}{explorer}
 
@@ -213,7 +213,7 @@ def index(config_classes: list[type[SchemeConfig]], thumbnails: dict[str, str]) 
     ]
     for group in GROUPS:
         cards = [
-            f":::{{grid-item-card}} `{one.name}`\n:link: {one.name}\n:link-type: doc\n\n{thumbnails[one.name]}"
+            f":::{{grid-item-card}} {one.name}\n:link: {one.name}\n:link-type: doc\n\n{thumbnails[one.name]}"
             f"{summary(one)}\n:::"
             for one in config_classes
             if group_of(drawn(one)) == group
@@ -239,8 +239,8 @@ def draw(kind: FigureKind, subject: Subject, folder: Path, stem: str) -> tuple[s
         with styled():
             draw_kind(kind, subject).savefig(path, metadata={"Date": None})
     sentences = [kind.caption_of(subject), subject.place_note, subject.note]
-    if subject.config.to_dict() != {"scheme": subject.config.name}:
-        sentences.insert(1, f"Drawn: `{scheme_label(subject.config)}`.")
+    if (label := scheme_label(subject.config)) != subject.config.name:
+        sentences.insert(1, f"Drawn: `{label}`.")
     alternative = f":alt: {subject.config.name}, {kind.summary}"
     return (
         f"```{{figure}} figures/{path.name}\n{alternative}\n\n{' '.join(filter(None, sentences))}\n```\n\n",

@@ -214,7 +214,14 @@ class LogitScale(Part):
 
 @dataclass
 class SchemeParts:
-    """The parts that a config builds; `None` for parts that the scheme does not have."""
+    """The parts that a config builds; `None` for parts that the scheme does not have.
+
+    Args:
+        additive: vectors that are added to the token embeddings.
+        query_key_map: changes queries and keys, for example by a rotation.
+        logit_bias: is added to the attention logits.
+        logit_scale: multiplies the attention logits of each query.
+    """
 
     additive: AdditiveEncoding | None = None
     query_key_map: QueryKeyMap | None = None

@@ -23,7 +23,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in ROOT.iterdir():
         if path.name not in ("docs", "outputs", ".git"):
             (root / path.name).symlink_to(path)
-    generated = shutil.ignore_patterns("schemes", "_build", "repository", "command_line.md", "__pycache__")
+    generated = shutil.ignore_patterns("schemes", "_build", "repository", "command_line.md", "study_settings.md", "__pycache__")
     shutil.copytree(ROOT / "docs", root / "docs", ignore=generated)
     return root
 

@@ -38,9 +38,7 @@ def test_every_registered_scheme_has_a_page_and_one_card_in_the_index(site: Path
     for name in NAMES:
         # In the navigation beside the page, and on a card.
         assert linked.count(name) >= 2
-        assert f'<h1><code class="docutils literal notranslate"><span class="pre">{name}' in (
-            folder / f"{name}.html"
-        ).read_text(encoding="utf-8")
+        assert f"<h1>{name}" in (folder / f"{name}.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", DRAWN)

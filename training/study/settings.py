@@ -159,10 +159,14 @@ class SchemeOptions(BaseModel):
 
     model_config = ConfigDict(extra="allow", populate_by_name=True)
 
-    scheme: str | None = None
-    start: str | None = Field(None, alias="from")
-    swap: SwapArguments = Field(default_factory=SwapArguments)
-    training: dict[str, Any] = {}
+    scheme: str | None = Field(None, description="The scheme that a label stands for. Default: the label itself.")
+    start: str | None = Field(
+        None, alias="from", description="The label whose trained model this one starts from. Default: new weights."
+    )
+    swap: SwapArguments = Field(
+        default_factory=SwapArguments, description="How the scheme takes over from the old one, if there is one."
+    )
+    training: dict[str, Any] = Field({}, description="Settings of the training for this label only.")
 
 
 class TaskOptions(BaseModel):
@@ -170,8 +174,8 @@ class TaskOptions(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    schemes: Names | None = None
-    seeds: Seeds | None = None
+    schemes: Names | None = Field(None, description="Labels that the task is run with. Default: those of the study.")
+    seeds: Seeds | None = Field(None, description="Seeds that the task is run with. Default: those of the study.")
 
 
 class StudySettings(TrainingSettings):
