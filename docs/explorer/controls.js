@@ -35,7 +35,7 @@ export function drawControls(container, view, change) {
 function widget(control, change) {
   const id = `option-${control.option}`;
   const box = html("div", { class: "control", "data-option": control.option });
-  const hint = html("p", { class: "hint", id: `${id}-hint` }, hintOf(control));
+  const hint = hintOf(control, `${id}-hint`);
   const described = { id, "aria-describedby": hint.id };
   const label = html("label", { for: id }, html("code", {}, control.option));
   if (control.kind === "boolean") {
@@ -58,7 +58,7 @@ function numberWidget(box, control, label, described, hint, change) {
   const { option, from, to, step, log, nullable } = control;
   const [min, max, stride] = log ? [0, LOG_STEPS, 1] : [from, to, step];
   const slider = html("input", { type: "range", min, max, step: stride, ...described });
-  const exact = html("input", { type: "number", min: from, max: to, step: log ? "any" : step, "aria-label": `${option}, exact value` });
+  const exact = html("input", { type: "number", min: from, max: to, step: log ? "any" : step, id: `${described.id}-exact`, "aria-label": `${option}, exact value` });
   const toSlider = (value) => (log ? (Math.log(value / from) / Math.log(to / from)) * LOG_STEPS : value);
   const fromSlider = (at) => (log ? Number((from * (to / from) ** (at / LOG_STEPS)).toPrecision(3)) : at);
   slider.addEventListener("input", () => change(option, fromSlider(Number(slider.value))));
@@ -84,7 +84,11 @@ function numberWidget(box, control, label, described, hint, change) {
   };
 }
 
-function hintOf({ meaning, libraryDefault }) {
+/** The first sentence of the meaning is shown; the rest is there for the pointer and for screen readers. */
+function hintOf({ meaning, libraryDefault }, id) {
+  const own = libraryDefault === undefined ? "" : ` The library’s default is ${libraryDefault}.`;
   const text = meaning.charAt(0).toUpperCase() + meaning.slice(1);
-  return libraryDefault === undefined ? text : `${text} The library’s default is ${libraryDefault}.`;
+  const first = text.match(/^.*?(?=[.](?: |$))/s)?.[0] ?? text;
+  const rest = text.slice(first.length);
+  return html("p", { class: "hint", id, title: text + own }, first.endsWith(".") ? first : `${first}.`, html("span", { class: "visually-hidden" }, rest), own);
 }

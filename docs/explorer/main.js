@@ -68,7 +68,7 @@ async function start() {
   }
 
   function drawSteps() {
-    const { title, smooth = false, turning: turns = false } = STEPS[view.scheme.steps];
+    const { title, start, smooth = false, turning: turns = false } = STEPS[view.scheme.steps];
     at("steps-title").textContent = title;
     at("turning").hidden = !turns;
     if (turns) {
@@ -78,7 +78,7 @@ async function start() {
     }
     for (const name of ["pair", "distance"]) at(`${name}-value`).textContent = String(turning[name]);
     const rows = view.parts.added && view.parts.reach ? view.parts.reach : Infinity;
-    player.set({ most: Math.max(Math.min(view.place.length, 64, rows) - 1, 1), smooth });
+    player.set({ most: Math.max(Math.min(view.place.length, 64, rows) - 1, 1), smooth, start, kind: view.scheme.steps });
   }
 
   function drawAll() {
@@ -181,6 +181,8 @@ async function start() {
   });
   // The documentation is one folder up on its site, and absent where the explorer stands alone.
   at("docs-link").hidden = !/\/explorer\/(index\.html)?$/.test(location.pathname);
+  // Where panels are stacked, the way to the first picture is short.
+  for (const part of document.querySelectorAll(".side details")) part.open = window.innerWidth > 760;
   startTheme(at("theme"), requestDraw);
   let width = window.innerWidth;
   window.addEventListener("resize", () => {

@@ -44,10 +44,10 @@ from hf_posenc.schemes.rotary.scaling import RopeScaling
 DATA = Path(__file__).resolve().parent / "data"
 #: In the order of the page's list.
 SCHEMES = (
-    ("none", "integer", "normalized_integer", "binary", "sinusoidal", "learned")
-    + ("alibi", "t5", "kerple", "sandwich", "tisa", "fire")
-    + ("rope", "p_rope", "hope", "xpos")
-    + ("self_extend", "rerope", "position_scale", "composed")
+    *("none", "integer", "normalized_integer", "binary", "sinusoidal", "learned"),
+    *("alibi", "t5", "kerple", "sandwich", "tisa", "fire"),
+    *("rope", "p_rope", "hope", "xpos"),
+    *("self_extend", "rerope", "position_scale", "composed"),
 )
 SCALINGS = ("linear", "ntk", "dynamic", "yarn", "llama3", "longrope")
 #: The place of the page: the widths of `hf_posenc.metrics.properties`, with up to 8 heads.
@@ -148,7 +148,7 @@ def tables_data() -> dict[str, Any]:
         "source": "The library's initialization after torch.manual_seed(0). Tables that start from a normal "
         "distribution are stored in units of its standard deviation.",
         "integer": {
-            "random": rounded(get_scheme("integer")(direction="random").build(place()).additive._fixed.on("cpu")),  # type: ignore[union-attr, call-arg, operator]
+            "random": rounded(get_scheme("integer")(direction="random").build(place()).additive._fixed.on("cpu"), 7),  # type: ignore[union-attr, call-arg, operator]
             "learned": rounded(initial_parameters("integer", direction="learned")["direction"] / deviation),
         },
         "learned": {"initial": rounded(learned / deviation, 2), "minilm": minilm_rows()},

@@ -8,8 +8,9 @@ const SECONDS_PER_STEP = 0.55;
  */
 export function createPlayer(elements, draw) {
   const reduced = window.matchMedia("(prefers-reduced-motion: reduce)");
-  let position = 0;
+  let position = 5;
   let most = 63;
+  let kind = "";
   let smooth = false;
   let playing = false;
   let last = 0;
@@ -76,6 +77,8 @@ export function createPlayer(elements, draw) {
   return {
     /** Shows another subject; the position is kept if it exists there. */
     set(settings) {
+      if (settings.kind !== kind) position = settings.start ?? 5;
+      kind = settings.kind;
       most = settings.most;
       smooth = settings.smooth;
       elements.slider.max = String(most);

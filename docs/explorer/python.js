@@ -15,7 +15,9 @@ export function pythonCall(view) {
   const { scheme, library } = view;
   const given = Object.entries(libraryOptions(view)).filter(([name, value]) => {
     const known = library.options.find((one) => one.name === name);
-    return !known || JSON.stringify(known.default) !== JSON.stringify(value);
+    const control = scheme.controls.find((one) => one.option === name);
+    const same = JSON.stringify(known.default) === JSON.stringify(value);
+    return !same && !(control?.sameAsNone && value === control.start);
   });
   const options = given.map(([name, value]) => `, ${name}=${python(value)}`).join("");
   return `hf_posenc.patch_model(model, "${scheme.name}"${options})`;

@@ -44,13 +44,13 @@ export function ticks(low, high, count = 5) {
 export function frame(container, settings) {
   const { x, y, xLabel, yLabel, height = 220, label, margin = {} } = settings;
   const width = Math.max(container.clientWidth, 200);
-  const edge = { left: 46, right: 12, top: 10, bottom: 40, ...margin };
+  const edge = { left: 56, right: 12, top: 10, bottom: 40, ...margin };
   const inner = { width: width - edge.left - edge.right, height: height - edge.top - edge.bottom };
   const sx = (value) => edge.left + ((value - x[0]) / (x[1] - x[0])) * inner.width;
   const sy = (value) => edge.top + inner.height - ((value - y[0]) / (y[1] - y[0])) * inner.height;
   const root = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
   const withText = (given, values) => given ?? values.map((value) => [value, short(value)]);
-  for (const [value, text] of withText(settings.yTicks, ticks(...y))) {
+  for (const [value, text] of withText(settings.yTicks, ticks(Math.min(...y), Math.max(...y)))) {
     root.append(svg("line", { class: "grid", x1: edge.left, x2: width - edge.right, y1: sy(value), y2: sy(value) }));
     root.append(svg("text", { class: "tick", x: edge.left - 6, y: sy(value) + 4, "text-anchor": "end" }, text));
   }

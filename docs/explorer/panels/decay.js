@@ -55,9 +55,9 @@ export function drawDecay(container, view) {
     drawLines(box, {
       series: lines.map((points, head) => ({ text: `head ${head + 1}`, points, color: lines.length === 1 ? "var(--accent)" : seriesColor(head) })),
       x: [Math.min(...xs, -1), Math.max(...xs, 0)],
-      xLabel: view.place.causal ? "distance to an earlier word (tokens)" : "key position − query position (tokens)",
+      xLabel: "key position − query position (tokens)",
       yLabel,
-      height: curves.length > 1 ? 180 : 250,
+      height: curves.length > 1 ? 190 : 320,
       label: `${text}, over distance`,
     });
     if (curves.length > 1) box.append(html("p", { class: "caption" }, text));

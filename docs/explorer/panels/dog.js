@@ -3,11 +3,15 @@
 import { html, short } from "../charts/svg.js";
 import { GROUPS } from "../schemes/registry.js";
 
-const FULL = 1.5;
+/** Where the axis ends: the next quarter above the longest bar. */
+const axisEnd = (dogs) => Math.max(Math.ceil(Math.max(...dogs.map(({ distance }) => distance ?? 0)) * 4) / 4, 0.25);
 
 export function drawDog(container, view) {
   const note = document.getElementById("dog-note");
   drawWordChoice(view);
+  const name = view.pair?.key ?? "dog";
+  document.getElementById("dog-title").textContent =
+    name === "dog" ? "Can it tell the two dogs apart?" : `Can it tell the two places of “${name}” apart?`;
   if (!view.dogs) {
     container.replaceChildren();
     note.textContent = view.words.length
@@ -23,6 +27,7 @@ export function drawDog(container, view) {
       ? "With a causal mask even “none” is above 0: the two words see different beginnings of the sentence."
       : "At 0 the layer cannot tell the two apart.");
   const list = html("ol", { class: "bars" });
+  const full = axisEnd(view.dogs);
   let group = "";
   for (const { scheme, distance, refusal, causalOnly } of view.dogs) {
     if (scheme.group !== group) list.append(html("li", { class: "group", "aria-hidden": "true" }, GROUPS[scheme.group]));
@@ -33,13 +38,16 @@ export function drawDog(container, view) {
     if (distance === null || causalOnly) {
       row.append(html("span", { class: "why", title: refusal ?? "" }, causalOnly ? "causal models only" : refusal));
     } else {
-      const share = Math.min(distance / FULL, 1) * 100;
+      const share = Math.min(distance / full, 1) * 100;
       const track = html("span", { class: "track" }, html("span", { class: "fill", style: `width: ${share}%` }));
       row.append(track, html("span", { class: "value" }, short(distance)));
       row.dataset.distance = String(distance);
     }
     list.append(row);
   }
+  const scale = html("li", { class: "bar scale", "aria-hidden": "true" }, html("span"), html("span", { class: "ends" }));
+  scale.lastChild.append(...[0, full / 2, full].map((value) => html("span", {}, short(value))));
+  list.append(scale);
   container.replaceChildren(list);
 }
 

@@ -23,17 +23,16 @@ export function drawMinilm(container, { data, scheme }) {
     yTicks: [[0, "1"], [-1, "0.1"], [-2, "0.01"], [-3, "0.001"], [-4, "0.0001"], [FLOOR, "0"]],
     xLabel: "layer (0: embeddings)",
     yLabel: "distance of the two dogs",
-    height: 270,
-    margin: { left: 58 },
+    height: 310,
+    margin: { left: 68 },
     legend: false,
     label: `Distance of the two dogs by layer of MiniLM; with ${scheme.name}: ${own ? own.join(", ") : "not measured"}`,
   });
   label(chart, "none", 0.1, FLOOR + 0.22, "var(--text-soft)");
   label(chart, "own learned table", layers, height(distances.native[layers]) + 0.2, "var(--series-6-text)", "end");
-  if (own && scheme.name !== "none" && own.some((value) => value > 0)) {
-    const last = own[layers] > 0 ? layers : 0;
-    const below = Math.abs(height(own[last]) - height(distances.native[layers])) < 0.45 ? -0.4 : 0.2;
-    label(chart, scheme.name, layers, height(own[last]) + below, "var(--accent-text)", "end");
+  if (own && scheme.name !== "none") {
+    const below = Math.abs(height(own[layers]) - height(distances.native[layers])) < 0.45 ? -0.5 : 0.22;
+    label(chart, scheme.name, layers, height(own[layers]) + below, "var(--accent-text)", "end");
   }
   document.getElementById("minilm-note").textContent = own
     ? `Thick: ${scheme.name}, patched into the pretrained model without training. Thin grey: the other schemes.`

@@ -16,7 +16,9 @@ export function bucketOf(distance, buckets, maxDistance, bidirectional) {
   return first + Math.min(exact + Math.floor(growth), count - 1);
 }
 
-const fewestDistances = (options, place) => options.num_buckets / (place.causal ? 2 : 4) + 1;
+/** The trained table has the library's default number of buckets. */
+const TRAINED_BUCKETS = 32;
+const fewestDistances = (options, place) => (options.num_buckets ?? TRAINED_BUCKETS) / (place.causal ? 2 : 4) + 1;
 
 export const t5 = {
   name: "t5",
@@ -35,7 +37,7 @@ export const t5 = {
     const own = options.weights === "trained";
     const deviation = options.initialization === "t5" ? HIDDEN ** -0.5 : 0.02;
     const table = own ? trained("t5").weight : tables.t5.map((row) => row.map((value) => value * deviation));
-    const buckets = own ? table.length : options.num_buckets;
+    const buckets = own ? TRAINED_BUCKETS : options.num_buckets;
     return {
       heads: table[0].length,
       bias: (head, query, key) => table[bucketOf(key - query, buckets, options.max_distance, !causal)][head],

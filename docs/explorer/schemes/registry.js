@@ -15,7 +15,7 @@
 //   failure   where the scheme fails, one sentence.
 //   controls  the options that can be changed, in order. Each has `option` (the library's name) and, for numbers,
 //             `from`, `to`, `step` or `log: true`. `start` is the value of the page where the library has no default or
-//             one that shows nothing on 64 positions. `nullable` says what None means. `choices` restricts the choices.
+//             one that shows nothing on 64 positions; `sameAsNone` says that None means it too. `nullable` says what None means. `choices` restricts the choices.
 //             `when(options, place)` hides the control. `from`, `to` and `choices` may be functions of the same.
 //   weights   optional: where learned numbers come from, name -> text; the first one is the start.
 //   options   optional: converts the page's values to options of the library's config.

@@ -6,7 +6,7 @@ import { SCALING_CONTROLS, scaled, scalingOptions } from "./rope_scaling.js";
 
 export const ROTARY_CONTROLS = [
   { option: "theta", from: 10, to: 1e7, log: true },
-  { option: "rotary_dim", from: 4, to: HEAD_DIM, step: 2, start: HEAD_DIM },
+  { option: "rotary_dim", from: 4, to: HEAD_DIM, step: 2, start: HEAD_DIM, sameAsNone: true },
 ];
 const LAYOUT = { option: "layout" };
 

@@ -19,7 +19,7 @@ export function drawBias(container, { parts, place }, position) {
     yTicks: rows.map((_, head) => [head, `head ${head + 1}`]),
     xLabel: "key position",
     yLabel: "",
-    height: 225,
+    height: 275,
     margin: { left: 52, top: 24 },
     label: `Attention of the word at position ${query} if all words were equal`,
     tell: (head, key) => `head ${head + 1} on position ${key}`,

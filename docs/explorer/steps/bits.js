@@ -8,7 +8,7 @@ export function drawBits(container, { options, place }, position) {
   const width = Math.max(container.clientWidth, 200);
   const size = Math.min((width - 20) / bits, 64);
   const left = (width - size * bits) / 2;
-  const root = svg("svg", { width, height: 250, role: "img", "aria-label": `Position ${p} in binary digits` });
+  const root = svg("svg", { width, height: 300, role: "img", "aria-label": `Position ${p} in binary digits` });
   const changed = p > 0 ? flips(p, bits) : [];
   for (let b = 0; b < bits; b++) {
     const on = (p >> b) & 1;
@@ -20,10 +20,10 @@ export function drawBits(container, { options, place }, position) {
   const shown = Math.min(place.length, 64, 2 ** bits);
   const step = (width - 20) / shown;
   for (let q = 1; q < shown; q++) {
-    const tall = (flips(q, bits).length / bits) * 70;
-    root.append(svg("rect", { class: q === p ? "flips now" : "flips", x: 10 + q * step, y: 205 - tall, width: Math.max(step - 2, 1), height: tall }));
+    const tall = (flips(q, bits).length / bits) * 90;
+    root.append(svg("rect", { class: q === p ? "flips now" : "flips", x: 10 + q * step, y: 250 - tall, width: Math.max(step - 2, 1), height: tall }));
   }
-  root.append(svg("text", { class: "axis-label", x: width / 2, y: 232, "text-anchor": "middle" }, "bits that flip at each position"));
+  root.append(svg("text", { class: "axis-label", x: width / 2, y: 280, "text-anchor": "middle" }, "bits that flip at each position"));
   container.replaceChildren(root);
   if (p >= 2 ** bits) return `Position ${p} is too large for ${bits} bits.`;
   const count = changed.length;

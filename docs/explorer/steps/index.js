@@ -1,5 +1,5 @@
 // The animations, position by position. Each is a function (container, view, position, settings) that draws one moment;
-// `position` may lie between two positions while it moves. It returns the sentence below the picture.
+// `start` is the first position that is shown; `position` may lie between two positions while it moves. It returns the sentence below the picture.
 
 import { drawBias } from "./bias.js";
 import { drawBits } from "./bits.js";
@@ -18,5 +18,5 @@ export const STEPS = {
   rows: { draw: drawRows, title: "One row of the table per position" },
   bias: { draw: drawBias, title: "Where each head looks, if all words were equal" },
   plane: { draw: drawPlane, title: "Query and key turn, their angle stays", smooth: true, turning: true },
-  pairs: { draw: drawPairs, title: "The distances that the model is told" },
+  pairs: { draw: drawPairs, title: "The distances that the model is told", start: 40 },
 };

@@ -10,7 +10,7 @@ export function drawNothing(container, { words }, position) {
   const shown = words.slice(0, MOST).map((word) => ({ ...word, rank: p === 0 ? 0 : random() }));
   const order = p === 0 ? shown : [...shown].sort((a, b) => a.rank - b.rank);
   const sorted = [...shown].sort((a, b) => (a.key < b.key ? -1 : 1));
-  const root = svg("svg", { width, height: 250, role: "img", "aria-label": "The words in a new order, and the same bag of words" });
+  const root = svg("svg", { width, height: 300, role: "img", "aria-label": "The words in a new order, and the same bag of words" });
   const line = (list, y, name, title) => {
     root.append(svg("text", { class: "axis-label", x: width / 2, y: y - 30, "text-anchor": "middle" }, title));
     list.forEach(({ text }, i) => {
@@ -21,8 +21,8 @@ export function drawNothing(container, { words }, position) {
       root.append(svg("text", { class: "word", x: 10 + (i + 0.5) * cell, y: y + 4, "text-anchor": "middle" }, short));
     });
   };
-  line(order, 70, "chip", "what was written");
-  line(sorted, 185, "chip soft", "what the layer sees: a bag of words");
+  line(order, 90, "chip", "what was written");
+  line(sorted, 220, "chip soft", "what the layer sees: a bag of words");
   container.replaceChildren(root);
   return "Whatever the order, the layer computes the same output for each word.";
 }

@@ -19,7 +19,7 @@ export function drawPairs(container, { parts, place }, position) {
     y: [place.causal ? 0 : -most, most],
     xLabel: "real distance (tokens)",
     yLabel: "distance used",
-    height: 240,
+    height: 300,
     label: `Distances that are used for the query at position ${query}`,
   });
   return query === 0 ? "Position 0 is the first word." : `The word at position ${query} is really ${query} words after the first one. The model is told: ${short(used(0))}.`;

@@ -6,8 +6,8 @@ export function drawPlane(container, { parts }, position, settings) {
   const m = Math.min(settings.pair, frequencies.length - 1);
   const sign = layout === "half_reversed" ? -1 : 1;
   const width = Math.max(container.clientWidth, 200);
-  const height = 250;
-  const [cx, cy, radius] = [width / 2, height / 2, 105];
+  const height = 300;
+  const [cx, cy, radius] = [width / 2, height / 2, 125];
   const root = svg("svg", { width, height, role: "img", "aria-label": `Pair ${m}: query and key as arrows in the plane` });
   root.append(svg("circle", { class: "orbit", cx, cy, r: radius }));
   root.append(svg("line", { class: "grid", x1: cx - radius - 12, x2: cx + radius + 12, y1: cy, y2: cy }));

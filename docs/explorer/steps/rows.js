@@ -13,7 +13,7 @@ export function drawRows(container, { parts }, position) {
   const series = [{ text: `position ${p}`, points: line(row), color: "var(--accent)", width: 2.4 }];
   if (next) series.push({ text: `position ${p + 1}`, points: line(next), color: "var(--series-2)", dash: "5 3" });
   drawLines(container, {
-    series, x: [0, row.length - 1], xLabel: "dimension", yLabel: "value added", height: 230,
+    series, x: [0, row.length - 1], xLabel: "dimension", yLabel: "value added", height: 300,
     label: `The rows of positions ${p} and ${p + 1} of the table`,
   });
   if (!next) return `Position ${p} is the last row of the table.`;

@@ -15,7 +15,7 @@ export function drawShift(container, { parts, words }, position) {
     y: [0, Math.max(far * 0.5, 12)],
     xLabel: "along the direction of the positions",
     yLabel: "all other directions",
-    height: 250,
+    height: 300,
     label: `The vector of a word at position ${Math.round(position)}`,
   });
   const { root, sx, sy } = chart;

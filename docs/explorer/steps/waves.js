@@ -13,7 +13,7 @@ export function drawWaves(container, { parts, place }, position) {
     x: [0, most],
     xLabel: "position",
     yLabel: "value added",
-    height: 250,
+    height: 300,
     marker: position,
     label: "Two dimensions of the position vector over positions",
   });

@@ -1,0 +1,68 @@
+"""The explorer in a real Chromium, over a web server on the loopback interface, under a sub-path."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import threading
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+class _Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="session")
+def address() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=DOCS))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/explorer/index.html"
+    server.shutdown()
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="the explorer is tested with playwright")
+    executable = shutil.which("chromium")
+    if executable is None:
+        pytest.skip("Chromium is not installed: apt-get install chromium")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(chromium: Any, address: str) -> Iterator[Any]:
+    """`open_page(hash, width=..., color_scheme=...)` returns a page that has drawn everything.
+
+    The test fails if anything was written to the console, or a request failed.
+    """
+    complaints: list[str] = []
+    contexts = []
+
+    def opened(hash: str = "", *, width: int = 1280, height: int = 800, **settings: Any) -> Any:
+        context = chromium.new_context(viewport={"width": width, "height": height}, **settings)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(10_000)
+        page.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("requestfailed", lambda request: complaints.append(f"failed: {request.url}"))
+        page.on("response", lambda answer: answer.ok or complaints.append(f"{answer.status}: {answer.url}"))
+        page.goto(address + hash)
+        page.wait_for_selector("html[data-ready]")
+        return page
+
+    yield opened
+    for context in contexts:
+        context.close()
+    assert complaints == []
