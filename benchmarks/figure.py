@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.lineup import CONTROL
 from hf_posenc.plots.style import palette, save, shade, styled
@@ -93,7 +93,7 @@ def _drawn(rows: _Rows) -> Figure:
         grid[0].set_yticks(range(len(names[level])), names[level])
         grid[0].set_ylim(len(names[level]) - 0.4, -0.6)
     parts[-1].supxlabel("time / time of the same model without position encoding", fontsize=10)
-    look = {"marker": "o", "linestyle": "none"}
+    look: dict[str, Any] = {"marker": "o", "linestyle": "none"}
     handles = [Line2D([], [], color=color, label=name, **look) for color, name in zip(palette(), _KINDS, strict=False)]
     for length, size in sizes.items():
         handles.append(Line2D([], [], color=shade(0.6), markersize=size, label=f"{length:,} tokens", **look))

@@ -47,14 +47,14 @@ def _drawn(vector: Tensor) -> Figure:
 
     reversed_queries = vector.as_strided((_TOKENS, _TOKENS), (1, 1))
     figure = Figure(figsize=(7.0, 5.0))
-    places = figure.subplot_mosaic([["matrix", "hankel"], ["line", "line"]], height_ratios=(4, 1))
-    matrix, hankel, line = (places[name] for name in ("matrix", "hankel", "line"))
+    grid = figure.add_gridspec(2, 2, height_ratios=(4, 1))
+    matrix, hankel, line = (figure.add_subplot(place) for place in (grid[0, 0], grid[0, 1], grid[1, :]))
     _draw(matrix, reversed_queries.flip(0), "The bias: constant along diagonals")
     _draw(hankel, reversed_queries, "Queries reversed: entry i + j")
     _draw(line, vector.unsqueeze(0), f"One head in memory: {2 * _TOKENS - 1} numbers")
     matrix.set(xlabel="key", ylabel="query")
     hankel.set(xlabel="key", ylabel="query, the last one first")
-    hankel.set_yticks(range(0, _TOKENS, 2), range(_TOKENS - 1, -1, -2))
+    hankel.set_yticks(range(0, _TOKENS, 2), list(map(str, range(_TOKENS - 1, -1, -2))))
     line.set(xlabel="index; each row of the right matrix starts one further", yticks=[])
     for row in (0, 3):
         # The outline of a query's window.

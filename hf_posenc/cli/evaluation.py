@@ -15,6 +15,7 @@ from typing import Any
 from hf_posenc.cli.catalogue import REQUIRED, defaults_of, meanings_of
 from hf_posenc.errors import UsageError
 from hf_posenc.evaluations import EVALUATIONS, Evaluation
+from hf_posenc.report.page import web_page
 
 
 def add_evaluations(
@@ -77,18 +78,20 @@ def add_forms(parser: argparse.ArgumentParser, *, figure: bool) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument("--markdown", action="store_true", help="print Markdown tables")
-    form.add_argument("--html", action="store_true", help="print HTML (needs pandas)")
+    form.add_argument("--html", action="store_true", help="print a web page (needs pandas)")
     if figure:
         parser.add_argument("--plot", metavar="FILE", help="write a figure")
+        parser.add_argument("--dark", action="store_true", help="draw it for a dark page")
 
 
 def _show(result: Any, evaluation: Evaluation | None, options: argparse.Namespace) -> int:
     if evaluation is not None and evaluation.plot is not None and options.plot is not None:
-        evaluation.draw()(result, options.plot)
+        evaluation.draw()(result, options.plot, dark=options.dark)
     if options.json:
         print(json.dumps(result.to_dict(), indent=2, allow_nan=False))
     else:
-        print(result.html() if options.html else result.table(markdown=options.markdown))
+        shown = web_page(result.title or result.task, result.html()) if options.html else None
+        print(shown or result.table(markdown=options.markdown))
     return 0
 
 

@@ -134,6 +134,7 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     plot = verb("plot", verbs.plot, help="draw what a scheme does, as PNG and SVG")
     plot.add_argument("--kind", nargs="+", metavar="KIND", help="kinds of figures (default: all that apply)")
     plot.add_argument("--output", default="plots", metavar="DIR", help="folder for the files (default: plots)")
+    plot.add_argument("--dark", action="store_true", help="draw for a dark page (files end in _dark)")
     plot.add_argument("--list", action="store_true", help="only list the kinds that apply to the scheme")
 
     for added in (inspect, patch, export):

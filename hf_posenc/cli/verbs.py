@@ -109,7 +109,7 @@ def plot(options: argparse.Namespace) -> int:
             print(format_table(["kind", "what it shows"], rows))
             return 0
         kinds = None if options.kind is None else [name for word in options.kind for name in word.split(",") if name]
-        for path in plot_scheme(config, output, kinds):
+        for path in plot_scheme(config, output, kinds, dark=options.dark):
             print(path)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in ("matplotlib", "PIL"):

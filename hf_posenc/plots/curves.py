@@ -81,7 +81,9 @@ def name_lines(axes: Axes) -> None:
             label = textwrap.fill(str(line.get_label()), _NAME_WIDTH)
             named.append((float(up), float(across), label, str(line.get_color())))
     named.sort()
-    room = _TEXT / (0.8 * axes.get_figure().get_figheight() * axes.get_position().height)
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    room = _TEXT / (0.8 * figure.get_figheight() * axes.get_position().height)
     places = _spread([(up, room * (1 + label.count("\n"))) for up, _, label, _ in named])
     for (up, across, label, color), place in zip(named, places, strict=True):
         axes.annotate(

@@ -37,7 +37,7 @@ def plot_dog(result: Result, path: str | Path | None = None, dark: bool = False)
     with styled(dark):
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(7.0, 0.6 + max(3.4, 0.25 * len(labels))))
+        figure = Figure(figsize=(6.4, 0.6 + max(3.4, 0.25 * len(labels))))
         ratios = [3, 1] if settings["causal"] else [1]
         both = figure.subplots(1, len(ratios), sharey=True, squeeze=False, width_ratios=ratios)[0]
         for axes in both:

@@ -33,7 +33,7 @@ def plot_losses(result: Result, path: str | Path | None = None, dark: bool = Fal
     with styled(dark):
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(7.0, 6.4))
+        figure = Figure(figsize=(6.4, 6.4))
         by_length, by_position = figure.subplots(2, 1)
         by_length.set_xscale("log", base=2)
         ticks_at(by_length, lengths)

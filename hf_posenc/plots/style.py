@@ -50,11 +50,12 @@ _PAGES = {False: ("#FFFFFF", "#1A1A1A", "#E5E5E5"), True: ("#14181E", "#DDE2E8",
 def styled(dark: bool = False) -> Iterator[None]:
     """Within this context matplotlib draws with the shared settings, for a light or a dark page."""
     import matplotlib
+    from cycler import cycler
 
     page, text, grid = _PAGES[dark]
     colors: dict[str, Any] = {"figure.facecolor": page, "axes.facecolor": page, "grid.color": grid, "text.color": text}
     colors |= dict.fromkeys(("axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), text)
-    colors["axes.prop_cycle"] = matplotlib.cycler(color=_DARK if dark else _LIGHT)
+    colors["axes.prop_cycle"] = cycler(color=_DARK if dark else _LIGHT)
     with matplotlib.rc_context(_SETTINGS | colors):
         yield
 

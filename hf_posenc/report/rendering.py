@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from typing import TYPE_CHECKING, Any
 
+from hf_posenc.report.page import marked_up
 from hf_posenc.report.tables import FORMATS, Form, format_table
 
 if TYPE_CHECKING:
@@ -15,15 +15,24 @@ _MISSING = "-"
 
 
 def rendered(result: Result, form: Form) -> str:
-    """The title, a table for each view, the meaning of the columns, remarks and footnotes."""
+    """The title, a table for each view with the meaning of its columns, remarks and footnotes."""
     tables, notes = table_cells(result)
+    told: set[str] = set()
+    meanings = {quantity.name: quantity.meaning for quantity in result.quantities if quantity.meaning}
     parts = [("h1", result.title)] if result.title else []
     for view, (headers, rows) in zip(result.views, tables, strict=True):
         parts += [("h2", view.title)] if view.title else []
         parts.append(("table", format_table(headers, rows, form=form)))
+        new = [meanings[name] for name in view.quantities if name in meanings and name not in told]
+        told.update(view.quantities)
+        parts += [("p", meaning) for meaning in dict.fromkeys(new)]
     if form == "html":
         parts += [("p", note) for note in notes]
-        return "\n".join(text if tag == "table" else f"<{tag}>{escape(text)}</{tag}>" for tag, text in parts)
+        written = {"table": '<div class="table">{}</div>'.format, "p": '<p class="note">{}</p>'.format}
+        return "\n".join(
+            written.get(tag, f"<{tag}>{{}}</{tag}>".format)(text if tag == "table" else marked_up(text))
+            for tag, text in parts
+        )
     paragraphs = [f"{text}:" if tag == "h2" else text for tag, text in parts]
     if notes:
         paragraphs.append(("\n\n" if form == "markdown" else "\n").join(notes))
@@ -31,14 +40,12 @@ def rendered(result: Result, form: Form) -> str:
 
 
 def table_cells(result: Result) -> tuple[list[tuple[list[str], list[list[str]]]], list[str]]:
-    """The headers and rows of the table of each view, and the notes below all of them, as text."""
+    """The headers and rows of the table of each view, and the remarks and footnotes below all of them, as text."""
     footnotes: dict[str, int] = {}
     quantities = {quantity.name: quantity for quantity in result.quantities}
     tables = [_table(result, view, quantities, footnotes) for view in result.views]
-    named = dict.fromkeys(name for view in result.views for name in view.quantities)
-    meanings = [quantities[name].meaning for name in named if quantities[name].meaning]
     numbered = [f"[{number}] {note}" for note, number in footnotes.items()]
-    return tables, [*meanings, *result.remarks, *numbered]
+    return tables, [*result.remarks, *numbered]
 
 
 def _table(

@@ -28,6 +28,7 @@ from training.study.figures import draw_figures
 from training.study.outputs import main, write_outputs
 from training.study.records import study_records
 from training.study.results import ResultsError, check_results
+from training.study.summary import study_summary
 
 
 def records(results):
@@ -195,7 +196,7 @@ def row(table: str, start: str) -> list[str]:
 
 
 def test_means_stand_with_their_intervals():
-    _, causal, masked, copied = re.split(r"^## ", tables(three_seeds()), flags=re.M)
+    _, _, causal, masked, copied = re.split(r"^## ", tables(three_seeds()), flags=re.M)
     assert row(causal, "alibi")[:4] == ["alibi", "2 of 3", "2.562 ± 0.794", "2.812 ± 0.794"]
     assert row(causal, "t5")[:3] == ["t5", "0 of 3", "-"]
     assert row(masked, "rope")[:3] == ["rope", "1", "2.500"]
@@ -232,6 +233,8 @@ def test_the_page_needs_nothing_beside_it_has_everything_and_escapes_it(tmp_path
     page = (tmp_path / "report.html").read_text()
     sources = re.findall(r'<img src="([^"]*)"', page)
     assert sources
+    assert len(re.findall(r'<source media="\(prefers-color-scheme: dark\)" srcset="data:image', page)) == len(sources)
+    assert page.index("What was seen") < page.index("<img") < page.index("studies/tiny.yaml")
     assert all(source.startswith("data:image/png;base64,") for source in sources)
     assert not re.search(r"<script|<link|url\(|@import|https?://", page)
     assert "default-src 'none'" in page
@@ -251,7 +254,7 @@ def test_the_files_of_a_study(tmp_path):
     written = write_outputs(results, tmp_path)
     assert [path.relative_to(tmp_path).as_posix() for path in written] == [
         "results.json", "table.md", "report.html", "models/copy-native-seed0/README.md", "plots/copy_loss_curves.png",
-        "plots/copy_exact_match.png",
+        "plots/copy_exact_match.png", "plots/copy_loss_curves_dark.png", "plots/copy_exact_match_dark.png",
     ]  # fmt: skip
     assert read_json(tmp_path / "results.json") == results
     assert not list(tmp_path.rglob("*.partial"))
@@ -275,6 +278,69 @@ def test_refused_results_leave_earlier_files_alone(tmp_path, capsys):
     assert "results.settings: Field required" in capsys.readouterr().err
     assert main([str(tmp_path / "nowhere")]) == 2
     assert "no results.json" in capsys.readouterr().err
+
+
+# What was seen
+
+
+def seen(results):
+    return {name: " ".join(one) for name, one in study_summary(check_results(results), records(results)).items()}
+
+
+def compared(*losses, seeds=3):
+    """Causal runs of schemes with these losses at 16 and 64 tokens, a list per seed."""
+    names = ("rope", "alibi", "none")
+    runs = []
+    for name, (short, far) in zip(names, losses, strict=False):
+        for seed in range(seeds):
+            run = finished("causal", name, seed)
+            run["by_length"]["loss"] = [short[seed], short[seed], far[seed]]
+            runs.append(run)
+    return study(runs)
+
+
+def test_with_one_seed_nothing_is_ranked():
+    text = seen(compared(([1.0], [1.5]), ([2.0], [2.01]), seeds=1))
+    assert "With one seed, a difference between two schemes may be chance" in text[""]
+    assert "the lowest loss was that of `rope` (1.000); next came `alibi` (2.000). With one seed this" in text["causal"]
+    assert "clear" not in text["causal"]
+
+
+def test_a_difference_is_clear_only_where_the_interval_over_the_seeds_says_so():
+    same = [2.0, 2.2, 2.4]
+    # Paired by seed, the second differs by the same amount from the first in each; the third differs in both ways.
+    clear = seen(compared((same, same), ([2.1, 2.31, 2.5], same)))
+    assert "`rope` (2.200); next came `alibi` (2.303). The difference is clear." in clear["causal"]
+    noisy = seen(compared((same, same), ([2.9, 2.1, 2.0], same)))
+    assert "`rope` (2.200); next came `alibi` (2.333). The seeds do not separate the two." in noisy["causal"]
+
+
+def test_a_loss_is_kept_past_the_trained_length_only_where_the_seeds_agree():
+    short = [1.0, 1.1, 1.2]
+    text = seen(compared((short, [1.0, 1.12, 1.21]), (short, [2.0, 2.1, 2.3]), (short, [0.9, 1.6, 1.1])))["causal"]
+    assert "On texts of 64 tokens, 4 times as long, `rope` kept the loss (it rose by at most 0.05 nats)" in text
+    assert "it rose further for `alibi` (from 1.100 to 2.133); the seeds do not decide on `none`." in text
+    ignorant = seen(compared(([3.1], [3.1]), ([1.0], [1.0]), seeds=1))["causal"]
+    assert "`rope` learned hardly more than how often each token occurs (loss 3.125)." in ignorant
+    assert "`alibi` kept the loss" in ignorant
+
+
+def test_the_dogs_of_a_causal_model_are_judged_without_its_mask():
+    causal, masked = finished("causal", "rope"), finished("masked", "rope")
+    causal["dog"], masked["dog"] = {"layers": [0.0, 0.5], "probe": 0.0}, {"layers": [0.0, 0.5], "probe": 0.0}
+    text = seen(study([causal, masked]))
+    assert "Without the causal mask, which tells tokens apart by itself, `rope` cannot tell" in text["causal"]
+    assert "every scheme tells the two dogs apart." in text["masked"]
+
+
+def test_what_was_seen_begins_the_table_and_says_how_long_it_took():
+    text = tables(three_seeds())
+    assert text.index("What was seen") < text.index("## causal")
+    assert "24 of 28 trainings finished." in text
+    assert "minutes of processor time, on" in text
+    assert seen(study([unfinished("causal", "t5", 0, "failed", "The disk is full.")]))["causal"].startswith(
+        "**causal**"
+    )
 
 
 # Figures

@@ -45,7 +45,7 @@ _FLAT = "A line that stays flat to the right of the dotted line keeps what it le
 _COSINE = "1 means the same embeddings as before the swap."
 _DRAWN = (
     _Lines("loss_curves", "Loss on held-out text while training", "validation_loss", "step", "loss (nats per token)",
-           f"{_LOWER} A line further left learns faster."),
+           f"{_LOWER} A line that falls earlier learns faster."),
     _Lines("similarity_curves", "Cosine while training", "validation_similarity", "step", "mean cosine", _COSINE),
     _Lines("loss_by_length", "Loss by length of the text", "loss", "length", "loss (nats per token)",
            f"{_LOWER} {_FLAT}"),
@@ -63,7 +63,8 @@ _DRAWN = (
            "How different the model's two vectors for 'dog' in 'The dog chased another dog' are. In the shaded part "
            "they are the same up to rounding: the model cannot tell the two dogs apart."),
 )  # fmt: skip
-_SAME = "Lines that coincide are drawn once, with all their names; a band is the 95 % interval over seeds."
+_SAME = "Lines that coincide are drawn once, with all their names."
+_BAND = "A band is the 95 % interval over seeds."
 _X_LABELS = {
     "step": "training step", "length": "length of the text in tokens (dotted: trained on {})",
     "position": "position in tokens (dotted: trained on {})", "layer": "layer (0: embeddings)",
@@ -82,7 +83,8 @@ def draw_figures(study: Study, records: Mapping[str, Result]) -> list[StudyFigur
                 )
                 if light is not None and dark is not None:
                     title = f"{lines.title}{', models that start from a trained one' if prefix else ''}"
-                    reading = f"{lines.reading} {_SAME}"
+                    spread = any(one.low is not None for one in result.of(quantity=lines.quantity))
+                    reading = " ".join([lines.reading, _SAME, *([_BAND] * (spread and lines.key != "layer"))])
                     figures.append(StudyFigure(name, f"{name}_{prefix}{lines.name}", title, reading, light, dark))
     return figures
 
@@ -102,7 +104,7 @@ def _draw(task: Task, result: Result, lines: _Lines, chosen: list[str], labels: 
     if not curves:
         return None
     with styled(dark):
-        figure = Figure(figsize=(7.0, max(3.8, 0.9 + 0.21 * len(chosen))))
+        figure = Figure(figsize=(5.8, max(3.8, 0.9 + 0.21 * len(chosen))))
         axes = figure.add_subplot()
         trained = " to ".join(map(str, dict.fromkeys((min(task.trained), max(task.trained)))))
         axes.set(xlabel=_X_LABELS[lines.key].format(trained), ylabel=lines.y_label)
@@ -125,7 +127,7 @@ def _draw(task: Task, result: Result, lines: _Lines, chosen: list[str], labels: 
             mark_level(axes, frequencies, "token frequencies")
             axes.set_ylim(top=min(axes.get_ylim()[1], _CEILING * frequencies))
         name_lines(axes)
-        return png_of(figure, colors=64)
+        return png_of(figure, dpi=120, colors=64)
 
 
 def _curve(result: Result, label: str, lines: _Lines) -> Curve | None:

@@ -18,12 +18,14 @@ import jinja2
 from markupsafe import Markup
 
 from hf_posenc.report import Result
+from hf_posenc.report.page import marked_up, web_page
 from training.errors import SettingsError
 from training.files import read_json, write_json, write_text
 from training.study.cards import study_cards, write_index
 from training.study.figures import StudyFigure, draw_figures
 from training.study.records import study_records
 from training.study.results import ResultsError, Study, check_results
+from training.study.summary import study_summary
 
 _TEMPLATE = Path(__file__).with_name("report_template.html")
 
@@ -62,7 +64,9 @@ def write_outputs(results: dict[str, Any], folder: Path, cards: Path | None = No
 
 def format_tables(study: Study, records: Mapping[str, Result]) -> str:
     """Markdown: a heading per task, its tables, how it was trained, and what could not be trained, with the reason."""
-    head = [f"# {study.name}", study.description, f"Made by `{study.command}`."]
+    head = [f"# {study.name}", study.description, f"Made by `{study.command}`.", "## What was seen"]
+    for first, *others in study_summary(study, records).values():
+        head += [first, "\n".join(f"- {sentence}" for sentence in others)]
     return "\n\n".join([*filter(None, head), *(f"## {r.table(markdown=True)}" for r in records.values())]) + "\n"
 
 
@@ -71,13 +75,16 @@ def _page(study: Study, records: Mapping[str, Result], figures: Sequence[StudyFi
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters["base64"] = lambda image: base64.b64encode(image).decode()
     environment.filters["tables"] = lambda result: Markup(replace(result, title="").html().replace("h2>", "h3>"))
+    environment.filters["marked_up"] = lambda text: Markup(marked_up(text))
     listings = {name: getattr(study, name) for name in ("corpus", "settings", "versions", "machine")}
-    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+    body = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         study=study,
+        seen=study_summary(study, records),
         results=list(records.values()),
         figures=figures,
         listings={name: json.dumps(listing, indent=1, ensure_ascii=False) for name, listing in listings.items()},
     )
+    return web_page(f"Study {study.name}", body)
 
 
 def main(arguments: list[str] | None = None) -> int:

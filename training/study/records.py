@@ -185,46 +185,58 @@ def _records(label: str, runs: list[Run], frame: pd.DataFrame) -> Iterator[Recor
 
 def _quantities(task: Task, clock: str, control: str | None) -> tuple[Quantity, ...]:
     """The style, the heading and the meaning of every column."""
+    trained = max(task.trained)
+    dogs = "distance of the two dogs"
     columns: dict[str, tuple[str, ...]] = {
-        "loss": ("fraction", "loss at {length}"),
-        "perplexity": ("tenths", "perplexity at {length}"),
+        "loss": (
+            "fraction", "loss at {length}",
+            "Loss: how surprised the model is by a held-out token, in nats, mean over all of a text. Lower is better.",
+        ),
+        "perplexity": (
+            "tenths", "perplexity at {length}",
+            "Perplexity: between how many tokens the model hesitates on average (e to the loss). Lower is better.",
+        ),
         "similarity": ("fraction", "cosine at {length}"),
         "accuracy": ("percent", "{length}"),
-        "token_accuracy": ("percent", "tokens right at {length}"),
+        "token_accuracy": ("percent", "tokens right at {length} (%)"),
         "tail_loss": (
-            "fraction", f"last {task.tail_tokens} at {{length}}",
-            f"Last {task.tail_tokens}: the same targets at every length, with more and more text before them.",
+            "fraction", f"last {task.tail_tokens} of {{length}}",
+            f"Loss of the last {task.tail_tokens} tokens of a text: the same tokens at every length, with more and "
+            "more text before them.",
         ),
         "sliding_loss": (
-            "fraction", "sliding at {length}",
-            f"Sliding: the text is read in overlapping windows of {task.train_length} tokens, the length of training.",
+            "fraction", f"loss at {{length}}, read {trained} at a time",
+            f"Read {trained} at a time: the text is read in overlapping windows of {trained} tokens, the length of "
+            "training, so that no position is new.",
         ),
         "swapped": (
-            "fraction", "first",
-            "First and last: on held-out text before the first and after the last step of training.",
+            "fraction", "before training",
+            "Before and after training: on held-out text before the first and after the last step.",
         ),
-        "healed": ("fraction", "last"),
-        "to_control": ("difference", "to the control"),
+        "healed": ("fraction", "after training"),
+        "to_control": ("difference", "more than the control"),
         "difference": (
             "percent" if task.kind == "generalization" else "fraction", "at {length}",
             f"Difference: the value less that of the control (`{control}`) with the same seed.",
         ),
         "dog_distance": (
-            "number", "dogs, last layer",
-            "Dogs: distance (relative L2) between the two dogs of 'The dog chased another dog' in the model, and in "
-            "random attention without a mask over its embeddings (probe). A causal mask alone separates them.",
+            "number", f"{dogs}, last layer",
+            "The two dogs: how different the model's vectors for the two occurrences of 'dog' in 'The dog chased "
+            "another dog' are, as a share of their length. At 0 the model cannot tell who chased whom. A causal mask "
+            "alone makes them differ, so they are compared without a mask too, in random attention over the model's "
+            "embeddings.",
         ),
-        "dog_probe": ("number", "dogs, probe"),
+        "dog_probe": ("number", f"{dogs}, no mask"),
         "residual": (
-            "percent", "fit residual",
-            "Fit residual: the share of the old scheme's effect that the initialization misses.",
+            "percent", "old effect missed (%)",
+            "Old effect missed: the share of the old scheme's effect that the initialization of the new one misses.",
         ),
         "seeds": ("count", "seeds"),
         "parameters": ("count", "parameters"),
-        "seconds": ("milliseconds", f"{'' if clock == 'wall' else 'processor '}ms per step"),
+        "seconds": ("milliseconds", f"{'' if clock == 'wall' else 'processor '}time per step (ms)"),
         "position_loss": ("fraction", "position {position}"),
     }  # fmt: skip
-    columns |= {f"before_{name}": (columns[name][0], "swapped, at {length}") for name in list(columns)[:5]}
+    columns |= {f"before_{name}": (columns[name][0], "right after the swap, {length}") for name in list(columns)[:5]}
     columns |= {name: ("fraction", f"{name} {{step}}") for name in _CURVES}
     return tuple(
         Quantity(name, heading, "".join(meaning), style) for name, (style, heading, *meaning) in columns.items()

@@ -25,7 +25,7 @@ SHOWN_HEADS = 4
 #: Lines that cross more often than this are a tangle.
 _CROSSINGS = 24
 #: Of every figure, in inches: its letters stay readable where a page or a phone makes it smaller.
-_WIDTH = 6.4
+_WIDTH = 6.0
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ def _draw_frequencies(subject: Subject) -> Figure:
     look = {"color": shade(0.5), "linewidth": 1.4, "marker": "."} if spectra else {"color": palette()[0], "marker": "o"}
     axes.plot(plain.numpy(), label="RoPE, same base" if spectra else "RoPE", **look)
     for index, (name, spectrum) in enumerate(spectra.items()):
-        style = {"color": palette()[index], "marker": "osD^"[index], "markersize": 4}
+        style: dict[str, Any] = {"color": palette()[index], "marker": "osD^"[index], "markersize": 4}
         turning = spectrum.abs().where(spectrum != 0, torch.nan)
         axes.plot(turning.numpy(), label=name, linestyle="solid" if len(spectra) == 1 else "none", **style)
         stopped = torch.full_like(spectrum, floor).where(spectrum == 0, torch.nan)

@@ -1,0 +1,192 @@
+"""What a study saw, in sentences that claim no more than its seeds allow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean, stdev
+from typing import NamedTuple
+
+from scipy.stats import t as student_t
+
+from hf_posenc.metrics.dog import PROBE_TOLERANCE, SENTENCE
+from hf_posenc.report import Result
+from training.study.records import CONFIDENCE, ROUNDING
+from training.study.results import MAIN, Study, Task
+
+#: A loss that rises by no more than this many nats past the trained length counts as kept.
+KEPT = 0.05
+#: A loss that is not further than this below that of token frequencies shows that hardly anything was learned.
+_HARDLY = 0.1
+_WORDS = {
+    "loss": ("the lowest loss was", "{:.3f}"),
+    "similarity": ("the highest cosine was", "{:.3f}"),
+    "accuracy": ("the largest share of right answers was", "{:.0%}"),
+}
+_AIMS = {"causal": "which predicts the next token", "masked": "which fills in masked tokens"}
+
+
+class _Interval(NamedTuple):
+    """A mean over seeds with its interval; without ends where there is one seed."""
+
+    mean: float
+    low: float | None = None
+    high: float | None = None
+
+
+def study_summary(study: Study, records: Mapping[str, Result]) -> dict[str, list[str]]:
+    """Sentences on the whole study, under an empty name, and on each of its tasks; the code in them is in backticks."""
+    return {"": list(_whole(study))} | {name: list(_task(study, result)) for name, result in records.items()}
+
+
+def _whole(study: Study) -> Iterator[str]:
+    finished = [run for run in study.runs if run.finished]
+    schemes, seeds = ({getattr(run, key) for run in study.runs} for key in ("scheme", "seed"))
+    pretrained = next((task.pretrained for task in study.tasks.values() if task.pretrained), None)
+    start = f"The pretrained model {pretrained} was trained further" if pretrained else "The same model was trained"
+    size = ", ".join(
+        _count(*one) for one in ((len(schemes), "scheme"), (len(study.tasks), "task"), (len(seeds), "seed"))
+    )
+    yield (
+        f"{start} once per position encoding and seed, on the same data: {size}. {len(finished)} of {len(study.runs)} "
+        "trainings finished."
+    )
+    machine, gpu = study.machine, study.machine.get("gpu")
+    clock = [run.seconds if gpu else run.cpu_seconds for run in finished]
+    minutes = sum(seconds for seconds in clock if seconds is not None) / 60
+    if minutes:
+        place = gpu or f"{_count(machine.get('cores', 1), 'core')} of {machine.get('cpu', 'a CPU')}"
+        yield f"The training steps took {minutes:.1f} minutes{'' if gpu else ' of processor time'}, on {place}."
+    if len(seeds) == 1:
+        yield "With one seed, a difference between two schemes may be chance, so it cannot be judged."
+    else:
+        yield "A difference is called clear where its 95 % interval over the seeds, paired by seed, leaves out zero."
+
+
+def _task(study: Study, result: Result) -> Iterator[str]:
+    task = study.tasks[result.task]
+    quantity, limit = MAIN[task.kind], max(task.trained)
+    values = {
+        label: found
+        for label in result.labels
+        if (found := _by_length(study, result.task, label, quantity)) and not study.of(result.task, label)[0].start
+    }
+    aim = _AIMS.get(getattr(task, "objective", None) or "")
+    yield f"**{result.task}** (a {task.model}{f', {aim}' if aim else ''})."
+    short, far = max((one for one in task.lengths if one <= limit), default=task.lengths[0]), task.lengths[-1]
+    if task.kind == "generalization":
+        yield from _best(values, quantity, far, f"At length {far} (trained up to {limit})")
+    else:
+        yield from _best(values, quantity, short, f"At the trained length of {short} tokens")
+    if quantity == "loss":
+        frequencies = task.unigram_cross_entropy or math.inf
+        ignorant = [
+            label for label, found in values.items() if found.get(short) and _mean(found[short]) > frequencies - _HARDLY
+        ]
+        if ignorant:
+            yield f"{_quoted(ignorant)} learned hardly more than how often each token occurs (loss {frequencies:.3f})."
+        if far > short:
+            yield from _past({label: found for label, found in values.items() if label not in ignorant}, short, far)
+    yield from _dogs(task, result)
+
+
+def _best(values: Mapping[str, dict[int, dict[int, float]]], quantity: str, length: int, place: str) -> Iterator[str]:
+    """The best scheme and the next one, and whether the seeds separate the two."""
+    better = -1 if quantity == "loss" else 1
+    means = {label: _mean(found[length]) for label, found in values.items() if found.get(length)}
+    order = sorted(means, key=lambda label: -better * means[label])
+    if not order:
+        return
+    words, style = _WORDS[quantity]
+    shown = {label: style.format(means[label]) for label in order}
+    # Schemes with the same printed number share their place.
+    first = [label for label in order if shown[label] == shown[order[0]]]
+    text = f"{place}, {words} that of {_quoted(first)} ({shown[first[0]]})"
+    if len(first) == len(order):
+        yield f"{text}."
+        return
+    second = order[len(first)]
+    one, other = values[first[0]][length], values[second][length]
+    gap = _interval([better * (one[seed] - other[seed]) for seed in one if seed in other])
+    judged = "With one seed this does not rank them."
+    if gap.low is not None:
+        judged = "The difference is clear." if gap.low > 0 else "The seeds do not separate the two."
+    yield f"{text}; next came `{second}` ({shown[second]}). {judged}"
+
+
+def _past(values: Mapping[str, dict[int, dict[int, float]]], short: int, far: int) -> Iterator[str]:
+    """Which schemes kept their loss at the longest length."""
+    kept: list[str] = []
+    open_: list[str] = []
+    lost: dict[str, float] = {}
+    for label, found in values.items():
+        seeds = [seed for seed in found.get(short, {}) if seed in found.get(far, {})]
+        if not seeds:
+            continue
+        rise = _interval([found[far][seed] - found[short][seed] for seed in seeds])
+        low, high = (rise.mean if end is None else end for end in (rise.low, rise.high))
+        if high <= KEPT:
+            kept.append(label)
+        elif low > KEPT:
+            lost[label] = rise.mean
+        else:
+            open_.append(label)
+    told = [f"{_quoted(kept) if kept else 'no scheme'} kept the loss (it rose by at most {KEPT} nats)"]
+    if lost:
+        most = max(lost, key=lambda label: lost[label])
+        change = f"from {_mean(values[most][short]):.3f} to {_mean(values[most][far]):.3f}"
+        others = f", most of all `{most}`" if len(lost) > 1 else ""
+        told.append(f"it rose further for {_quoted(list(lost))}{others} ({change})")
+    told += [f"the seeds do not decide on {_quoted(open_)}"] if open_ else []
+    yield f"On texts of {far} tokens, {far / short:g} times as long, {'; '.join(told)}."
+
+
+def _dogs(task: Task, result: Result) -> Iterator[str]:
+    """Who tells the two dogs apart: in a causal model its mask does, so that attention without one is asked."""
+    causal = getattr(task, "objective", "causal") == "causal"
+    quantity, limit = ("dog_probe", PROBE_TOLERANCE) if causal else ("dog_distance", ROUNDING)
+    last: dict[str, float] = {}
+    for record in result.of(quantity=quantity):
+        if record.value is not None:
+            last[record.subject] = record.value
+    if not last:
+        return
+    same = [label for label, value in last.items() if value <= limit]
+    where = "Without the causal mask, which tells tokens apart by itself" if causal else f"In \u201c{SENTENCE}\u201d"
+    dogs = f"the two dogs of \u201c{SENTENCE}\u201d" if causal else "the two dogs"
+    if same:
+        others = "; every other scheme can" if len(same) < len(last) else ""
+        yield f"{where}, {_quoted(same)} cannot tell {dogs} apart{others}."
+    else:
+        yield f"{where}, every scheme tells {dogs} apart."
+
+
+def _by_length(study: Study, task: str, label: str, quantity: str) -> dict[int, dict[int, float]]:
+    """The values of a scheme by length and seed."""
+    found: dict[int, dict[int, float]] = {}
+    for run in study.of(task, label):
+        for length, value in zip(run.reading.get("lengths", ()), run.reading.get(quantity, ()), strict=False):
+            if value is not None:
+                found.setdefault(length, {})[run.seed] = value
+    return found
+
+
+def _interval(values: Sequence[float]) -> _Interval:
+    mean = fmean(values)
+    if len(values) < 2:
+        return _Interval(mean)
+    half = float(student_t.ppf((1 + CONFIDENCE) / 2, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
+    return _Interval(mean, mean - half, mean + half)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _quoted(names: Sequence[str]) -> str:
+    first, last = [f"`{name}`" for name in names[:-1]], f"`{names[-1]}`"
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def _mean(seeds: Mapping[int, float]) -> float:
+    return fmean(seeds.values())
