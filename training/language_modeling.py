@@ -39,6 +39,7 @@ from training.data.rows import load_rows
 from training.errors import SettingsError
 from training.files import write_json
 from training.launched import report
+from training.scheme_code import scheme_code
 from training.starting_model import add_lora, apply_scheme, build_model, load_tokenizer, weights_digest
 from training.swapping import HealingArguments
 from training.trainer import SavingError, SchemeTrainer, TrainingError, row_order
@@ -184,6 +185,9 @@ def train_language_model(given: RunInput, causal: bool) -> dict[str, float]:
     )
     if arguments.load_best_model_at_end:
         settings["validation_text"] = validation.stream.digest()
+    encoding = getattr(model, "position_encoding", None)
+    if (code := scheme_code(None if encoding is None else encoding.config)) is not None:
+        settings["code of the scheme"] = code
     begun, checkpoint = _starting_point(given, folder, settings)
     try:
         SchemeTrainer.get_optimizer_cls_and_kwargs(arguments, model)  # --optim may name one that is not installed

@@ -67,3 +67,29 @@ def check_swap(model: Any, config: Any) -> None:
             "new adapter was trained with. Call peft.utils.hotswap.hotswap_adapter(model, folder, name), which "
             "hf_posenc extends to compare them."
         )
+
+
+def check_second(model: Any, name: str) -> None:
+    """Checks that the scheme does not change under an adapter that is added to others.
+
+    Args:
+        model: a PEFT model.
+        name: of the new adapter.
+
+    Raises:
+        UnsupportedError: if parameters of the scheme are trained, because the adapters of a model share them.
+    """
+    others = [other for other in getattr(model, "peft_config", ()) if other != name]
+    if not others:
+        return
+    from hf_posenc.patching.place.in_force import encodings
+
+    for encoding in encodings(model):
+        if any(parameter.requires_grad for parameter in encoding.parameters()):
+            raise UnsupportedError(
+                f"The parameters of the scheme {encoding.config.name!r} are being trained, and all adapters of a model "
+                f"share them: training {others[0]!r} would change the new adapter {name!r} too. If a trainer of TRL "
+                "adds it as its reference model, pass the trainer "
+                "ref_model=AutoModelForCausalLM.from_pretrained(model.config._name_or_path) instead. Otherwise freeze "
+                "the scheme first: model.get_base_model().position_encoding.requires_grad_(False)."
+            )

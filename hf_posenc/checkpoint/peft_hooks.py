@@ -217,9 +217,11 @@ def _make_model(original: Callable[..., Any], peft_model: Any, *args: Any, **kwa
 
 
 def _add_adapter(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    from hf_posenc.checkpoint.adapter_guard import check_scheme
+    from hf_posenc.checkpoint.adapter_guard import check_scheme, check_second
 
-    check_scheme(model, _bound(original, (model, *args), kwargs)["peft_config"])
+    given = _bound(original, (model, *args), kwargs)
+    check_scheme(model, given["peft_config"])
+    check_second(model, given["adapter_name"])
     return original(model, *args, **kwargs)
 
 

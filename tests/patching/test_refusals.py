@@ -20,8 +20,19 @@ from transformers import (
     __version__,
 )
 
-from hf_posenc import UnsupportedError, inspect_model, native_scheme, patch_model, unpatch_model
+from hf_posenc import (
+    BuildContext,
+    DistanceBias,
+    NoneConfig,
+    SchemeParts,
+    UnsupportedError,
+    inspect_model,
+    native_scheme,
+    patch_model,
+    unpatch_model,
+)
 from tests.matrix.running import distance, patched, tokens
+from tests.models import tiny
 
 SELF_EXTEND = {"scheme": "self_extend", "window": 4, "group": 2}
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -238,3 +249,21 @@ def test_the_text_part_of_a_composite_takes_its_native_scheme(build: Any, path: 
     assert distance(patch_model(part, "native")(input_ids=ids).last_hidden_state, stock) <= 1e-5
     assert distance(patch_model(part, "none")(input_ids=ids).last_hidden_state, stock) > 1e-2
     assert torch.equal(unpatch_model(part)(input_ids=ids).last_hidden_state, stock)
+
+
+def test_a_bias_of_the_wrong_shape_is_named_when_it_is_placed() -> None:
+    class FlatBias(DistanceBias):
+        def forward(self, distance: torch.Tensor) -> torch.Tensor:
+            return -distance.abs().float()
+
+    class FlatConfig(NoneConfig):
+        name = "flat_for_tests"
+
+        def build(self, context: BuildContext) -> SchemeParts:
+            return SchemeParts(logit_bias=FlatBias())
+
+    message = r"FlatBias.forward returned the shape \(3,\) for distances of the shape \(3,\); expected \(heads, 3\)"
+    model = tiny("LlamaForCausalLM")
+    with pytest.raises(ValueError, match=message):
+        patch_model(model, FlatConfig())
+    assert not hasattr(model, "position_encoding")

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_posenc import patch_model
+from hf_posenc import UnsupportedError, patch_model
+from hf_posenc.recipes import add_lora
 from tests.checkpoint.checkpoint_cases import randomize
 from tests.checkpoint.stock_folder import write_stock_llama
 
@@ -61,3 +62,17 @@ def test_a_stock_reference_would_show(stock_folder: Path, tmp_path: Path) -> Non
     model = patch_model(AutoModelForCausalLM.from_pretrained(stock_folder), "alibi")
     stock = AutoModelForCausalLM.from_pretrained(str(model.config._name_or_path))
     assert abs(first_loss(model, stock_folder, tmp_path, ref_model=stock) - math.log(2)) > 1e-2
+
+
+def test_a_scheme_that_is_trained_with_its_adapter_needs_a_reference_of_its_own(
+    stock_folder: Path, tmp_path: Path
+) -> None:
+    """TRL's reference would be a second adapter of the same model, whose scheme is trained."""
+    model = patch_model(AutoModelForCausalLM.from_pretrained(stock_folder), "t5")
+    randomize(model.position_encoding)
+    reference = AutoModelForCausalLM.from_pretrained(model.config._name_or_path)
+    adapted = add_lora(model, LoraConfig(task_type="CAUSAL_LM", r=2))
+    with pytest.raises(UnsupportedError, match=r"the scheme 't5' are being trained.*'default' would.*'ref'.*ref_model="):
+        first_loss(adapted, stock_folder, tmp_path)
+    loss = first_loss(adapted, stock_folder, tmp_path, ref_model=reference)
+    assert loss == pytest.approx(math.log(2), abs=1e-5)

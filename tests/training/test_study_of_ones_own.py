@@ -2,11 +2,14 @@
 
 import json
 import os
+import shutil
+import sys
 
 import pytest
 from transformers import BertConfig, LlamaConfig
 
 from hf_posenc import extensions
+from hf_posenc.schemes import registry
 from tests.cli.test_schemes import THIRD_PARTY
 from training import compare, run_clm
 from training.errors import SettingsError
@@ -19,10 +22,6 @@ from training.study.settings import StudySettings, TrainingSettings
 
 @pytest.fixture
 def own_scheme(tmp_path, monkeypatch):
-    import sys
-
-    from hf_posenc.schemes import registry
-
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(extensions, "_imported", None)
@@ -32,6 +31,18 @@ def own_scheme(tmp_path, monkeypatch):
     (tmp_path / "own_schemes.py").write_text(own)
     yield "own_for_tests"
     sys.modules.pop("own_schemes", None)
+
+
+def forget_the_module():
+    """As in a new process."""
+    sys.modules.pop("own_schemes")
+    registry._SCHEMES.pop("own_for_tests")
+    extensions._imported = None
+
+
+def edit_the_scheme(folder):
+    path = folder / "own_schemes.py"
+    path.write_text(path.read_text() + "\n\nCHANGED = True  # any statement\n")
 
 
 def test_one_file_another_architecture_and_an_imported_scheme(tmp_path, own_scheme, capsys, monkeypatch):
@@ -58,6 +69,14 @@ def test_one_file_another_architecture_and_an_imported_scheme(tmp_path, own_sche
     # It goes on where it was, and in words of the command line too.
     assert compare.main(["study.yaml", "--import", "own_schemes"]) == 0
     assert json.loads((tmp_path / "out" / "results.json").read_text())["runs"] == results["runs"]
+    forget_the_module()
+    # Results of the earlier code are not shown as if the changed code had made them.
+    edit_the_scheme(tmp_path)
+    capsys.readouterr()
+    assert compare.main(["study.yaml"]) == 2
+    assert "causal-own_for_tests-seed0 in out began with other settings: code of the scheme" in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "out" / "trainings" / "causal-own_for_tests-seed0")
+    assert compare.main(["study.yaml"]) == 0
 
 
 def test_a_module_that_does_not_exist_is_refused(tmp_path, monkeypatch, capsys):
@@ -79,6 +98,10 @@ def test_a_run_takes_an_imported_scheme(tmp_path, own_scheme, capsys):
         "--report_to", "none", "--validation_split_percentage", "30",
     ]  # fmt: skip
     assert run_clm.main(words) == 0, capsys.readouterr().err
+    forget_the_module()
+    edit_the_scheme(tmp_path)
+    assert run_clm.main(words) == 2
+    assert "code of the scheme was" in capsys.readouterr().err
     assert (
         json.loads((tmp_path / "out" / "config.json").read_text())["position_encoding"]["scheme"]["scheme"]
         == own_scheme

@@ -12,6 +12,7 @@ from hf_posenc.metrics.generalization import SYNTHETIC_TASKS, SyntheticTask
 from hf_posenc.schemes.config import SchemeConfig
 from training.errors import SettingsError
 from training.files import read_json
+from training.scheme_code import scheme_code
 from training.study.settings import SchemeOptions, StudySettings, TaskOptions, TrainingSettings
 
 FINISHED, UNSUPPORTED, DIVERGED, FAILED = "finished", "unsupported", "diverged", "failed"
@@ -195,6 +196,9 @@ class Cell:
             "corpus digest": None if self.task.synthetic else digests.get("corpus"),
             "model digest": digests.get("model"),
         }
+        code = scheme_code(self.config)
+        if code is not None:
+            identity["code of the scheme"] = code
         return identity if self.start is None else identity | {"from": self.start.identity(digests)}
 
 

@@ -74,7 +74,7 @@ def check_cells(cells: list[Cell], digests: dict[str, str]) -> None:
             raise SettingsError(
                 f"{cell.name} in {cell.study.output_dir} began with other settings: {'; '.join(changed)}. Results of "
                 "different settings cannot stand in one table. Name another --output_dir, go back to the earlier "
-                "settings to resume, or remove the folder."
+                f"settings to resume, or remove {cell.folder} to train it again."
             )
         result = cell.result()
         if cell.keeps_model and result and result["status"] == FINISHED and not cell.model_folder.exists():

@@ -116,7 +116,7 @@ class StackEncoding(nn.Module):
         else:
             with contextlib.nullcontext() if self._device is None else self._device:
                 parts = config.build(context)
-            _check_parts(config, parts)
+                _check_parts(config, parts)
             in_layers = [part for part in parts if part is not parts.additive]
             if in_layers:
                 self.groups.append(nn.ModuleList(in_layers))
@@ -196,6 +196,24 @@ def _check_parts(config: SchemeConfig, parts: Any) -> None:
         if part is not None and not isinstance(part, kinds):
             expected = " or ".join(kind.__name__ for kind in kinds)
             raise TypeError(f"{owner} returned a {type(part).__name__} as {name}; expected a subclass of {expected}.")
+    if isinstance(parts.logit_bias, DistanceBias):
+        _check_bias(parts.logit_bias)
+
+
+@torch.no_grad()
+def _check_bias(bias: DistanceBias) -> None:
+    """Checks the shape of what a bias returns for three distances.
+
+    Raises:
+        ValueError: if it is not `(heads, *distance.shape)`.
+    """
+    distance = torch.arange(-2, 1)
+    found = tuple(bias(distance).shape)
+    if len(found) != 2 or found[1:] != distance.shape:
+        raise ValueError(
+            f"{type(bias).__name__}.forward returned the shape {found} for distances of the shape "
+            f"{tuple(distance.shape)}; expected (heads, {len(distance)}), one value per head and distance."
+        )
 
 
 def _refuse_unsuited(module: nn.Module, parts: SchemeParts) -> None:

@@ -1,0 +1,36 @@
+"""Which code a run used, where its scheme is defined in a module of the user's own."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import sys
+from pathlib import Path
+
+from hf_posenc.schemes.config import SchemeConfig
+
+
+def scheme_code(config: SchemeConfig | None) -> str | None:
+    """Returns a digest of the modules that define a scheme and the schemes inside it.
+
+    Comments and formatting do not change the digest. It covers the modules with the configs, not others that they
+    import.
+
+    Args:
+        config: the scheme; `None` for an unpatched model.
+
+    Returns:
+        16 hexadecimal digits, or `None` if the modules are all part of hf_posenc or have no source file.
+    """
+    files = {inspect.getsourcefile(sys.modules[module]) for module in _modules(config)}
+    code = [ast.dump(ast.parse(Path(file).read_bytes())) for file in sorted(file for file in files if file)]
+    return hashlib.sha256("\n".join(code).encode()).hexdigest()[:16] if code else None
+
+
+def _modules(config: SchemeConfig | None) -> set[str]:
+    if config is None:
+        return set()
+    inside = {module for child in config.children().values() for module in _modules(child)}
+    own = type(config).__module__
+    return inside if own.partition(".")[0] == "hf_posenc" else inside | {own}
