@@ -14,6 +14,10 @@ author = "The hf_posenc contributors"
 copyright = author
 release = __version__
 language = "en"
+# Pages show options of commands, whose two hyphens would become a dash.
+smartquotes = False
+# Code without a language is a formula, an output or a list of files.
+highlight_language = "none"
 
 extensions = [
     "myst_nb",
@@ -22,6 +26,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_design",
+    "dark_images",
     "docstrings",
     "generated_reference",
     "repository_files",
@@ -46,15 +51,17 @@ repository_pages = ["CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "benchmark
 #: site shows these files itself.
 repository_url = ""
 
+toc_object_entries_show_parents = "hide"
+
 html_theme = "pydata_sphinx_theme"
 html_title = "hf_posenc"
+html_favicon = "_static/favicon.svg"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_theme_options = {
     "header_links_before_dropdown": 6,
     "navbar_align": "left",
-    "show_toc_level": 2,
     "secondary_sidebar_items": ["page-toc"],
     "article_footer_items": [],
     "footer_start": ["copyright"],

@@ -29,8 +29,8 @@ def command_line() -> str:
     os.environ["COLUMNS"] = "100"
     sections = [
         "# Command line",
-        "Every subcommand, as `--help` prints it. On the command line, a scheme is a name, with options behind a colon: "
-        "`rope:theta=500000,layout=interleaved`. Options may be JSON.",
+        "Every subcommand, as `--help` prints it. On the command line, a scheme is a name, with options behind a "
+        "colon: `rope:theta=500000,layout=interleaved`. Options may be JSON.",
     ]
     for name, parser in _subcommands(_parser(chosen=None)):
         if parser.description is None and name in ("serve", "lm-eval", "compare"):

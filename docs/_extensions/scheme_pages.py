@@ -15,23 +15,19 @@ from typing import Any
 
 import torch
 from repository_files import write_if_changed
+from scheme_facts import facts
 from sphinx.application import Sphinx
 from sphinx.util.display import status_iterator
 
 import hf_posenc
 from hf_posenc.cli.catalogue import summary
 from hf_posenc.plots.schemes import FigureKind, Subject, applicable_kinds, draw_kind, kind_named, subject_of
-from hf_posenc.plots.schemes.probes import added_bias, visible
 from hf_posenc.plots.schemes.subject import standard_places
 from hf_posenc.plots.style import styled
-from hf_posenc.schemes import BuildContext, NativeConfig, PairwiseBias, Positions, SchemeConfig, registered_configs
-from hf_posenc.schemes.arrangement.schedule import LayeredConfig
+from hf_posenc.schemes import NativeConfig, SchemeConfig, registered_configs
 from hf_posenc.schemes.labels import scheme_label
 
 FOLDER = "reference/schemes"
-#: Where learned parameters are counted: the sizes of BERT-base and GPT-2 small.
-COUNTED_LAYERS = 12
-COUNTED_PLACE = BuildContext(hidden_size=768, num_heads=12, head_dim=64, max_positions=512, num_key_value_heads=12)
 #: The options of the schemes that have required ones, or whose defaults show little.
 OPTIONS: dict[str, dict[str, Any]] = {
     "composed": {"parts": ("sinusoidal", "alibi")},
@@ -44,14 +40,8 @@ MORE_FIGURES = {
     "rope": (("frequencies", {"scaling": hf_posenc.YarnScaling(factor=4.0, original_max_positions=2048)}),),
     "sinusoidal": (("dimensions", {}), ("difference", {})),
 }
-ACTS_ON = {
-    "additive": "the token embeddings",
-    "query_key_map": "queries and keys",
-    "logit_bias": "the attention logits",
-    "logit_scale": "the temperature of the attention logits",
-}
-GROUPS = ("No positions", "Other positions for another scheme", "Queries and keys", "Bias on the attention logits",
-          "Added to the embeddings", "Temperature of the logits", "Arrangements of schemes")  # fmt: skip
+GROUPS = ("No positions", "Added to the embeddings", "Bias on the attention logits", "Queries and keys",
+          "Temperature of the logits", "Other positions for another scheme", "Arrangements of schemes")  # fmt: skip
 
 
 def pages() -> list[type[SchemeConfig]]:
@@ -77,81 +67,10 @@ def group_of(subject: Subject) -> str:
     if subject.config.combinator:
         return GROUPS[6]
     if {"position_map", "distance_map"} & {kind.name for kind in applicable_kinds(subject)}:
-        return GROUPS[1]
-    order = ("query_key_map", "logit_bias", "additive", "logit_scale")
-    return next(
-        (GROUPS[2 + at] for at, part in enumerate(order) if getattr(subject.parts, part) is not None), GROUPS[0]
-    )
-
-
-def facts(subject: Subject) -> list[str]:
-    """What is found out by building the scheme and trying its parts."""
-    config, parts = subject.config, subject.parts
-    if isinstance(config, LayeredConfig):
-        return ["Acts on what the schemes of its layers act on, and adds no parameters."]
-    acts_on = [words for part, words in ACTS_ON.items() if getattr(parts, part) is not None]
-    found = [f"Acts on: {', '.join(acts_on) or 'nothing'}.", f"Learned parameters: {_parameters(config)}."]
-    if undecayed := _undecayed(subject):
-        found.append(f"Trained without weight decay, with `hf_posenc.recipes.parameter_groups`: {undecayed}.")
-    try:
-        config.build(dataclasses.replace(subject.context, causal=False))
-        found.append("For causal and bidirectional models.")
-    except ValueError as refusal:
-        found.append(f"For causal models only: {refusal}")
-    if any(part.length_dependent for part in parts):
-        found.append("The encoding of a token depends on the length of the sequence, which limits the use of a cache.")
-    if isinstance(parts.logit_bias, PairwiseBias):
-        found.append(f"The bias depends on {_bias_inputs(subject)}.")
-    elif parts.logit_bias is not None:
-        found.append("The bias depends on distance only, and is computed once per distance.")
-    return found
-
-
-def _parameters(config: SchemeConfig) -> str:
-    for place in standard_places(COUNTED_PLACE):
-        try:
-            parts = config.build(place)
-            break
-        except ValueError:
-            continue
-    shapes = {name: tuple(one.shape) for part in parts for name, one in part.named_parameters()}
-    copies = COUNTED_LAYERS if config.per_layer else 1
-    counts = [one.numel() * (1 if part is parts.additive else copies) for part in parts for one in part.parameters()]
-    if not shapes:
-        return "none"
-    described = ", ".join(f"`{name}` {shape}" for name, shape in shapes.items())
-    owner = "in each of 12 layers" if copies > 1 else "shared by all layers"
-    return (
-        f"{sum(counts):,} ({described}, {owner}; hidden size {place.hidden_size}, {place.num_heads} heads of "
-        f"{place.head_dim} dimensions, {place.max_positions} positions)"
-    )
-
-
-def _undecayed(subject: Subject) -> str:
-    modules = [module for part in subject.parts for module in part.modules()]
-    owned = {(name, module) for module in modules for name, _ in module.named_parameters(recurse=False)}
-    return ", ".join(sorted({f"`{name}`" for name, module in owned if name in getattr(module, "no_weight_decay", ())}))
-
-
-def _bias_inputs(subject: Subject) -> str:
-    """Names the inputs that change the bias, by replacing one at a time."""
-    length = 24
-    usual, others = (subject.random_heads(length, seed=seed) for seed in (1, 2))
-
-    def biases(ids: torch.Tensor, replaced: int | None = None) -> torch.Tensor:
-        positions = Positions(ids.unsqueeze(0), ids[-1:].unsqueeze(0) + 1, token_ids=ids.unsqueeze(0) % 16)
-        given = [(others if index == replaced else usual)[index] for index in range(3)]
-        return added_bias(subject, positions, *given)[..., visible(subject, length)]
-
-    found = dict.fromkeys(("positions", "queries", "keys", "hidden states"), False)
-    # Near and far positions: a bias may act on one of them only.
-    for step in (1, 20, 200):
-        ids = torch.arange(length) * step
-        shifted = biases(ids + (torch.arange(length) >= length // 2) * step)
-        for name, one in zip(found, [shifted, *(biases(ids, index) for index in range(3))], strict=True):
-            found[name] |= not torch.allclose(biases(ids), one, rtol=1e-3, atol=1e-3)
-    names = [name for name in found if found[name]] + ([] if found["positions"] else ["the order of the tokens"])
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+        return GROUPS[5]
+    # A scheme with several parts stands under the one that matters most.
+    order = {"query_key_map": 3, "logit_bias": 2, "additive": 1, "logit_scale": 4}
+    return GROUPS[next((group for part, group in order.items() if getattr(subject.parts, part) is not None), 0)]
 
 
 def use(config_class: type[SchemeConfig]) -> str:
@@ -162,7 +81,7 @@ def use(config_class: type[SchemeConfig]) -> str:
     )
     options = {around: "native"} if around else {}
     options |= {} if name == "mrope" else OPTIONS.get(name, {})
-    scheme = f'["native", "{name}"]' if group_of(drawn(config_class)) == GROUPS[5] else f'"{name}"'
+    scheme = f'["native", "{name}"]' if group_of(drawn(config_class)) == GROUPS[4] else f'"{name}"'
     if "layers" in options:
         # `patch_model` has an argument of this name.
         scheme, options = str({"scheme": name, **options}), {}
@@ -195,6 +114,8 @@ def page(config_class: type[SchemeConfig], shown: list[str], has_explorer: bool)
 ## Facts
 
 {listed}
+
+## More figures
 
 {"".join(shown[1:])}
 All kinds of figures for it: {kinds} (`hf-posenc plot` or {{py:func}}`hf_posenc.plots.plot_scheme`).
@@ -243,8 +164,8 @@ def draw(kind: FigureKind, subject: Subject, folder: Path, stem: str) -> tuple[s
         sentences.insert(1, f"Drawn: `{label}`.")
     alternative = f":alt: {subject.config.name}, {kind.summary}"
     return (
-        f"```{{figure}} figures/{path.name}\n{alternative}\n\n{' '.join(filter(None, sentences))}\n```\n\n",
-        f"```{{image}} figures/{path.name}\n{alternative}\n```\n\n",
+        f"```{{figure}} figures/{stem}.svg\n{alternative}\n\n{' '.join(filter(None, sentences))}\n```\n\n",
+        f"```{{image}} figures/{stem}.svg\n{alternative}\n```\n\n",
     )
 
 

@@ -90,7 +90,7 @@ class Factor:
     """Mixin with the option `factor`, the first option of most scalings.
 
     Args:
-        factor: `s`, at least 1.
+        factor: `s`, how many times longer the context becomes, at least 1.
     """
 
     factor: float

@@ -24,8 +24,8 @@ class DynamicScaling(Factor, RopeScaling):
     sequence of a batch uses its own length.
 
     Args:
-        factor: `s`, at least 1.
-        original_max_positions: `L`.
+        factor: `s`, how many times longer the context becomes, at least 1.
+        original_max_positions: `L`, the length that the model was trained on, in tokens.
     """
 
     type: ClassVar[str] = "dynamic"
@@ -74,8 +74,8 @@ class LongRopeScaling(RopeScaling):
     Args:
         short_factor: `d/2` divisors for lengths up to `L`.
         long_factor: `d/2` divisors for lengths past `L`.
-        original_max_positions: `L`.
-        factor: `s`; `None` takes the model's length divided by `L` (Phi-3).
+        original_max_positions: `L`, the length that the model was trained on, in tokens.
+        factor: `s`, how many times longer the context becomes; `None` takes the model's length divided by `L` (Phi-3).
         attention_factor: the factor of cosine and sine; by default the paper's formula.
     """
 

@@ -19,7 +19,7 @@ class LinearScaling(Factor, RopeScaling):
     """Position interpolation (arXiv:2306.15595, eq. 4): all frequencies divided by `s`.
 
     Args:
-        factor: `s`, at least 1.
+        factor: `s`, how many times longer the context becomes, at least 1.
     """
 
     type: ClassVar[str] = "linear"
@@ -34,7 +34,7 @@ class NtkScaling(Factor, RopeScaling):
     """NTK-aware scaling (described in arXiv:2309.00071, definition 1): the base becomes `theta * s**(d / (d - 2))`.
 
     Args:
-        factor: `s`, at least 1.
+        factor: `s`, how many times longer the context becomes, at least 1.
     """
 
     type: ClassVar[str] = "ntk"
@@ -61,8 +61,8 @@ class YarnScaling(Factor, RopeScaling):
     turns. Cosine and sine are multiplied by `0.1 ln(s) + 1`.
 
     Args:
-        factor: `s`, at least 1.
-        original_max_positions: `L`.
+        factor: `s`, how many times longer the context becomes, at least 1.
+        original_max_positions: `L`, the length that the model was trained on, in tokens.
         beta_fast: number of turns within `L` above which a frequency is kept.
         beta_slow: number of turns within `L` below which a frequency is divided by `s`.
         attention_factor: the factor of cosine and sine; by default the paper's formula.
@@ -138,10 +138,10 @@ class Llama3Scaling(Factor, RopeScaling):
     `s` for `r < low_freq_factor`, and interpolated linearly in `r` in between.
 
     Args:
-        factor: `s`, at least 1.
+        factor: `s`, how many times longer the context becomes, at least 1.
         low_freq_factor: number of turns below which a frequency is divided by `s`.
         high_freq_factor: number of turns above which a frequency is kept.
-        original_max_positions: `L`.
+        original_max_positions: `L`, the length that the model was trained on, in tokens.
     """
 
     type: ClassVar[str] = "llama3"
