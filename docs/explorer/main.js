@@ -6,6 +6,7 @@ import { drawAttention } from "./panels/attention.js";
 import { drawDecay } from "./panels/decay.js";
 import { drawDog } from "./panels/dog.js";
 import { drawMap } from "./panels/map.js";
+import { drawMini } from "./panels/mini.js";
 import { drawMinilm } from "./panels/minilm.js";
 import { createPlayer } from "./player.js";
 import { pythonCall } from "./python.js";
@@ -94,6 +95,7 @@ async function start() {
     drawDog(at("dog"), view);
     drawSteps();
     drawDecay(at("decay"), view);
+    drawMini(at("mini"), view);
     drawAttention(at("attention"), view, head, at("shown").value === "change");
     drawMap(at("map"), view, head);
     drawMinilm(at("minilm"), view);
