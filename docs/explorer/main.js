@@ -6,6 +6,7 @@ import { drawAttention } from "./panels/attention.js";
 import { drawDecay } from "./panels/decay.js";
 import { drawDog } from "./panels/dog.js";
 import { drawMap } from "./panels/map.js";
+import { drawMini } from "./panels/mini.js";
 import { drawMinilm } from "./panels/minilm.js";
 import { createPlayer } from "./player.js";
 import { pythonCall } from "./python.js";
@@ -13,6 +14,9 @@ import { PLACE_CONTROLS, readHash, writeHash } from "./state.js";
 import { STEPS } from "./steps/index.js";
 import { startTheme } from "./theme.js";
 import { createView } from "./view.js";
+
+/** The documentation is one folder up on its site, and absent where the explorer stands alone. */
+const onSite = /\/explorer\/(index\.html)?$/.test(location.pathname);
 
 const at = (id) => document.getElementById(id);
 
@@ -40,6 +44,10 @@ async function start() {
   function drawSide() {
     at("scheme").value = state.scheme;
     at("summary").textContent = view.library.summary;
+    at("paper").hidden = !view.library.paper;
+    at("paper").href = `https://arxiv.org/abs/${view.library.paper}`;
+    at("more").hidden = !onSite;
+    at("more").href = `../reference/schemes/${state.scheme}.html`;
     at("formula").textContent = view.library.formula ?? "";
     at("formula").hidden = !view.library.formula;
     at("learn").textContent = view.scheme.learn;
@@ -87,7 +95,8 @@ async function start() {
     drawDog(at("dog"), view);
     drawSteps();
     drawDecay(at("decay"), view);
-    drawAttention(at("attention"), view, head);
+    drawMini(at("mini"), view);
+    drawAttention(at("attention"), view, head, at("shown").value === "change");
     drawMap(at("map"), view, head);
     drawMinilm(at("minilm"), view);
     document.title = `${state.scheme}: position encodings, explored`;
@@ -160,6 +169,7 @@ async function start() {
     head = Number(at("head").value);
     requestDraw();
   });
+  at("shown").addEventListener("change", requestDraw);
   for (const name of ["pair", "distance"]) {
     at(name).addEventListener("input", () => {
       turning[name] = Number(at(name).value);
@@ -179,8 +189,7 @@ async function start() {
     event.preventDefault();
     at("controls").focus();
   });
-  // The documentation is one folder up on its site, and absent where the explorer stands alone.
-  at("docs-link").hidden = !/\/explorer\/(index\.html)?$/.test(location.pathname);
+  at("docs-link").hidden = !onSite;
   // Where panels are stacked, the way to the first picture is short.
   for (const part of document.querySelectorAll(".side details")) part.open = window.innerWidth > 760;
   startTheme(at("theme"), requestDraw);

@@ -75,6 +75,8 @@ export function createView(data) {
       repeated,
       pair,
       layer: words.length ? layerOf(scheme, options, words, state, data) : null,
+      /** The same layer without positions, to compare with. */
+      plain: () => layerOf(schemeNamed("none"), {}, words, { ...state, causal: place.causal }, data),
       dogs: pair ? dogTest(state, words, pair) : null,
     };
   };

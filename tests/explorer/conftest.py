@@ -6,6 +6,7 @@ import functools
 import shutil
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,20 @@ class _Quiet(SimpleHTTPRequestHandler):
         pass
 
 
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The address of a web server for one folder."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=folder))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
 @pytest.fixture(scope="session")
 def address() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=DOCS))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}/explorer/index.html"
-    server.shutdown()
+    """Of the explorer under the sub-path that it has on the documentation site."""
+    with served(DOCS) as root:
+        yield f"{root}/explorer/index.html"
 
 
 @pytest.fixture(scope="session")
@@ -49,7 +58,7 @@ def open_page(chromium: Any, address: str) -> Iterator[Any]:
     complaints: list[str] = []
     contexts = []
 
-    def opened(hash: str = "", *, width: int = 1280, height: int = 800, **settings: Any) -> Any:
+    def opened(hash: str = "", *, width: int = 1280, height: int = 800, root: str = address, **settings: Any) -> Any:
         context = chromium.new_context(viewport={"width": width, "height": height}, **settings)
         contexts.append(context)
         page = context.new_page()
@@ -58,7 +67,7 @@ def open_page(chromium: Any, address: str) -> Iterator[Any]:
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("requestfailed", lambda request: complaints.append(f"failed: {request.url}"))
         page.on("response", lambda answer: answer.ok or complaints.append(f"{answer.status}: {answer.url}"))
-        page.goto(address + hash)
+        page.goto(root + hash)
         page.wait_for_selector("html[data-ready]")
         return page
 

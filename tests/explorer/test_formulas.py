@@ -143,7 +143,7 @@ def test_the_dog_test_is_that_of_one_layer_in_torch(
         page.wait_for_function("(wanted) => document.querySelector('#causal').checked === wanted", arg=causal)
         page.wait_for_timeout(100)
         bars = page.eval_on_selector_all(
-            "#dog .bar", "rows => rows.map(row => [row.dataset.scheme, row.dataset.distance])"
+            "#dog .bar[data-scheme]", "rows => rows.map(row => [row.dataset.scheme, row.dataset.distance])"
         )
         assert [name for name, _ in bars] == SCHEMES
         for name, distance in bars:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.explorer.conftest import DOCS, served
 from tests.explorer.library import data
 
 SCHEMES = list(data("options")["schemes"])
@@ -48,6 +49,15 @@ def test_the_page_loads_and_links_to_the_documentation_only_where_it_is(open_pag
     assert page.is_visible("#docs-link")
     for panel in (*PANELS, "#minilm"):
         assert page.locator(f"{panel} >> visible=true").count() > 0, panel
+
+
+def test_it_works_at_the_root_of_a_server_as_in_a_space(open_page: Any) -> None:
+    with served(DOCS / "explorer") as root:
+        page = open_page("#alibi", root=f"{root}/")
+        assert page.input_value("#scheme") == "alibi"
+        assert page.locator("#dog .bar[data-distance]").count() > 10
+        assert page.is_hidden("#docs-link")
+        assert page.is_hidden("#more")
 
 
 def test_every_scheme_can_be_chosen_at_both_widths_without_overflow(open_page: Any) -> None:
@@ -299,6 +309,16 @@ def test_any_repeated_word_is_found_and_can_be_chosen(open_page: Any) -> None:
     assert page.get_attribute("#dog [data-scheme=alibi]", "data-distance") != cat
     assert float(page.get_attribute("#dog [data-scheme=none]", "data-distance")) == 0.0
     assert "word=dog" in page.evaluate("location.hash")
+
+
+def test_the_change_caused_by_positions_is_nothing_without_positions(open_page: Any) -> None:
+    page = open_page("#none")
+    page.select_option("#shown", "change")
+    settle(page)
+    assert set(page.eval_on_selector_all("#attention .cell", "all => all.map((one) => one.textContent)")) == {".00"}
+    page.select_option("#scheme", "alibi")
+    settle(page)
+    assert len(set(page.eval_on_selector_all("#attention .cell", "all => all.map((one) => one.textContent)"))) > 5
 
 
 def test_light_and_dark(open_page: Any) -> None:

@@ -44,7 +44,7 @@ export function ticks(low, high, count = 5) {
 export function frame(container, settings) {
   const { x, y, xLabel, yLabel, height = 220, label, margin = {} } = settings;
   const width = Math.max(container.clientWidth, 200);
-  const edge = { left: 56, right: 12, top: 10, bottom: 40, ...margin };
+  const edge = { left: 62, right: 12, top: 10, bottom: 40, ...margin };
   const inner = { width: width - edge.left - edge.right, height: height - edge.top - edge.bottom };
   const sx = (value) => edge.left + ((value - x[0]) / (x[1] - x[0])) * inner.width;
   const sy = (value) => edge.top + inner.height - ((value - y[0]) / (y[1] - y[0])) * inner.height;
@@ -62,7 +62,7 @@ export function frame(container, settings) {
   root.append(svg("text", { class: "axis-label", x: edge.left + inner.width / 2, y: height - 5, "text-anchor": "middle" }, xLabel));
   if (yLabel) {
     const middle = edge.top + inner.height / 2;
-    root.append(svg("text", { class: "axis-label", transform: `translate(11 ${middle}) rotate(-90)`, "text-anchor": "middle" }, yLabel));
+    root.append(svg("text", { class: "axis-label", transform: `translate(10 ${middle}) rotate(-90)`, "text-anchor": "middle" }, yLabel));
   }
   container.replaceChildren(root);
   return { root, sx, sy, width, height, edge, inner };

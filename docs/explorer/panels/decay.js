@@ -6,6 +6,12 @@ import { HEAD_DIM, HIDDEN } from "../model.js";
 import { dot, range } from "../numbers.js";
 
 const AWAY = -1000;
+/** What to look at, by what the scheme acts on. */
+const LOOK = {
+  added: "A peak at 0 means that near positions are alike; a slope without end means that the vectors only get longer.",
+  rotation: "The higher the line, the better a word matches an equal word at that distance. The wiggles come from pairs that turn at different speeds.",
+  bias: "Only differences within a line matter: where it is higher, the head looks more.",
+};
 
 /** The mean product of a query with an equal key, in units of its value at distance 0: sum of cosines over the pairs. */
 export function rotationProduct(rotation, query, key) {
@@ -60,7 +66,7 @@ export function drawDecay(container, view) {
       height: curves.length > 1 ? 190 : 320,
       label: `${text}, over distance`,
     });
-    if (curves.length > 1) box.append(html("p", { class: "caption" }, text));
+    box.append(html("p", { class: "caption" }, curves.length > 1 ? `Above: ${text}. ${LOOK[name]}` : LOOK[name]));
   }
   document.getElementById("decay-what").textContent = curves.length === 1 ? `Drawn: ${curves[0].text}.` : "";
 }

@@ -25,7 +25,8 @@ export function drawDog(container, view) {
     `Distance between the outputs for “${first}” (word ${pair.first + 1}) and “${second}” (word ${pair.second + 1}). ` +
     (state.causal
       ? "With a causal mask even “none” is above 0: the two words see different beginnings of the sentence."
-      : "At 0 the layer cannot tell the two apart.");
+      : "At 0 the layer cannot tell the two apart.") +
+    (view.place.forced ? ` ${view.scheme.name} is for causal models: tick the causal mask to see its bar.` : "");
   const list = html("ol", { class: "bars" });
   const full = axisEnd(view.dogs);
   let group = "";

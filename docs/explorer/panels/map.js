@@ -29,7 +29,7 @@ export function drawMap(container, view, head) {
       label: "Heat map of the position vectors: one row per position, one column per dimension",
       tell: (position, c) => `position ${position}, dimension ${c}`,
     });
-    what.push("What is added to a word: one row per position, one column per dimension.");
+    what.push("What is added to a word: one row per position, one column per dimension. Two equal rows would be two positions that cannot be told apart.");
   }
   if (parts.rotation) {
     const { frequencies } = parts.rotation;
@@ -45,7 +45,7 @@ export function drawMap(container, view, head) {
       label: "Heat map of the rotation: the cosine of the angle of each pair at each position",
       tell: (position, m) => `position ${position}, pair ${m}: cosine of the angle`,
     });
-    what.push("The cosine of the angle by which each pair of dimensions has turned.");
+    what.push("The cosine of the angle by which each pair of dimensions has turned. Pairs on the left turn fast and repeat; pairs on the right hardly move.");
   }
   if (parts.bias) {
     const shown = Math.min(place.length, MOST_CELLS);
@@ -63,7 +63,7 @@ export function drawMap(container, view, head) {
       label: `Heat map of the bias of head ${head + 1}: one row per query, one column per key`,
       tell: (query, key) => `query ${query}, key ${key}`,
     });
-    what.push(`What head ${head + 1} adds to the logit of each pair of words.`);
+    what.push(`What head ${head + 1} adds to the logit of each pair of words. Equal colours along diagonals mean that only the distance counts.`);
   }
   if (what.length === 0) container.append(html("p", { class: "empty" }, "Every entry would be 0."));
   document.getElementById("map-what").textContent = what.join(" ");

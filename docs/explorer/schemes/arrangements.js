@@ -74,7 +74,7 @@ export const positionScale = {
 export const composed = {
   name: "composed",
   group: "arrangement",
-  steps: "pairs",
+  steps: "bias",
   learn: "Vectors and biases add up; at most one part may rotate.",
   failure: "Fails where the parts disagree: a bias that hides far words also hides what a rotation could find there.",
   controls: [

@@ -43,7 +43,7 @@ export const kerple = {
   steps: "bias",
   learn: "Two learned numbers per head bend ALiBi's line. The logarithm hardly falls after the first words.",
   failure:
-    "Fails at order: both directions look alike, so in a bidirectional model the words before and after are one.",
+    "Fails at direction: in a model that reads both ways it cannot tell whether a word stands before or after.",
   weights: { trained: "trained for this page", initial: "new, drawn with seed 0" },
   controls: [
     { option: "variant", when: (options) => options.weights !== "trained" },
@@ -73,7 +73,7 @@ export const sandwich = {
   steps: "bias",
   learn: "The product of two sinusoidal vectors, without the words. It falls first and then swings.",
   failure:
-    "Fails at telling before from after, and the first head's bias is so strong that its words hardly matter.",
+    "Fails at direction, like every symmetric bias. In the first head the bias is so strong that the words hardly matter.",
   controls: [
     { option: "width", from: 2, to: 256, step: 2 },
     { option: "base", from: 10, to: 1e6, log: true },

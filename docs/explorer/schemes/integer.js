@@ -19,7 +19,7 @@ export const integer = {
   steps: "shift",
   learn: "Every word vector is pushed along one direction, one step further for each position.",
   failure:
-    "Fails because the push has no bound: after a few dozen positions it is far longer than any word vector, and the model no longer sees the words.",
+    "Fails because the push has no bound: after a few positions it is longer than the word vector itself, and the model no longer sees the words.",
   controls: CONTROLS,
   build(options, place) {
     const along = direction(options.direction, place.tables);

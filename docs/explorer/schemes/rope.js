@@ -53,7 +53,7 @@ export const hope = {
   group: "rotation",
   steps: "plane",
   learn: "Only pairs that complete a turn within the training length rotate, so a longer text brings no new angles.",
-  failure: "Fails at far distances: without slow pairs, a distance of one turn looks like no distance at all.",
+  failure: "Fails at far distances: without slow pairs, distant positions repeat the angles of near ones and are harder to tell apart.",
   controls: [
     ROTARY_CONTROLS[0],
     { option: "training_length", from: 7, to: 2048, step: 1, start: 64 },

@@ -82,7 +82,9 @@ export const SCALING_CONTROLS = [
   },
   {
     option: "long_factor", in: "scaling", from: 1, to: 64, step: 0.5, start: 16, when: of("longrope"),
-    note: "The divisor of the slowest pair. The fastest pair has 1, and those between follow a geometric series.",
+    note:
+      "The divisor of the slowest pair in sequences longer than original_max_positions. The fastest pair has 1, and " +
+      "those between follow a geometric series.",
   },
 ];
 

@@ -3,7 +3,7 @@ import { generator, hash } from "../numbers.js";
 
 const MOST = 8;
 
-export function drawNothing(container, { words }, position) {
+export function drawNothing(container, { words, place }, position) {
   const p = Math.round(position);
   const width = Math.max(container.clientWidth, 200);
   const random = generator(hash(`shuffle ${p}`));
@@ -22,7 +22,8 @@ export function drawNothing(container, { words }, position) {
     });
   };
   line(order, 90, "chip", "what was written");
-  line(sorted, 220, "chip soft", "what the layer sees: a bag of words");
+  line(sorted, 220, "chip soft", place.causal ? "what the last word sees: a bag of words" : "what the layer sees: a bag of words");
   container.replaceChildren(root);
+  if (place.causal) return "With a causal mask the order shows a little: each word sees only the bag of words before it.";
   return "Whatever the order, the layer computes the same output for each word.";
 }
