@@ -26,7 +26,7 @@ def statements() -> list[str]:
 
 
 def values(text: str) -> list[str]:
-    return VALUE.findall(re.sub(r"\([^()]*\.md[^()]*\)", "", text))
+    return VALUE.findall(re.sub(r"\([^()]*\.md[^()]*\)|arXiv:\S+", "", text))
 
 
 MEASURED = [statement for statement in statements() if values(statement) and ".md" in statement]
