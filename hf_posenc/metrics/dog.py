@@ -115,17 +115,23 @@ def dog_test(
     layers = list(dict.fromkeys(record.at["layer"] for record in records if "layer" in record.at))
     return Result(
         task="dog",
-        title=f"{type(model).__name__}: {sentence!r}, distance between the two {word!r} (relative L2)",
+        title=f"{type(model).__name__}: how different the two {word!r} of {sentence!r} are",
         quantities=(
             Quantity(
                 "probe",
                 "probe",
-                "probe: random bidirectional attention over the same embeddings; without positions the distance is 0.",
+                "probe: the same distance in random attention without a mask, over the same embeddings; without "
+                "positions it is 0.",
             ),
-            Quantity("relative_l2", "layer {layer}", "Layer 0 is the embeddings."),
+            Quantity(
+                "relative_l2",
+                "layer {layer}",
+                f"layer: distance between the model's vectors of the two {word!r}, as a share of their length; layer 0 "
+                "is the embeddings.",
+            ),
             Quantity("cosine", "layer {layer}, cosine"),
             Quantity("identical", "identical", style="verdict"),
-            Quantity("told_apart", "apart", style="verdict"),
+            Quantity("told_apart", "apart", f"apart: whether positions tell the two {word!r} apart.", style="verdict"),
         ),
         subjects=subjects,
         records=records,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from hf_posenc.plots.style import line_style, shade
+from hf_posenc.plots.style import FIXED_LOOKS, line_style, shade
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +36,7 @@ def draw_curves(axes: Axes, curves: Mapping[str, Curve], labels: Sequence[str], 
 
     Args:
         axes: where to draw; its scales are set before.
-        curves: by scheme. Of those that coincide the first one is drawn, with the names of all.
+        curves: by scheme. Of those that coincide one is drawn, with the names of all.
         labels: all schemes of the comparison, which determine the look of each.
         floor: lower values are drawn here, on a logarithmic axis.
     """
@@ -55,7 +55,9 @@ def draw_curves(axes: Axes, curves: Mapping[str, Curve], labels: Sequence[str], 
                 break
         else:
             groups.append([label])
-    for first, *others in groups:
+    for group in groups:
+        # A scheme that has the same look in every figure lends it to the others.
+        first, *others = sorted(group, key=lambda label: label not in FIXED_LOOKS)
         curve, style = curves[first], line_style(first, list(labels))
         every = 1 if len(curve.x) <= _FEW_POINTS else len(curve.x) // 4
         axes.plot(curve.x, heights[first], label=", ".join([first, *others]), markevery=every, **style)
@@ -78,12 +80,10 @@ def name_lines(axes: Axes) -> None:
             across, up = np.clip(axes.transLimits.transform(axes.transScale.transform(drawn[-1])), 0.0, 1.0)
             # A level runs across the axes, in their own coordinates.
             across = across if line.get_transform().contains_branch_seperately(axes.transData)[0] else 1.0
-            label = textwrap.fill(str(line.get_label()), _NAME_WIDTH)
+            label = textwrap.fill(str(line.get_label()), _NAME_WIDTH, break_long_words=False, break_on_hyphens=False)
             named.append((float(up), float(across), label, str(line.get_color())))
     named.sort()
-    figure = axes.get_figure(root=True)
-    assert figure is not None
-    room = _TEXT / (0.8 * figure.get_figheight() * axes.get_position().height)
+    room = _TEXT * axes.figure.dpi / axes.bbox.height
     places = _spread([(up, room * (1 + label.count("\n"))) for up, _, label, _ in named])
     for (up, across, label, color), place in zip(named, places, strict=True):
         axes.annotate(

@@ -25,7 +25,7 @@ DIVERGING_MAP = "RdBu_r"
 HIGHLIGHT = "#E4572E"
 
 #: The schemes that are compared most often keep their look in every figure, whatever else is in it.
-_FIXED = {"alibi": 0, "learned": 1, "rope": 2, "sinusoidal": 3, "t5": 4, "binary": 5, "none": 6, "integer": 7}
+FIXED_LOOKS = {"alibi": 0, "learned": 1, "rope": 2, "sinusoidal": 3, "t5": 4, "binary": 5, "none": 6, "integer": 7}
 
 _SETTINGS = {
     "font.size": 10,
@@ -82,10 +82,10 @@ def line_style(scheme: str, schemes: list[str]) -> dict[str, Any]:
     No two schemes of a figure look the same: past ten colours the dashes and markers change.
     """
     colors = palette()
-    taken = {_FIXED[name] for name in schemes if name in _FIXED}
+    taken = {FIXED_LOOKS[name] for name in schemes if name in FIXED_LOOKS}
     free = [slot for slot in range(len(colors) + len(schemes)) if slot not in taken]
-    others = [name for name in schemes if name not in _FIXED]
-    slot = _FIXED[scheme] if scheme in _FIXED else free[others.index(scheme)]
+    others = [name for name in schemes if name not in FIXED_LOOKS]
+    slot = FIXED_LOOKS[scheme] if scheme in FIXED_LOOKS else free[others.index(scheme)]
     turn = slot // len(colors)
     return {
         "color": colors[slot % len(colors)],

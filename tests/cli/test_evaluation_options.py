@@ -40,7 +40,7 @@ def test_a_row_names_parameters_of_its_function(name):
     assert "schemes" in parameters
     assert {evaluation.data, evaluation.files} - {None} <= set(parameters)
     if evaluation.plot is not None:
-        assert list(inspect.signature(evaluation.draw()).parameters) == ["result", "path"]
+        assert list(inspect.signature(evaluation.draw()).parameters) == ["result", "path", "dark"]
 
 
 def test_types_of_values_are_those_of_the_function(capsys):

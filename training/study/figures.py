@@ -66,8 +66,9 @@ _DRAWN = (
 _SAME = "Lines that coincide are drawn once, with all their names."
 _BAND = "A band is the 95 % interval over seeds."
 _X_LABELS = {
-    "step": "training step", "length": "length of the text in tokens (dotted: trained on {})",
-    "position": "position in tokens (dotted: trained on {})", "layer": "layer (0: embeddings)",
+    "step": "training step", "layer": "layer (0: embeddings)",
+    "length": "length of the text in tokens (dotted: trained on {})",
+    "task": "length of the task (dotted: trained on {})", "position": "position in tokens (dotted: trained on {})",
 }  # fmt: skip
 
 
@@ -107,7 +108,8 @@ def _draw(task: Task, result: Result, lines: _Lines, chosen: list[str], labels: 
         figure = Figure(figsize=(5.8, max(3.8, 0.9 + 0.21 * len(chosen))))
         axes = figure.add_subplot()
         trained = " to ".join(map(str, dict.fromkeys((min(task.trained), max(task.trained)))))
-        axes.set(xlabel=_X_LABELS[lines.key].format(trained), ylabel=lines.y_label)
+        label = _X_LABELS["task" if lines.quantity == "accuracy" else lines.key]
+        axes.set(xlabel=label.format(trained), ylabel=lines.y_label)
         if lines.key == "layer":
             axes.set_yscale("log")
             axes.locator_params(axis="x", integer=True)
