@@ -59,6 +59,7 @@ html_favicon = "_static/favicon.svg"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
+html_context = {"default_mode": "auto"}
 html_theme_options = {
     "header_links_before_dropdown": 6,
     "navbar_align": "left",

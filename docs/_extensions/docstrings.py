@@ -68,8 +68,8 @@ def _type(field: dataclasses.Field[Any]) -> str:
     return f"{linked}, default ``{default(field)}``" if default(field) else f"{linked}, required"
 
 
-class PaperLinks(SphinxTransform):
-    """Makes links of arXiv ids, in pages and docstrings."""
+class TextDetails(SphinxTransform):
+    """Makes links of arXiv ids, and a dash behind the name of a parameter."""
 
     default_priority = 500
 
@@ -77,6 +77,10 @@ class PaperLinks(SphinxTransform):
         """Replaces texts outside code and links."""
         for text in list(self.document.findall(nodes.Text)):
             parents = (nodes.literal, nodes.literal_block, nodes.reference, nodes.title, nodes.raw)
+            if text.astext() == " -- ":
+                # Sphinx leaves this to smart quotes, which would also change the hyphens of options.
+                text.parent.replace(text, nodes.Text(" – "))
+                continue
             pieces = _ARXIV.split(text.astext())
             if len(pieces) == 1 or isinstance(text.parent, parents):
                 continue
@@ -87,9 +91,26 @@ class PaperLinks(SphinxTransform):
             text.parent.replace(text, new)
 
 
+def mend_back_links(app: Sphinx, pagename: str, _: str, context: dict[str, Any], __: Any) -> None:
+    """Corrects links from source code to the reference.
+
+    viewcode takes all names of a module to be documented below one package, which they need not be.
+    """
+    names = app.env.domains.python_domain.objects
+
+    def mended(match: re.Match[str]) -> str:
+        last = match.group(1).rpartition(".")[2]
+        others = [entry.node_id for name, entry in names.items() if name.endswith(f".{last}") and not entry.aliased]
+        return match.group(0) if match.group(1) in names or not others else f'#{others[0]}">[docs]'
+
+    if pagename.startswith("_modules/"):
+        context["body"] = re.sub(r'#([\w.]+)">\[docs\]', mended, context["body"])
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Registers the extension."""
-    app.add_transform(PaperLinks)
+    app.add_transform(TextDetails)
+    app.connect("html-page-context", mend_back_links)
     app.connect("autodoc-process-signature", constructor_signature)
     # Behind Napoleon, which makes a field list of the section "Args".
     app.connect("autodoc-process-docstring", describe_fields, priority=600)

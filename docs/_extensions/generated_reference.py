@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +32,21 @@ def command_line() -> str:
         "Every subcommand, as `--help` prints it. On the command line, a scheme is a name, with options behind a "
         "colon: `rope:theta=500000,layout=interleaved`. Options may be JSON.",
     ]
-    for name, parser in _subcommands(_parser(chosen=None)):
-        if parser.description is None and name in ("serve", "lm-eval", "compare"):
-            continue
-        sections += [f"## `hf-posenc {name}`", _help(parser)]
+    for name, parser in _subcommands(_parser(chosen=None)).items():
+        sections += [f"## hf-posenc {name}", _help(parser)]
         if name == "eval":
             for evaluation in EVALUATIONS:
-                tests = dict(_subcommands(dict(_subcommands(_parser(chosen=evaluation)))[name]))
-                sections += [f"### `hf-posenc eval {evaluation}`", _help(tests[evaluation])]
+                tests = _subcommands(_subcommands(_parser(chosen=evaluation))[name])
+                sections += [f"### hf-posenc eval {evaluation}", _help(tests[evaluation])]
     return "\n\n".join(sections) + "\n"
 
 
-def _subcommands(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            yield from action.choices.items()
+def _subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The parsers of the subcommands. Each describes itself by the line that the list of subcommands has for it."""
+    (listed,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    for entry in listed._choices_actions:
+        listed.choices[entry.dest].description = listed.choices[entry.dest].description or entry.help
+    return listed.choices
 
 
 def _help(parser: argparse.ArgumentParser) -> str:
@@ -67,12 +67,12 @@ def study_settings() -> str:
             "## Training",
             "In the study, in `task_options` for a task, or under `training` in `scheme_options` for a scheme.",
             _table(training),
-            "## `scheme_options`",
+            "## scheme_options",
             "All other keys are options of the scheme.",
             _table(SchemeOptions.model_fields),
-            "## `swap` in `scheme_options`",
+            "## swap, in scheme_options",
             markdown_table(("setting", "default", "meaning"), [_row(name, *entry) for name, entry in swap.items()]),
-            "## `task_options`",
+            "## task_options",
             "All other keys are settings of the training.",
             _table(TaskOptions.model_fields),
         ]

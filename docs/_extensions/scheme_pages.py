@@ -23,7 +23,7 @@ import hf_posenc
 from hf_posenc.cli.catalogue import summary
 from hf_posenc.plots.schemes import FigureKind, Subject, applicable_kinds, draw_kind, kind_named, subject_of
 from hf_posenc.plots.schemes.subject import standard_places
-from hf_posenc.plots.style import styled
+from hf_posenc.plots.style import save
 from hf_posenc.schemes import NativeConfig, SchemeConfig, registered_configs
 from hf_posenc.schemes.labels import scheme_label
 
@@ -155,10 +155,10 @@ def sources() -> str:
 
 def draw(kind: FigureKind, subject: Subject, folder: Path, stem: str) -> tuple[str, str]:
     """Draws a figure, unless it is there; returns the Markdown that shows it in a page, and in the index."""
-    path = folder / f"{stem}.svg"
-    if not path.is_file():
-        with styled():
-            draw_kind(kind, subject).savefig(path, metadata={"Date": None})
+    for dark in (False, True):
+        path = folder / f"{stem}{'_dark' * dark}.svg"
+        if not path.is_file():
+            save(draw_kind(kind, subject, dark), path)
     sentences = [kind.caption_of(subject), subject.place_note, subject.note]
     if (label := scheme_label(subject.config)) != subject.config.name:
         sentences.insert(1, f"Drawn: `{label}`.")

@@ -1,0 +1,101 @@
+"""The site in a real browser: widths, dark pages, search, no errors."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+playwright = pytest.importorskip("playwright.sync_api")
+
+CHROMIUM = shutil.which("chromium")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: apt-get install chromium")
+PAGES = (
+    "index",
+    "reference/schemes/index",
+    "reference/schemes/rope",
+    "reference/api/rope_scaling",
+    "reference/architectures",
+    "reference/command_line",
+    "reference/study_settings",
+    "results/findings",
+    "results/price/table",
+    "how_to/healing",
+)
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        """Prints nothing."""
+
+
+@pytest.fixture(scope="module")
+def address(site: Path) -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield started
+        started.close()
+
+
+@pytest.fixture(params=[("light", 1280), ("dark", 400)], ids=lambda one: f"{one[0]}-{one[1]}")
+def tab(request: pytest.FixtureRequest, browser: Any) -> Iterator[tuple[Any, str]]:
+    """A page in a colour scheme and a width; it must not print an error."""
+    scheme, width = request.param
+    opened = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    problems: list[str] = []
+    opened.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    opened.on("pageerror", lambda error: problems.append(str(error)))
+    opened.on("response", lambda answer: problems.append(answer.url) if answer.status >= 400 else None)
+    yield opened, scheme
+    opened.close()
+    assert problems == []
+
+
+def test_pages_fit_their_width_in_both_colours(tab: tuple[Any, str], address: str) -> None:
+    opened, scheme = tab
+    for name in PAGES:
+        opened.goto(f"{address}/{name}.html")
+        assert opened.evaluate("document.documentElement.dataset.theme") == scheme
+        assert opened.evaluate("document.documentElement.scrollWidth") <= opened.viewport_size["width"], name
+
+
+def test_a_page_shows_the_figures_of_its_colour_with_their_captions(tab: tuple[Any, str], address: str) -> None:
+    opened, scheme = tab
+    opened.goto(f"{address}/reference/schemes/rope.html")
+    shown = [image.get_attribute("src") for image in opened.query_selector_all("figure img") if image.is_visible()]
+    assert len(shown) >= 2
+    assert all(source.endswith("_dark.svg") == (scheme == "dark") for source in shown)
+    assert all(caption.is_visible() for caption in opened.query_selector_all("figcaption"))
+
+
+def test_the_search_finds_an_option(tab: tuple[Any, str], address: str) -> None:
+    opened, _ = tab
+    opened.goto(f"{address}/search.html?q=beta_fast")
+    opened.wait_for_selector("ul.search li a")
+    found = [link.get_attribute("href") for link in opened.query_selector_all("ul.search li a")]
+    assert any("reference/api/rope_scaling.html" in target for target in found)
+
+
+def test_the_button_changes_the_colours(browser: Any, address: str) -> None:
+    opened = browser.new_page(color_scheme="light")
+    opened.goto(f"{address}/index.html")
+    before = opened.evaluate("getComputedStyle(document.body).backgroundColor")
+    opened.click("button.theme-switch-button:visible")
+    opened.click("button.theme-change-button[data-mode=dark]:visible")
+    assert opened.evaluate("document.documentElement.dataset.theme") == "dark"
+    assert opened.evaluate("getComputedStyle(document.body).backgroundColor") != before
+    opened.close()
