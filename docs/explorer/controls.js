@@ -20,7 +20,7 @@ export function fillSchemeList(select) {
  * @param {(option: string, value: any) => void} change
  */
 export function drawControls(container, view, change) {
-  const signature = JSON.stringify([view.scheme.name, view.controls.map(({ option, choices, from, to }) => [option, choices, from, to])]);
+  const signature = JSON.stringify([view.scheme.name, view.controls.map(({ option, choices, from, to, meaning }) => [option, choices, from, to, meaning])]);
   if (container.dataset.signature !== signature) {
     const focused = document.activeElement?.id;
     container.dataset.signature = signature;
@@ -88,7 +88,7 @@ function numberWidget(box, control, label, described, hint, change) {
 function hintOf({ meaning, libraryDefault }, id) {
   const own = libraryDefault === undefined ? "" : ` The library’s default is ${libraryDefault}.`;
   const text = meaning.charAt(0).toUpperCase() + meaning.slice(1);
-  const first = text.match(/^.*?(?=[.](?: |$))/s)?.[0] ?? text;
+  const first = text.match(/^.*?(?=[.](?: [A-Z]|$))/s)?.[0] ?? text;
   const rest = text.slice(first.length);
   return html("p", { class: "hint", id, title: text + own }, first.endsWith(".") ? first : `${first}.`, html("span", { class: "visually-hidden" }, rest), own);
 }

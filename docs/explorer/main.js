@@ -31,7 +31,8 @@ async function start() {
   const viewOf = createView(data);
   const turning = { pair: 4, distance: 3 };
   let head = 0;
-  let state = readHash(location.hash, data.library, []);
+  const problems = [];
+  let state = readHash(location.hash, data.library, problems);
   let view = viewOf(state);
   let written = location.hash;
 
@@ -128,14 +129,14 @@ async function start() {
 
   /** The address was changed, by a link or by hand: the page follows. Options of other schemes are kept. */
   function follow() {
-    const problems = [];
-    const next = readHash(location.hash, data.library, problems);
+    const found = [];
+    const next = readHash(location.hash, data.library, found);
     const plain = !location.hash.includes("&");
     // A link in the list of dogs names a scheme only; the sentence and the place stay as they are.
-    state = plain ? { ...state, scheme: next.scheme } : { ...next, wanted: { ...state.wanted, ...{ [next.scheme]: next.wanted[next.scheme] } } };
+    state = plain ? { ...state, scheme: next.scheme } : { ...next, wanted: { ...state.wanted, [next.scheme]: next.wanted[next.scheme] } };
     at("text").value = state.text;
     view = viewOf(state);
-    tell(problems);
+    tell(found);
     written = writeHash(state, data.library);
     history.replaceState(null, "", written);
     requestDraw();
@@ -199,9 +200,6 @@ async function start() {
     width = window.innerWidth;
   });
 
-  const problems = [];
-  state = readHash(location.hash, data.library, problems);
-  view = viewOf(state);
   at("text").value = state.text;
   tell(problems);
   drawAll();

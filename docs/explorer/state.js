@@ -36,7 +36,8 @@ function described(control, scheme, options, place, library) {
     choices: value(control.choices) ?? known.choices,
     start: control.start !== undefined ? control.start : known.default,
     libraryDefault: hasDefault && control.start !== undefined && control.start !== known.default ? known.default : undefined,
-    meaning: control.note ?? known.meaning,
+    // A group of options is explained by the group that is chosen.
+    meaning: control.note ?? library.scalings[options[control.option]]?.summary ?? known.meaning,
   };
 }
 

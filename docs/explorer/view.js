@@ -6,10 +6,18 @@ import { controlsOf, validOptions } from "./state.js";
 
 /** The parts of a scheme for a sequence of `length` positions. */
 export function partsOf(scheme, wanted, place, data) {
-  const build = (name) => partsOf(schemeNamed(name), {}, place, data);
   const options = validOptions(scheme, wanted, place, data.library);
-  const trained = (name) => data.trained.schemes[name][place.causal ? "causal" : "masked"];
-  return scheme.build(options, { ...place, tables: data.tables, trained, build });
+  return scheme.build(options, full(place, data));
+}
+
+/** A place with everything that formulas read. */
+function full(place, data) {
+  return {
+    ...place,
+    tables: data.tables,
+    trained: (name) => data.trained.schemes[name][place.causal ? "causal" : "masked"],
+    build: (name) => partsOf(schemeNamed(name), {}, place, data),
+  };
 }
 
 /** A place for this scheme: models that read both ways are not possible for every scheme. */
@@ -70,6 +78,7 @@ export function createView(data) {
       controls: controlsOf(scheme, options, place, data.library),
       options,
       parts,
+      reference: scheme.compare?.(options, full(place, data)) ?? null,
       place: { ...place, heads },
       words,
       repeated,

@@ -63,7 +63,7 @@ def test_it_works_at_the_root_of_a_server_as_in_a_space(open_page: Any) -> None:
 def test_every_scheme_can_be_chosen_at_both_widths_without_overflow(open_page: Any) -> None:
     page = open_page(height=2400)
     assert page.eval_on_selector_all("#scheme option", "all => all.map((one) => one.value)") == SCHEMES
-    for width in (1280, 400):
+    for width in (1280, 400, 320):
         page.set_viewport_size({"width": width, "height": 2400})
         seen = set()
         for name in SCHEMES:
@@ -199,6 +199,33 @@ def test_everything_can_be_reached_and_used_with_the_keyboard_alone(open_page: A
     page.focus("#dog [data-scheme=alibi] a")
     page.keyboard.press("Enter")
     page.wait_for_function("document.querySelector('#scheme').value === 'alibi'")
+
+
+def test_a_scheme_that_changes_another_one_is_drawn_with_it(open_page: Any) -> None:
+    for view, text in (
+        ("#rope&scaling=yarn", "without scaling"),
+        ("#p_rope", "rope"),
+        ("#rerope&causal=1", "rope alone"),
+        ("#position_scale&inner=sinusoidal", "sinusoidal alone"),
+    ):
+        page = open_page(view)
+        assert text in page.inner_text("#decay .legend")
+        lines = page.eval_on_selector_all(
+            "#decay .chart > svg path.series", "all => all.map((one) => one.getAttribute('d'))"
+        )
+        assert len(set(lines)) == 2, view
+    assert open_page("#rope").locator("#decay .legend").count() == 0
+
+
+def test_the_chosen_scaling_is_explained(open_page: Any) -> None:
+    page = open_page("#rope")
+    hints = set()
+    for name in ("none", "linear", "ntk", "yarn"):
+        page.select_option("#option-scaling", name)
+        settle(page)
+        hints.add(page.inner_text("#option-scaling-hint"))
+    assert len(hints) == 4
+    assert any("YaRN" in hint for hint in hints)
 
 
 def test_every_control_has_a_name(open_page: Any) -> None:

@@ -54,12 +54,18 @@ export function drawDecay(container, view) {
     const why = view.parts.reach ? "The position in the middle has no vector here: " + view.parts.reachReason : "";
     container.append(html("p", { class: "empty" }, why || "Nothing depends on distance: there is no line to draw. That is the problem."));
   }
+  const others = view.reference ? decayCurves({ parts: view.reference.parts, place: view.place }) : [];
   for (const { yLabel, text, lines, name } of curves) {
     const box = html("div", { class: "chart", "data-chart": name });
     container.append(box);
     const xs = lines.flat().map(([x]) => x);
+    const series = lines.map((points, head) => ({ text: `head ${head + 1}`, points, color: seriesColor(head) }));
+    if (lines.length === 1) Object.assign(series[0], { text: view.scheme.name, color: "var(--accent)" });
+    const other = others.find((one) => one.name === name);
+    // A second line for every head would hide the first ones.
+    if (other && lines.length === 1) series.unshift({ text: view.reference.text, points: other.lines[0], color: "var(--series-8)", dash: "5 3" });
     drawLines(box, {
-      series: lines.map((points, head) => ({ text: `head ${head + 1}`, points, color: lines.length === 1 ? "var(--accent)" : seriesColor(head) })),
+      series,
       x: [Math.min(...xs, -1), Math.max(...xs, 0)],
       xLabel: "key position − query position (tokens)",
       yLabel,

@@ -46,6 +46,7 @@ export function drawMap(container, view, head) {
       tell: (position, m) => `position ${position}, pair ${m}: cosine of the angle`,
     });
     what.push("The cosine of the angle by which each pair of dimensions has turned. Pairs on the left turn fast and repeat; pairs on the right hardly move.");
+    if (parts.pair && view.scheme.name !== "position_scale") what.push("Pairs of far words use other positions, as the animation shows.");
   }
   if (parts.bias) {
     const shown = Math.min(place.length, MOST_CELLS);

@@ -17,6 +17,8 @@ function far(inner, window, query, key) {
   return { ...inner, pair: (i, j) => (i - j >= window ? [query(i), key(j)] : [i, j]) };
 }
 
+const innerAlone = ({ inner }, place) => ({ text: `${inner} alone`, parts: place.build(inner) });
+
 export const selfExtend = {
   name: "self_extend",
   group: "arrangement",
@@ -28,6 +30,7 @@ export const selfExtend = {
     { option: "group", from: 1, to: 16, step: 1, start: 4 },
     { option: "window", from: 1, to: 128, step: 1, start: 16 },
   ],
+  compare: innerAlone,
   build({ inner, group, window }, place) {
     const shift = window - Math.floor(window / group);
     return far(place.build(inner), window, (i) => Math.floor(i / group) + shift, (j) => Math.floor(j / group));
@@ -45,6 +48,7 @@ export const rerope = {
     { option: "window", from: 1, to: 128, step: 1, start: 16 },
     { option: "factor", from: 1, to: 32, step: 1, start: null, preset: 16, nullable: "infinite" },
   ],
+  compare: innerAlone,
   build({ inner, window, factor }, place) {
     const query = factor === null ? () => window : (i) => window + (i - window) / factor;
     return far(place.build(inner), window, query, (j) => (factor === null ? 0 : j / factor));
@@ -61,6 +65,7 @@ export const positionScale = {
     { option: "inner", choices: ["rope", "alibi", "sinusoidal", "kerple"] },
     { option: "factor", from: 0.05, to: 2, step: 0.05 },
   ],
+  compare: innerAlone,
   build({ inner, factor }, place) {
     const parts = place.build(inner);
     return {

@@ -19,6 +19,7 @@
 //             `when(options, place)` hides the control. `from`, `to` and `choices` may be functions of the same.
 //   weights   optional: where learned numbers come from, name -> text; the first one is the start.
 //   options   optional: converts the page's values to options of the library's config.
+//   compare   optional: (options, place) -> {text, parts} of what the scheme changes, drawn as a dashed line, or null.
 //   build     (options, place) -> parts. `place` has heads, causal, length, tables (data/tables.json),
 //             trained(name) (data/trained.json), and build(name) for other schemes. Parts may have:
 //               added(position)                the vector that is added to a word, `null` past the last row

@@ -15,6 +15,11 @@ export function ropeFrequencies(theta, rotaryDim) {
   return range(rotaryDim / 2).map((m) => theta ** ((-2 * m) / rotaryDim));
 }
 
+/** RoPE as it is, with the same frequencies, to compare with. */
+export function plainRope(text) {
+  return ({ theta, rotary_dim }) => ({ text, parts: { rotation: { frequencies: ropeFrequencies(theta, rotary_dim) } } });
+}
+
 /** "auto" is the pairing of the architecture; the page has none, as in Llama. */
 export function layoutOf(options) {
   return options.layout === "auto" ? "half" : options.layout;
@@ -29,6 +34,7 @@ export const rope = {
     "Fails past the training length: slow pairs reach angles that were never trained. That is what the scalings are for.",
   controls: [...ROTARY_CONTROLS, ...SCALING_CONTROLS, LAYOUT],
   options: scalingOptions,
+  compare: (options) => (options.scaling === "none" ? null : plainRope("without scaling")(options)),
   build(options, { length }) {
     return { rotation: { layout: layoutOf(options), ...scaled(options, length) } };
   },
@@ -41,6 +47,7 @@ export const pRope = {
   learn: "The slowest pairs stand still. They carry meaning that no distance disturbs.",
   failure: "Fails like RoPE past the training length if it keeps pairs that are too slow to complete a turn there.",
   controls: [ROTARY_CONTROLS[0], { option: "fraction", from: 0, to: 1, step: 0.03125 }, ROTARY_CONTROLS[1], LAYOUT],
+  compare: plainRope("rope"),
   build(options) {
     const kept = Math.floor((options.fraction * options.rotary_dim) / 2);
     const frequencies = ropeFrequencies(options.theta, options.rotary_dim).map((one, m) => (m < kept ? one : 0));
@@ -60,6 +67,7 @@ export const hope = {
     ROTARY_CONTROLS[1],
     LAYOUT,
   ],
+  compare: plainRope("rope"),
   build(options) {
     const slowest = (2 * Math.PI) / options.training_length;
     const frequencies = ropeFrequencies(options.theta, options.rotary_dim).map((one) => (one < slowest ? 0 : one));

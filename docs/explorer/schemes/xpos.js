@@ -1,6 +1,6 @@
 // RoPE whose pairs also decay with distance.
 
-import { layoutOf, ROTARY_CONTROLS, ropeFrequencies } from "./rope.js";
+import { layoutOf, plainRope, ROTARY_CONTROLS, ropeFrequencies } from "./rope.js";
 
 export const xpos = {
   name: "xpos",
@@ -14,6 +14,7 @@ export const xpos = {
     { option: "scale_base", from: 8, to: 2048, log: true },
     { option: "layout" },
   ],
+  compare: plainRope("rope"),
   build(options) {
     const { theta, rotary_dim: d, gamma, scale_base, origin = 0 } = options;
     const frequencies = ropeFrequencies(theta, d);

@@ -16,7 +16,7 @@ export const STEPS = {
   bits: { draw: drawBits, title: "The bits flip" },
   waves: { draw: drawWaves, title: "A fast and a slow wave", smooth: true },
   rows: { draw: drawRows, title: "One row of the table per position" },
-  bias: { draw: drawBias, title: "Where each head looks, if all words were equal" },
+  bias: { draw: drawBias, title: "Where each head looks among equal words" },
   plane: { draw: drawPlane, title: "Query and key turn, their angle stays", smooth: true, turning: true },
   pairs: { draw: drawPairs, title: "The distances that the model is told", start: 40 },
 };
