@@ -11,6 +11,7 @@ LONGEST = (
     "tests/training/test_compare.py",
     "tests/matrix/test_behaviour.py",
     "tests/test_notebooks.py",
+    "tests/test_examples.py",
     "tests/training/test_run_processes.py",
     "tests/distributed/test_tensor_parallel.py",
     "tests/patching/test_ecosystem.py",

@@ -229,6 +229,13 @@ class Result:
         """The result for a web page: headings, tables and paragraphs. Needs pandas."""
         return self._rendered("html")
 
+    def __str__(self) -> str:
+        return self.table()
+
+    def _repr_markdown_(self) -> str:
+        """What Jupyter shows of a result."""
+        return self.table(markdown=True)
+
     def _rendered(self, form: Form) -> str:
         return rendered(self, form)
 

@@ -117,6 +117,13 @@ def test_a_length_that_does_not_divide_the_window_reads_its_start_as_a_shorter_p
     assert row.tail_loss == pytest.approx(float(expected[:, -8:].mean()), abs=1e-5)
 
 
+def test_short_lengths_need_no_tail_to_be_given(tiny_llama):
+    model, ids = tiny_llama(), _text(2, 64)
+    rows = loss_by_length(model, ids, ids, [32, 64]).rows
+    assert rows == loss_by_length(model, ids, ids, [32, 64], tail=16).rows
+    assert loss_by_length(model, ids, ids, [64]).rows == loss_by_length(model, ids, ids, [64], tail=32).rows
+
+
 def test_one_token_that_is_left_over_is_no_piece(tiny_llama):
     ids = _text(2, 49)
     row = loss_by_length(tiny_llama(), ids, ids, [24], tail=8).row(24)

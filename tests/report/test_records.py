@@ -53,6 +53,11 @@ def test_values_are_found_by_where_they_were_measured(result):
         result.value("alibi", "loss", length=16)
 
 
+def test_a_result_that_is_printed_or_shown_in_a_notebook_is_its_table(result):
+    assert str(result) == result.table()
+    assert result._repr_markdown_() == result.table(markdown=True)
+
+
 def test_a_file_holds_everything(result, tmp_path):
     result.save(tmp_path / "result.json")
     assert Result.load(tmp_path / "result.json") == result

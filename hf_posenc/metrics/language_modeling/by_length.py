@@ -77,7 +77,7 @@ def loss_by_length(
     lengths: Sequence[int],
     *,
     causal: bool | None = None,
-    tail: int = TAIL,
+    tail: int | None = None,
     position_bin: int | None = None,
     sliding_window: int | None = None,
     stride: int | None = None,
@@ -101,7 +101,8 @@ def loss_by_length(
         labels: `(windows, window_length)`, not shifted; -100 at tokens that are no target.
         lengths: in tokens, at most that of the windows (plus the frame).
         causal: whether the model predicts the next token; `None` finds out.
-        tail: how many of the last tokens of each window the tail is, less than the shortest length.
+        tail: how many of the last tokens of each window the tail is, less than the shortest length; by default 32, or
+            half the shortest length.
         position_bin: width in tokens of the bins of the loss by position; by default half the shortest length.
         sliding_window: the length of the sliding window, usually the trained one; `None` leaves it out.
         stride: of the sliding window; by default half of it.
@@ -125,6 +126,7 @@ def loss_by_length(
             f"{frame.size + 2} and at most {window_length + frame.size} tokens. Give longer windows of text, or "
             f"shorter lengths."
         )
+    tail = default_tail(ascending[0], frame) if tail is None else tail
     if not 1 <= tail < ascending[0] - frame.size:
         raise MeasurementError(
             f"tail={tail} must be at least 1 and less than the shortest length ({ascending[0]}, {frame.size} of them "
@@ -157,6 +159,11 @@ def loss_by_length(
         position_loss=tuple(_mean(longest[:, start:stop]) for start, stop in itertools.pairwise(edges)),
         sliding=sliding,
     )
+
+
+def default_tail(shortest: int, frame: Frame) -> int:
+    """32 tokens, or half the text of the shortest length if that is less."""
+    return min(TAIL, max(1, (shortest - frame.size) // 2))
 
 
 def sliding_window_loss(

