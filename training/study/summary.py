@@ -137,7 +137,7 @@ def _past(values: Mapping[str, dict[int, dict[int, float]]], short: int, far: in
         change = f"from {_mean(values[most][short]):.3f} to {_mean(values[most][far]):.3f}"
         others = f", most of all `{most}`" if len(lost) > 1 else ""
         told.append(f"it rose further for {_quoted(list(lost))}{others} ({change})")
-    told += [f"the seeds do not decide on {_quoted(open_)}"] if open_ else []
+    told += [f"for {_quoted(open_)} the seeds leave it open"] if open_ else []
     yield f"On texts of {far} tokens, {far / short:g} times as long, {'; '.join(told)}."
 
 
