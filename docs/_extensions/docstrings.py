@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+from collections.abc import Callable
 from typing import Any
 
 from docutils import nodes
@@ -43,6 +44,20 @@ def constructor_signature(_: Sphinx, what: str, __: str, obj: Any, *___: Any) ->
         return None
     shown = [f"{one.name}={default(one)}" if default(one) else one.name for one in dataclasses.fields(obj) if one.init]
     return f"({', '.join(shown)})", None
+
+
+def comments_as_written() -> tuple[Callable[..., None], Callable[..., None]]:
+    """Handlers before and behind Napoleon, which takes what comes before a colon for the type of an attribute."""
+    kept: dict[str, list[str]] = {}
+
+    def keep(_: Sphinx, what: str, name: str, __: Any, ___: Any, lines: list[str]) -> None:
+        if what in ("attribute", "data", "property"):
+            kept[name] = list(lines)
+
+    def restore(_: Sphinx, __: str, name: str, ___: Any, ____: Any, lines: list[str]) -> None:
+        lines[:] = kept.pop(name, lines)
+
+    return keep, restore
 
 
 def describe_fields(app: Sphinx, what: str, _: str, obj: Any, __: Any, lines: list[str]) -> None:
@@ -112,6 +127,9 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_transform(TextDetails)
     app.connect("html-page-context", mend_back_links)
     app.connect("autodoc-process-signature", constructor_signature)
+    keep, restore = comments_as_written()
+    app.connect("autodoc-process-docstring", keep, priority=400)
+    app.connect("autodoc-process-docstring", restore, priority=600)
     # Behind Napoleon, which makes a field list of the section "Args".
     app.connect("autodoc-process-docstring", describe_fields, priority=600)
     return {"parallel_read_safe": True}

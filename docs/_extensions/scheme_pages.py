@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import shutil
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,10 @@ def pages() -> list[type[SchemeConfig]]:
     return [one for one in registered_configs() if one.__module__.startswith("hf_posenc.") and one is not NativeConfig]
 
 
-def drawn(config_class: type[SchemeConfig], **options: Any) -> Subject:
-    """The scheme as the figures of its page show it."""
-    return subject_of(config_class.from_options(OPTIONS.get(config_class.name, {}) | options))
+@cache
+def drawn(config_class: type[SchemeConfig]) -> Subject:
+    """The scheme as its page shows it."""
+    return subject_of(config_class.from_options(OPTIONS.get(config_class.name, {})))
 
 
 def figures(config_class: type[SchemeConfig]) -> Iterator[tuple[FigureKind, Subject]]:
@@ -59,7 +61,7 @@ def figures(config_class: type[SchemeConfig]) -> Iterator[tuple[FigureKind, Subj
     subject = drawn(config_class)
     yield from ((kind, subject) for kind in applicable_kinds(subject)[:2])
     for kind, options in MORE_FIGURES.get(config_class.name, ()):
-        yield kind_named(kind), drawn(config_class, **options)
+        yield kind_named(kind), subject_of(config_class(**options))
 
 
 def group_of(subject: Subject) -> str:

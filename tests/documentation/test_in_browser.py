@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not instal
 PAGES = (
     "index",
     "reference/schemes/index",
-    "reference/schemes/rope",
+    "reference/schemes/alibi",
     "reference/api/rope_scaling",
     "reference/architectures",
     "reference/command_line",
@@ -75,7 +75,7 @@ def test_pages_fit_their_width_in_both_colours(tab: tuple[Any, str], address: st
 
 def test_a_page_shows_the_figures_of_its_colour_with_their_captions(tab: tuple[Any, str], address: str) -> None:
     opened, scheme = tab
-    opened.goto(f"{address}/reference/schemes/rope.html")
+    opened.goto(f"{address}/reference/schemes/alibi.html")
     shown = [image.get_attribute("src") for image in opened.query_selector_all("figure img") if image.is_visible()]
     assert len(shown) >= 2
     assert all(source.endswith("_dark.svg") == (scheme == "dark") for source in shown)
