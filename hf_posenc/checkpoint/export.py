@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import os
 from pathlib import Path
 from typing import Any
@@ -103,44 +104,50 @@ def _verify(model: PreTrainedModel, draft: Path, variant: str | None) -> None:
     training = model.training
     reference.eval()
     try:
-        for length in _lengths(model):
-            difference = _difference(reference, stock, length)
+        for start, stop in _spans(model):
+            difference = _difference(reference, stock, start, stop)
             if not difference <= TOLERANCE:
                 raise UnsupportedError(
                     f"The scheme {scheme!r} cannot be expressed by a stock {type(model).__name__}: its outputs would "
-                    f"differ by {difference:.3g} on random tokens at length {length} (allowed: {TOLERANCE}). Use "
-                    "model.save_pretrained, and `import hf_posenc` where the checkpoint is loaded."
+                    f"differ by {difference:.3g} on random tokens at the positions {start} to {stop - 1} (allowed: "
+                    f"{TOLERANCE}). Use model.save_pretrained, and `import hf_posenc` where the checkpoint is loaded."
                 )
     finally:
         model.train(training)
 
 
-def _lengths(model: PreTrainedModel) -> list[int]:
-    """Returns the lengths to compare at: a short one, one beyond a sliding window, one beyond a scaling's original
-    length.
+def _spans(model: PreTrainedModel) -> list[tuple[int, int]]:
+    """Returns the positions to compare at, as the first one and the one after the last: a short sequence, one that is
+    longer than a sliding window, and one beyond the original length of a scaling.
     """
-    scheme, config = model.position_encoding.config, model.config.get_text_config()
-    scaling = getattr(scheme, "scaling", None)
-    beyond = [
-        getattr(config, "sliding_window", None),
-        getattr(config, "local_attention", None),
-        getattr(scaling, "original_max_positions", None),
-    ]
-    wanted = [_SHORT, *(length + 16 for length in beyond if isinstance(length, int))]
-    limit = model.position_encoding.lengths.reach.length or _LONGEST
-    return sorted({min(length, limit, _LONGEST) for length in wanted})
+    config = model.config.get_text_config()
+    windows = [getattr(config, "sliding_window", None), getattr(config, "local_attention", None)]
+    ends = [_SHORT, *(window + 16 for window in windows if isinstance(window, int))]
+    limit = model.position_encoding.lengths.reach.length
+    spans = {(0, min(end, limit or _LONGEST, _LONGEST)) for end in ends}
+    original = getattr(getattr(model.position_encoding.config, "scaling", None), "original_max_positions", None)
+    if isinstance(original, int):
+        # A scaling depends on the largest position, so a few tokens there are enough. Not all models take positions.
+        if "position_ids" in inspect.signature(model.forward).parameters:
+            end = min(2 * original, limit or 2 * original)
+            spans.add((max(0, end - _SHORT), end))
+        else:
+            spans.add((0, min(original + 16, limit or _LONGEST, _LONGEST)))
+    return sorted(spans)
 
 
-def _difference(reference: PreTrainedModel, stock: PreTrainedModel, length: int) -> float:
-    ids = _random_ids(reference, length)
-    arguments = {"input_ids": ids, "use_cache": False, "return_dict": False}
+def _difference(reference: PreTrainedModel, stock: PreTrainedModel, start: int, stop: int) -> float:
+    ids = _random_ids(reference, stop - start)
+    arguments: dict[str, Any] = {"input_ids": ids, "use_cache": False, "return_dict": False}
     if reference.config.is_encoder_decoder:
         arguments["decoder_input_ids"] = ids
+    if start > 0:
+        arguments["position_ids"] = torch.arange(start, stop, device=ids.device).unsqueeze(0)
     try:
         expected = reference(**arguments)[0]
     except SequenceLengthError:
         # The table is shorter than the shortest comparison, so compare at a smaller length.
-        return _difference(reference, stock, length // 2)
+        return _difference(reference, stock, start, start + (stop - start) // 2)
     try:
         found = stock(**arguments)[0]
     except IndexError:

@@ -24,6 +24,8 @@ from hf_posenc import (
     UnsupportedError,
     YarnScaling,
 )
+from hf_posenc.checkpoint import export
+from hf_posenc.checkpoint.stock_form import stock_form
 from tests.checkpoint.checkpoint_cases import (
     VOCABULARY,
     bert,
@@ -225,5 +227,40 @@ def test_a_scheme_that_acts_far_away_only_is_not_taken_for_the_stock_one(scheme,
     """Within the first dozens of tokens each of these is plain RoPE."""
     model = hf_posenc.patch_model(llama(), scheme)
     with pytest.raises(UnsupportedError, match="cannot be expressed"):
+        hf_posenc.save_stock_checkpoint(model, tmp_path / "stock")
+    assert not (tmp_path / "stock").exists()
+
+
+def long_llama() -> PreTrainedModel:
+    return tiny("LlamaForCausalLM", vocab_size=VOCABULARY, max_position_embeddings=8192)
+
+
+@pytest.mark.parametrize("scaling", [YarnScaling(4.0, 8192), DynamicScaling(4.0, 8192)], ids=["yarn", "dynamic"])
+def test_a_long_context_is_compared_beyond_its_length_with_a_few_tokens(tmp_path: Path, scaling: Any) -> None:
+    model = hf_posenc.patch_model(long_llama(), RopeConfig(scaling=scaling))
+    seen = []
+
+    def record(_: Any, __: Any, given: dict[str, Any]) -> None:
+        positions = given.get("position_ids")
+        length = given["input_ids"].shape[1]
+        seen.append((length, length if positions is None else int(positions.max()) + 1))
+
+    model.register_forward_pre_hook(record, with_kwargs=True)
+    hf_posenc.save_stock_checkpoint(model, tmp_path / "stock")
+    assert max(end for _, end in seen) == 2 * 8192
+    assert max(length for length, _ in seen) <= 48
+
+
+def test_a_difference_beyond_a_long_context_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scaling that is lost on the way changes nothing before its original length."""
+    model = hf_posenc.patch_model(long_llama(), RopeConfig(scaling=DynamicScaling(4.0, 8192)))
+
+    def without_scaling(model: PreTrainedModel) -> tuple[Any, Any]:
+        config, state = stock_form(model)
+        config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
+        return config, state
+
+    monkeypatch.setattr(export, "stock_form", without_scaling)
+    with pytest.raises(UnsupportedError, match="at the positions 16336 to 16383"):
         hf_posenc.save_stock_checkpoint(model, tmp_path / "stock")
     assert not (tmp_path / "stock").exists()
