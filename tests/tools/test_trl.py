@@ -72,9 +72,7 @@ def test_a_scheme_that_is_trained_with_its_adapter_needs_a_reference_of_its_own(
     randomize(model.position_encoding)
     reference = AutoModelForCausalLM.from_pretrained(model.config._name_or_path)
     adapted = add_lora(model, LoraConfig(task_type="CAUSAL_LM", r=2))
-    with pytest.raises(
-        UnsupportedError, match=r"'t5' are being trained.*'default' would.*'ref'.*ref_model="
-    ):
+    with pytest.raises(UnsupportedError, match=r"'t5' are being trained.*'default' would.*'ref'.*ref_model="):
         first_loss(adapted, stock_folder, tmp_path)
     loss = first_loss(adapted, stock_folder, tmp_path, ref_model=reference)
     assert loss == pytest.approx(math.log(2), abs=1e-5)
