@@ -138,7 +138,7 @@ def test_every_cell_starts_from_the_pretrained_model(llama, text_folder, tmp_pat
     assert found["p_rope-distilled"]["curve"]["validation_loss"] != found["control"]["curve"]["validation_loss"]
     table = (tmp_path / "out" / "table.md").read_text()
     assert all(f"| {name} [" in table for name in SCHEMES)
-    assert "swapped, at 32" in table
+    assert "right after the swap, 32" in table
     assert "learnable=True" in table
     assert not list((tmp_path / "out" / "trainings").rglob("checkpoint-*"))
     # Kept only because another training starts from it.
