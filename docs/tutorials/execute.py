@@ -55,7 +55,7 @@ def normalized(notebook: Any) -> Any:
             )
             for output in cell.outputs:
                 if "image/png" in output.get("data", {}):
-                    output.data["image/png"] = _smaller(output.data["image/png"])
+                    output.data = {"image/png": _smaller(output.data["image/png"])}
     return notebook
 
 
