@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.explorer.conftest import DOCS, served
+from tests.browser import served
+from tests.explorer.conftest import DOCS
 from tests.explorer.library import data
 
 SCHEMES = list(data("options")["schemes"])
