@@ -60,7 +60,10 @@ def _whole(study: Study) -> Iterator[str]:
     if len(seeds) == 1:
         yield "With one seed, a difference between two schemes may be chance, so it cannot be judged."
     else:
-        yield "A difference is called clear where its 95 % interval over the seeds, paired by seed, leaves out zero."
+        yield (
+            "A difference is called clear if its 95 % interval over the seeds (paired by seed, not corrected for the number "
+            "of comparisons) does not contain zero."
+        )
 
 
 def _task(study: Study, result: Result) -> Iterator[str]:
@@ -84,7 +87,7 @@ def _task(study: Study, result: Result) -> Iterator[str]:
             label for label, found in values.items() if found.get(short) and _mean(found[short]) > frequencies - _HARDLY
         ]
         if ignorant:
-            yield f"{_quoted(ignorant)} learned hardly more than how often each token occurs (loss {frequencies:.3f})."
+            yield f"{_quoted(ignorant)} learned little more than how often each token occurs (a loss of {frequencies:.3f})."
         if far > short:
             yield from _past({label: found for label, found in values.items() if label not in ignorant}, short, far)
     yield from _dogs(task, result)
@@ -110,7 +113,7 @@ def _best(values: Mapping[str, dict[int, dict[int, float]]], quantity: str, leng
     gap = _interval([better * (one[seed] - other[seed]) for seed in one if seed in other])
     judged = "With one seed this does not rank them."
     if gap.low is not None:
-        judged = "The difference is clear." if gap.low > 0 else "The seeds do not separate the two."
+        judged = "The difference is clear." if gap.low > 0 else "The seeds do not tell which of the two is better."
     yield f"{text}; next came `{second}` ({shown[second]}). {judged}"
 
 
@@ -131,13 +134,15 @@ def _past(values: Mapping[str, dict[int, dict[int, float]]], short: int, far: in
             lost[label] = rise.mean
         else:
             open_.append(label)
-    told = [f"{_quoted(kept) if kept else 'no scheme'} kept the loss (it rose by at most {KEPT} nats)"]
+    told = [
+        f"{_quoted(kept) if kept else 'no scheme'} kept {'its' if len(kept) <= 1 else 'their'} loss (a rise of at most {KEPT} nats)"
+    ]
     if lost:
         most = max(lost, key=lambda label: lost[label])
         change = f"from {_mean(values[most][short]):.3f} to {_mean(values[most][far]):.3f}"
         others = f", most of all `{most}`" if len(lost) > 1 else ""
-        told.append(f"it rose further for {_quoted(list(lost))}{others} ({change})")
-    told += [f"for {_quoted(open_)} the seeds leave it open"] if open_ else []
+        told.append(f"the loss rose by more for {_quoted(list(lost))}{others} ({change})")
+    told += [f"for {_quoted(open_)} the seeds do not tell"] if open_ else []
     yield f"On texts of {far} tokens, {far / short:g} times as long, {'; '.join(told)}."
 
 
