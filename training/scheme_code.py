@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import hashlib
-import inspect
 import sys
 from pathlib import Path
 
@@ -23,8 +22,9 @@ def scheme_code(config: SchemeConfig | None) -> str | None:
     Returns:
         16 hexadecimal digits, or `None` if the modules are all part of hf_posenc or have no source file.
     """
-    files = {inspect.getsourcefile(sys.modules[module]) for module in _modules(config)}
-    code = [ast.dump(ast.parse(Path(file).read_bytes())) for file in sorted(file for file in files if file)]
+    files = {getattr(sys.modules[module], "__file__", None) for module in _modules(config)}
+    found = sorted(file for file in files if file and file.endswith(".py") and Path(file).is_file())
+    code = [ast.dump(ast.parse(Path(file).read_bytes())) for file in found]
     return hashlib.sha256("\n".join(code).encode()).hexdigest()[:16] if code else None
 
 

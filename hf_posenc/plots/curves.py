@@ -14,8 +14,9 @@ from hf_posenc.plots.style import FIXED_LOOKS, line_style, shade
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-#: Lines whose heights differ by no more than this share of the axis cannot be told apart.
-_ALIKE = 0.008
+#: Lines cannot be told apart if their heights differ by at most this share of the axis, and by at most this share of
+#: themselves (on a logarithmic axis, different lines may lie close), and the ends of their bands by this share of it.
+_ALIKE, _ALIKE_RELATIVE, _ALIKE_BAND = 0.008, 0.01, 0.04
 #: A line with more points than this has markers at some of them only.
 _FEW_POINTS = 10
 #: Height of a line of text in inches, its characters, and where the names stand, in widths of the axes.
@@ -31,7 +32,13 @@ class Curve(NamedTuple):
     high: Sequence[float | None] = ()
 
 
-def draw_curves(axes: Axes, curves: Mapping[str, Curve], labels: Sequence[str], floor: float = -math.inf) -> None:
+def draw_curves(
+    axes: Axes,
+    curves: Mapping[str, Curve],
+    labels: Sequence[str],
+    floor: float = -math.inf,
+    ceiling: float = math.inf,
+) -> None:
     """Draws the lines of several schemes.
 
     Args:
@@ -39,17 +46,22 @@ def draw_curves(axes: Axes, curves: Mapping[str, Curve], labels: Sequence[str], 
         curves: by scheme. Of those that coincide one is drawn, with the names of all.
         labels: all schemes of the comparison, which determine the look of each.
         floor: lower values are drawn here, on a logarithmic axis.
+        ceiling: where the axis will end. Higher values do not decide which lines coincide.
     """
     heights = {label: np.maximum(np.array(curve.mean, dtype=float), floor) for label, curve in curves.items()}
-    scaled = {label: axes.transScale.transform([(1.0, y) for y in height])[:, 1] for label, height in heights.items()}
-    reach = np.concatenate([*scaled.values()])
-    alike = _ALIKE * float(np.nanmax(reach) - np.nanmin(reach)) if not np.isnan(reach).all() else 0.0
+    scaled = {label: _on_axis(axes, curve, floor, ceiling) for label, curve in curves.items()}
+    reach = np.concatenate([one[0] for one in scaled.values()])
+    reach = reach[np.isfinite(reach)]
+    width = float(reach.max() - reach.min()) if len(reach) else 0.0
+    apart = width * np.array([[_ALIKE], [_ALIKE_BAND], [_ALIKE_BAND]])
     groups: list[list[str]] = []
     for label, curve in curves.items():
         for group in groups:
             first = group[0]
-            if list(curve.x) == list(curves[first].x) and np.allclose(
-                scaled[label], scaled[first], rtol=0, atol=alike, equal_nan=True
+            if (
+                list(curve.x) == list(curves[first].x)
+                and np.allclose(heights[label], heights[first], rtol=_ALIKE_RELATIVE, atol=0, equal_nan=True)
+                and np.allclose(scaled[label], scaled[first], rtol=0, atol=apart, equal_nan=True)
             ):
                 group.append(label)
                 break
@@ -64,6 +76,15 @@ def draw_curves(axes: Axes, curves: Mapping[str, Curve], labels: Sequence[str], 
         if any(value is not None for value in curve.low):
             ends = (np.maximum(np.array(values, dtype=float), floor) for values in (curve.low, curve.high))
             axes.fill_between(curve.x, *ends, color=style["color"], alpha=0.15, linewidth=0)
+
+
+def _on_axis(axes: Axes, curve: Curve, floor: float, ceiling: float) -> np.ndarray:
+    """Heights of a line and of the ends of its band on the axis, `(3, points)`; NaN where there is none."""
+    rows = []
+    for values in (curve.mean, curve.low, curve.high):
+        heights = np.clip(np.array(values if len(values) else [None] * len(curve.x), dtype=float), floor, ceiling)
+        rows.append(axes.transScale.transform([(1.0, height) for height in heights])[:, 1])
+    return np.array(rows)
 
 
 def name_lines(axes: Axes) -> None:

@@ -79,7 +79,17 @@ def test_a_page_shows_every_field_with_its_type_and_default(
 
 def test_a_field_without_a_meaning_is_found(docstrings: ModuleType) -> None:
     @dataclasses.dataclass(frozen=True)
-    class Half(hf_posenc.YarnScaling):
+    class Described:
+        """Described.
+
+        Args:
+            beta_fast: turns.
+        """
+
+        beta_fast: float = 32.0
+
+    @dataclasses.dataclass(frozen=True)
+    class Half(Described):
         """Half described.
 
         Args:

@@ -123,11 +123,12 @@ def _draw(task: Task, result: Result, lines: _Lines, chosen: list[str], labels: 
             ticks_at(axes, task.lengths)
         if lines.key in ("length", "position"):
             axes.axvline(max(task.trained), color=shade(0.5), linestyle=(0, (1, 2)), linewidth=1.2, zorder=1)
-        draw_curves(axes, curves, labels, _DOG_FLOOR if lines.key == "layer" else -math.inf)
-        frequencies = task.unigram_cross_entropy
-        if frequencies is not None and "loss" in lines.quantity:
+        frequencies = task.unigram_cross_entropy if "loss" in lines.quantity else None
+        ceiling = math.inf if frequencies is None else _CEILING * frequencies
+        draw_curves(axes, curves, labels, _DOG_FLOOR if lines.key == "layer" else -math.inf, ceiling)
+        if frequencies is not None:
             mark_level(axes, frequencies, "token frequencies")
-            axes.set_ylim(top=min(axes.get_ylim()[1], _CEILING * frequencies))
+            axes.set_ylim(top=min(axes.get_ylim()[1], ceiling))
         name_lines(axes)
         return png_of(figure, dpi=120, colors=64)
 

@@ -43,26 +43,26 @@ def _whole(study: Study) -> Iterator[str]:
     finished = [run for run in study.runs if run.finished]
     schemes, seeds = ({getattr(run, key) for run in study.runs} for key in ("scheme", "seed"))
     pretrained = next((task.pretrained for task in study.tasks.values() if task.pretrained), None)
-    start = f"The pretrained model {pretrained} was trained further" if pretrained else "The same model was trained"
+    start = f"The pretrained model {pretrained} was trained further" if pretrained else "A small model was trained"
     size = ", ".join(
         _count(*one) for one in ((len(schemes), "scheme"), (len(study.tasks), "task"), (len(seeds), "seed"))
     )
     yield (
-        f"{start} once per position encoding and seed, on the same data: {size}. {len(finished)} of {len(study.runs)} "
-        "trainings finished."
+        f"{start} for each scheme (a position encoding with its settings), task and seed: {size}. {len(finished)} of "
+        f"{len(study.runs)} trainings finished."
     )
     machine, gpu = study.machine, study.machine.get("gpu")
     clock = [run.seconds if gpu else run.cpu_seconds for run in finished]
     minutes = sum(seconds for seconds in clock if seconds is not None) / 60
-    if minutes:
+    if minutes and None not in clock:
         place = gpu or f"{_count(machine.get('cores', 1), 'core')} of {machine.get('cpu', 'a CPU')}"
         yield f"The training steps took {minutes:.1f} minutes{'' if gpu else ' of processor time'}, on {place}."
     if len(seeds) == 1:
         yield "With one seed, a difference between two schemes may be chance, so it cannot be judged."
     else:
         yield (
-            "A difference is called clear if its 95 % interval over the seeds (paired by seed, not corrected for the number "
-            "of comparisons) does not contain zero."
+            "A difference is called clear if its 95 % interval over the seeds (paired by seed, not corrected for the "
+            "number of comparisons) does not contain zero."
         )
 
 
@@ -80,14 +80,21 @@ def _task(study: Study, result: Result) -> Iterator[str]:
     if task.kind == "generalization":
         yield from _best(values, quantity, far, f"At length {far} (trained up to {limit})")
     else:
-        yield from _best(values, quantity, short, f"At the trained length of {short} tokens")
+        place = (
+            f"At the trained length of {short} tokens" if short in task.trained else f"At a length of {short} tokens"
+        )
+        yield from _best(values, quantity, short, place)
     if quantity == "loss":
         frequencies = task.unigram_cross_entropy or math.inf
-        ignorant = [
-            label for label, found in values.items() if found.get(short) and _mean(found[short]) > frequencies - _HARDLY
-        ]
+        above = {label: _mean(found[short]) - frequencies for label, found in values.items() if found.get(short)}
+        failed = [label for label, one in above.items() if one > _HARDLY]
+        ignorant = [label for label, one in above.items() if abs(one) <= _HARDLY]
+        level = f"how often each token occurs (a loss of {frequencies:.3f})"
         if ignorant:
-            yield f"{_quoted(ignorant)} learned little more than how often each token occurs (a loss of {frequencies:.3f})."
+            yield f"{_quoted(ignorant)} learned little more than {level}."
+        if failed:
+            yield f"{_quoted(failed)} did worse than a model that only knows {level}."
+        ignorant += failed
         if far > short:
             yield from _past({label: found for label, found in values.items() if label not in ignorant}, short, far)
     yield from _dogs(task, result)
@@ -103,18 +110,24 @@ def _best(values: Mapping[str, dict[int, dict[int, float]]], quantity: str, leng
     words, style = _WORDS[quantity]
     shown = {label: style.format(means[label]) for label in order}
     # Schemes with the same printed number share their place.
+    if quantity == "accuracy" and means[order[0]] == 0:
+        yield f"{place}, no scheme gave a right answer."
+        return
     first = [label for label in order if shown[label] == shown[order[0]]]
     text = f"{place}, {words} that of {_quoted(first)} ({shown[first[0]]})"
-    if len(first) == len(order):
+    rest = order[len(first) :]
+    if not rest:
         yield f"{text}."
         return
-    second = order[len(first)]
-    one, other = values[first[0]][length], values[second][length]
-    gap = _interval([better * (one[seed] - other[seed]) for seed in one if seed in other])
-    judged = "With one seed this does not rank them."
-    if gap.low is not None:
-        judged = "The difference is clear." if gap.low > 0 else "The seeds do not tell which of the two is better."
-    yield f"{text}; next came `{second}` ({shown[second]}). {judged}"
+    second = [label for label in rest if shown[label] == shown[rest[0]]]
+    one, other = values[first[0]][length], values[second[0]][length]
+    gaps = [better * (one[seed] - other[seed]) for seed in one if seed in other]
+    judged = "The seeds do not tell which is better."
+    if len(gaps) < 2:
+        judged = "With one seed this does not rank them." if gaps else "They have no seed in common to compare."
+    elif len(gaps) > 2 and (_interval(gaps).low or 0.0) > 0:
+        judged = "The difference is clear."
+    yield f"{text}; next came {_quoted(second)} ({shown[second[0]]}). {judged}"
 
 
 def _past(values: Mapping[str, dict[int, dict[int, float]]], short: int, far: int) -> Iterator[str]:
@@ -122,6 +135,7 @@ def _past(values: Mapping[str, dict[int, dict[int, float]]], short: int, far: in
     kept: list[str] = []
     open_: list[str] = []
     lost: dict[str, float] = {}
+    ends: dict[str, tuple[float, float]] = {}
     for label, found in values.items():
         seeds = [seed for seed in found.get(short, {}) if seed in found.get(far, {})]
         if not seeds:
@@ -132,18 +146,22 @@ def _past(values: Mapping[str, dict[int, dict[int, float]]], short: int, far: in
             kept.append(label)
         elif low > KEPT:
             lost[label] = rise.mean
+            ends[label] = (fmean(found[short][seed] for seed in seeds), fmean(found[far][seed] for seed in seeds))
         else:
             open_.append(label)
-    told = [
-        f"{_quoted(kept) if kept else 'no scheme'} kept {'its' if len(kept) <= 1 else 'their'} loss (a rise of at most {KEPT} nats)"
-    ]
+    told: list[str] = []
+    if kept:
+        told.append(f"{_quoted(kept)} kept {'its' if len(kept) == 1 else 'their'} loss (a rise of at most {KEPT} nats)")
     if lost:
         most = max(lost, key=lambda label: lost[label])
-        change = f"from {_mean(values[most][short]):.3f} to {_mean(values[most][far]):.3f}"
+        change = "from {:.3f} to {:.3f}".format(*ends[most])
         others = f", most of all `{most}`" if len(lost) > 1 else ""
-        told.append(f"the loss rose by more for {_quoted(list(lost))}{others} ({change})")
-    told += [f"for {_quoted(open_)} the seeds do not tell"] if open_ else []
-    yield f"On texts of {far} tokens, {far / short:g} times as long, {'; '.join(told)}."
+        more = "by more" if kept else f"by more than {KEPT} nats"
+        told.append(f"the loss rose {more} for {_quoted(list(lost))}{others} ({change})")
+    if open_:
+        told.append(f"for {_quoted(open_)} the seeds do not tell")
+    if told:
+        yield f"On texts of {far} tokens, {far / short:g} times as long, {'; '.join(told)}."
 
 
 def _dogs(task: Task, result: Result) -> Iterator[str]:
@@ -171,7 +189,7 @@ def _by_length(study: Study, task: str, label: str, quantity: str) -> dict[int, 
     found: dict[int, dict[int, float]] = {}
     for run in study.of(task, label):
         for length, value in zip(run.reading.get("lengths", ()), run.reading.get(quantity, ()), strict=False):
-            if value is not None:
+            if value is not None and math.isfinite(value):
                 found.setdefault(length, {})[run.seed] = value
     return found
 

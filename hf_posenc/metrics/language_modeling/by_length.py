@@ -102,7 +102,7 @@ def loss_by_length(
         lengths: in tokens, at most that of the windows (plus the frame).
         causal: whether the model predicts the next token; `None` finds out.
         tail: how many of the last tokens of each window the tail is, less than the shortest length; by default 32, or
-            half the shortest length.
+            half the shortest length if that has no more than 32 tokens of text.
         position_bin: width in tokens of the bins of the loss by position; by default half the shortest length.
         sliding_window: the length of the sliding window, usually the trained one; `None` leaves it out.
         stride: of the sliding window; by default half of it.
@@ -126,7 +126,8 @@ def loss_by_length(
             f"{frame.size + 2} and at most {window_length + frame.size} tokens. Give longer windows of text, or "
             f"shorter lengths."
         )
-    tail = default_tail(ascending[0], frame) if tail is None else tail
+    if tail is None:
+        tail = TAIL if ascending[0] - frame.size > TAIL else default_tail(ascending[0], frame)
     if not 1 <= tail < ascending[0] - frame.size:
         raise MeasurementError(
             f"tail={tail} must be at least 1 and less than the shortest length ({ascending[0]}, {frame.size} of them "

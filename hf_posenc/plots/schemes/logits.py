@@ -195,7 +195,7 @@ def _draw_logit_scale(subject: Subject) -> Figure:
 
 BIAS_DISTANCE = FigureKind(
     "bias_distance",
-    "the bias over distance, per head, and the attention weight that it leaves",
+    "the bias over distance, per head, and the weight that it leaves",
     _has_bias,
     _draw_bias_distance,
     lambda subject: (
