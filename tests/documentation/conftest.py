@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -16,6 +19,15 @@ ROOT = Path(__file__).resolve().parents[2]
 DRAWN = ("alibi",)
 #: As in .gitignore.
 GENERATED = ("reference/schemes", "reference/command_line.md", "reference/study_settings.md", "repository")
+
+
+def site_extension(name: str) -> ModuleType:
+    """A module of docs/_extensions."""
+    sys.path.insert(0, str(ROOT / "docs" / "_extensions"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.pop(0)
 
 
 def _generated(folder: str, names: list[str]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +17,7 @@ from hf_posenc.cli.parser import _parser
 from hf_posenc.evaluations import EVALUATIONS
 from hf_posenc.schemes import SubConfig, registered_configs
 from tests.documentation.built import page
-from tests.documentation.conftest import ROOT
+from tests.documentation.conftest import site_extension
 from training.study.settings import StudySettings, SwapArguments, TaskOptions
 
 PUBLIC = {
@@ -36,12 +35,7 @@ WITH_FIELDS = {
 
 @pytest.fixture(scope="module")
 def docstrings() -> ModuleType:
-    sys.path.insert(0, str(ROOT / "docs" / "_extensions"))
-    try:
-        import docstrings
-    finally:
-        sys.path.pop(0)
-    return docstrings
+    return site_extension("docstrings")
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 
 from hf_posenc.schemes import get_scheme, registered_configs
 from tests.documentation.built import page
-from tests.documentation.conftest import DRAWN, ROOT
+from tests.documentation.conftest import DRAWN, site_extension
 from tests.models import tiny
 
 #: "native" is a word for one of these, and has no page.
@@ -24,12 +23,7 @@ NAMES = [
 
 @pytest.fixture(scope="module")
 def scheme_pages() -> ModuleType:
-    sys.path.insert(0, str(ROOT / "docs" / "_extensions"))
-    try:
-        import scheme_pages
-    finally:
-        sys.path.pop(0)
-    return scheme_pages
+    return site_extension("scheme_pages")
 
 
 def test_every_registered_scheme_has_a_page_and_one_card_in_the_index(site: Path) -> None:

@@ -267,3 +267,21 @@ def test_a_bias_of_the_wrong_shape_is_named_when_it_is_placed() -> None:
     with pytest.raises(ValueError, match=message):
         patch_model(model, FlatConfig())
     assert not hasattr(model, "position_encoding")
+
+
+def test_a_bias_that_reads_its_distances_is_placed_in_a_model_without_weights() -> None:
+    class ReadingBias(DistanceBias):
+        def forward(self, distance: torch.Tensor) -> torch.Tensor:
+            reach = int(distance.abs().max())
+            return -(distance.abs() / max(reach, 1)).expand(2, *distance.shape)
+
+    class ReadingConfig(NoneConfig):
+        name = "reading_for_tests"
+
+        def build(self, context: BuildContext) -> SchemeParts:
+            return SchemeParts(logit_bias=ReadingBias())
+
+    with torch.device("meta"):
+        model = patch_model(tiny("LlamaForCausalLM"), ReadingConfig())
+    assert next(model.parameters()).is_meta
+    assert isinstance(model.position_encoding.config, ReadingConfig)
