@@ -15,7 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from hf_posenc import LinearScaling, NtkScaling, RopeConfig, YarnScaling, patch_model, save_stock_checkpoint
+from hf_posenc import LinearScaling, NtkScaling, RopeConfig, YarnScaling, export_model, patch_model
 from hf_posenc.metrics import loss_by_length
 
 logging.disable_progress_bar()
@@ -50,7 +50,7 @@ for name, scaling in scalings.items():
     print(f"{name:12}" + "".join(f"{row.loss:7.2f}" for row in rows))
 
 with tempfile.TemporaryDirectory() as folder:
-    save_stock_checkpoint(model, f"{folder}/llama-yarn")
+    export_model(model, f"{folder}/llama-yarn")
     stock = LlamaForCausalLM.from_pretrained(f"{folder}/llama-yarn")
 with torch.no_grad():
     difference = (stock(held_out[:1]).logits - model(held_out[:1]).logits).abs().max()

@@ -16,7 +16,6 @@ from hf_posenc.version import __version__ as __version__
 if TYPE_CHECKING:
     from hf_posenc import metrics as metrics, plots as plots, recipes as recipes, schemes as schemes
     from hf_posenc.checkpoint.configuration import CheckpointError as CheckpointError
-    from hf_posenc.checkpoint.export import save_stock_checkpoint as save_stock_checkpoint
     from hf_posenc.checkpoint.position_adapters import (
         load_position_adapter as load_position_adapter,
         save_position_adapter as save_position_adapter,
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
         UnknownNameError as UnknownNameError,
         UnsupportedError as UnsupportedError,
     )
+    from hf_posenc.export.export_model import export_model as export_model
+    from hf_posenc.export.records import ExportReport as ExportReport
     from hf_posenc.patching import (
         Architecture as Architecture,
         extend_context as extend_context,
@@ -40,9 +41,10 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "hf_posenc.checkpoint.configuration": ("CheckpointError",),
-    "hf_posenc.checkpoint.export": ("save_stock_checkpoint",),
     "hf_posenc.checkpoint.position_adapters": ("load_position_adapter", "save_position_adapter"),
     "hf_posenc.errors": ("PositionEncodingError", "SequenceLengthError", "UnknownNameError", "UnsupportedError"),
+    "hf_posenc.export.export_model": ("export_model",),
+    "hf_posenc.export.records": ("ExportReport",),
     "hf_posenc.patching": (
         "Architecture",
         "extend_context",

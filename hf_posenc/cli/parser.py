@@ -120,8 +120,9 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     patch.add_argument("--replace", action="store_true", help="give up the scheme that MODEL was already patched with")
 
     export = verb("export", verbs.export, help="save a patched checkpoint in a form that needs no hf_posenc")
-    to_help = "stock: a plain transformers checkpoint, for schemes that its config can express (default: stock)"
-    export.add_argument("--to", default="stock", choices=["stock"], help=to_help)
+    export.add_argument("--to", default="stock", metavar="TARGET", help=verbs.TARGET_HELP)
+    export.add_argument("--approximate", action="store_true", help="write the nearest form if none is exact")
+    export.add_argument("--option", action="extend", nargs="+", default=[], metavar="K=V", help="option of the target")
 
     evaluate = verb("eval", None, help="measure what a position encoding does")
     tests = evaluate.add_subparsers(title="tests", metavar="TEST", required=True)

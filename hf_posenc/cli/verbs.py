@@ -7,9 +7,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.cli.options import parse_layers, parse_scheme
+from hf_posenc.cli.options import parse_layers, parse_options, parse_scheme
 from hf_posenc.errors import PositionEncodingError, UsageError
+from hf_posenc.export.targets import TARGETS
 from hf_posenc.report.tables import format_table
+
+#: The targets of `export`, for its help.
+TARGET_HELP = "; ".join(f"{target.name}: {target.summary}" for target in TARGETS) + " (default: stock)"
 
 
 def inspect(options: argparse.Namespace) -> int:
@@ -43,25 +47,31 @@ def patch(options: argparse.Namespace) -> int:
         raise UsageError(str(error)) from error
     print(model.position_encoding.report)
     if options.stock:
-        hf_posenc.save_stock_checkpoint(model, output)
-    else:
-        model.save_pretrained(output)
-    _save_tokenizer(options.model, output)
+        print(hf_posenc.export_model(model, output, tokenizer=_tokenizer(options.model), overwrite=options.overwrite))
+        return 0
+    model.save_pretrained(output)
+    tokenizer = _tokenizer(options.model)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(output)
+    print(f"Saved the model{'' if tokenizer is None else ' and its tokenizer'} in {output}")
     return 0
 
 
 def export(options: argparse.Namespace) -> int:
-    """Saves a patched checkpoint in a form that needs no `hf_posenc`."""
+    """Writes a checkpoint in a form that needs no `hf_posenc`."""
     output = _free_folder(options)
+    given = parse_options(options.option)
 
     import hf_posenc
 
     model, label = _loaded(options.model)
-    if label is None:
+    if label is None and options.to == "stock":
         raise UsageError(f"{options.model} is not patched: it already is a plain transformers checkpoint.")
-    hf_posenc.save_stock_checkpoint(model, output)
-    print(f"The scheme {label}, as {type(model).__name__} has it by itself.")
-    _save_tokenizer(options.model, output)
+    report = hf_posenc.export_model(
+        model, output, to=options.to, tokenizer=_tokenizer(options.model), overwrite=options.overwrite,
+        approximate=options.approximate, **given,
+    )  # fmt: skip
+    print(report)
     return 0
 
 
@@ -84,15 +94,15 @@ def _loaded(name: str) -> tuple[Any, str | None]:
     return model, None if found is None else scheme_label(found.config)
 
 
-def _save_tokenizer(model: str, output: Path) -> None:
+def _tokenizer(model: str) -> Any:
+    """The model's tokenizer; `None`, with a line on stderr, if it has none."""
     from hf_posenc.loading import load_tokenizer
 
     try:
-        load_tokenizer(model).save_pretrained(output)
+        return load_tokenizer(model)
     except UsageError as error:
-        print(f"The model is saved in {output} without a tokenizer: {error}", file=sys.stderr)
-    else:
-        print(f"Saved the model and its tokenizer in {output}")
+        print(f"There is no tokenizer to save with the model: {error}", file=sys.stderr)
+        return None
 
 
 def plot(options: argparse.Namespace) -> int:

@@ -20,9 +20,9 @@ from hf_posenc import (
     NtkScaling,
     RopeConfig,
     YarnScaling,
+    export_model,
     extend_context,
     patch_model,
-    save_stock_checkpoint,
     unpatch_model,
 )
 from tests.checkpoint.checkpoint_cases import outputs, t5
@@ -191,7 +191,7 @@ print("RESULTS " + json.dumps([model.config.max_position_embeddings, difference,
 def test_a_stock_export_states_the_length_that_yarn_was_made_for(tmp_path: Path) -> None:
     model = patched("llama_gqa", RopeConfig(theta=500.0, scaling=YarnScaling(4.0, NATIVE))).eval()
     model.set_attn_implementation("sdpa")  # what from_pretrained chooses
-    save_stock_checkpoint(model, tmp_path / "yarn")
+    export_model(model, tmp_path / "yarn")
     ids = tokens(1, 4 * NATIVE)
     save_file({"ids": ids, "outputs": model(ids).logits}, tmp_path / "yarn" / "reference.st")
     length, difference, imported = fresh(STOCK, str(tmp_path / "yarn"))
@@ -216,7 +216,7 @@ def test_the_length_of_a_stock_export(tmp_path: Path, scheme: Any, length: int |
     model = patched("llama_gqa", scheme)
     if length is not None:
         extend_context(model, length=length)
-    save_stock_checkpoint(model, tmp_path / "stock")
+    export_model(model, tmp_path / "stock")
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "stock")
     assert isinstance(stock, LlamaForCausalLM)
     assert stock.config.max_position_embeddings == expected
@@ -229,7 +229,7 @@ def test_an_exported_table_keeps_its_rows_whatever_the_length(tmp_path: Path, le
     assert model.config.max_position_embeddings == 202
     if length is not None:
         extend_context(model, length=length)
-    save_stock_checkpoint(model, tmp_path / "stock")
+    export_model(model, tmp_path / "stock")
     stock = AutoModelForMaskedLM.from_pretrained(tmp_path / "stock")
     assert stock.config.max_position_embeddings == stock.roberta.embeddings.position_embeddings.weight.shape[0] == 202
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import hf_posenc
 from hf_posenc.checkpoint.atomic_folder import atomic_replacement
-from hf_posenc.checkpoint.export import save_stock_checkpoint
+from hf_posenc.export.export_model import export_model
 from tests.checkpoint.checkpoint_cases import llama, outputs, randomize
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="ends child processes by signal")
@@ -111,7 +111,7 @@ def test_a_killed_export_leaves_no_model_or_the_whole_one(tmp_path: Path) -> Non
         shutil.rmtree(place, ignore_errors=True)
         (place / "model").mkdir(parents=True)
         (place / "model" / "tokenizer.json").write_text("tokens")
-        killed = killed_at(operation, place, lambda: save_stock_checkpoint(model, place / "model"))
+        killed = killed_at(operation, place, lambda: export_model(model, place / "model"))
         complete = (place / "model" / "config.json").exists()
         if complete:
             loaded = LlamaForCausalLM.from_pretrained(place / "model")

@@ -28,7 +28,7 @@ calls = {
     "native": lambda: hf_posenc.native_scheme(model),
     "extend": lambda: hf_posenc.extend_context(model, length=4096),
     "save": lambda: model.save_pretrained("old"),
-    "save stock": lambda: hf_posenc.save_stock_checkpoint(model, "stock"),
+    "save stock": lambda: hf_posenc.export_model(model, "stock"),
     "load": lambda: model.load_state_dict(model.state_dict()),
     "adapter": lambda: hf_posenc.save_position_adapter(model, "adapter"),
 }

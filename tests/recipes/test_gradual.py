@@ -281,7 +281,7 @@ def test_a_blend_is_no_stock_model(tmp_path):
     model = patched("llama_gqa", None)
     begin_blend(model, "none")
     with pytest.raises(UnsupportedError, match="blended"):
-        hf_posenc.save_stock_checkpoint(model, tmp_path)
+        hf_posenc.export_model(model, tmp_path)
 
 
 # In a Trainer

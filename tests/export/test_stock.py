@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from hf_posenc.checkpoint.stock_form import stock_form
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_posenc
@@ -25,7 +26,6 @@ from hf_posenc import (
     YarnScaling,
 )
 from hf_posenc.checkpoint import export
-from hf_posenc.checkpoint.stock_form import stock_form
 from tests.checkpoint.checkpoint_cases import (
     VOCABULARY,
     bert,
@@ -125,7 +125,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, (build, scheme) in EXPRESSIBLE.items():
         model = patched(build, scheme)
         before = outputs(model)
-        hf_posenc.save_stock_checkpoint(model, root / name)
+        hf_posenc.export_model(model, root / name)
         assert torch.equal(outputs(model), before), "exporting changed the model"
         write_reference(model, root / name)
     return root
@@ -149,7 +149,7 @@ def test_what_stock_cannot_say_is_refused_and_leaves_nothing(tmp_path: Path, nam
     model = patched(*INEXPRESSIBLE[name])
     before = outputs(model)
     with pytest.raises(UnsupportedError, match=r"[sS]tock"):
-        hf_posenc.save_stock_checkpoint(model, tmp_path / "out")
+        hf_posenc.export_model(model, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
     assert torch.equal(outputs(model), before)
 
@@ -165,13 +165,13 @@ def test_a_wrong_claim_does_not_survive_the_comparison(tmp_path: Path, monkeypat
     stock_form = export.stock_form
     monkeypatch.setattr(export, "stock_form", slightly_wrong)
     with pytest.raises(UnsupportedError, match="would differ by"):
-        hf_posenc.save_stock_checkpoint(patched(llama, RopeConfig(theta=500.0)), tmp_path / "out")
+        hf_posenc.export_model(patched(llama, RopeConfig(theta=500.0)), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_bfloat16_sharded_and_training_models_export(tmp_path: Path) -> None:
     model = patched(llama, RopeConfig(theta=500.0)).to(torch.bfloat16).train()
-    hf_posenc.save_stock_checkpoint(model, tmp_path / "out", max_shard_size="10KB")
+    hf_posenc.export_model(model, tmp_path / "out", max_shard_size="10KB")
     assert model.training
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -182,27 +182,27 @@ def test_bfloat16_sharded_and_training_models_export(tmp_path: Path) -> None:
 
 def test_stock_model_is_saved_as_it_is(tmp_path: Path) -> None:
     model = llama().eval()
-    hf_posenc.save_stock_checkpoint(model, tmp_path)
+    hf_posenc.export_model(model, tmp_path)
     assert torch.equal(outputs(AutoModelForCausalLM.from_pretrained(tmp_path)), outputs(model))
 
 
 def test_existing_models_are_not_overwritten(tmp_path: Path) -> None:
     model = patched(llama, RopeConfig(theta=500.0))
     (tmp_path / "tokenizer.json").write_text("{}")
-    hf_posenc.save_stock_checkpoint(model, tmp_path)
+    hf_posenc.export_model(model, tmp_path)
     assert (tmp_path / "tokenizer.json").read_text() == "{}"
     with pytest.raises(FileExistsError, match="already contains a model"):
-        hf_posenc.save_stock_checkpoint(model, tmp_path)
+        hf_posenc.export_model(model, tmp_path)
 
 
 def test_arguments_that_would_skip_the_check_are_refused(tmp_path: Path) -> None:
     model = patched(llama, RopeConfig(theta=500.0))
     with pytest.raises(ValueError, match="push_to_hub"):
-        hf_posenc.save_stock_checkpoint(model, tmp_path / "out", push_to_hub=True)
+        hf_posenc.export_model(model, tmp_path / "out", push_to_hub=True)
     with pytest.raises(ValueError, match="state_dict"):
-        hf_posenc.save_stock_checkpoint(model, tmp_path / "out", state_dict=model.state_dict())
+        hf_posenc.export_model(model, tmp_path / "out", state_dict=model.state_dict())
     with pytest.raises(TypeError, match="merge_and_unload"):
-        hf_posenc.save_stock_checkpoint(torch.nn.Linear(2, 2), tmp_path / "out")  # type: ignore[arg-type]
+        hf_posenc.export_model(torch.nn.Linear(2, 2), tmp_path / "out")  # type: ignore[arg-type]
     assert not (tmp_path / "out").exists()
 
 
@@ -227,7 +227,7 @@ def test_a_scheme_that_acts_far_away_only_is_not_taken_for_the_stock_one(scheme,
     """Within the first dozens of tokens each of these is plain RoPE."""
     model = hf_posenc.patch_model(llama(), scheme)
     with pytest.raises(UnsupportedError, match="cannot be expressed"):
-        hf_posenc.save_stock_checkpoint(model, tmp_path / "stock")
+        hf_posenc.export_model(model, tmp_path / "stock")
     assert not (tmp_path / "stock").exists()
 
 
@@ -246,7 +246,7 @@ def test_a_long_context_is_compared_beyond_its_length_with_a_few_tokens(tmp_path
         seen.append((length, length if positions is None else int(positions.max()) + 1))
 
     model.register_forward_pre_hook(record, with_kwargs=True)
-    hf_posenc.save_stock_checkpoint(model, tmp_path / "stock")
+    hf_posenc.export_model(model, tmp_path / "stock")
     assert max(end for _, end in seen) == 2 * 8192
     assert max(length for length, _ in seen) <= 48
 
@@ -262,5 +262,5 @@ def test_a_difference_beyond_a_long_context_is_found(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(export, "stock_form", without_scaling)
     with pytest.raises(UnsupportedError, match="at the positions 16336 to 16383"):
-        hf_posenc.save_stock_checkpoint(model, tmp_path / "stock")
+        hf_posenc.export_model(model, tmp_path / "stock")
     assert not (tmp_path / "stock").exists()

@@ -1,6 +1,6 @@
 """Conversion of a patched model to a stock config and weights with stock names.
 
-The conversion is not verified here: `export` loads the result with stock transformers and compares the outputs.
+The conversion is not verified here: the writer loads the result with stock transformers and compares the outputs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.entry import ATTRIBUTE
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.export.stock.form import StockForm
 from hf_posenc.patching.find.discovery import find_stacks
 from hf_posenc.patching.find.layer_context import build_context
 from hf_posenc.patching.find.sites import Stack
@@ -21,6 +22,7 @@ from hf_posenc.patching.find.tables import table_origin, table_weight
 from hf_posenc.patching.observe.native_scheme import native_scheme
 from hf_posenc.patching.place.config_entry import detach_entry
 from hf_posenc.patching.place.config_lengths import at_native_lengths, find_lengths, write_lengths
+from hf_posenc.patching.place.in_force import current_encoding
 from hf_posenc.schemes import (
     LayeredConfig,
     LearnedConfig,
@@ -35,12 +37,15 @@ from hf_posenc.schemes.additive.learned import LearnedEncoding
 from hf_posenc.schemes.bias.t5 import T5Bias
 
 
-def stock_form(model: PreTrainedModel) -> tuple[Any, dict[str, Tensor]]:
-    """Returns the stock config and state dict that are expected to be equivalent to a patched model.
+def own_class(model: PreTrainedModel) -> StockForm:
+    """Returns the model's own class with a stock config and stock names of the weights.
 
     Raises:
         UnsupportedError: if stock configs and weights cannot express the scheme.
     """
+    carrier = f"the config of {type(model).__name__}"
+    if current_encoding(model) is None:
+        return StockForm(type(model), model.config, model.state_dict(), carrier)
     scheme: SchemeConfig = model.position_encoding.config
     config = copy.deepcopy(model.config)
     detach_entry(config)
@@ -50,7 +55,7 @@ def stock_form(model: PreTrainedModel) -> tuple[Any, dict[str, Tensor]]:
         with at_native_lengths(model.config):
             _write_scheme(config, state, model, native)
     _write_length(config, model)
-    return config, state
+    return StockForm(type(model), config, state, carrier)
 
 
 def _write_scheme(config: Any, state: dict[str, Tensor], model: PreTrainedModel, native: SchemeConfig) -> None:

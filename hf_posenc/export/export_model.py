@@ -1,0 +1,125 @@
+"""`export_model`: one call for every target."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from hf_posenc.checkpoint.atomic_folder import atomic_replacement
+from hf_posenc.errors import UsageError
+from hf_posenc.export.card import export_card
+from hf_posenc.export.records import ExportReport
+from hf_posenc.export.request import Request, model_to_export
+from hf_posenc.export.targets import find_target
+
+#: Name of the file that says what an export is: the fields of its `ExportReport`.
+MANIFEST = "export.json"
+
+
+def export_model(
+    model: Any,
+    folder: str | os.PathLike[str],
+    *,
+    to: str = "stock",
+    tokenizer: Any = None,
+    overwrite: bool = False,
+    merge_adapters: bool = False,
+    approximate: bool = False,
+    push_to_hub: str | None = None,
+    **options: Any,
+) -> ExportReport:
+    """Writes a model in a form that runs without this package, and checks that it gives the same numbers there.
+
+        report = export_model(model, "smollm2-yarn-gguf", to="gguf", tokenizer=tokenizer)
+        print(report)  # what carries the scheme, and the measured differences
+
+    The folder appears only after the check. It contains a model card and `export.json`, the report. A scheme that the
+    target cannot express is refused with the reason.
+
+    Args:
+        model: a patched model, a stock model, or a PEFT model around one. It is not changed.
+        folder: a new folder, or an empty one.
+        to: the target: "stock", a plain transformers checkpoint.
+        tokenizer: saved with the model, or built into its file.
+        overwrite: whether `folder` may contain files. Files of an earlier export are replaced or removed, others kept.
+        merge_adapters: whether adapters of a PEFT model are merged into the weights of a copy.
+        approximate: whether to write the nearest form if none is exact. The report has the measured difference.
+        push_to_hub: hub id of a repository to upload the folder to; it is created if it does not exist.
+        **options: options of the target.
+
+    Returns:
+        What was written, with the measured differences.
+
+    Raises:
+        UnsupportedError: if the target cannot express the scheme, or gives other numbers.
+        FileExistsError: if the folder is not empty, or is a file.
+        UnknownNameError: for an unknown target or option.
+        UsageError: if a package that the target needs is not installed.
+        TypeError: for something that is not a transformers model.
+    """
+    target = find_target(to)
+    place = Path(folder)
+    _check_folder(place, overwrite)
+    _check_packages(target.name, target.packages)
+    target.check_options(options)
+    inner = model_to_export(model, merge_adapters)
+    training = inner.training
+    inner.eval()
+    try:
+        with atomic_replacement(place) as draft:
+            request = Request(inner, draft, tokenizer, approximate)
+            written = target.writer()(request, **options)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(draft)
+            card, manifest = draft / "README.md", draft / MANIFEST
+            names = [path.relative_to(draft).as_posix() for path in draft.rglob("*") if path.is_file()]
+            files = tuple(sorted({*names, card.name, manifest.name}))
+            report = ExportReport(place, target.name, request.label(), written.carrier, written.checks, files)
+            export_card(inner, report, written.usage, push_to_hub).save(card)
+            manifest.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
+            outdated = _files_of(place) - set(files)
+    finally:
+        inner.train(training)
+    for name in outdated:
+        (place / name).unlink(missing_ok=True)
+    if push_to_hub is not None:
+        _upload(place, push_to_hub, report)
+    return report
+
+
+def _check_folder(place: Path, overwrite: bool) -> None:
+    if place.exists() and not place.is_dir():
+        raise FileExistsError(f"{place} is a file. Give the path of a folder.")
+    if place.is_dir() and any(place.iterdir()) and not overwrite:
+        raise FileExistsError(f"{place} is not empty. Give a new folder, or overwrite=True.")
+
+
+def _check_packages(target: str, packages: tuple[str, ...]) -> None:
+    missing = [name for name in packages if importlib.util.find_spec(name.replace("-", "_")) is None]
+    if missing:
+        raise UsageError(f"The export to {target!r} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+
+
+def _files_of(place: Path) -> set[str]:
+    """Files of an earlier export in a folder. Names that lead out of the folder are ignored."""
+    try:
+        found = json.loads((place / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return set()
+    names = found.get("files") if isinstance(found, dict) else None
+    if not isinstance(names, list):
+        return set()
+    plain = [name for name in names if isinstance(name, str) and name]
+    return {name for name in plain if not Path(name).is_absolute() and ".." not in Path(name).parts}
+
+
+def _upload(place: Path, repository: str, report: ExportReport) -> None:
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    name = api.create_repo(repository, exist_ok=True).repo_id
+    message = f"Export of {report.scheme} to {report.target}"
+    api.upload_folder(repo_id=name, folder_path=place, commit_message=message, allow_patterns=list(report.files))

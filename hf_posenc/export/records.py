@@ -1,0 +1,90 @@
+"""What an export is: its carrier, and the differences that were measured in the program that runs it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_posenc.report.tables import format_table
+
+
+@dataclass(frozen=True)
+class Check:
+    """A comparison of the exported model with the model it was made from, on the same tokens.
+
+    Args:
+        runtime: program that ran the export, with its version: "onnxruntime 1.32.0".
+        mode: what ran: "prefill" (a whole sequence at once), "decode" (token by token with a cache), "embedding", or
+            "weights" (the stored tensors were read again, and nothing ran).
+        quantity: what was compared: "logits", "probabilities", "hidden states", "weights".
+        difference: largest absolute difference, relative to the largest value where that exceeds 1.
+        allowed: largest accepted difference; `None` if any difference is accepted.
+    """
+
+    runtime: str
+    mode: str
+    quantity: str
+    difference: float
+    allowed: float | None
+
+
+@dataclass(frozen=True)
+class Written:
+    """The result of a writer.
+
+    Args:
+        carrier: what carries the scheme in the target, in a few words: "LlamaForCausalLM with rope_type 'longrope'".
+        checks: at least one.
+        usage: Markdown with the code or command that runs the export; `{folder}` stands for its folder or hub id.
+    """
+
+    carrier: str
+    checks: tuple[Check, ...]
+    usage: str
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What `export_model` wrote, and how it was checked. Prints as a table.
+
+    Args:
+        folder: where the files are.
+        target: name of the target.
+        scheme: label of the scheme.
+        carrier: what carries the scheme in the target.
+        checks: measured differences.
+        files: names of the files of the export, relative to `folder`.
+    """
+
+    folder: Path
+    target: str
+    scheme: str
+    carrier: str
+    checks: tuple[Check, ...]
+    files: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the folder, as JSON values."""
+        fields = asdict(self)
+        del fields["folder"]
+        return fields
+
+    def __str__(self) -> str:
+        head = f"{self.scheme} for {self.target}: {self.carrier}, in {self.folder}"
+        return f"{head}\n\n{checks_table(self.checks)}"
+
+
+def checks_table(checks: tuple[Check, ...]) -> str:
+    """The measured differences as a table."""
+    rows = [
+        [
+            check.runtime,
+            check.mode,
+            check.quantity,
+            f"{check.difference:.2g}",
+            "any" if check.allowed is None else f"{check.allowed:g}",
+        ]
+        for check in checks
+    ]
+    return format_table(["runtime", "mode", "compared", "difference", "allowed"], rows)

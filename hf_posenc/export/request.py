@@ -1,0 +1,101 @@
+"""What a writer is asked for, and the models that no target can take."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.observe.native_scheme import native_scheme
+from hf_posenc.patching.place.in_force import current_encoding, refuse_missing_sites
+from hf_posenc.schemes import SchemeConfig
+from hf_posenc.schemes.labels import scheme_label
+
+
+@dataclass(frozen=True)
+class Request:
+    """A model to export.
+
+    Args:
+        model: a transformers model without adapters, patched or stock. Writers leave it unchanged.
+        draft: an empty folder to write into.
+        tokenizer: the model's tokenizer, if it was given.
+        approximate: whether the outputs may differ. A writer still measures the difference.
+    """
+
+    model: PreTrainedModel
+    draft: Path
+    tokenizer: Any = None
+    approximate: bool = False
+
+    @property
+    def is_patched(self) -> bool:
+        """Whether the model has a scheme of this package."""
+        return current_encoding(self.model) is not None
+
+    @property
+    def scheme(self) -> SchemeConfig:
+        """The scheme in force: the one the model was patched with, or its native one."""
+        encoding = current_encoding(self.model)
+        return native_scheme(self.model) if encoding is None else encoding.config
+
+    def label(self) -> str:
+        """The scheme for messages; "stock" if the model has positions that no scheme describes."""
+        try:
+            return scheme_label(self.scheme)
+        except UnsupportedError:
+            return "stock"
+
+
+def model_to_export(model: Any, merge_adapters: bool) -> PreTrainedModel:
+    """Returns a model that can be exported. Adapters are merged into a copy.
+
+    Raises:
+        TypeError: for something that is not a transformers model.
+        UnsupportedError: for a model with adapters that are not to be merged, with quantised weights, with weights that
+            are not in memory, or with parts that were replaced after patching.
+    """
+    if not isinstance(model, PreTrainedModel) and hasattr(model, "merge_and_unload"):
+        model = _merged(model, merge_adapters)
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"export_model needs a transformers model, got {type(model).__name__}. Pass the model inside the wrapper "
+            "(model.module of DistributedDataParallel, model._orig_mod of torch.compile)."
+        )
+    name = type(model).__name__
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise UnsupportedError(
+            f"This {name} has adapters that were added with add_adapter or load_adapter, which cannot be merged into "
+            "its weights. Load the adapter with PeftModel.from_pretrained(model, folder) instead, and export with "
+            "merge_adapters=True."
+        )
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise UnsupportedError(
+            f"{name} is quantised ({model.hf_quantizer.quantization_config.quant_method}), so its weights cannot be "
+            "compared in float32. Export the unquantised model and quantise the result."
+        )
+    absent = [key for key, weight in model.named_parameters() if weight.device.type == "meta"]
+    if absent:
+        raise UnsupportedError(
+            f"{len(absent)} weights of this {name} are not in memory ({absent[0]} is on the meta device): it is "
+            "offloaded, or was built without weights. Load it with device_map=None."
+        )
+    # Raises for a partly patched model, and for a model patched by another copy of the package.
+    if current_encoding(model) is not None:
+        refuse_missing_sites(model)
+    return model
+
+
+def _merged(model: Any, merge_adapters: bool) -> Any:
+    if not merge_adapters:
+        raise UnsupportedError(
+            f"{type(model).__name__} has adapters around its weights. With merge_adapters=True they are merged into "
+            "the weights of a copy, and the copy is exported."
+        )
+    with torch.no_grad():
+        return copy.deepcopy(model).merge_and_unload()

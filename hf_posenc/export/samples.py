@@ -1,0 +1,64 @@
+"""Tokens and positions on which an exported model is compared with the model it was made from."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_posenc.patching.place.in_force import current_encoding
+
+_SHORT = 48
+_LONGEST = 8192
+
+
+def float32_reference(model: PreTrainedModel) -> PreTrainedModel:
+    """The model in float32: itself, or a copy."""
+    return model if model.dtype == torch.float32 else copy.deepcopy(model).float()
+
+
+def relative_difference(found: Tensor, expected: Tensor) -> float:
+    """The largest absolute difference, relative to the largest expected value where that exceeds 1."""
+    expected = expected.float()
+    return float((found.float() - expected).abs().max() / expected.abs().max().clamp(min=1.0))
+
+
+def random_ids(model: PreTrainedModel, length: int, batch: int = 1) -> Tensor:
+    """`(batch, length)` ordinary tokens, the same in every call: no padding, first or last token of a text.
+
+    Some architectures derive positions from padding tokens in the input.
+    """
+    config = model.config.get_text_config()
+    special: set[int | None] = set()
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        value = getattr(config, name, None)
+        special.update(value if isinstance(value, list) else [value])
+    ordinary = torch.tensor([token for token in range(min(config.vocab_size, _LONGEST)) if token not in special])
+    picks = torch.randint(0, len(ordinary), (batch, length), generator=torch.Generator().manual_seed(0))
+    return ordinary[picks].to(model.device)
+
+
+def spans(model: PreTrainedModel) -> list[tuple[int, int]]:
+    """Returns the positions to compare at, as the first one and the one after the last: a short sequence, one that is
+    longer than a sliding window, and one beyond the original length of a scaling.
+    """
+    config = model.config.get_text_config()
+    windows = [getattr(config, "sliding_window", None), getattr(config, "local_attention", None)]
+    ends = [_SHORT, *(window + 16 for window in windows if isinstance(window, int))]
+    encoding = current_encoding(model)
+    limit, original = getattr(config, "max_position_embeddings", None), None
+    if encoding is not None:
+        limit = None if encoding.lengths is None else encoding.lengths.reach.length
+        original = getattr(getattr(encoding.config, "scaling", None), "original_max_positions", None)
+    found = {(0, min(end, limit or _LONGEST, _LONGEST)) for end in ends}
+    if isinstance(original, int):
+        # A scaling depends on the largest position, so a few tokens there are enough. Not all models take positions.
+        if "position_ids" in inspect.signature(model.forward).parameters:
+            end = min(2 * original, limit or 2 * original)
+            found.add((max(0, end - _SHORT), end))
+        else:
+            found.add((0, min(original + 16, limit or _LONGEST, _LONGEST)))
+    return sorted(found)

@@ -1,0 +1,1 @@
+"""Plain transformers checkpoints: the carriers of a scheme, and the comparison that proves one."""

@@ -1,0 +1,91 @@
+"""The target "stock": a checkpoint that needs only transformers."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.export.records import Check, Written
+from hf_posenc.export.request import Request
+from hf_posenc.export.stock.carriers import CARRIERS
+from hf_posenc.export.stock.form import StockForm
+from hf_posenc.export.stock.verify import TOLERANCE, measured_difference
+
+
+def write(request: Request, *, max_shard_size: int | str | None = None, variant: str | None = None) -> Written:
+    """Writes a plain transformers checkpoint.
+
+    The carriers are tried in order. A checkpoint is loaded with stock code and must give the same outputs as the model
+    on random tokens, also beyond a sliding window and beyond the original length of a RoPE scaling.
+
+    Args:
+        request: the model and where to write it.
+        max_shard_size: as in `save_pretrained`.
+        variant: as in `save_pretrained`.
+
+    Raises:
+        UnsupportedError: if no carrier can express the scheme, with the reason of each.
+    """
+    given = {"max_shard_size": max_shard_size, "variant": variant}
+    save_kwargs = {name: value for name, value in given.items() if value is not None}
+    reasons, inexact = [], []
+    for carrier in CARRIERS:
+        try:
+            form = carrier.form(request.model)
+            _save(request, form, save_kwargs)
+            difference, (start, stop) = measured_difference(request.model, form.model_class, request.draft, variant)
+        except UnsupportedError as error:
+            reasons.append(f"{carrier.name}: {error}")
+            continue
+        if difference <= TOLERANCE:
+            return _written(form, difference, TOLERANCE)
+        inexact.append((difference, form))
+        reasons.append(
+            f"{carrier.name}: the outputs of {form.carrier} would differ by {difference:.3g} on random tokens at the "
+            f"positions {start} to {stop - 1} (allowed: {TOLERANCE})"
+        )
+    if request.approximate and inexact:
+        difference, form = min(inexact, key=lambda pair: pair[0])
+        _save(request, form, save_kwargs)
+        return _written(form, difference, None)
+    raise UnsupportedError(_refusal(request, reasons, bool(inexact)))
+
+
+def _save(request: Request, form: StockForm, save_kwargs: dict[str, Any]) -> None:
+    """Calls `save_pretrained` of a stock model without weights in memory."""
+    _clear(request.draft)
+    with torch.device("meta"):
+        stock = form.model_class(form.config)
+    stock.to(request.model.dtype)
+    if request.model.can_generate():
+        stock.generation_config = copy.deepcopy(request.model.generation_config)
+    stock.save_pretrained(request.draft, state_dict=form.state, **save_kwargs)
+
+
+def _clear(folder: Path) -> None:
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _written(form: StockForm, difference: float, allowed: float | None) -> Written:
+    check = Check(f"transformers {transformers.__version__}", "prefill", "logits", difference, allowed)
+    name = form.model_class.__name__
+    usage = f'```python\nfrom transformers import {name}\n\nmodel = {name}.from_pretrained("{{folder}}")\n```'
+    return Written(form.carrier, (check,), usage)
+
+
+def _refusal(request: Request, reasons: list[str], approximations: bool) -> str:
+    listed = "".join(f"\n- {reason}" for reason in reasons)
+    ways = ["save it with model.save_pretrained, and import hf_posenc where it is loaded"]
+    if approximations:
+        ways.append("accept the difference with approximate=True")
+    return (
+        f"No stock model of transformers expresses the scheme {request.label()} of this "
+        f"{type(request.model).__name__}:{listed}\nWhat can be done: {'; '.join(ways)}; or export to another target."
+    )

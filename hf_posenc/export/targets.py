@@ -1,0 +1,69 @@
+"""The targets of `export_model`, one row each."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hf_posenc.errors import UnknownNameError
+
+if TYPE_CHECKING:
+    from hf_posenc.export.records import Written
+
+
+#: A writer takes a request and the options of its target, which are its keyword-only parameters. It writes the model into
+#: the request's empty folder, compares what the target's program computes with the model, and raises `UnsupportedError` if
+#: that differs. It does not change the model. If it raises, nothing of the export remains.
+Writer = Callable[..., "Written"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A format that other programs read.
+
+    Args:
+        name: value of `to=`.
+        summary: one line for help texts.
+        home: module of the writer, whose name is `write`.
+        packages: what must be installed to write and check it, as `pip install` takes it.
+    """
+
+    name: str
+    summary: str
+    home: str
+    packages: tuple[str, ...] = ()
+
+    def writer(self) -> Writer:
+        """Imports the writer."""
+        writer: Writer = importlib.import_module(self.home).write
+        return writer
+
+    def check_options(self, options: dict[str, Any]) -> None:
+        """Refuses options that the writer does not have.
+
+        Raises:
+            UnknownNameError: naming the first.
+        """
+        parameters = inspect.signature(self.writer()).parameters.values()
+        known = [one.name for one in parameters if one.kind is inspect.Parameter.KEYWORD_ONLY]
+        for name in options:
+            if name not in known:
+                raise UnknownNameError("option", name, known, owner=f"the export to {self.name!r}")
+
+
+TARGETS = (Target("stock", "a plain transformers checkpoint", "hf_posenc.export.stock.write"),)
+
+
+def find_target(name: str) -> Target:
+    """Looks a target up.
+
+    Raises:
+        UnknownNameError: if there is none of this name.
+    """
+    for target in TARGETS:
+        if target.name == name:
+            return target
+    raise UnknownNameError("export target", name, [target.name for target in TARGETS])
