@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from hf_posenc.export.records import Written
 
 
-#: A writer takes a request and the options of its target, which are its keyword-only parameters. It writes the model into
-#: the request's empty folder, compares what the target's program computes with the model, and raises `UnsupportedError` if
-#: that differs. It does not change the model. If it raises, nothing of the export remains.
+#: A writer takes a request and the options of its target, which are its keyword-only parameters. It writes the model
+#: into the request's empty folder, compares what the target's program computes with the model, and raises
+#: `UnsupportedError` if that differs. It does not change the model. If it raises, nothing of the export remains.
 Writer = Callable[..., "Written"]
 
 
