@@ -101,7 +101,7 @@ def _tokenizer(model: str) -> Any:
     try:
         return load_tokenizer(model)
     except UsageError as error:
-        print(f"There is no tokenizer to save with the model: {error}", file=sys.stderr)
+        print(f"The model is saved without a tokenizer: {error}", file=sys.stderr)
         return None
 
 

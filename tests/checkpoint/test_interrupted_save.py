@@ -111,7 +111,7 @@ def test_a_killed_export_leaves_no_model_or_the_whole_one(tmp_path: Path) -> Non
         shutil.rmtree(place, ignore_errors=True)
         (place / "model").mkdir(parents=True)
         (place / "model" / "tokenizer.json").write_text("tokens")
-        killed = killed_at(operation, place, lambda: export_model(model, place / "model"))
+        killed = killed_at(operation, place, lambda: export_model(model, place / "model", overwrite=True))
         complete = (place / "model" / "config.json").exists()
         if complete:
             loaded = LlamaForCausalLM.from_pretrained(place / "model")

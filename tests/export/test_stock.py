@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hf_posenc.checkpoint.stock_form import stock_form
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_posenc
 from hf_posenc import (
     DynamicScaling,
+    InterleavedConfig,
     LearnedConfig,
+    LearnedRopeConfig,
     LinearScaling,
     Llama3Scaling,
+    LocalGlobalConfig,
     LongRopeScaling,
     NtkScaling,
     PRopeConfig,
     RopeConfig,
+    ScheduleConfig,
     SchemeConfig,
+    T5Config,
     UnsupportedError,
     YarnScaling,
 )
-from hf_posenc.checkpoint import export
+from hf_posenc.export.stock import carriers, write
+from hf_posenc.export.stock.own_class import own_class
 from tests.checkpoint.checkpoint_cases import (
     VOCABULARY,
     bert,
@@ -39,6 +46,8 @@ from tests.checkpoint.checkpoint_cases import (
     write_reference,
 )
 from tests.models import tiny
+
+YARN = RopeConfig(scaling=YarnScaling(factor=4.0, original_max_positions=16))
 
 pytestmark = pytest.mark.filterwarnings("ignore:Scheme .* encodes a token differently:UserWarning")
 
@@ -96,20 +105,49 @@ EXPRESSIBLE: dict[str, tuple[Callable[[], PreTrainedModel], Any]] = {
     "opt-native": (opt, native),
     "t5-own": (t5, "t5"),
     "bloom-native": (bloom, native),
+    "llama-none": (llama, "none"),
+    "llama-hope": (llama, "hope"),
+    "llama-resonance": (llama, "resonance"),
+    "llama-learned_rope": (llama, "learned_rope"),
+    "llama-interleaved_pairs": (llama, RopeConfig(layout="interleaved")),
+    "llama-half_reversed": (llama, RopeConfig(layout="half_reversed")),
+    "llama-spectrum": (llama, RopeConfig(inverse_frequencies=(1.0, 0.5, 0.2, 0.0))),
+    "llama-attention_scaling": (llama, RopeConfig(attention_scaling=1.3)),
+    "llama-no_rope_layers": (llama, InterleavedConfig(every=2)),
+    "llama-no_rope_layers_yarn": (llama, InterleavedConfig(inner=YARN, every=2)),
+    "gemma3-no_rope_layers": (gemma3, LocalGlobalConfig()),
+    "gpt2-none": (gpt2, "none"),
+    "gpt2-binary": (gpt2, "binary"),
+    "gpt2-rope": (gpt2, "rope"),
+    "gpt2-interleaved_pairs": (gpt2, RopeConfig(layout="interleaved")),
+    "gpt2-yarn": (gpt2, YARN),
+    "opt-sinusoidal": (opt, "sinusoidal"),
+    "roberta-sinusoidal": (roberta, "sinusoidal"),
+    "bert-none": (bert, "none"),
+    "bert-integer": (bert, "integer"),
+    "bert-rope": (bert, "rope"),
+    "bert-hope": (bert, "hope"),
+    "bert-t5": (bert, "t5"),
 }
 
-INEXPRESSIBLE: dict[str, tuple[Callable[[], PreTrainedModel], Any]] = {
-    "llama-alibi": (llama, "alibi"),
-    "llama-none": (llama, "none"),
-    "llama-learned": (llama, "learned"),
-    "llama-t5": (llama, "t5"),
-    "llama-interleaved": (llama, RopeConfig(layout="interleaved")),
-    "llama-spectrum": (llama, RopeConfig(inverse_frequencies=(1.0, 0.5, 0.2, 0.0))),
-    "gpt2-rope": (gpt2, "rope"),
-    "gpt2-none": (gpt2, "none"),
-    "gpt2-interpolate": (gpt2, LearnedConfig(extension="interpolate")),
-    "bert-alibi": (bert, "alibi"),
-    "t5-none": (t5, "none"),
+#: What is refused, and a part of the reason that the error gives.
+INEXPRESSIBLE: dict[str, tuple[Callable[[], PreTrainedModel], Any, str]] = {
+    "llama-alibi": (llama, "alibi", "no logit bias like AlibiBias"),
+    "llama-learned": (llama, "learned", "0 position tables"),
+    "llama-t5": (llama, "t5", "no logit bias like T5Bias"),
+    "llama-xpos": (llama, "xpos", "more than a rotation"),
+    "llama-ssmax": (llama, ["rope", "ssmax"], "no logit scale"),
+    "llama-two_bases": (llama, ScheduleConfig((RopeConfig(theta=50.0), RopeConfig())), "one rotation for all"),
+    "llama-frequencies_per_head": (llama, LearnedRopeConfig(sharing="head"), "differ between heads"),
+    "gpt2-alibi": (gpt2, "alibi", "no logit bias"),
+    "gpt2-interpolate": (gpt2, LearnedConfig(extension="interpolate"), "extension='interpolate'"),
+    "roberta-rope": (roberta, "rope", "does not rotate"),
+    "bert-alibi": (bert, "alibi", "no logit bias"),
+    "bert-normalized_integer": (bert, "normalized_integer", "depend on the length"),
+    "bert-other_buckets": (bert, T5Config(max_distance=64), "up to a distance of 128"),
+    "bert-bias_per_layer": (bert, T5Config(shared=False), "which all layers share"),
+    "bert-sinusoidal_and_rope": (bert, ["sinusoidal", "rope"], "add no vectors"),
+    "t5-none": (t5, "none", "no table|0 tables|no rotation"),
 }
 
 
@@ -146,27 +184,61 @@ def test_stock_transformers_runs_the_export(loaded_by_stock: dict[str, Any], nam
 
 @pytest.mark.parametrize("name", INEXPRESSIBLE)
 def test_what_stock_cannot_say_is_refused_and_leaves_nothing(tmp_path: Path, name: str) -> None:
-    model = patched(*INEXPRESSIBLE[name])
+    build, scheme, reason = INEXPRESSIBLE[name]
+    model = patched(build, scheme)
     before = outputs(model)
-    with pytest.raises(UnsupportedError, match=r"[sS]tock"):
+    with pytest.raises(
+        UnsupportedError, match=f"No stock model of transformers(.|\\n)*({reason})(.|\\n)*What can be done"
+    ):
         hf_posenc.export_model(model, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
     assert torch.equal(outputs(model), before)
 
 
+def changed_carrier(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], None]) -> None:
+    """Leaves one carrier, which writes a wrong config."""
+
+    def form(model: PreTrainedModel) -> Any:
+        found = own_class(model)
+        change(found.config)
+        return found
+
+    monkeypatch.setattr(write, "CARRIERS", (carriers.Carrier("a wrong carrier", form),))
+
+
 def test_a_wrong_claim_does_not_survive_the_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_posenc.checkpoint import export
-
-    def slightly_wrong(model: PreTrainedModel) -> Any:
-        config, state = stock_form(model)
-        config.rope_parameters = config.rope_parameters | {"rope_theta": 501.0}
-        return config, state
-
-    stock_form = export.stock_form
-    monkeypatch.setattr(export, "stock_form", slightly_wrong)
-    with pytest.raises(UnsupportedError, match="would differ by"):
-        hf_posenc.export_model(patched(llama, RopeConfig(theta=500.0)), tmp_path / "out")
+    changed_carrier(monkeypatch, lambda config: config.rope_parameters.update(rope_theta=501.0))
+    model = patched(llama, RopeConfig(theta=500.0))
+    with pytest.raises(UnsupportedError, match="a wrong carrier: the outputs of"):
+        hf_posenc.export_model(model, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+    report = hf_posenc.export_model(model, tmp_path / "out", approximate=True)
+    assert 1e-5 < report.checks[0].difference < 1e-2
+    assert f"{report.checks[0].difference:.2g}" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-none", "llama-interleaved_pairs", "llama-no_rope_layers", "gpt2-rope", "bert-rope", "bert-t5"]
+)
+def test_a_carrier_with_the_scheme_of_another_model_is_caught(tmp_path, monkeypatch, name):
+    """The queries of a form are reordered after it was made, so the comparison of every kind of carrier must fail."""
+    model = patched(*EXPRESSIBLE[name])
+    carrier, form = first_form(model)
+    with torch.no_grad():
+        queries = next(value for key, value in form.state.items() if re.search(r"q_proj|query|\.q\.", key))
+        queries.copy_(queries.flip(0))
+    monkeypatch.setattr(write, "CARRIERS", (carriers.Carrier(carrier, lambda _: form),))
+    with pytest.raises(UnsupportedError, match="would differ by"):
+        hf_posenc.export_model(patched(*EXPRESSIBLE[name]), tmp_path / "out")
+
+
+def first_form(model: PreTrainedModel) -> Any:
+    """The first carrier that takes a model, and what it makes of it."""
+    for carrier in carriers.CARRIERS:
+        with contextlib.suppress(UnsupportedError):
+            if carrier.fits(model):
+                return carrier.name, carrier.form(model)
+    raise AssertionError("no carrier")
 
 
 def test_bfloat16_sharded_and_training_models_export(tmp_path: Path) -> None:
@@ -188,21 +260,21 @@ def test_stock_model_is_saved_as_it_is(tmp_path: Path) -> None:
 
 def test_existing_models_are_not_overwritten(tmp_path: Path) -> None:
     model = patched(llama, RopeConfig(theta=500.0))
-    (tmp_path / "tokenizer.json").write_text("{}")
-    hf_posenc.export_model(model, tmp_path)
-    assert (tmp_path / "tokenizer.json").read_text() == "{}"
-    with pytest.raises(FileExistsError, match="already contains a model"):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="is not empty"):
         hf_posenc.export_model(model, tmp_path)
+    hf_posenc.export_model(model, tmp_path, overwrite=True)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
-def test_arguments_that_would_skip_the_check_are_refused(tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused_before_anything_is_written(tmp_path: Path) -> None:
     model = patched(llama, RopeConfig(theta=500.0))
-    with pytest.raises(ValueError, match="push_to_hub"):
-        hf_posenc.export_model(model, tmp_path / "out", push_to_hub=True)
-    with pytest.raises(ValueError, match="state_dict"):
+    with pytest.raises(hf_posenc.UnknownNameError, match="'state_dict' of the export to 'stock'"):
         hf_posenc.export_model(model, tmp_path / "out", state_dict=model.state_dict())
-    with pytest.raises(TypeError, match="merge_and_unload"):
-        hf_posenc.export_model(torch.nn.Linear(2, 2), tmp_path / "out")  # type: ignore[arg-type]
+    with pytest.raises(hf_posenc.UnknownNameError, match="Did you mean 'stock'"):
+        hf_posenc.export_model(model, tmp_path / "out", to="stok")
+    with pytest.raises(TypeError, match="needs a transformers model, got Linear"):
+        hf_posenc.export_model(torch.nn.Linear(2, 2), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -226,7 +298,7 @@ def test_a_longer_table_reaches_further_in_the_export(exported: Path) -> None:
 def test_a_scheme_that_acts_far_away_only_is_not_taken_for_the_stock_one(scheme, tmp_path):
     """Within the first dozens of tokens each of these is plain RoPE."""
     model = hf_posenc.patch_model(llama(), scheme)
-    with pytest.raises(UnsupportedError, match="cannot be expressed"):
+    with pytest.raises(UnsupportedError, match="No stock model of transformers"):
         hf_posenc.export_model(model, tmp_path / "stock")
     assert not (tmp_path / "stock").exists()
 
@@ -255,12 +327,10 @@ def test_a_difference_beyond_a_long_context_is_found(tmp_path: Path, monkeypatch
     """A scaling that is lost on the way changes nothing before its original length."""
     model = hf_posenc.patch_model(long_llama(), RopeConfig(scaling=DynamicScaling(4.0, 8192)))
 
-    def without_scaling(model: PreTrainedModel) -> tuple[Any, Any]:
-        config, state = stock_form(model)
+    def without_scaling(config: Any) -> None:
         config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0}
-        return config, state
 
-    monkeypatch.setattr(export, "stock_form", without_scaling)
+    changed_carrier(monkeypatch, without_scaling)
     with pytest.raises(UnsupportedError, match="at the positions 16336 to 16383"):
         hf_posenc.export_model(model, tmp_path / "stock")
     assert not (tmp_path / "stock").exists()

@@ -5,23 +5,21 @@ The conversion is not verified here: the writer loads the result with stock tran
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_posenc.entry import ATTRIBUTE
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.export.stock.form import StockForm
+from hf_posenc.export.stock.form import StockForm, stock_config, stock_state, write_current_length
+from hf_posenc.export.stock.spectrum import write_rope_parameters
 from hf_posenc.patching.find.discovery import find_stacks
 from hf_posenc.patching.find.layer_context import build_context
 from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.find.tables import table_origin, table_weight
 from hf_posenc.patching.observe.native_scheme import native_scheme
-from hf_posenc.patching.place.config_entry import detach_entry
-from hf_posenc.patching.place.config_lengths import at_native_lengths, find_lengths, write_lengths
+from hf_posenc.patching.place.config_lengths import at_native_lengths
 from hf_posenc.patching.place.in_force import current_encoding
 from hf_posenc.schemes import (
     LayeredConfig,
@@ -47,14 +45,13 @@ def own_class(model: PreTrainedModel) -> StockForm:
     if current_encoding(model) is None:
         return StockForm(type(model), model.config, model.state_dict(), carrier)
     scheme: SchemeConfig = model.position_encoding.config
-    config = copy.deepcopy(model.config)
-    detach_entry(config)
-    state = {name: tensor for name, tensor in model.state_dict().items() if ATTRIBUTE not in name.split(".")}
+    config, state = stock_config(model), stock_state(model)
     native = _native(model)
     if not (isinstance(scheme, LayeredConfig) and scheme == native):
         with at_native_lengths(model.config):
             _write_scheme(config, state, model, native)
-    _write_length(config, model)
+    if not _is_dynamic(config):
+        write_current_length(config, model)
     return StockForm(type(model), config, state, carrier)
 
 
@@ -64,8 +61,7 @@ def _write_scheme(config: Any, state: dict[str, Tensor], model: PreTrainedModel,
     own -= {part for part in own if issubclass(part, LayeredConfig)}
     for part in scheme.acting_together():
         if isinstance(part, RopeConfig | PRopeConfig):
-            if any(stack.rotaries for stack in stacks):
-                _write_rope_parameters(config, part, stacks)
+            _write_rope_parameters(config, part, stacks)
         elif isinstance(part, LearnedConfig):
             for stack, encoding in zip(stacks, model.position_encoding.stacks.values(), strict=True):
                 _write_table(config, state, part, stack, encoding)
@@ -74,10 +70,7 @@ def _write_scheme(config: Any, state: dict[str, Tensor], model: PreTrainedModel,
                 _write_relative_biases(state, stack, encoding)
         elif type(part) not in own:
             # A comparison of outputs is not enough: some schemes only act beyond a certain distance.
-            raise UnsupportedError(
-                f"The scheme {part.name!r} cannot be expressed by a stock {type(model).__name__}, which has no such "
-                "mechanism. Use model.save_pretrained, and `import hf_posenc` where the checkpoint is loaded."
-            )
+            raise UnsupportedError(f"A stock {type(model).__name__} has no mechanism like the scheme {part.name!r}.")
 
 
 def _native(model: PreTrainedModel) -> SchemeConfig:
@@ -95,38 +88,14 @@ def _write_rope_parameters(config: Any, scheme: SchemeConfig, stacks: list[Stack
             if attention.rotary_functions:
                 parameters = to_rope_parameters(scheme, build_context(stack, attention))
                 by_layer_type[attention.layer_type] = parameters
-    current = getattr(config, "rope_parameters", None)
-    if not isinstance(current, dict) or not by_layer_type:
-        raise UnsupportedError(
-            f"{type(config).__name__} has no rope_parameters, so a stock config cannot express the scheme "
-            f"{scheme.name!r}."
-        )
-    if set(by_layer_type) & set(current):
-        config.rope_parameters = {
-            key: by_layer_type.get(key, value) if isinstance(value, dict) else value for key, value in current.items()
-        }
-        return
-    distinct = list({repr(parameters): parameters for parameters in by_layer_type.values()}.values())
-    if len(distinct) > 1:
-        raise UnsupportedError(
-            f"The layers of this model need different rope_parameters ({distinct}), but {type(config).__name__} has a "
-            "single set for all of them."
-        )
-    config.rope_parameters = distinct[0]
+    write_rope_parameters(config, by_layer_type)
 
 
-def _write_length(config: Any, model: PreTrainedModel) -> None:
-    """Writes the length of the patched model, unless it has another meaning in the stock config."""
-    stacks, lengths = find_stacks(model), model.position_encoding.lengths
+def _is_dynamic(config: Any) -> bool:
+    """Whether the length in a config determines where a scaling starts."""
     parameters = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]
-    is_dynamic = any(flat.get("rope_type") == "dynamic" for flat in (by_layer_type or [parameters]))
-    # The config's length determines the rows of a table and the start of a dynamic scaling.
-    if lengths.current is None or is_dynamic or any(stack.tables for stack in stacks):
-        return
-    native = find_lengths(config, [getattr(config, key, None) for key in config.sub_configs])
-    if lengths.current != lengths.native:
-        write_lengths(config, dict.fromkeys(native, lengths.current))
+    return any(flat.get("rope_type") == "dynamic" for flat in (by_layer_type or [parameters]))
 
 
 def _write_table(

@@ -16,6 +16,7 @@ from hf_posenc.export.request import Request
 from hf_posenc.export.stock.carriers import CARRIERS
 from hf_posenc.export.stock.form import StockForm
 from hf_posenc.export.stock.verify import TOLERANCE, measured_difference
+from hf_posenc.export.targets import TARGETS
 
 
 def write(request: Request, *, max_shard_size: int | str | None = None, variant: str | None = None) -> Written:
@@ -35,7 +36,7 @@ def write(request: Request, *, max_shard_size: int | str | None = None, variant:
     given = {"max_shard_size": max_shard_size, "variant": variant}
     save_kwargs = {name: value for name, value in given.items() if value is not None}
     reasons, inexact = [], []
-    for carrier in CARRIERS:
+    for carrier in [carrier for carrier in CARRIERS if carrier.fits(request.model)]:
         try:
             form = carrier.form(request.model)
             _save(request, form, save_kwargs)
@@ -81,11 +82,14 @@ def _written(form: StockForm, difference: float, allowed: float | None) -> Writt
 
 
 def _refusal(request: Request, reasons: list[str], approximations: bool) -> str:
-    listed = "".join(f"\n- {reason}" for reason in reasons)
     ways = ["save it with model.save_pretrained, and import hf_posenc where it is loaded"]
     if approximations:
         ways.append("accept the difference with approximate=True")
+    ways.append(f"export it to another target ({', '.join(one.name for one in TARGETS if one.name != 'stock')})")
     return (
         f"No stock model of transformers expresses the scheme {request.label()} of this "
-        f"{type(request.model).__name__}:{listed}\nWhat can be done: {'; '.join(ways)}; or export to another target."
+        f"{type(request.model).__name__}."
+        + "".join(f"\n- {reason}" for reason in reasons)
+        + "\nWhat can be done:"
+        + "".join(f"\n- {way}" for way in ways)
     )

@@ -26,7 +26,7 @@ def extend_context(model: ModelType, tokenizer: Any = None, *, length: int) -> M
     the new length to the model's config (`max_position_embeddings`, `n_positions`, or another name), to
     `generation_config.max_length` if that was the old length, to `model.position_encoding.report`, and to
     `tokenizer.model_max_length`. `save_pretrained` saves these values, `from_pretrained` restores them, and
-    `save_stock_checkpoint` writes them too. `unpatch_model` restores the native length in the config; the tokenizer is
+    `export_model` writes them too. `unpatch_model` restores the native length in the config; the tokenizer is
     not part of the model and keeps the new length.
 
     Whether the model makes good use of the new positions is another question, because only the formula of the scheme is

@@ -1,0 +1,144 @@
+"""What a scheme does in each layer of a patched model, in terms that other programs have: spectra, biases, vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.find.discovery import find_stacks
+from hf_posenc.patching.find.sites import FoundAttention, Stack
+from hf_posenc.patching.place.stack_encoding import StackEncoding
+from hf_posenc.schemes.parts import AdditiveEncoding, LogitBias, LogitScale, QueryKeyMap
+from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.rotary.rope import RotaryMap
+
+#: Methods of a rotation. A subclass that overrides one computes more than a rotation by fixed frequencies.
+_ROTATION = ("angles", "phases", "prepared", "query_phases", "key_phases", "map_query", "map_key", "rotate")
+
+
+@dataclass(frozen=True)
+class PlacedLayer:
+    """One attention layer of a patched model and the parts that act in it.
+
+    Args:
+        stack: the stack it belongs to.
+        attention: the layer.
+        query_key_map: change of queries and keys, if there is one.
+        logit_bias: bias, if there is one.
+        logit_scale: factor of the logits, if there is one.
+    """
+
+    stack: Stack
+    attention: FoundAttention
+    query_key_map: QueryKeyMap | None
+    logit_bias: LogitBias | None
+    logit_scale: LogitScale | None
+
+    @property
+    def name(self) -> str:
+        """The module path of the layer in the model."""
+        return ".".join(filter(None, (self.stack.path, self.attention.path)))
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """A rotation by fixed frequencies, the same in all heads of a layer.
+
+    Args:
+        frequencies: `(rotary_dim / 2,)` float32, in radians per position.
+        layout: which dimensions form a pair, as in `RotaryMap`.
+        scaling: factor of cosine and sine.
+    """
+
+    frequencies: Tensor
+    layout: str
+    scaling: float
+
+    @property
+    def rotary_dim(self) -> int:
+        """Number of rotated dimensions of a head."""
+        return 2 * self.frequencies.shape[-1]
+
+    def same_as(self, other: Spectrum) -> bool:
+        """Whether both rotate alike."""
+        return (
+            torch.equal(self.frequencies, other.frequencies)
+            and self.layout == other.layout
+            and self.scaling == other.scaling
+        )
+
+
+def placed_layers(model: PreTrainedModel) -> list[PlacedLayer]:
+    """The attention layers of a patched model, stack by stack."""
+    return [
+        PlacedLayer(stack, attention, layer.query_key_map, layer.logit_bias, layer.logit_scale)
+        for stack, encoding in _stacks(model)
+        for attention, layer in zip(stack.attentions, encoding.layers, strict=True)
+    ]
+
+
+def placed_additives(model: PreTrainedModel) -> list[tuple[Stack, AdditiveEncoding | None]]:
+    """The vectors that a scheme adds in each stack of a patched model."""
+    return [(stack, encoding.additive) for stack, encoding in _stacks(model)]
+
+
+def _stacks(model: PreTrainedModel) -> Iterator[tuple[Stack, StackEncoding]]:
+    for stack, encoding in zip(find_stacks(model), model.position_encoding.stacks.values(), strict=True):
+        assert isinstance(encoding, StackEncoding)
+        yield stack, encoding
+
+
+def refuse_beyond_rotation(layers: list[PlacedLayer], carrier: str) -> None:
+    """Refuses a scheme that does more in a layer than change queries and keys.
+
+    Raises:
+        UnsupportedError: naming the part.
+    """
+    for layer in layers:
+        for part in (layer.logit_bias, layer.logit_scale):
+            if part is not None:
+                kind = "bias" if isinstance(part, LogitBias) else "scale"
+                raise UnsupportedError(f"{carrier} has no logit {kind} like {type(part).__name__}.")
+
+
+def spectrum_of(layer: PlacedLayer) -> Spectrum | None:
+    """The rotation in a layer, or `None` if queries and keys are not changed.
+
+    Raises:
+        UnsupportedError: if queries and keys are changed in another way: by frequencies that depend on the length or on
+            the head, or by anything but one rotation.
+    """
+    part = layer.query_key_map
+    if part is None:
+        return None
+    name = type(part).__name__
+    if not isinstance(part, RotaryMap) or any(
+        getattr(type(part), method) is not getattr(RotaryMap, method) for method in _ROTATION
+    ):
+        raise UnsupportedError(f"{name} is more than a rotation by fixed frequencies.")
+    if part.length_dependent:
+        raise UnsupportedError(f"The frequencies of {name} depend on the length of the sequence.")
+    frequencies = part.inverse_frequencies(torch.zeros(1, 1, dtype=torch.int64)).detach().float().cpu()
+    rows = frequencies.reshape(-1, frequencies.shape[-1])
+    if not torch.equal(rows, rows[:1].expand_as(rows)):
+        raise UnsupportedError(f"The frequencies of {name} differ between heads.")
+    return Spectrum(rows[0], part.layout, float(part.attention_scaling))
+
+
+@torch.no_grad()
+def rows_of(additive: AdditiveEncoding, count: int) -> Tensor:
+    """The vectors that are added at the positions from 0, `(count, hidden)` float32.
+
+    Raises:
+        UnsupportedError: if a vector depends on more than its position.
+    """
+    if additive.length_dependent or additive.needs_whole_sequence:
+        raise UnsupportedError(f"The vectors of {type(additive).__name__} depend on the length of the sequence.")
+    device = next((one.device for one in (*additive.parameters(), *additive.buffers())), torch.device("cpu"))
+    positions = Positions(torch.arange(count, device=device).unsqueeze(0), torch.tensor([[count]], device=device))
+    return additive(positions)[0].float()

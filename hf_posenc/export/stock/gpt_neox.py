@@ -1,0 +1,89 @@
+"""GPT-2 with a rotation, as GPT-NeoX (arXiv:2204.06745) with one residual after the other."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import Tensor
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, GPTNeoXModel, PreTrainedModel
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.export.layers import placed_additives, placed_layers, refuse_beyond_rotation, spectrum_of
+from hf_posenc.export.stock.form import StockForm, stock_config, stock_state
+from hf_posenc.export.stock.spectrum import base_of, reordered, rotation_parameters
+
+_CLASSES = {"GPT2LMHeadModel": GPTNeoXForCausalLM, "GPT2Model": GPTNeoXModel}
+#: Parts of the names of a GPT-2's weights, and what they are in a GPT-NeoX; applied in this order.
+_NAMES = {
+    r"^transformer\.": "gpt_neox.",
+    r"\bwte\.": "embed_in.",
+    r"\bh\.(\d+)\.": r"layers.\1.",
+    r"\bln_1\.": "input_layernorm.",
+    r"\bln_2\.": "post_attention_layernorm.",
+    r"\bln_f\.": "final_layer_norm.",
+    r"\battn\.c_attn\.": "attention.query_key_value.",
+    r"\battn\.c_proj\.": "attention.dense.",
+    r"\bmlp\.c_fc\.": "mlp.dense_h_to_4h.",
+    r"\bmlp\.c_proj\.": "mlp.dense_4h_to_h.",
+}
+_COPIED = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "initializer_range", "use_cache",
+    "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "dtype",
+)  # fmt: skip
+
+
+def gpt_neox(model: PreTrainedModel) -> StockForm:
+    """Returns a GPT-NeoX with the weights of a GPT-2.
+
+    Raises:
+        UnsupportedError: if there is no such class for the model, or its layers do not all have the same rotation.
+    """
+    config, found = stock_config(model), _CLASSES.get(type(model).__name__)
+    if found is None or config.add_cross_attention:
+        raise UnsupportedError(f"There is no GPT-NeoX class for this {type(model).__name__}.")
+    if not config.scale_attn_weights or config.scale_attn_by_inverse_layer_idx:
+        raise UnsupportedError("GPT-NeoX always divides its logits by the square root of the width of a head.")
+    if any(additive is not None for _, additive in placed_additives(model)):
+        raise UnsupportedError("GPT-NeoX has no table of positions.")
+    layers = placed_layers(model)
+    refuse_beyond_rotation(layers, "GPT-NeoX")
+    spectra = [spectrum_of(layer) for layer in layers]
+    first = spectra[0]
+    if first is None or any(one is None or not one.same_as(first) for one in spectra):
+        raise UnsupportedError("GPT-NeoX has the same rotation in all layers.")
+    head_dim = layers[0].attention.head_dim
+    if first.layout == "interleaved" and first.rotary_dim != head_dim:
+        raise UnsupportedError("The pairs of a part of a head cannot be reordered.")
+    state = {}
+    for key, value in stock_state(model).items():
+        if key.endswith("wpe.weight"):
+            continue
+        for pattern, name in _NAMES.items():
+            key = re.sub(pattern, name, key)
+        # GPT-2 stores the matrices of its layers transposed.
+        value = value.T.contiguous() if value.ndim == 2 and ".layers." in f".{key}" else value
+        state[key] = _by_head(value, head_dim, first.layout) if ".query_key_value." in key else value
+    length = model.position_encoding.lengths.current or config.max_position_embeddings
+    written = GPTNeoXConfig(
+        **{key: getattr(config, key) for key in _COPIED},
+        max_position_embeddings=length,
+        intermediate_size=config.n_inner or 4 * config.hidden_size,
+        hidden_act=config.activation_function,
+        layer_norm_eps=config.layer_norm_epsilon,
+        hidden_dropout=config.resid_pdrop,
+        attention_dropout=config.attn_pdrop,
+        use_parallel_residual=False,
+        rope_parameters=rotation_parameters(first, first.rotary_dim, head_dim, base_of(model), length),
+    )
+    return StockForm(found, written, state, f"{found.__name__} with its rotation")
+
+
+def _by_head(rows: Tensor, head_dim: int, layout: str) -> Tensor:
+    """Reorders `(3 * heads * head_dim, ...)`, all queries first, to the queries, keys and values of each head."""
+    query, key, value = rows.chunk(3)
+    if layout == "interleaved":
+        query, key = reordered(query, head_dim, "half"), reordered(key, head_dim, "half")
+    parts = [part.unflatten(0, (-1, head_dim)) for part in (query, key, value)]
+    heads = [part for head in zip(*parts, strict=True) for part in head]
+    return torch.cat(heads)

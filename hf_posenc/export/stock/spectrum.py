@@ -1,0 +1,179 @@
+"""A rotation by any frequencies, as the factors of `rope_type="longrope"` (arXiv:2402.13753)."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.export.layers import (
+    PlacedLayer,
+    Spectrum,
+    placed_additives,
+    placed_layers,
+    refuse_beyond_rotation,
+    spectrum_of,
+)
+from hf_posenc.export.stock.form import StockForm, stock_config, stock_state, write_current_length
+from hf_posenc.patching.find.layer_context import build_context, native_pairing
+
+#: A pair whose frequency is divided by this does not move: its angle stays below 1e-20 at any position.
+_STOPPED = 1e30
+
+
+def own_spectrum(model: PreTrainedModel) -> StockForm:
+    """Returns the model's own class with the frequencies of the scheme in its config.
+
+    Raises:
+        UnsupportedError: if the scheme is not one rotation for all layers (of a type), or the class has none.
+    """
+    layers, name = placed_layers(model), type(model).__name__
+    refuse_beyond_rotation(layers, f"A stock {name}")
+    if any(stack.tables or additive is not None for stack, additive in placed_additives(model)):
+        raise UnsupportedError(f"A stock {name} cannot exchange its table of positions for a rotation.")
+    config, state = stock_config(model), stock_state(model)
+    by_layer_type: dict[str | None, dict[str, Any]] = {}
+    for layer in layers:
+        spectrum = spectrum_of(layer)
+        layer_type, context = layer.attention.layer_type, build_context(layer.stack, layer.attention)
+        if not layer.attention.rotary_functions or context.rotary_dim is None or context.max_positions is None:
+            raise UnsupportedError(f"{layer.name} of a stock {name} has no rotation whose frequencies could be set.")
+        parameters = rotation_parameters(
+            spectrum, context.rotary_dim, context.head_dim, base_of(model, layer_type), context.max_positions
+        )
+        if by_layer_type.setdefault(layer_type, parameters) != parameters:
+            raise UnsupportedError(f"The layers rotate differently, but a {name} has one rotation for all of them.")
+        if spectrum is not None:
+            pair_natively(state, layer, spectrum)
+    write_rope_parameters(config, by_layer_type)
+    write_current_length(config, model)
+    return StockForm(type(model), config, state, f"{name} with the frequencies as factors of rope_type 'longrope'")
+
+
+def rotation_parameters(
+    spectrum: Spectrum | None, rotary_dim: int, head_dim: int, theta: float, length: int
+) -> dict[str, Any]:
+    """Returns the `rope_parameters` of a rotation by any frequencies.
+
+    Args:
+        spectrum: the rotation; `None` stops every pair.
+        rotary_dim: how many dimensions the architecture rotates.
+        head_dim: width of a head.
+        theta: the base that the factors refer to.
+        length: the model's `max_position_embeddings`.
+
+    Raises:
+        UnsupportedError: if the architecture rotates another number of dimensions than the scheme.
+    """
+    if spectrum is not None and spectrum.rotary_dim != rotary_dim:
+        raise UnsupportedError(
+            f"The stock model rotates {rotary_dim} dimensions of a head, but the scheme {spectrum.rotary_dim}."
+        )
+    wanted = torch.zeros(rotary_dim // 2) if spectrum is None else spectrum.frequencies
+    if spectrum is not None and spectrum.layout == "half_reversed":
+        wanted = -wanted
+    factors = [_factor(float(one), theta, index, rotary_dim) for index, one in enumerate(wanted)]
+    scaling = 1.0 if spectrum is None else spectrum.scaling
+    parameters = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": rotary_dim / head_dim}
+    if scaling == 1.0 and all(factor == 1.0 for factor in factors):
+        return parameters
+    return parameters | {
+        "rope_type": "longrope",
+        "factor": 1.0,
+        "short_factor": factors,
+        "long_factor": factors,
+        "attention_factor": scaling,
+        "original_max_position_embeddings": length,
+    }
+
+
+def _factor(wanted: float, theta: float, index: int, rotary_dim: int) -> float:
+    """The float32 factor f for which `1 / (f * theta ** (2 * index / rotary_dim))` is closest to a frequency."""
+    if wanted == 0.0:
+        return _STOPPED
+    power = torch.tensor(theta) ** (torch.tensor([2.0 * index]) / rotary_dim)
+    guess = 1.0 / (torch.tensor([wanted]) * power)
+    infinity = torch.tensor(float("inf"))
+    near = torch.cat((torch.ones(1), guess, guess.nextafter(infinity), guess.nextafter(-infinity)))
+    found = 1.0 / (near * power)
+    return float(near[(found - wanted).abs().argmin()])
+
+
+def base_of(model: PreTrainedModel, layer_type: str | None = None) -> float:
+    """The base of the scheme, or else that of the model's own rotation in layers of a type."""
+    for part in model.position_encoding.config.acting_together():
+        if isinstance(getattr(part, "theta", None), float):
+            return float(part.theta)
+    config = model.config.get_text_config()
+    parameters = getattr(config, "rope_parameters", None) or {}
+    flat = parameters.get(layer_type, parameters)
+    return float(flat.get("rope_theta") or getattr(config, "default_theta", 10000.0))
+
+
+def write_rope_parameters(config: Any, by_layer_type: dict[str | None, dict[str, Any]]) -> None:
+    """Sets the rotation in a config: one for all layers, or one per layer type.
+
+    Raises:
+        UnsupportedError: if the config has no rotation, or one for layers that need several.
+    """
+    current = getattr(config, "rope_parameters", None)
+    if not isinstance(current, dict) or not by_layer_type:
+        raise UnsupportedError(f"{type(config).__name__} has no rope_parameters.")
+    if set(by_layer_type) & set(current):
+        config.rope_parameters = {
+            key: by_layer_type.get(key, value) if isinstance(value, dict) else value for key, value in current.items()
+        }
+        return
+    distinct = list({repr(parameters): parameters for parameters in by_layer_type.values()}.values())
+    if len(distinct) > 1:
+        raise UnsupportedError(
+            f"The layers of this model need different rope_parameters ({distinct}), but {type(config).__name__} has a "
+            "single set for all of them."
+        )
+    config.rope_parameters = copy.deepcopy(distinct[0])
+
+
+def pair_natively(state: dict[str, Tensor], layer: PlacedLayer, spectrum: Spectrum) -> None:
+    """Reorders the rows of the query and key projections so that the architecture's pairs are those of the scheme.
+
+    Raises:
+        UnsupportedError: if the layer has no separate projections of queries and keys.
+    """
+    pairing = native_pairing(layer.stack, layer.attention) or "half"
+    reorder_pairs(state, layer, "half" if spectrum.layout == "half_reversed" else spectrum.layout, pairing)
+
+
+def reorder_pairs(state: dict[str, Tensor], layer: PlacedLayer, source: str, target: str) -> None:
+    """Reorders the rows of the query and key projections of a layer from one layout of pairs to another.
+
+    Raises:
+        UnsupportedError: if the layer has no separate projections of queries and keys.
+    """
+    if source == target:
+        return
+    module, head_dim = layer.attention.module, layer.attention.head_dim
+    for names in (("q_proj", "query", "q"), ("k_proj", "key", "k")):
+        name = next((name for name in names if isinstance(getattr(module, name, None), torch.nn.Linear)), None)
+        if name is None:
+            raise UnsupportedError(f"{layer.name} has no separate projection of queries and keys to reorder.")
+        for kind in ("weight", "bias"):
+            key = f"{layer.name}.{name}.{kind}"
+            if key in state:
+                state[key] = reordered(state[key], head_dim, target)
+
+
+def reordered(rows: Tensor, head_dim: int, target: str) -> Tensor:
+    """Reorders the rows of a projection from the other layout of pairs to `target`, "half" or "interleaved".
+
+    Args:
+        rows: `(heads * head_dim, ...)`.
+        head_dim: width of a head, all of which is rotated.
+        target: the layout of the result.
+    """
+    order = torch.arange(head_dim, device=rows.device).view(-1, 2).T.reshape(-1)
+    order = order if target == "half" else order.argsort()
+    return rows.unflatten(0, (-1, head_dim))[:, order].flatten(0, 1).contiguous()
