@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
-from tests.training.hub_server import Hub, Place, serving
+from tests.hub import Hub, Place, serving
 from tests.training.run_cases import environment, results, run, start, words, write_texts
 
 
@@ -63,8 +63,8 @@ def test_a_model_is_pushed_with_its_card(push: Pushes, texts: Path, tmp_path: Pa
     hub = Hub()
     status, said = push(hub, words(texts, output, scheme="alibi", push_to_hub="true", save_steps=5))
     assert status == 0, said
-    assert hub.repositories == ["someone/alibi"]
-    messages = [message for message, _ in hub.commits]
+    assert list(hub.repositories) == ["someone/alibi"]
+    messages = [commit.message for commit in hub.commits]
     assert messages[-1] == "End of training"
     assert "Training in progress, step 5" in messages
     assert not any("Model save" in message for message in messages)
