@@ -139,7 +139,7 @@ class Hub:
         url = f"{self.url}/{name}"
         if name in self.repositories:
             return _json({"error": "You already created this model repo", "url": url}, 409)
-        self.repositories[name] = Repository(private=bool(asked.get("private")))
+        self.repositories[name] = Repository(private=asked.get("private") or asked.get("visibility") == "private")
         return _json({"url": url, "id": "1", "name": name})
 
     def _api(self, name: str, repository: Repository, words: list[str], body: bytes) -> Answer:
@@ -197,7 +197,9 @@ class Hub:
         if oid not in repository.large:
             return Answer(200, data, headers | {"ETag": f'"{hashlib.sha1(data).hexdigest()}"'})
         linked = {"X-Linked-ETag": f'"{oid}"', "X-Linked-Size": str(len(data))}
-        return Answer(302, b"", headers | linked | {"Location": f"{self.url}/storage/{oid}/{name}"})
+        # Clients follow a redirect only to another host, as the hub's storage is.
+        storage = self.url.replace("127.0.0.1", "localhost")
+        return Answer(302, b"", headers | linked | {"Location": f"{storage}/storage/{oid}/{name}"})
 
 
 class Place:

@@ -69,7 +69,9 @@ def model_card(
             "or create a huggingface_hub.ModelCard."
         )
     adapter = model is not inner
-    base = base_model or _hub_name(inner)
+    base = base_model or hub_name(inner)
+    if base == model_id:  # A model that was loaded from the repository that it is pushed to.
+        base = None
     if adapter and base is None:
         raise PositionEncodingError(
             "The card of an adapter must name the base model: give base_model, its hub id or folder."
@@ -86,6 +88,7 @@ def model_card(
         f"## Position encoding\n\n{scheme_section(encoding.config.to_dict(), class_name)}",
         "" if encoding.report is None else f"What was replaced:\n\n```\n{encoding.report}\n```",
         f"## Loading\n\n{loading}",
+        "" if adapter else f"## Programs that run it\n\n{programs_section()}",
         *(f"## {title}\n\n{text}" for title, text in (sections or {}).items()),
         f"### Framework versions\n\n{versions_section()}",
     ]
@@ -157,6 +160,18 @@ def loading_section(path: str, class_name: str, *, patched: bool = True, tokeniz
     )
 
 
+def programs_section() -> str:
+    """Describes which programs run a patched checkpoint, and what to do for others, in Markdown."""
+    return (
+        "Programs that are built on transformers run it if they import `hf_posenc` first: `Trainer`, pipelines, PEFT, "
+        "TRL, sentence-transformers and others. `hf-posenc run` starts a program in this way, and `hf-posenc serve` "
+        "starts `transformers serve`.\n\nEvery other program refuses this checkpoint. An export writes it in a form "
+        "that runs without the package, or says why the scheme cannot be expressed there:\n\n```python\n"
+        'hf_posenc.export_model(model, "exported", to="stock")  # a plain transformers checkpoint\n```\n\n'
+        "The documentation of `export_model` lists the other targets."
+    )
+
+
 def adapter_loading(path: str, class_name: str, base_model: str) -> str:
     """Describes how to load an adapter of a patched model, in Markdown."""
     return (
@@ -184,7 +199,7 @@ def pipeline_tag(class_name: str) -> str | None:
     return next((task for task, names in TASK_MAPPING.items() if class_name in names.values()), None)
 
 
-def _hub_name(model: PreTrainedModel) -> str | None:
+def hub_name(model: PreTrainedModel) -> str | None:
     """Returns the hub id that the model was loaded from, `owner/name` or a bare name; `None` for a path."""
     name = str(getattr(model, "name_or_path", "") or "")
     is_path = name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1 or Path(name).exists()

@@ -10,6 +10,7 @@ none:
 - `PreTrainedModel.__init__` raises for a config with an entry, because the stock class would ignore it;
 - `PreTrainedModel.load_state_dict` refuses weights that were trained with another scheme, if strict;
 - `PreTrainedModel.save_pretrained` saves a patched model atomically, or raises;
+- `PreTrainedModel._upload_modified_files` uploads a patched model with a card that describes its scheme;
 - `Trainer._load_from_checkpoint` and `_load_best_model` refuse checkpoints of a model with another scheme.
 
 Each method is wrapped when its module is imported. Imports that only patched models need are inside functions, so
@@ -63,6 +64,7 @@ def install_in_models(module: ModuleType) -> None:
     wrap(module.PreTrainedModel, "__init__", _model_init)
     wrap(module.PreTrainedModel, "load_state_dict", _load_state_dict)
     wrap(module.PreTrainedModel, "save_pretrained", _save_pretrained)
+    wrap(module.PreTrainedModel, "_upload_modified_files", _upload_modified_files)
 
 
 def _get_config_dict(original: Callable[..., Any], config_class: Any, source: Any, **kwargs: Any) -> Any:
@@ -135,6 +137,14 @@ def _save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwa
     from hf_posenc.checkpoint.saving import save_pretrained
 
     return save_pretrained(original, model, *args, **kwargs)
+
+
+def _upload_modified_files(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    if "hf_posenc.patching" not in sys.modules:
+        return original(model, *args, **kwargs)
+    from hf_posenc.checkpoint.pushing import upload_modified_files
+
+    return upload_modified_files(original, model, *args, **kwargs)
 
 
 def _wrap_trainer(module: Any) -> None:

@@ -12,6 +12,7 @@ from transformers import modeling_utils
 
 from hf_posenc.checkpoint.atomic_folder import atomic_replacement, clear_drafts
 from hf_posenc.checkpoint.peft_hooks import scheme_saved_with_adapters
+from hf_posenc.checkpoint.pushing import upload_of
 from hf_posenc.entry import MARK, find_mark, read_entry
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.place.in_force import encodings, has_patched_layers, refuse_missing_sites
@@ -97,11 +98,12 @@ def _prepared_upload(model: Any, folder: Any, token: Any, options: dict[str, Any
     before = model._get_files_timestamps(folder) if os.path.isdir(folder) else {}
 
     def upload() -> None:
-        card = modeling_utils.create_and_tag_model_card(repository, model.model_tags, token=token)
-        card.save(os.path.join(folder, "README.md"))
-        model._upload_modified_files(
-            folder, repository, before, commit_message=message, token=token, create_pr=create_pr
-        )
+        with upload_of(folder, repository):
+            card = modeling_utils.create_and_tag_model_card(repository, model.model_tags, token=token)
+            card.save(os.path.join(folder, "README.md"))
+            model._upload_modified_files(
+                folder, repository, before, commit_message=message, token=token, create_pr=create_pr
+            )
 
     return upload
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from huggingface_hub import ModelCard
 from transformers import PreTrainedModel
 
-from hf_posenc.checkpoint.cards import card_data, scheme_section, versions_section
+from hf_posenc.checkpoint.cards import card_data, hub_name, scheme_section, versions_section
 from hf_posenc.export.records import ExportReport, checks_table
 from hf_posenc.patching.place.in_force import current_encoding
 
@@ -21,10 +21,11 @@ def export_card(model: PreTrainedModel, report: ExportReport, usage: str, reposi
         usage: Markdown with the code that runs it; `{folder}` stands for its folder or hub id.
         repository: hub id, if it is uploaded.
     """
-    name, class_name, encoding = repository or report.folder.name, type(model).__name__, current_encoding(model)
+    folder, class_name, encoding = report.folder.resolve().name, type(model).__name__, current_encoding(model)
+    name, base = repository or folder, hub_name(model)
     data = card_data(
-        name, class_name, report.scheme.partition("(")[0], tags=[report.target],
-        library_name=_LIBRARIES[report.target],
+        name, class_name, "stock" if encoding is None else encoding.config.name, tags=[report.target],
+        library_name=_LIBRARIES.get(report.target, report.target), base_model=None if base == repository else base,
     )  # fmt: skip
     scheme = (
         f"The position encoding of a stock `{class_name}`."
@@ -35,7 +36,7 @@ def export_card(model: PreTrainedModel, report: ExportReport, usage: str, reposi
         f"# {name}",
         f"A `{class_name}` with the position encoding `{report.scheme}`, written for {report.target}. It runs without "
         f"the package `hf_posenc`.",
-        f"## How to run it\n\n{usage.replace('{folder}', repository or report.folder.name)}",
+        f"## How to run it\n\n{_how_to_run(usage, report, repository)}",
         f"## Position encoding\n\n{scheme}\n\nHere it is carried by {report.carrier}.",
         f"## Measured difference\n\nThe export was run on the same tokens as the original model:\n\n```\n"
         f"{checks_table(report.checks)}\n```",
@@ -43,3 +44,14 @@ def export_card(model: PreTrainedModel, report: ExportReport, usage: str, reposi
     ]
     body = "\n\n".join(section.strip() for section in sections)
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n", ignore_metadata_errors=False)
+
+
+def _how_to_run(usage: str, report: ExportReport, repository: str | None) -> str:
+    """The usage, with a name for `{folder}`. Only transformers takes the name of a repository as a folder."""
+    if repository is None:
+        return usage.replace("{folder}", report.folder.resolve().name)
+    if _LIBRARIES.get(report.target) == "transformers":
+        return usage.replace("{folder}", repository)
+    local = repository.rpartition("/")[2]
+    download = f"```bash\nhf download {repository} --local-dir {local}\n```"
+    return f"{download}\n\n{usage.replace('{folder}', local)}"

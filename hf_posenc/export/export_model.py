@@ -5,12 +5,17 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.utils import validate_repo_id
+
 from hf_posenc.checkpoint.atomic_folder import atomic_replacement
-from hf_posenc.errors import UsageError
+from hf_posenc.errors import UnknownNameError, UsageError
 from hf_posenc.export.card import export_card
+from hf_posenc.export.hub import Upload
 from hf_posenc.export.records import ExportReport
 from hf_posenc.export.request import Request, model_to_export
 from hf_posenc.export.targets import find_target
@@ -28,7 +33,8 @@ def export_model(
     overwrite: bool = False,
     merge_adapters: bool = False,
     approximate: bool = False,
-    push_to_hub: str | None = None,
+    push_to_hub: str | bool = False,
+    hub_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> ExportReport:
     """Writes a model in a form that runs without this package, and checks that it gives the same numbers there.
@@ -47,7 +53,11 @@ def export_model(
         overwrite: whether `folder` may contain files. Files of an earlier export are replaced or removed, others kept.
         merge_adapters: whether adapters of a PEFT model are merged into the weights of a copy.
         approximate: whether to write the nearest form if none is exact. The report has the measured difference.
-        push_to_hub: hub id of a repository to upload the folder to; it is created if it does not exist.
+        push_to_hub: hub id of a repository to upload the folder to, or `True` for one with the name of the folder.
+            It is created if it does not exist. If the upload fails, the folder is complete, and the exception says how
+            to upload it later.
+        hub_options: `private`, `token`, `revision`, `create_pr` and `commit_message` of the upload, as in
+            `push_to_hub` of a transformers model.
         **options: options of the target.
 
     Returns:
@@ -56,8 +66,8 @@ def export_model(
     Raises:
         UnsupportedError: if the target cannot express the scheme, or gives other numbers.
         FileExistsError: if the folder is not empty, or is a file.
-        UnknownNameError: for an unknown target or option.
-        UsageError: if a package that the target needs is not installed.
+        UnknownNameError: for an unknown target, option or option of the upload.
+        UsageError: if a package that the target needs is not installed, or for `hub_options` without `push_to_hub`.
         TypeError: for something that is not a transformers model.
     """
     target = find_target(to)
@@ -65,6 +75,8 @@ def export_model(
     _check_folder(place, overwrite)
     _check_packages(target.name, target.packages)
     target.check_options(options)
+    upload = _upload(place.resolve().name if push_to_hub is True else push_to_hub, hub_options or {})
+    repository = None if upload is None else upload.full_name()
     inner = model_to_export(model, merge_adapters)
     training = inner.training
     inner.eval()
@@ -78,15 +90,15 @@ def export_model(
             names = [path.relative_to(draft).as_posix() for path in draft.rglob("*") if path.is_file()]
             files = tuple(sorted({*names, card.name, manifest.name}))
             report = ExportReport(place, target.name, request.label(), written.carrier, written.checks, files)
-            export_card(inner, report, written.usage, push_to_hub).save(card)
+            export_card(inner, report, written.usage, repository).save(card)
             manifest.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
             outdated = _files_of(place) - set(files)
     finally:
         inner.train(training)
     for name in outdated:
         (place / name).unlink(missing_ok=True)
-    if push_to_hub is not None:
-        _upload(place, push_to_hub, report)
+    if upload is not None:
+        upload.send(report)
     return report
 
 
@@ -116,10 +128,16 @@ def _files_of(place: Path) -> set[str]:
     return {name for name in plain if not Path(name).is_absolute() and ".." not in Path(name).parts}
 
 
-def _upload(place: Path, repository: str, report: ExportReport) -> None:
-    from huggingface_hub import HfApi
-
-    api = HfApi()
-    name = api.create_repo(repository, exist_ok=True).repo_id
-    message = f"Export of {report.scheme} to {report.target}"
-    api.upload_folder(repo_id=name, folder_path=place, commit_message=message, allow_patterns=list(report.files))
+def _upload(repository: Any, options: Mapping[str, Any]) -> Upload | None:
+    known = [field.name for field in fields(Upload) if field.name != "repository"]
+    for name in options:
+        if name not in known:
+            raise UnknownNameError("option", name, known, owner="hub_options")
+    if repository is False or repository is None:
+        if options:
+            raise UsageError("hub_options are only used with push_to_hub. Give it the hub id of a repository.")
+        return None
+    if not isinstance(repository, str):
+        raise TypeError(f'push_to_hub is {repository!r}; expected the hub id of a repository, such as "me/my-model".')
+    validate_repo_id(repository)
+    return Upload(repository, **options)
