@@ -4,11 +4,13 @@ Every function takes the arguments of the model's attention function and a bias,
 has chosen, so kernels, soft caps, attention sinks and dropout do not change. How the bias is added depends on its form
 (`hf_posenc.attention.forms`):
 
-=============== =========================== ========================== ===================== ================= form sdpa
-flex_attention flash eager, others =============== =========================== ==========================
-===================== ================= distance a strided view, no matrix a look-up per pair folded if linear a matrix
-separable folded into queries, keys a look-up per pair folded a matrix sum of the two blocks of a bias two look-ups per
-pair refused a matrix rows in blocks; compiled, a a matrix refused a matrix
+===============  ===========================  ==========================  =====================  =================
+form             sdpa                         flex_attention              flash                  eager, others
+===============  ===========================  ==========================  =====================  =================
+distance         a strided view, no matrix    a look-up per pair          folded if linear       a matrix
+separable        folded into queries, keys    a look-up per pair          folded                 a matrix
+sum of the two   blocks of a bias             two look-ups per pair       refused                a matrix
+rows             in blocks; compiled, a       a matrix                    refused                a matrix
                  matrix
 ===============  ===========================  ==========================  =====================  =================
 

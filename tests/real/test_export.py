@@ -1,0 +1,44 @@
+"""Pretrained models, patched and exported to stock classes of transformers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, BertModel
+
+import hf_posenc
+from hf_posenc import InterleavedConfig, PRopeConfig, RopeConfig, YarnScaling
+
+pytestmark = pytest.mark.assets
+
+THETA = 100_000.0
+SMOLLM2 = {
+    "yarn": (RopeConfig(theta=THETA, scaling=YarnScaling(4.0, 8192)), "LlamaForCausalLM"),
+    "none": ("none", "LlamaForCausalLM"),
+    "p_rope": (PRopeConfig(theta=THETA, fraction=0.75), "LlamaForCausalLM"),
+    "hope": ("hope", "LlamaForCausalLM"),
+    "interleaved": (InterleavedConfig(inner=RopeConfig(theta=THETA)), "SmolLM3ForCausalLM"),
+}
+MINILM = {"rope": "RoFormerModel", "t5": "MPNetModel", "sinusoidal": "BertModel", "none": "BertModel"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMOLLM2)
+def test_smollm2_runs_in_plain_transformers(name: str, smollm2_folder: str, tmp_path) -> None:
+    scheme, carrier = SMOLLM2[name]
+    model = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32)
+    report = hf_posenc.export_model(hf_posenc.patch_model(model, scheme), tmp_path / "stock")
+    assert carrier in report.carrier
+    assert report.checks[0].difference == 0.0
+
+
+@pytest.mark.parametrize("name", MINILM)
+def test_minilm_runs_in_plain_transformers(name: str, minilm_folder: str, tmp_path) -> None:
+    model = BertModel.from_pretrained(minilm_folder, dtype=torch.float32, add_pooling_layer=False)
+    hf_posenc.patch_model(model, name)
+    with torch.no_grad():
+        for weight in model.position_encoding.parameters():
+            weight.normal_(std=0.5, generator=torch.Generator().manual_seed(0))
+    report = hf_posenc.export_model(model, tmp_path / "stock")
+    assert MINILM[name] in report.carrier
+    assert report.checks[0].difference <= 1e-5
