@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,40 @@ from hf_posenc.export.samples import float32_reference, random_ids, relative_dif
 
 #: Maximum difference at which two models count as equal, in float32; relative for outputs larger than 1.
 TOLERANCE = 1e-5
+_DECODED = 16
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The difference of the outputs at some positions.
+
+    Args:
+        mode: "prefill" or "decode", as in a `Check`.
+        start: first position.
+        stop: the position after the last.
+        difference: as `relative_difference` returns it; not a number, or infinity, if the stock model cannot run there.
+    """
+
+    mode: str
+    start: int
+    stop: int
+    difference: float
+
+    @property
+    def equal(self) -> bool:
+        """Whether the models count as equal there."""
+        return self.difference <= TOLERANCE
+
+    def __str__(self) -> str:
+        where = "token by token" if self.mode == "decode" else "on random tokens"
+        return f"{self.difference:.3g} {where} at the positions {self.start} to {self.stop - 1} (allowed: {TOLERANCE})"
 
 
 @torch.no_grad()
-def measured_difference(
+def comparisons(
     model: PreTrainedModel, model_class: type[PreTrainedModel], draft: Path, variant: str | None
-) -> tuple[float, tuple[int, int]]:
-    """Returns the largest difference of the outputs, and the positions where it was found.
+) -> list[Comparison]:
+    """Loads a written checkpoint with stock code and compares it with the model.
 
     Raises:
         UnsupportedError: if the stock class does not have the same weights.
@@ -33,9 +61,11 @@ def measured_difference(
         )
     stock = stock.to(model.device).eval()
     reference = float32_reference(model)
-    found = [(_difference(reference, stock, start, stop), (start, stop)) for start, stop in spans(model)]
-    # A difference that is not a number is the largest.
-    return max(found, key=lambda pair: (pair[0] != pair[0], pair[0]))
+    found = [Comparison("prefill", *span, _difference(reference, stock, *span)) for span in spans(model)]
+    if model.can_generate() and not model.config.is_encoder_decoder:
+        stop = min(_DECODED, found[0].stop)
+        found.append(Comparison("decode", stop // 2, stop, _decoded_difference(reference, stock, stop)))
+    return found
 
 
 def _has_no_pooler(model: PreTrainedModel) -> bool:
@@ -59,3 +89,15 @@ def _difference(reference: PreTrainedModel, stock: PreTrainedModel, start: int, 
         return relative_difference(stock(**arguments)[0], expected)
     except IndexError:
         return float("inf")
+
+
+def _decoded_difference(reference: PreTrainedModel, stock: PreTrainedModel, stop: int) -> float:
+    """Compares the second half of a sequence, which the stock model reads token by token, with a whole forward."""
+    ids, first = random_ids(reference, stop), stop // 2
+    expected = reference(input_ids=ids, use_cache=False).logits[:, first:]
+    output = stock(input_ids=ids[:, :first], use_cache=True)
+    steps = []
+    for position in range(first, stop):
+        output = stock(input_ids=ids[:, [position]], past_key_values=output.past_key_values, use_cache=True)
+        steps.append(output.logits)
+    return relative_difference(torch.cat(steps, dim=1), expected)

@@ -15,7 +15,7 @@ from hf_posenc.export.records import Check, Written
 from hf_posenc.export.request import Request
 from hf_posenc.export.stock.carriers import CARRIERS
 from hf_posenc.export.stock.form import StockForm
-from hf_posenc.export.stock.verify import TOLERANCE, measured_difference
+from hf_posenc.export.stock.verify import TOLERANCE, Comparison, comparisons
 from hf_posenc.export.targets import TARGETS
 
 
@@ -40,21 +40,19 @@ def write(request: Request, *, max_shard_size: int | str | None = None, variant:
         try:
             form = carrier.form(request.model)
             _save(request, form, save_kwargs)
-            difference, (start, stop) = measured_difference(request.model, form.model_class, request.draft, variant)
+            found = comparisons(request.model, form.model_class, request.draft, variant)
         except UnsupportedError as error:
             reasons.append(f"{carrier.name}: {error}")
             continue
-        if difference <= TOLERANCE:
-            return _written(form, difference, TOLERANCE)
-        inexact.append((difference, form))
-        reasons.append(
-            f"{carrier.name}: the outputs of {form.carrier} would differ by {difference:.3g} on random tokens at the "
-            f"positions {start} to {stop - 1} (allowed: {TOLERANCE})"
-        )
+        if all(one.equal for one in found):
+            return _written(form, found, TOLERANCE)
+        inexact.append((form, found))
+        wrong = next(one for one in found if not one.equal)
+        reasons.append(f"{carrier.name}: the outputs of {form.carrier} would differ by {wrong}")
     if request.approximate and inexact:
-        difference, form = min(inexact, key=lambda pair: pair[0])
+        form, found = min(inexact, key=lambda pair: max(one.difference for one in pair[1]))
         _save(request, form, save_kwargs)
-        return _written(form, difference, None)
+        return _written(form, found, None)
     raise UnsupportedError(_refusal(request, reasons, bool(inexact)))
 
 
@@ -74,11 +72,15 @@ def _clear(folder: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _written(form: StockForm, difference: float, allowed: float | None) -> Written:
-    check = Check(f"transformers {transformers.__version__}", "prefill", "logits", difference, allowed)
+def _written(form: StockForm, found: list[Comparison], allowed: float | None) -> Written:
+    checks = [
+        Check(f"transformers {transformers.__version__}", mode, "outputs", max(differences), allowed)
+        for mode in ("prefill", "decode")
+        if (differences := [one.difference for one in found if one.mode == mode])
+    ]
     name = form.model_class.__name__
     usage = f'```python\nfrom transformers import {name}\n\nmodel = {name}.from_pretrained("{{folder}}")\n```'
-    return Written(form.carrier, (check,), usage)
+    return Written(form.carrier, tuple(checks), usage)
 
 
 def _refusal(request: Request, reasons: list[str], approximations: bool) -> str:
