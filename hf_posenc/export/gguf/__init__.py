@@ -1,0 +1,1 @@
+"""The target "gguf": a file for llama.cpp, checked in llama.cpp."""

@@ -1,0 +1,82 @@
+"""Writes a form and a tokenizer to a GGUF file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+from gguf import GGMLQuantizationType as Precision
+from torch import Tensor
+
+from hf_posenc.export.gguf.form import GgufForm
+
+#: Precision of the matrices, by the option `dtype`: how they are stored, and llama.cpp's name of such a file.
+PRECISIONS = {
+    "f32": (Precision.F32, gguf.LlamaFileType.ALL_F32),
+    "f16": (Precision.F16, gguf.LlamaFileType.MOSTLY_F16),
+    "q8_0": (Precision.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
+}
+
+
+def write_file(path: Path, form: GgufForm, vocabulary: dict[str, Any], dtype: str, name: str) -> None:
+    """Writes a file. Only one weight at a time is in memory a second time.
+
+    Args:
+        path: of the file.
+        form: the model.
+        vocabulary: the tokenizer, as metadata.
+        dtype: precision of the matrices; vectors are float32.
+        name: of the model, for programs that show it.
+    """
+    writer = gguf.GGUFWriter(path, form.architecture)
+    writer.add_name(name)
+    writer.add_file_type(PRECISIONS[dtype][1])
+    for key, value in form.metadata.items():
+        _add(writer, f"{form.architecture}.{key}", value)
+    for key, value in vocabulary.items():
+        _add(writer, f"tokenizer.{key}", value)
+    kinds = {key: _precision(tensor, dtype) for key, tensor in form.tensors.items()}
+    for key, tensor in form.tensors.items():
+        stored = gguf.quant_shape_to_byte_shape(tuple(tensor.shape), kinds[key])
+        kind = {Precision.F32: np.float32, Precision.F16: np.float16}.get(kinds[key], np.uint8)
+        size = int(np.prod(stored))
+        if kind is np.uint8:
+            writer.add_tensor_info(key, stored, np.dtype(kind), size, raw_dtype=kinds[key])
+        else:
+            writer.add_tensor_info(key, tuple(tensor.shape), np.dtype(kind), size)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for key, tensor in form.tensors.items():
+        writer.write_tensor_data(_stored(tensor, kinds[key]))
+    writer.close()
+
+
+def _precision(tensor: Tensor, dtype: str) -> Precision:
+    """Vectors stay float32. A matrix whose rows do not divide into blocks of Q8_0 is stored as float16."""
+    wanted = PRECISIONS[dtype][0]
+    if tensor.ndim < 2:
+        return Precision.F32
+    block, _ = gguf.GGML_QUANT_SIZES[wanted]
+    return wanted if tensor.shape[-1] % block == 0 else Precision.F16
+
+
+def _stored(tensor: Tensor, precision: Precision) -> npt.NDArray[Any]:
+    array = np.ascontiguousarray(tensor.float().cpu().numpy())
+    return gguf.quantize(array, precision)
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)

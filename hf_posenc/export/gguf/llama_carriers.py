@@ -1,0 +1,152 @@
+"""Schemes in Llama-like blocks of llama.cpp."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.export.gguf.form import GgufForm
+from hf_posenc.export.gguf.llama_blocks import llama_form, reorder_heads, widen_heads
+from hf_posenc.export.gguf.parts import ModelParts, Rotation, refuse_other_parts, rotation_of
+from hf_posenc.schemes import AlibiConfig, LinearScaling, RopeConfig, SchemeConfig, YarnScaling
+from hf_posenc.schemes.bias.alibi import AlibiBias, alibi_slopes
+from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
+
+#: Divides the frequency of a pair that does not turn.
+_STOPPED = 1e30
+#: llama.cpp's smollm3 does not rotate in every fourth layer.
+_SMOLLM3_STEP = 4
+#: Relative difference of two frequencies that count as equal: a few roundings of float32.
+_EQUAL = 1e-6
+
+
+def shared_spectrum(parts: ModelParts) -> GgufForm:
+    """One spectrum in all layers, as a factor of each pair of RoPE's spectrum."""
+    rotations = _rotations(parts)
+    if len({rotation.spectrum() for rotation in rotations}) > 1:
+        raise UnsupportedError("the layers have different frequencies")
+    form = llama_form(parts, "llama", "the architecture 'llama'")
+    reorder_heads(form, rotations)
+    return _with_spectrum(form, rotations[0].frequencies, _theta(parts.scheme))
+
+
+def scaling_metadata(parts: ModelParts) -> GgufForm:
+    """Linear scaling and YaRN with the options that llama.cpp reads."""
+    scheme = parts.scheme
+    scaling = scheme.scaling if isinstance(scheme, RopeConfig) else None
+    if isinstance(scaling, LinearScaling):
+        kind, entries = "linear", {}
+    elif isinstance(scaling, YarnScaling):
+        if not scaling.truncate:
+            raise UnsupportedError("llama.cpp rounds the ends of YaRN's ramp, and truncate=False does not")
+        kind = "yarn"
+        entries = {
+            "rope.scaling.original_context_length": scaling.original_max_positions,
+            "rope.scaling.yarn_beta_fast": float(scaling.beta_fast),
+            "rope.scaling.yarn_beta_slow": float(scaling.beta_slow),
+            # llama.cpp multiplies the factor of the formula by this one.
+            "rope.scaling.attn_factor": _attention_factor(parts) / (0.1 * math.log(scaling.factor) + 1.0),
+        }
+    else:
+        raise UnsupportedError("the scheme is not RoPE with linear scaling or YaRN")
+    rotations = _rotations(parts)
+    if len({rotation.spectrum() for rotation in rotations}) > 1 or not bool(rotations[0].frequencies.all()):
+        raise UnsupportedError("RoPE does not rotate the whole head in every layer")
+    form = llama_form(parts, "llama", f"the architecture 'llama' with rope.scaling.type {kind!r}")
+    reorder_heads(form, [Rotation(one.frequencies, one.order, torch.ones_like(one.factors)) for one in rotations])
+    head_dim = form.metadata["attention.key_length"]
+    scaled = {"rope.scaling.type": kind, "rope.scaling.factor": float(scaling.factor), **entries}
+    form.metadata.update({"rope.dimension_count": head_dim, "rope.freq_base": float(scheme.theta), **scaled})
+    return form
+
+
+def every_fourth_layer_stopped(parts: ModelParts) -> GgufForm:
+    """The layers of SmolLM3: RoPE, and no positions in every fourth layer."""
+    rotations = _rotations(parts)
+    theta = _theta(parts.scheme)
+    head_dim = parts.layers[0].head_dim
+    rope = rope_inverse_frequencies(theta, head_dim).double()
+    for layer, rotation in enumerate(rotations):
+        expected = torch.zeros_like(rope) if (layer + 1) % _SMOLLM3_STEP == 0 else rope
+        if not torch.allclose(rotation.frequencies, expected, rtol=_EQUAL, atol=0):
+            raise UnsupportedError(f"it rotates by RoPE's frequencies in all but every fourth layer; layer {layer} differs")
+    form = llama_form(parts, "smollm3", "the architecture 'smollm3', which does not rotate in every fourth layer")
+    reorder_heads(form, rotations)
+    form.metadata.update({"rope.dimension_count": head_dim, "rope.freq_base": theta})
+    return form
+
+
+def spectrum_per_layer(parts: ModelParts) -> GgufForm:
+    """A spectrum in each layer, in wide heads: each layer uses its own part of the pairs."""
+    rotations = _rotations(parts)
+    spectra = list(dict.fromkeys(rotation.spectrum() for rotation in rotations))
+    if len(spectra) > 4:
+        raise UnsupportedError(
+            f"the layers have {len(spectra)} different spectra, and heads that are as many times as wide would be too slow"
+        )
+    head_dim = parts.layers[0].head_dim
+    carrier = f"the architecture 'llama' with heads {len(spectra)} times as wide, a part for each spectrum"
+    form = llama_form(parts, "llama", carrier)
+    reorder_heads(form, rotations)
+    starts = [spectra.index(rotation.spectrum()) * head_dim for rotation in rotations]
+    widen_heads(form, starts, len(spectra) * head_dim)
+    return _with_spectrum(form, torch.tensor(spectra, dtype=torch.float64).flatten(), _theta(parts.scheme))
+
+
+def alibi(parts: ModelParts) -> GgufForm:
+    """ALiBi with its fixed slopes, which llama.cpp computes from the number of heads."""
+    refuse_other_parts(parts, "logit_bias")
+    for layer in parts.layers:
+        bias = layer.logit_bias
+        if not isinstance(bias, AlibiBias):
+            what = "no bias" if bias is None else type(bias).__name__
+            raise UnsupportedError(f"llama.cpp has no bias but ALiBi in these blocks; a layer has {what}")
+        slopes = bias.slopes.detach().double()
+        fixed = torch.tensor(alibi_slopes(layer.num_heads), dtype=torch.float64)
+        if not torch.allclose(slopes, fixed, rtol=_EQUAL, atol=0):
+            raise UnsupportedError(
+                f"llama.cpp computes ALiBi's slopes from the number of heads; those of this model differ by up to "
+                f"{float((slopes / fixed - 1).abs().max()):.3g} of their value. Train with learnable=False to export"
+            )
+    form = llama_form(parts, "refact", "the architecture 'refact', which has ALiBi and no rotation")
+    biases = [name for name in form.tensors if name.endswith(".bias") and not _is_projection_bias(name)]
+    if biases:
+        raise UnsupportedError(f"the architecture 'refact' of llama.cpp has no bias like {biases[0]}")
+    return form
+
+
+def _is_projection_bias(name: str) -> bool:
+    return name.split(".")[-2] in ("attn_q", "attn_k", "attn_v")
+
+
+def _rotations(parts: ModelParts) -> list[Rotation]:
+    refuse_other_parts(parts, "query_key_map")
+    return [rotation_of(layer) for layer in parts.layers]
+
+
+def _with_spectrum(form: GgufForm, frequencies: Tensor, theta: float) -> GgufForm:
+    """Adds a spectrum to a form. RoPE's own needs no factors."""
+    width = form.metadata["attention.key_length"]
+    assert isinstance(width, int)
+    form.metadata.update({"rope.dimension_count": width, "rope.freq_base": theta})
+    rope = theta ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
+    if torch.allclose(frequencies, rope, rtol=_EQUAL, atol=0):
+        return form
+    factors = torch.where(frequencies == 0, _STOPPED, rope / frequencies)
+    tensors = {**form.tensors, "rope_freqs.weight": factors.float()}
+    return GgufForm(form.architecture, form.metadata, tensors, f"{form.carrier} and rope_freqs.weight")
+
+
+def _theta(scheme: SchemeConfig) -> float:
+    """The base of the scheme or of a scheme inside it. Only its product with the factors matters."""
+    own = getattr(scheme, "theta", None)
+    if own is not None:
+        return float(own)
+    return next((theta for theta in map(_theta, scheme.children().values()) if theta != 10000.0), 10000.0)
+
+
+def _attention_factor(parts: ModelParts) -> float:
+    return float(rotation_of(parts.layers[0]).factors[0])

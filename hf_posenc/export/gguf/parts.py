@@ -1,0 +1,148 @@
+"""The parts of the scheme in force, layer by layer, for patched and for stock models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.call.layer_call import LayerEncoding
+from hf_posenc.patching.find.architectures import architecture_of
+from hf_posenc.patching.find.discovery import find_stacks
+from hf_posenc.patching.find.sites import Stack
+from hf_posenc.patching.observe.native_scheme import native_scheme
+from hf_posenc.patching.place.encoding import build_encoding
+from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.stack_encoding import StackEncoding
+from hf_posenc.schemes import SchemeConfig
+from hf_posenc.schemes.parts import LogitScale, QueryKeyMap
+from hf_posenc.schemes.rotary.rope import RotaryMap
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """A model with one stack, and the parts of its scheme.
+
+    Args:
+        model: the model.
+        scheme: the scheme in force.
+        stack: its only stack.
+        encoding: the parts in this stack.
+    """
+
+    model: PreTrainedModel
+    scheme: SchemeConfig
+    stack: Stack
+    encoding: StackEncoding
+
+    @property
+    def layers(self) -> list[LayerEncoding]:
+        """The parts of each layer."""
+        return self.encoding.layers
+
+
+def parts_of(model: PreTrainedModel) -> ModelParts:
+    """Returns the parts of a model's scheme. Those of a stock model are built from its native scheme.
+
+    Raises:
+        UnsupportedError: for a model with several stacks, or a stock model that no scheme describes.
+    """
+    stacks = find_stacks(model)
+    if len(stacks) != 1:
+        raise UnsupportedError(
+            f"{type(model).__name__} has {len(stacks)} stacks of attention layers; only models with one are written."
+        )
+    placed = current_encoding(model)
+    scheme = native_scheme(model) if placed is None else placed.config
+    if placed is None:
+        placed = build_encoding(scheme, stacks, architecture_of(model.config))
+    return ModelParts(model, scheme, stacks[0], cast("StackEncoding", next(iter(placed.stacks.values()))))
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """What a layer does to queries and keys: pairs of dimensions that turn with the position.
+
+    Args:
+        frequencies: radians per position of each pair, `(pairs,)` float64. All pairs of a head are listed; those that
+            the scheme does not rotate have 0.
+        order: the dimensions of a head, two for each pair, so that pair `m` is at `2 m` and `2 m + 1`.
+        factors: what cosine and sine of each pair are multiplied by, `(pairs,)` float64.
+    """
+
+    frequencies: Tensor
+    order: list[int]
+    factors: Tensor
+
+    def spectrum(self) -> tuple[float, ...]:
+        """The frequencies as a value that can be compared."""
+        return tuple(self.frequencies.tolist())
+
+
+def rotation_of(layer: LayerEncoding) -> Rotation:
+    """Describes the query-key map of a layer. A layer without one is a rotation in which no pair turns.
+
+    Raises:
+        UnsupportedError: for a map that is not a rotation by the position times a constant.
+    """
+    width, rotation = layer.head_dim, layer.query_key_map
+    frequencies, factors = torch.zeros(width // 2, dtype=torch.float64), torch.ones(width // 2, dtype=torch.float64)
+    if rotation is None:
+        return Rotation(frequencies, list(range(width)), factors)
+    found = _constant_frequencies(rotation)
+    pairs, rotated = len(found), 2 * len(found)
+    frequencies[:pairs], factors[:pairs] = found, rotation.attention_scaling
+    first, second = range(pairs), range(pairs, rotated)
+    if rotation.layout == "interleaved":
+        order = list(range(rotated))
+    elif rotation.layout == "half":
+        order = [index for pair in zip(first, second, strict=True) for index in pair]
+    else:  # "half_reversed" turns in the opposite direction, which is the same as exchanging the two dimensions.
+        order = [index for pair in zip(second, first, strict=True) for index in pair]
+    return Rotation(frequencies, [*order, *range(rotated, width)], factors)
+
+
+def _constant_frequencies(rotation: QueryKeyMap) -> Tensor:
+    kind = type(rotation)
+    plain = ("angles", "phases", "rotate", "query_phases", "key_phases", "map_query", "map_key")
+    if not isinstance(rotation, RotaryMap) or any(
+        getattr(kind, name) is not getattr(RotaryMap, name) for name in plain
+    ):
+        raise UnsupportedError(
+            f"llama.cpp rotates queries and keys by the same constant spectrum; {kind.__name__} is another map."
+        )
+    if rotation.length_dependent:
+        raise UnsupportedError(
+            f"The frequencies of {kind.__name__} depend on the length of the sequence. llama.cpp has one spectrum for "
+            "all lengths. Choose a scaling with constant frequencies, such as YarnScaling or NtkScaling."
+        )
+    frequencies = rotation.inverse_frequencies(torch.ones(1, 1, dtype=torch.long)).detach().double().cpu()
+    if frequencies.ndim != 1:
+        raise UnsupportedError(
+            "The heads of a layer have different frequencies. llama.cpp has one spectrum for all heads of a layer."
+        )
+    return frequencies
+
+
+def refuse_other_parts(parts: ModelParts, *allowed: str) -> None:
+    """Refuses parts that a carrier cannot express.
+
+    Args:
+        parts: the model.
+        *allowed: names of the kinds that the carrier expresses: "query_key_map", "logit_bias", "additive".
+
+    Raises:
+        UnsupportedError: naming the first other part.
+    """
+    found: list[tuple[str, object]] = [("additive", parts.encoding.additive)]
+    for layer in parts.layers:
+        kinds = ("query_key_map", "logit_bias", "logit_scale")
+        found += [(kind, getattr(layer, kind)) for kind in kinds]
+    for kind, part in found:
+        if part is not None and kind not in allowed:
+            what = "scales logits by position" if isinstance(part, LogitScale) else f"has the part {kind}"
+            raise UnsupportedError(f"The scheme {parts.scheme.name!r} {what} ({type(part).__name__})")

@@ -1,0 +1,121 @@
+"""Runs GGUF files in llama.cpp."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_posenc.errors import UnsupportedError
+
+_SCRIPT = Path(__file__).with_name("in_llama_cpp.py")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """llama.cpp's prediction of the next token.
+
+    Args:
+        ids: the most probable tokens, in descending order.
+        logprobs: their log-probabilities.
+    """
+
+    ids: list[int]
+    logprobs: list[float]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A greedy continuation by llama.cpp.
+
+    Args:
+        text: the new tokens as text.
+        timings: what llama.cpp measured, in milliseconds ("prompt_per_token_ms", "predicted_per_token_ms").
+    """
+
+    text: str
+    timings: dict[str, float]
+
+
+def runtime() -> str:
+    """The program that runs the files, with its version."""
+    return f"llama.cpp (xllamacpp {importlib.metadata.version('xllamacpp')})"
+
+
+def predict(file: Path, prompts: Sequence[Sequence[int]], steps: int, top: int, context: int) -> list[list[Prediction]]:
+    """Continues prompts greedily, with a cache in float32, so that only the file rounds.
+
+    Args:
+        file: of the model.
+        prompts: token ids.
+        steps: number of new tokens. The first is predicted from the prompt, and the others with the cache.
+        top: number of tokens whose probabilities are returned.
+        context: size of the cache in tokens.
+
+    Returns:
+        For each prompt, its steps.
+
+    Raises:
+        UnsupportedError: if llama.cpp cannot run the file.
+    """
+    jobs = [{"prompt": list(prompt), "steps": steps, "top": top} for prompt in prompts]
+    results = _run(file, context=context, predictions=jobs)["predictions"]
+    return [[Prediction(**step) for step in found] for found in results]
+
+
+def complete(
+    file: Path, prompts: Sequence[Sequence[int] | str], steps: int, *, context: int, precise: bool
+) -> list[Completion]:
+    """Continues prompts greedily, as text.
+
+    Args:
+        file: of the model.
+        prompts: token ids or texts.
+        steps: number of new tokens.
+        context: size of the cache in tokens.
+        precise: whether the cache is float32; if false, llama.cpp's defaults.
+
+    Raises:
+        UnsupportedError: if llama.cpp cannot run the file.
+    """
+    jobs = [{"prompt": prompt if isinstance(prompt, str) else list(prompt), "steps": steps} for prompt in prompts]
+    results = _run(file, context=context, precise=precise, completions=jobs)["completions"]
+    return [Completion(**found) for found in results]
+
+
+def tokenize(file: Path, texts: Sequence[str]) -> list[list[int]]:
+    """The tokens of texts.
+
+    Raises:
+        UnsupportedError: if llama.cpp cannot read the file.
+    """
+    found: list[list[int]] = _run(file, texts=list(texts))["tokens"]
+    return found
+
+
+def _run(file: Path, **task: Any) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        results, log = Path(folder, "results.json"), Path(folder, "log.txt")
+        nothing: dict[str, Any] = {"predictions": [], "completions": [], "texts": [], "context": 256, "precise": True}
+        place = {"file": str(file), "results": str(results), "threads": torch.get_num_threads()}
+        # Without the variable, llama.cpp starts a debugger when it aborts.
+        environment = {**os.environ, "GGML_NO_BACKTRACE": "1"}
+        with log.open("wb") as output:
+            subprocess.run(
+                [sys.executable, str(_SCRIPT)], input=json.dumps({**nothing, **place, **task}).encode(), stdout=output, stderr=output,
+                env=environment, check=False,
+            )  # fmt: skip
+        if not results.exists():
+            lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            raise UnsupportedError("llama.cpp cannot run the file. Its last messages:\n" + "\n".join(lines[-8:]))
+        found: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))
+        return found

@@ -1,0 +1,154 @@
+"""Tokenizers as llama.cpp's metadata, and the proof that llama.cpp gives the same tokens."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from gguf import TokenType
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.export.gguf.file import write_file
+from hf_posenc.export.gguf.form import GgufForm
+from hf_posenc.export.gguf.run import tokenize
+
+#: llama.cpp's rules for splitting a text before byte-level BPE, in the order in which they are tried.
+_SPLITS = (
+    "gpt-2", "smollm", "llama-bpe", "qwen2", "gpt-4o", "tekken", "deepseek-llm", "deepseek-coder", "deepseek-v3",
+    "falcon", "starcoder", "command-r", "olmo", "stablelm2", "mpt", "bloom", "chatglm-bpe", "viking", "refact",
+)  # fmt: skip
+#: Strings on which rules for splitting differ: digits, contractions, spaces, scripts, symbols.
+_AWKWARD = (
+    "The dog chased another dog.", " leading", "trailing ", "two  spaces   three\tand a tab", "line\nbreak\n\n\nlast\r\n",
+    "I'm we'LL they've don't IT'S", "12 345 6789 1234567890 3.14 1,000", "x1y22z333 v2.0", "MixedCase HTTPServer iPhone",
+    "naïve café São Tomé", "Ελληνικά и русский", "日本語の文章です。", "한국어 문장", "हिन्दी में लिखा", "نص عربي",
+    "🙂👍🏽 emoji👨‍👩‍👧‍👦", "!!??...---___", "def f(x):\n    return x**2  # ok\n", "a@b.c https://example.org/?q=1&r=%20",
+    "\u00a0non-breaking\u2003em", "e\u0301 combining", "\x00\x01\x7f", "½ ² Ⅷ ①", "", " ", "\n", "don’t “quote” — dash",
+)  # fmt: skip
+_SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask"}
+
+
+def vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
+    """Returns a tokenizer as metadata, without the prefix "tokenizer.".
+
+    llama.cpp has a fixed list of rules for splitting a text into words. The first rule that gives the same tokens on a
+    set of awkward strings is taken.
+
+    Args:
+        tokenizer: a fast tokenizer of transformers.
+        size: number of rows of the model's embeddings.
+
+    Raises:
+        UnsupportedError: if there is no tokenizer, or llama.cpp has none that gives the same tokens.
+    """
+    if tokenizer is None:
+        raise UnsupportedError(
+            "A GGUF file contains the tokenizer, and none was given. Pass it: "
+            "export_model(model, folder, to='gguf', tokenizer=tokenizer)."
+        )
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise UnsupportedError(
+            f"{type(tokenizer).__name__} has no tokenizer.json, which the vocabulary is read from. Load it with "
+            "AutoTokenizer.from_pretrained (a fast tokenizer)."
+        )
+    entries = _entries(tokenizer, size)
+    texts = _texts(tokenizer)
+    expected = [tokenizer(text)["input_ids"] for text in texts]
+    differences = []
+    for split, metadata in _kinds(tokenizer, json.loads(backend.to_str())):
+        found = _tokens({**entries, **metadata}, texts, size)
+        wrong = [place for place, ids in enumerate(expected) if found[place] != ids]
+        if not wrong:
+            return {**entries, **metadata}
+        place = min(wrong, key=lambda index: len(texts[index]))
+        differences.append(
+            f"- {split}: {len(wrong)} of {len(texts)} strings differ; {texts[place]!r} is {expected[place][:12]} in the "
+            f"tokenizer and {found[place][:12]} in llama.cpp"
+        )
+    raise UnsupportedError(
+        f"llama.cpp has no tokenizer that gives the same tokens as this {type(tokenizer).__name__}:\n"
+        + "\n".join(differences)
+        + "\nThe weights could be written, but text would be read differently. Export to 'onnx', which is run with the "
+        "transformers tokenizer."
+    )
+
+
+def _entries(tokenizer: Any, size: int) -> dict[str, Any]:
+    """Tokens, their types, special tokens and the chat template: the same for all kinds of tokenizers."""
+    ids = tokenizer.get_vocab()
+    if max(ids.values()) >= size:
+        raise UnsupportedError(
+            f"The tokenizer has the token id {max(ids.values())}, but the model has {size} embeddings. Call "
+            f"model.resize_token_embeddings({max(ids.values()) + 1}), or pass the tokenizer of this model."
+        )
+    tokens = [f"[PAD{place}]" for place in range(size)]
+    types = [int(TokenType.UNUSED)] * size
+    for token, place in ids.items():
+        tokens[place], types[place] = token, int(TokenType.NORMAL)
+    for place, added in tokenizer.added_tokens_decoder.items():
+        tokens[place] = added.content
+        types[place] = int(TokenType.CONTROL if added.special else TokenType.USER_DEFINED)
+    entries: dict[str, Any] = {"ggml.tokens": tokens, "ggml.token_type": types}
+    for name, key in _SPECIAL.items():
+        found = getattr(tokenizer, f"{name}_token_id", None)
+        if found is not None:
+            entries[f"ggml.{key}_token_id"] = int(found)
+    sample = tokenizer("a")["input_ids"]
+    entries["ggml.add_bos_token"] = sample[:1] == [tokenizer.bos_token_id]
+    entries["ggml.add_eos_token"] = sample[-1:] == [tokenizer.eos_token_id]
+    if isinstance(getattr(tokenizer, "chat_template", None), str):
+        entries["chat_template"] = tokenizer.chat_template
+    return entries
+
+
+def _kinds(tokenizer: Any, description: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The tokenizers of llama.cpp that may be right, with a name for messages.
+
+    Raises:
+        UnsupportedError: for a kind that is not written.
+    """
+    model = description["model"]
+    kind, parts = model.get("type"), json.dumps([description.get("pre_tokenizer"), description.get("decoder")])
+    if kind == "BPE" and "ByteLevel" in parts:
+        merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+        for split in _SPLITS:
+            yield f"gpt2 with {split}", {"ggml.model": "gpt2", "ggml.pre": split, "ggml.merges": merges}
+        return
+    raise UnsupportedError(
+        f"The tokenizer {type(tokenizer).__name__} is {kind!r}, which is not written; byte-level BPE is (as in GPT-2, "
+        "Llama 3, Qwen2 and SmolLM2). Export to 'onnx', which is run with the transformers tokenizer."
+    )
+
+
+def _texts(tokenizer: Any) -> list[str]:
+    """The awkward strings, also between special tokens. llama.cpp does not compose characters (NFC), so strings are
+    compared as a tokenizer that does so reads them.
+    """
+    normalizer = tokenizer.backend_tokenizer.normalizer
+    composes = normalizer is not None and type(normalizer).__name__ == "NFC"
+    texts = [normalizer.normalize_str(text) if composes else text for text in _AWKWARD]
+    special = list(dict.fromkeys(token for token in tokenizer.all_special_tokens if token))
+    return [*texts, *(f"One{token}two {token} three" for token in special[:8])]
+
+
+def _tokens(entries: dict[str, Any], texts: list[str], size: int) -> list[list[int]]:
+    """The tokens that llama.cpp gives, by a file with one small layer."""
+    width, matrix, vector = 32, torch.zeros(32, 32), torch.ones(32)
+    tensors = {"token_embd.weight": torch.zeros(size, width), "output_norm.weight": vector}
+    for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"):
+        tensors[f"blk.0.{name}.weight"] = matrix
+    for name in ("attn_norm", "ffn_norm"):
+        tensors[f"blk.0.{name}.weight"] = vector
+    sizes: dict[str, int | float | str | bool] = {
+        "block_count": 1, "context_length": 256, "embedding_length": width, "feed_forward_length": width,
+        "attention.head_count": 1, "attention.layer_norm_rms_epsilon": 1e-5, "vocab_size": size,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "vocabulary.gguf")
+        write_file(file, GgufForm("llama", sizes, tensors, ""), entries, "f16", "vocabulary")
+        return tokenize(file, texts)

@@ -1,0 +1,135 @@
+"""The target "gguf": one file for llama.cpp."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hf_posenc.errors import UnknownNameError, UnsupportedError
+from hf_posenc.export.gguf.carriers import CARRIERS
+from hf_posenc.export.gguf.file import PRECISIONS, write_file
+from hf_posenc.export.gguf.form import GgufForm
+from hf_posenc.export.gguf.parts import parts_of
+from hf_posenc.export.gguf.run import runtime
+from hf_posenc.export.gguf.verify import Difference, compare
+from hf_posenc.export.gguf.vocabulary import vocabulary
+from hf_posenc.export.records import Check, Written
+from hf_posenc.export.request import Request
+from hf_posenc.export.samples import float32_reference
+
+#: Name of the file.
+FILE = "model.gguf"
+#: Largest accepted differences of logits and of probabilities. In float32, the programs differ in the order of sums and
+#: in llama.cpp's angles, which it computes by repeated multiplication.
+_EXACT = Difference(1e-3, 1e-3)
+#: The same for rounded weights. A position encoding that is lost or wrong changes more (see tests/export/test_gguf.py),
+#: and is found before, because the carrier is first compared in float32.
+_ROUNDED = {"f16": Difference(1e-2, 1e-2), "q8_0": Difference(0.15, 0.15)}
+
+
+def write(request: Request, *, dtype: str = "f32") -> Written:
+    """Writes `model.gguf`, which llama.cpp runs without this package.
+
+    The carriers are tried in order. Each file is run in llama.cpp with float32 weights and a float32 cache, and must
+    give the model's logits and probabilities, for prompts of several lengths and while decoding. With another `dtype`,
+    the rounded file is written and run after that.
+
+    Args:
+        request: the model, its tokenizer and where to write them.
+        dtype: precision of the matrices: "f32", "f16" or "q8_0" (8 bits in blocks of 32; matrices whose rows do not
+            divide into blocks are stored as f16).
+
+    Raises:
+        UnsupportedError: if no carrier can express the scheme, with the reason of each; or if llama.cpp has no
+            tokenizer that gives the same tokens.
+        UnknownNameError: for an unknown precision.
+    """
+    if dtype not in PRECISIONS:
+        raise UnknownNameError("dtype", dtype, list(PRECISIONS), owner="the export to 'gguf'")
+    parts = parts_of(request.model)
+    forms, reasons = [], []
+    for carrier in CARRIERS:
+        try:
+            forms.append((carrier.name, carrier.form(parts)))
+        except UnsupportedError as error:
+            reasons.append(f"{carrier.name}: {error}")
+    if not forms:
+        raise UnsupportedError(_refusal(request, reasons))
+    words = vocabulary(request.tokenizer, int(request.model.config.get_text_config().vocab_size))
+    reference, file = float32_reference(request.model), request.draft / FILE
+    inexact: list[tuple[Difference, GgufForm]] = []
+    for name, form in forms:
+        write_file(file, form, words, "f32", type(request.model).__name__)
+        try:
+            found = compare(reference, file)
+        except UnsupportedError as error:
+            reasons.append(f"{name}: {error}")
+            continue
+        worst = found["prefill"].worst(found["decode"])
+        if worst.logits <= _EXACT.logits and worst.probabilities <= _EXACT.probabilities:
+            return _written(request, form, words, dtype, _checks(found, "f32", _EXACT))
+        inexact.append((worst, form))
+        reasons.append(
+            f"{name}: llama.cpp gives other numbers. The logits differ by {worst.logits:.2g} of the largest (allowed: "
+            f"{_EXACT.logits:g}), the probabilities by {worst.probabilities:.2g} (allowed: {_EXACT.probabilities:g})"
+        )
+    if request.approximate and inexact:
+        _, form = min(inexact, key=lambda pair: (pair[0].logits != pair[0].logits, pair[0].logits))
+        return _written(request, form, words, dtype, ())
+    file.unlink(missing_ok=True)
+    raise UnsupportedError(_refusal(request, reasons))
+
+
+def _written(
+    request: Request, form: GgufForm, words: dict[str, object], dtype: str, checks: tuple[Check, ...]
+) -> Written:
+    """Writes the file in its precision and runs it. An exact carrier has been checked in float32."""
+    file = request.draft / FILE
+    if dtype != "f32" or not checks:
+        write_file(file, form, words, dtype, type(request.model).__name__)
+        allowed = _ROUNDED.get(dtype, _EXACT) if checks else None
+        found = compare(float32_reference(request.model), file)
+        checks += _checks(found, dtype, allowed)
+        _refuse_excess(checks, dtype, file)
+    return Written(form.carrier, checks, _usage())
+
+
+def _checks(found: dict[str, Difference], dtype: str, allowed: Difference | None) -> tuple[Check, ...]:
+    program = f"{runtime()}, {dtype}"
+    rows = []
+    for mode, difference in found.items():
+        for quantity in ("logits", "probabilities"):
+            limit = None if allowed is None else getattr(allowed, quantity)
+            rows.append(Check(program, mode, quantity, getattr(difference, quantity), limit))
+    return tuple(rows)
+
+
+def _refuse_excess(checks: tuple[Check, ...], dtype: str, file: Path) -> None:
+    for check in checks:
+        if check.allowed is not None and not check.difference <= check.allowed:
+            file.unlink()
+            raise UnsupportedError(
+                f"In llama.cpp the {check.quantity} of the float32 file are those of the model, but with weights in "
+                f"{dtype} they differ by {check.difference:.2g} (allowed: {check.allowed:g}). Choose a more precise "
+                "dtype, or quantise the float32 file with a tool that measures the loss (llama-quantize with an imatrix)."
+            )
+
+
+def _usage() -> str:
+    return (
+        f"```bash\nllama-cli -m {{folder}}/{FILE} -p 'The dog chased'\nllama-server -m {{folder}}/{FILE}\n```\n\n"
+        f"or, in Python, with `pip install xllamacpp`:\n\n```python\nimport xllamacpp\n\n"
+        f'options = xllamacpp.CommonParams()\noptions.model.path = "{{folder}}/{FILE}"\n'
+        "server = xllamacpp.Server(options)\n"
+        'answer = server.handle_completions({"prompt": "The dog chased", "n_predict": 20, "temperature": 0.0})\n'
+        'print(answer["choices"][0]["text"])\n```'
+    )
+
+
+def _refusal(request: Request, reasons: list[str]) -> str:
+    listed = "".join(f"\n- {reason}" for reason in reasons)
+    approximate = " accept the difference with approximate=True;" if any("other numbers" in one for one in reasons) else ""
+    return (
+        f"llama.cpp cannot run the scheme {request.label()} of this {type(request.model).__name__}:{listed}\nWhat can be "
+        f"done:{approximate} export to another target, such as 'onnx'; or save it with model.save_pretrained, and "
+        "import hf_posenc where it is loaded."
+    )
