@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from hf_posenc.patching.find.discovery import find_stacks
 from hf_posenc.patching.find.sites import FoundAttention, Stack
 from hf_posenc.patching.place.stack_encoding import StackEncoding
 from hf_posenc.schemes.parts import AdditiveEncoding, LogitBias, LogitScale, QueryKeyMap
+from hf_posenc.schemes.position_maps.affine import AffineMap
+from hf_posenc.schemes.position_maps.mapped import MappedQueryKeyMap
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.rotary.rope import RotaryMap
 
@@ -106,16 +109,20 @@ def refuse_beyond_rotation(layers: list[PlacedLayer], carrier: str) -> None:
                 raise UnsupportedError(f"{carrier} has no logit {kind} like {type(part).__name__}.")
 
 
-def spectrum_of(layer: PlacedLayer) -> Spectrum | None:
-    """The rotation in a layer, or `None` if queries and keys are not changed.
+def spectrum_of(part: QueryKeyMap | None) -> Spectrum | None:
+    """The rotation that a map of queries and keys is, or `None` without a map.
 
     Raises:
-        UnsupportedError: if queries and keys are changed in another way: by frequencies that depend on the length or on
-            the head, or by anything but one rotation.
+        UnsupportedError: if it is another map: with frequencies that depend on the length or on the head, or anything
+            but one rotation.
     """
-    part = layer.query_key_map
     if part is None:
         return None
+    if isinstance(part, MappedQueryKeyMap) and isinstance(part.position_map, AffineMap):
+        # An offset is not visible, because a rotation depends on distances only.
+        inner = spectrum_of(part.inner)
+        assert inner is not None
+        return dataclasses.replace(inner, frequencies=inner.frequencies * part.position_map.factor)
     name = type(part).__name__
     if not isinstance(part, RotaryMap) or any(
         getattr(type(part), method) is not getattr(RotaryMap, method) for method in _ROTATION

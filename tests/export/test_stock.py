@@ -113,6 +113,8 @@ EXPRESSIBLE: dict[str, tuple[Callable[[], PreTrainedModel], Any]] = {
     "llama-half_reversed": (llama, RopeConfig(layout="half_reversed")),
     "llama-spectrum": (llama, RopeConfig(inverse_frequencies=(1.0, 0.5, 0.2, 0.0))),
     "llama-attention_scaling": (llama, RopeConfig(attention_scaling=1.3)),
+    "llama-position_scale": (llama, {"scheme": "position_scale", "factor": 0.3}),
+    "llama-position_shift": (llama, {"scheme": "position_shift", "inner": "rope", "offset": 7}),
     "llama-no_rope_layers": (llama, InterleavedConfig(every=2)),
     "llama-no_rope_layers_yarn": (llama, InterleavedConfig(inner=YARN, every=2)),
     "gemma3-no_rope_layers": (gemma3, LocalGlobalConfig()),

@@ -38,7 +38,7 @@ def roformer(model: PreTrainedModel) -> StockForm:
     state = _without_table(stock_state(model))
     if any("pooler" in key for key in state):
         raise UnsupportedError(_POOLER.format("RoFormer"))
-    spectra = [spectrum_of(layer) for layer in layers]
+    spectra = [spectrum_of(layer.query_key_map) for layer in layers]
     first = spectra[0]
     if first is None or any(one is None or not one.same_as(first) for one in spectra):
         raise UnsupportedError("RoFormer has the same rotation in all layers.")

@@ -48,7 +48,7 @@ def gpt_neox(model: PreTrainedModel) -> StockForm:
         raise UnsupportedError("GPT-NeoX has no table of positions.")
     layers = placed_layers(model)
     refuse_beyond_rotation(layers, "GPT-NeoX")
-    spectra = [spectrum_of(layer) for layer in layers]
+    spectra = [spectrum_of(layer.query_key_map) for layer in layers]
     first = spectra[0]
     if first is None or any(one is None or not one.same_as(first) for one in spectra):
         raise UnsupportedError("GPT-NeoX has the same rotation in all layers.")

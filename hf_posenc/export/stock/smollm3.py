@@ -38,7 +38,7 @@ def smollm3(model: PreTrainedModel) -> StockForm:
         raise UnsupportedError("SmolLM3 has no table of positions.")
     write_current_length(config, model)
     state = stock_state(model)
-    spectra = [spectrum_of(layer) for layer in layers]
+    spectra = [spectrum_of(layer.query_key_map) for layer in layers]
     rotating = [(layer, spectrum) for layer, spectrum in zip(layers, spectra, strict=True) if spectrum is not None]
     for layer, spectrum in rotating:
         if not spectrum.same_as(rotating[0][1]):

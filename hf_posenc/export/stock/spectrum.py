@@ -38,7 +38,7 @@ def own_spectrum(model: PreTrainedModel) -> StockForm:
     config, state = stock_config(model), stock_state(model)
     by_layer_type: dict[str | None, dict[str, Any]] = {}
     for layer in layers:
-        spectrum = spectrum_of(layer)
+        spectrum = spectrum_of(layer.query_key_map)
         layer_type, context = layer.attention.layer_type, build_context(layer.stack, layer.attention)
         if not layer.attention.rotary_functions or context.rotary_dim is None or context.max_positions is None:
             raise UnsupportedError(f"{layer.name} of a stock {name} has no rotation whose frequencies could be set.")
