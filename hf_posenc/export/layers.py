@@ -100,13 +100,13 @@ def refuse_beyond_rotation(layers: list[PlacedLayer], carrier: str) -> None:
     """Refuses a scheme that does more in a layer than change queries and keys.
 
     Raises:
-        UnsupportedError: naming the part.
+        UnsupportedError: with the kind of part.
     """
     for layer in layers:
         for part in (layer.logit_bias, layer.logit_scale):
             if part is not None:
                 kind = "bias" if isinstance(part, LogitBias) else "scale"
-                raise UnsupportedError(f"{carrier} has no logit {kind} like {type(part).__name__}.")
+                raise UnsupportedError(f"{carrier} has no such logit {kind}.")
 
 
 def spectrum_of(part: QueryKeyMap | None) -> Spectrum | None:

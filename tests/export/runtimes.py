@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import hf_posenc
 from hf_posenc import PositionEncodingError
+from hf_posenc.export.layers import placed_additives, placed_layers, spectrum_of
 from tests.models import tiny
 from tests.schemes.table import TABLE
 
 #: Bytes, and some room for special tokens.
 VOCABULARY = 288
+#: Why there is no export of a scheme that `patch_model` refuses.
+UNPATCHED = "patch_model"
 
 
 @dataclass(frozen=True)
@@ -28,17 +31,17 @@ class Runtime:
 
     Args:
         name: heading.
-        target: value of `to=`.
-        options: options of the target.
+        target: value of `to=`, or "engine" for a serving engine with a plug-in, which is asked but not run.
         mode: which of the measured differences it shows.
-        of_checks: part of the name of the checked runtime, where an export is checked in two forms.
+        options: options of the target.
+        of: start of the name of the checked runtime, where an export is checked in several forms.
     """
 
     name: str
     target: str
-    mode: str
-    options: Mapping[str, Any] = field(default_factory=dict)
-    of_checks: str = ""
+    mode: str = ""
+    options: tuple[tuple[str, Any], ...] = ()
+    of: str = ""
 
 
 def llama() -> PreTrainedModel:
@@ -50,12 +53,16 @@ def bert() -> PreTrainedModel:
 
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {"Llama": llama, "BERT": bert}
+_Q8 = (("dtype", "q8_0"),)
+_TRANSFORMERS = (Runtime("transformers", "stock", "prefill"), Runtime("transformers, decoding", "stock", "decode"))
+_LLAMA_CPP = (
+    Runtime("llama.cpp", "gguf", "prefill", _Q8, "f32"),
+    Runtime("llama.cpp, decoding", "gguf", "decode", _Q8, "f32"),
+    Runtime("llama.cpp, Q8_0", "gguf", "decode", _Q8, "q8_0"),
+)
 RUNTIMES: dict[str, tuple[Runtime, ...]] = {
-    "Llama": (
-        Runtime("transformers", "stock", "prefill"),
-        Runtime("transformers, decode", "stock", "decode"),
-    ),
-    "BERT": (Runtime("transformers", "stock", "prefill"),),
+    "Llama": (*_TRANSFORMERS, *_LLAMA_CPP),
+    "BERT": (_TRANSFORMERS[0],),
 }
 
 
@@ -84,17 +91,47 @@ def patched(model: str, scheme: str) -> PreTrainedModel:
     return stock.eval()
 
 
-def outcome(model: str, scheme: str, target: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"carrier": ..., "checks": [...]}` of an export, or `{"refused": reason}`. Any other error is raised."""
+def outcome(model: str, scheme: str, runtime: Runtime) -> dict[str, Any]:
+    """`{"carrier": ..., "checks": [...]}` of an export, or `{"refused": [reason, ...]}`. Other errors are raised."""
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             given = patched(model, scheme)
         except PositionEncodingError as refusal:
-            return {"refused": f"The model cannot be patched: {refusal}"}
+            return {"refused": [str(refusal)], "because": UNPATCHED}
+        place, options = Path(folder, "export"), dict(runtime.options)
         try:
-            report = hf_posenc.export_model(given, Path(folder, "export"), to=target, tokenizer=tokenizer(), **options)
+            report = hf_posenc.export_model(given, place, to=runtime.target, tokenizer=tokenizer(), **options)
         except hf_posenc.UnsupportedError as refusal:
-            return {"refused": str(refusal)}
+            return {"refused": getattr(refusal, "reasons", [str(refusal)]), "because": mechanism(given)}
         found = report.to_dict()
         return {"carrier": found["carrier"], "checks": found["checks"]}
+
+
+def mechanism(model: PreTrainedModel) -> str:
+    """What a scheme does that is not one rotation by fixed frequencies, in the words of the page."""
+    layers = placed_layers(model)
+    kinds = {
+        "vectors": any(additive is not None for _, additive in placed_additives(model)),
+        "map": not all(_is_spectrum(layer.query_key_map) for layer in layers),
+        "bias": any(layer.logit_bias is not None for layer in layers),
+        "scale": any(layer.logit_scale is not None for layer in layers),
+    }
+    return " + ".join(kind for kind, found in kinds.items() if found) or "rotation"
+
+
+def _is_spectrum(part: Any) -> bool:
+    try:
+        spectrum_of(part)
+    except hf_posenc.UnsupportedError:
+        return False
+    return True
+
+
+def shown(found: dict[str, Any], runtime: Runtime) -> float | None:
+    """The difference that a column shows of an outcome; `None` for a refusal."""
+    if "refused" in found:
+        return None
+    checks = [one for one in found["checks"] if one["mode"] == runtime.mode and runtime.of in one["runtime"]]
+    # llama.cpp returns probabilities; other programs return the outputs themselves.
+    return max(one["difference"] for one in checks if one["quantity"] != "logits" or len(checks) == 1)

@@ -70,7 +70,7 @@ def _write_scheme(config: Any, state: dict[str, Tensor], model: PreTrainedModel,
                 _write_relative_biases(state, stack, encoding)
         elif type(part) not in own:
             # A comparison of outputs is not enough: some schemes only act beyond a certain distance.
-            raise UnsupportedError(f"A stock {type(model).__name__} has no mechanism like the scheme {part.name!r}.")
+            raise UnsupportedError(f"A {type(model).__name__} has no such mechanism.")
 
 
 def _native(model: PreTrainedModel) -> SchemeConfig:
@@ -104,7 +104,7 @@ def _write_table(
     part = next((part for part in encoding.modules() if isinstance(part, LearnedEncoding)), None)
     if part is None or len(stack.tables) != 1:
         raise UnsupportedError(
-            f"A stock {type(stack.module).__name__} has {len(stack.tables)} position tables; the scheme 'learned' can "
+            f"A {type(stack.module).__name__} has {len(stack.tables)} position tables; the scheme 'learned' can "
             "be written as a stock checkpoint only if there is exactly one."
         )
     if scheme.extension != "error":
@@ -134,7 +134,7 @@ def _write_relative_biases(state: dict[str, Tensor], stack: Stack, encoding: tor
     names = [name for name in state if name.startswith(prefix) and name.endswith("relative_attention_bias.weight")]
     if len(names) != len(biases):
         raise UnsupportedError(
-            f"A stock {type(stack.module).__name__} has {len(names)} tables of relative biases, but the scheme has "
+            f"A {type(stack.module).__name__} has {len(names)} tables of relative biases, but the scheme has "
             f"{len(biases)}, so the scheme 't5' cannot be written as a stock checkpoint of it."
         )
     for name, bias in zip(names, biases, strict=True):

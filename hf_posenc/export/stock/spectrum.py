@@ -32,16 +32,16 @@ def own_spectrum(model: PreTrainedModel) -> StockForm:
         UnsupportedError: if the scheme is not one rotation for all layers (of a type), or the class has none.
     """
     layers, name = placed_layers(model), type(model).__name__
-    refuse_beyond_rotation(layers, f"A stock {name}")
+    refuse_beyond_rotation(layers, f"A {name}")
     if any(stack.tables or additive is not None for stack, additive in placed_additives(model)):
-        raise UnsupportedError(f"A stock {name} cannot exchange its table of positions for a rotation.")
+        raise UnsupportedError(f"A {name} cannot exchange its table of positions for a rotation.")
     config, state = stock_config(model), stock_state(model)
     by_layer_type: dict[str | None, dict[str, Any]] = {}
     for layer in layers:
         spectrum = spectrum_of(layer.query_key_map)
         layer_type, context = layer.attention.layer_type, build_context(layer.stack, layer.attention)
         if not layer.attention.rotary_functions or context.rotary_dim is None or context.max_positions is None:
-            raise UnsupportedError(f"{layer.name} of a stock {name} has no rotation whose frequencies could be set.")
+            raise UnsupportedError(f"{layer.name} of a {name} has no rotation whose frequencies could be set.")
         parameters = rotation_parameters(
             spectrum, context.rotary_dim, context.head_dim, base_of(model, layer_type), context.max_positions
         )

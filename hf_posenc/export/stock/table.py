@@ -21,14 +21,12 @@ def own_table(model: PreTrainedModel) -> StockForm:
     """
     name, config, state = type(model).__name__, stock_config(model), stock_state(model)
     layers = placed_layers(model)
-    refuse_beyond_rotation(layers, f"A stock {name} with a table of positions")
+    refuse_beyond_rotation(layers, f"A {name} with a table of positions")
     if any(layer.query_key_map is not None for layer in layers):
-        raise UnsupportedError(f"A stock {name} with a table of positions does not rotate queries and keys.")
+        raise UnsupportedError(f"A {name} with a table of positions does not rotate queries and keys.")
     for stack, additive in placed_additives(model):
         if len(stack.tables) != 1:
-            raise UnsupportedError(
-                f"A stock {type(stack.module).__name__} has {len(stack.tables)} tables of positions."
-            )
+            raise UnsupportedError(f"A {type(stack.module).__name__} has {len(stack.tables)} tables of positions.")
         table = stack.tables[0]
         native = table_weight(table.module)
         key = ".".join(filter(None, (stack.path, table.path, "weight")))

@@ -56,9 +56,7 @@ def comparisons(
     missing = [str(key) for key in info["missing_keys"] if not (_has_no_pooler(model) and ".pooler." in f".{key}")]
     stray = sorted([*missing, *map(str, info["unexpected_keys"])])
     if stray:
-        raise UnsupportedError(
-            f"A stock {model_class.__name__} does not have the same weights: {', '.join(stray[:5])}."
-        )
+        raise UnsupportedError(f"A {model_class.__name__} does not have the same weights: {', '.join(stray[:5])}.")
     stock = stock.to(model.device).eval()
     reference = float32_reference(model)
     found = [Comparison("prefill", *span, _difference(reference, stock, *span)) for span in spans(model)]

@@ -12,11 +12,11 @@ import transformers
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.records import Check, Written
+from hf_posenc.export.refusal import ExportError
 from hf_posenc.export.request import Request
 from hf_posenc.export.stock.carriers import CARRIERS
 from hf_posenc.export.stock.form import StockForm
 from hf_posenc.export.stock.verify import TOLERANCE, Comparison, comparisons
-from hf_posenc.export.targets import TARGETS
 
 
 def write(request: Request, *, max_shard_size: int | str | None = None, variant: str | None = None) -> Written:
@@ -53,7 +53,7 @@ def write(request: Request, *, max_shard_size: int | str | None = None, variant:
         form, found = min(inexact, key=lambda pair: max(one.difference for one in pair[1]))
         _save(request, form, save_kwargs)
         return _written(form, found, None)
-    raise UnsupportedError(_refusal(request, reasons, bool(inexact)))
+    raise ExportError(request, "stock", "Plain transformers", reasons, bool(inexact))
 
 
 def _save(request: Request, form: StockForm, save_kwargs: dict[str, Any]) -> None:
@@ -81,17 +81,3 @@ def _written(form: StockForm, found: list[Comparison], allowed: float | None) ->
     name = form.model_class.__name__
     usage = f'```python\nfrom transformers import {name}\n\nmodel = {name}.from_pretrained("{{folder}}")\n```'
     return Written(form.carrier, tuple(checks), usage)
-
-
-def _refusal(request: Request, reasons: list[str], approximations: bool) -> str:
-    ways = ["save it with model.save_pretrained, and import hf_posenc where it is loaded"]
-    if approximations:
-        ways.append("accept the difference with approximate=True")
-    ways.append(f"export it to another target ({', '.join(one.name for one in TARGETS if one.name != 'stock')})")
-    return (
-        f"No stock model of transformers expresses the scheme {request.label()} of this "
-        f"{type(request.model).__name__}."
-        + "".join(f"\n- {reason}" for reason in reasons)
-        + "\nWhat can be done:"
-        + "".join(f"\n- {way}" for way in ways)
-    )

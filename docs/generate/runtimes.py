@@ -1,0 +1,120 @@
+"""Writes docs/reference/runtimes.md by exporting every scheme to every target, and running each export.
+
+python docs/generate/runtimes.py                 # everything
+python docs/generate/runtimes.py --only gguf     # one target; the results of the others are kept
+python docs/generate/runtimes.py --no-run        # the page again from the record
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+PAGE = ROOT / "docs" / "reference" / "runtimes.md"
+DATA = ROOT / "docs" / "results" / "runtimes.json"
+PACKAGES = ("torch", "transformers", "onnxruntime", "onnxscript", "xllamacpp", "gguf")
+
+
+def main() -> None:
+    """Runs the exports and writes the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="TARGET", help="export to this target only")
+    parser.add_argument("--no-run", action="store_true", help="write the page from docs/results/runtimes.json")
+    arguments = parser.parse_args()
+    record = json.loads(DATA.read_text()) if DATA.is_file() else {"cells": {}}
+    if not arguments.no_run:
+        _run(record, arguments.only)
+        DATA.write_text(json.dumps(record, indent=1) + "\n")
+    PAGE.write_text(page(record))
+
+
+def _run(record: dict[str, Any], only: str) -> None:
+    """Fills the record in place: the outcome of each export by model, target and scheme."""
+    import torch
+    import transformers
+
+    from tests.export.runtimes import RUNTIMES, outcome
+    from tests.schemes.table import TABLE
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    for model, runtimes in RUNTIMES.items():
+        for target, runtime in {runtime.target: runtime for runtime in runtimes}.items():
+            if only not in ("", target):
+                continue
+            started, cells = time.monotonic(), {}
+            for scheme in TABLE:
+                cells[scheme] = outcome(model, scheme, runtime)
+            record["cells"].setdefault(model, {})[target] = cells
+            print(f"{model}, {target}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+    record["versions"] = {name: _version(name) for name in PACKAGES}
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name).split("+")[0]
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def page(record: dict[str, Any]) -> str:
+    """Returns the page for a record."""
+    from tests.export.runtimes import RUNTIMES
+
+    sections = [_section(model, runtimes, record["cells"][model]) for model, runtimes in RUNTIMES.items()]
+    versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
+    return HEAD.format(versions=versions) + "\n\n".join(sections) + "\n"
+
+
+def _section(model: str, runtimes: Any, cells: dict[str, Any]) -> str:
+    from hf_posenc.report.tables import markdown_table
+    from tests.export.runtimes import shown
+    from tests.schemes.table import TABLE
+
+    rows = []
+    for scheme in TABLE:
+        found = [(cells[runtime.target][scheme], runtime) for runtime in runtimes]
+        differences = [shown(*pair) for pair in found]
+        texts = [
+            f"no: {pair[0]['because']}" if difference is None else f"{difference:.0e}" if difference else "0"
+            for pair, difference in zip(found, differences, strict=True)
+        ]
+        rows.append((f"`{scheme}`", *texts))
+    table = markdown_table(("", *(runtime.name for runtime in runtimes)), rows)
+    return f"## {model}\n\n{table}"
+
+
+HEAD = """# Runtimes
+
+<!-- Written by docs/generate/runtimes.py. Edits are lost. -->
+
+Which scheme runs in which program that does not know this package. Every cell is one export with `export_model` of a
+tiny random model with the scheme, which was then run in that program:
+
+- **a number** is the largest difference from the patched model in transformers, in float32. Outputs are compared relative
+  to the largest one. llama.cpp is compared by probabilities of the next token.
+- **no: vectors**: the scheme adds vectors to the embeddings, and there is no table of positions that could hold them.
+- **no: map**: it changes queries and keys by more than one rotation with fixed frequencies.
+- **no: bias**, **no: scale**: it adds a bias to the logits or multiplies them, and the program has no such bias or factor.
+- **no: patch_model**: the scheme cannot be placed in this model at all.
+
+In all of these cases `export_model` raises an error that names what was tried. The texts are in
+[runtimes.json](../results/runtimes.json).
+
+*Decoding* means token by token with a cache. Q8_0 rounds the weights to 8 bits, which is where its difference comes from.
+
+Written by `python docs/generate/runtimes.py`. Versions: {versions}. On a CPU.
+
+"""
+
+if __name__ == "__main__":
+    main()
