@@ -19,6 +19,7 @@ from hf_posenc.schemes.position_maps.affine import AffineMap
 from hf_posenc.schemes.position_maps.mapped import MappedQueryKeyMap
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.rotary.rope import RotaryMap
+from hf_posenc.schemes.rotary.string import RotationInBasis
 
 #: Methods of a rotation. A subclass that overrides one computes more than a rotation by fixed frequencies.
 _ROTATION = ("angles", "phases", "prepared", "query_phases", "key_phases", "map_query", "map_key", "rotate")
@@ -54,26 +55,51 @@ class Spectrum:
 
     Args:
         frequencies: `(rotary_dim / 2,)` float32, in radians per position.
-        layout: which dimensions form a pair, as in `RotaryMap`.
+        layout: which dimensions form a pair, "half" or "interleaved", as in `RotaryMap`.
         scaling: factor of cosine and sine.
+        basis: `(key_value_heads or 1, rotary_dim, rotary_dim)` float32 if queries and keys are multiplied with it
+            before they are rotated.
     """
 
     frequencies: Tensor
     layout: str
     scaling: float
+    basis: Tensor | None = None
 
     @property
     def rotary_dim(self) -> int:
         """Number of rotated dimensions of a head."""
         return 2 * self.frequencies.shape[-1]
 
-    def same_as(self, other: Spectrum) -> bool:
-        """Whether both rotate alike."""
-        return (
-            torch.equal(self.frequencies, other.frequencies)
-            and self.layout == other.layout
-            and self.scaling == other.scaling
-        )
+    def turns_as(self, other: Spectrum) -> bool:
+        """Whether both rotate by the same angles. Pairs and basis may differ: `folded` moves them into weights."""
+        return torch.equal(self.frequencies, other.frequencies) and self.scaling == other.scaling
+
+    def folded(self, rows: Tensor, heads: int, head_dim: int, layout: str) -> Tensor:
+        """Moves pairs and basis into the weight or bias of a projection of queries or keys.
+
+        Args:
+            rows: `(heads * head_dim, ...)`.
+            heads: number of heads of the projection.
+            head_dim: width of a head.
+            layout: which dimensions form a pair in the result, "half" or "interleaved".
+
+        Raises:
+            UnsupportedError: if pairs in a part of a head would have to be reordered.
+        """
+        if self.basis is None and layout == self.layout:
+            return rows
+        by_head = rows.unflatten(0, (heads, head_dim)).reshape(heads, head_dim, -1).clone()
+        width = self.rotary_dim
+        if self.basis is not None:
+            basis = self.basis.to(rows.device).repeat_interleave(heads // self.basis.shape[0], dim=0)
+            by_head[:, :width] = (basis @ by_head[:, :width].float()).to(rows)
+        if layout != self.layout:
+            if width != head_dim:
+                raise UnsupportedError("The pairs of a part of a head cannot be reordered.")
+            order = torch.arange(head_dim, device=rows.device).view(-1, 2).T.reshape(-1)
+            by_head = by_head[:, order if layout == "half" else order.argsort()]
+        return by_head.reshape(rows.shape).contiguous()
 
 
 def placed_layers(model: PreTrainedModel) -> list[PlacedLayer]:
@@ -124,9 +150,11 @@ def spectrum_of(part: QueryKeyMap | None) -> Spectrum | None:
         assert inner is not None
         return dataclasses.replace(inner, frequencies=inner.frequencies * part.position_map.factor)
     name = type(part).__name__
-    if not isinstance(part, RotaryMap) or any(
-        getattr(type(part), method) is not getattr(RotaryMap, method) for method in _ROTATION
-    ):
+    if isinstance(part, RotationInBasis) and _keeps(part, RotationInBasis, ("phases", "map_query", "map_key")):
+        inner = spectrum_of(part.rotation)
+        assert inner is not None
+        return dataclasses.replace(inner, basis=part.basis().detach().float().cpu())
+    if not isinstance(part, RotaryMap) or not _keeps(part, RotaryMap, _ROTATION):
         raise UnsupportedError(f"{name} is more than a rotation by fixed frequencies.")
     if part.length_dependent:
         raise UnsupportedError(f"The frequencies of {name} depend on the length of the sequence.")
@@ -134,7 +162,14 @@ def spectrum_of(part: QueryKeyMap | None) -> Spectrum | None:
     rows = frequencies.reshape(-1, frequencies.shape[-1])
     if not torch.equal(rows, rows[:1].expand_as(rows)):
         raise UnsupportedError(f"The frequencies of {name} differ between heads.")
+    if part.layout == "half_reversed":
+        return Spectrum(-rows[0], "half", float(part.attention_scaling))
     return Spectrum(rows[0], part.layout, float(part.attention_scaling))
+
+
+def _keeps(part: QueryKeyMap, base: type, methods: tuple[str, ...]) -> bool:
+    """Whether a part overrides none of some methods of its base class."""
+    return all(getattr(type(part), method) is getattr(base, method) for method in methods)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from transformers import MPNetConfig, PreTrainedModel, RoFormerConfig
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.layers import PlacedLayer, placed_additives, placed_layers, refuse_beyond_rotation, spectrum_of
 from hf_posenc.export.stock.form import StockForm, stock_config, stock_state
-from hf_posenc.export.stock.spectrum import reorder_pairs
+from hf_posenc.export.stock.spectrum import fold
 from hf_posenc.schemes.bias.t5 import T5Bias
 
 _COPIED = (
@@ -40,17 +40,17 @@ def roformer(model: PreTrainedModel) -> StockForm:
         raise UnsupportedError(_POOLER.format("RoFormer"))
     spectra = [spectrum_of(layer.query_key_map) for layer in layers]
     first = spectra[0]
-    if first is None or any(one is None or not one.same_as(first) for one in spectra):
+    if first is None or any(one is None or not one.turns_as(first) for one in spectra):
         raise UnsupportedError("RoFormer has the same rotation in all layers.")
     if first.rotary_dim != layers[0].attention.head_dim:
         raise UnsupportedError("RoFormer rotates all dimensions of a head.")
     if first.scaling != 1.0:
         raise UnsupportedError("RoFormer does not scale cosine and sine.")
-    for layer in layers:
-        reorder_pairs(state, layer, first.layout.removesuffix("_reversed"), "interleaved")
-    sign = -1.0 if first.layout == "half_reversed" else 1.0
+    for layer, spectrum in zip(layers, spectra, strict=True):
+        assert spectrum is not None
+        fold(state, layer, spectrum, "interleaved")
     # RoFormer reads its phases from a table, so they can be computed in float64.
-    angles = torch.arange(config.max_position_embeddings, dtype=torch.float64)[:, None] * first.frequencies * sign
+    angles = torch.arange(config.max_position_embeddings, dtype=torch.float64)[:, None] * first.frequencies
     prefix = found.base_model_prefix
     renamed = {re.sub(r"^bert\.", f"{prefix}.", key): value for key, value in state.items()}
     inside = "" if found.__name__ == "RoFormerModel" else f"{prefix}."

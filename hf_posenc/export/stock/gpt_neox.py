@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, GPTNeoXModel, PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.export.layers import placed_additives, placed_layers, refuse_beyond_rotation, spectrum_of
+from hf_posenc.export.layers import Spectrum, placed_additives, placed_layers, refuse_beyond_rotation, spectrum_of
 from hf_posenc.export.stock.form import StockForm, stock_config, stock_state
-from hf_posenc.export.stock.spectrum import base_of, reordered, rotation_parameters
+from hf_posenc.export.stock.spectrum import base_of, rotation_parameters
 
 _CLASSES = {"GPT2LMHeadModel": GPTNeoXForCausalLM, "GPT2Model": GPTNeoXModel}
 #: Parts of the names of a GPT-2's weights, and what they are in a GPT-NeoX; applied in this order.
@@ -50,11 +50,9 @@ def gpt_neox(model: PreTrainedModel) -> StockForm:
     refuse_beyond_rotation(layers, "GPT-NeoX")
     spectra = [spectrum_of(layer.query_key_map) for layer in layers]
     first = spectra[0]
-    if first is None or any(one is None or not one.same_as(first) for one in spectra):
+    if first is None or any(one is None or not one.turns_as(first) for one in spectra):
         raise UnsupportedError("GPT-NeoX has the same rotation in all layers.")
     head_dim = layers[0].attention.head_dim
-    if first.layout == "interleaved" and first.rotary_dim != head_dim:
-        raise UnsupportedError("The pairs of a part of a head cannot be reordered.")
     state = {}
     for key, value in stock_state(model).items():
         if key.endswith("wpe.weight"):
@@ -63,7 +61,8 @@ def gpt_neox(model: PreTrainedModel) -> StockForm:
             key = re.sub(pattern, name, key)
         # GPT-2 stores the matrices of its layers transposed.
         value = value.T.contiguous() if value.ndim == 2 and ".layers." in f".{key}" else value
-        state[key] = _by_head(value, head_dim, first.layout) if ".query_key_value." in key else value
+        found_layer = re.search(r"layers\.(\d+)\.attention\.query_key_value\.", key)
+        state[key] = value if found_layer is None else _by_head(value, spectra[int(found_layer[1])], head_dim)
     length = model.position_encoding.lengths.current or config.max_position_embeddings
     written = GPTNeoXConfig(
         **{key: getattr(config, key) for key in _COPIED},
@@ -79,11 +78,11 @@ def gpt_neox(model: PreTrainedModel) -> StockForm:
     return StockForm(found, written, state, f"{found.__name__} with its rotation")
 
 
-def _by_head(rows: Tensor, head_dim: int, layout: str) -> Tensor:
+def _by_head(rows: Tensor, spectrum: Spectrum | None, head_dim: int) -> Tensor:
     """Reorders `(3 * heads * head_dim, ...)`, all queries first, to the queries, keys and values of each head."""
+    assert spectrum is not None
     query, key, value = rows.chunk(3)
-    if layout == "interleaved":
-        query, key = reordered(query, head_dim, "half"), reordered(key, head_dim, "half")
-    parts = [part.unflatten(0, (-1, head_dim)) for part in (query, key, value)]
-    heads = [part for head in zip(*parts, strict=True) for part in head]
-    return torch.cat(heads)
+    heads = query.shape[0] // head_dim
+    query, key = (spectrum.folded(part, heads, head_dim, "half") for part in (query, key))
+    parts = [part.unflatten(0, (heads, head_dim)) for part in (query, key, value)]
+    return torch.cat([part for head in zip(*parts, strict=True) for part in head])

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, SmolLM3Config
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.layers import placed_additives, placed_layers, refuse_beyond_rotation, spectrum_of
 from hf_posenc.export.stock.form import StockForm, stock_config, stock_state, write_current_length
-from hf_posenc.export.stock.spectrum import base_of, pair_natively, rotation_parameters
+from hf_posenc.export.stock.spectrum import base_of, fold, rotation_parameters
 
 #: Architectures with the weights of a SmolLM3, and the start of their class names.
 _PREFIXES = {"llama": "Llama", "mistral": "Mistral", "smollm3": "SmolLM3"}
@@ -41,9 +41,9 @@ def smollm3(model: PreTrainedModel) -> StockForm:
     spectra = [spectrum_of(layer.query_key_map) for layer in layers]
     rotating = [(layer, spectrum) for layer, spectrum in zip(layers, spectra, strict=True) if spectrum is not None]
     for layer, spectrum in rotating:
-        if not spectrum.same_as(rotating[0][1]):
+        if not spectrum.turns_as(rotating[0][1]):
             raise UnsupportedError("The rotating layers differ, but a SmolLM3 has one rotation for all of them.")
-        pair_natively(state, layer, spectrum)
+        fold(state, layer, spectrum, "half")
     head_dim = layers[0].attention.head_dim
     shared = rotating[0][1] if rotating else None
     length = config.max_position_embeddings

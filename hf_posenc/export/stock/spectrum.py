@@ -48,7 +48,7 @@ def own_spectrum(model: PreTrainedModel) -> StockForm:
         if by_layer_type.setdefault(layer_type, parameters) != parameters:
             raise UnsupportedError(f"The layers rotate differently, but a {name} has one rotation for all of them.")
         if spectrum is not None:
-            pair_natively(state, layer, spectrum)
+            fold(state, layer, spectrum, native_pairing(layer.stack, layer.attention) or "half")
     write_rope_parameters(config, by_layer_type)
     write_current_length(config, model)
     return StockForm(type(model), config, state, f"{name} with the frequencies as factors of rope_type 'longrope'")
@@ -74,8 +74,6 @@ def rotation_parameters(
             f"The stock model rotates {rotary_dim} dimensions of a head, but the scheme {spectrum.rotary_dim}."
         )
     wanted = torch.zeros(rotary_dim // 2) if spectrum is None else spectrum.frequencies
-    if spectrum is not None and spectrum.layout == "half_reversed":
-        wanted = -wanted
     factors = [_factor(float(one), theta, index, rotary_dim) for index, one in enumerate(wanted)]
     scaling = 1.0 if spectrum is None else spectrum.scaling
     parameters = {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": rotary_dim / head_dim}
@@ -137,43 +135,27 @@ def write_rope_parameters(config: Any, by_layer_type: dict[str | None, dict[str,
     config.rope_parameters = copy.deepcopy(distinct[0])
 
 
-def pair_natively(state: dict[str, Tensor], layer: PlacedLayer, spectrum: Spectrum) -> None:
-    """Reorders the rows of the query and key projections so that the architecture's pairs are those of the scheme.
+def fold(state: dict[str, Tensor], layer: PlacedLayer, spectrum: Spectrum, layout: str) -> None:
+    """Moves the pairs and the basis of a rotation into the projections of queries and keys.
+
+    Args:
+        state: weights of the model; those of the layer are replaced.
+        layer: the layer.
+        spectrum: its rotation.
+        layout: which dimensions form a pair in the stock model.
 
     Raises:
         UnsupportedError: if the layer has no separate projections of queries and keys.
     """
-    pairing = native_pairing(layer.stack, layer.attention) or "half"
-    reorder_pairs(state, layer, "half" if spectrum.layout == "half_reversed" else spectrum.layout, pairing)
-
-
-def reorder_pairs(state: dict[str, Tensor], layer: PlacedLayer, source: str, target: str) -> None:
-    """Reorders the rows of the query and key projections of a layer from one layout of pairs to another.
-
-    Raises:
-        UnsupportedError: if the layer has no separate projections of queries and keys.
-    """
-    if source == target:
+    if spectrum.basis is None and spectrum.layout == layout:
         return
-    module, head_dim = layer.attention.module, layer.attention.head_dim
-    for names in (("q_proj", "query", "q"), ("k_proj", "key", "k")):
+    module, attention = layer.attention.module, layer.attention
+    sides = ((attention.num_heads, ("q_proj", "query")), (attention.num_key_value_heads, ("k_proj", "key")))
+    for heads, names in sides:
         name = next((name for name in names if isinstance(getattr(module, name, None), torch.nn.Linear)), None)
         if name is None:
-            raise UnsupportedError(f"{layer.name} has no separate projection of queries and keys to reorder.")
+            raise UnsupportedError(f"{layer.name} has no separate projections of queries and keys.")
         for kind in ("weight", "bias"):
             key = f"{layer.name}.{name}.{kind}"
             if key in state:
-                state[key] = reordered(state[key], head_dim, target)
-
-
-def reordered(rows: Tensor, head_dim: int, target: str) -> Tensor:
-    """Reorders the rows of a projection from the other layout of pairs to `target`, "half" or "interleaved".
-
-    Args:
-        rows: `(heads * head_dim, ...)`.
-        head_dim: width of a head, all of which is rotated.
-        target: the layout of the result.
-    """
-    order = torch.arange(head_dim, device=rows.device).view(-1, 2).T.reshape(-1)
-    order = order if target == "half" else order.argsort()
-    return rows.unflatten(0, (-1, head_dim))[:, order].flatten(0, 1).contiguous()
+                state[key] = spectrum.folded(state[key], heads, attention.head_dim, layout)
