@@ -19,12 +19,14 @@ pytest.importorskip("fastapi")
 
 from tests.serving.chats import chat, client, expected, free_port, wait_for
 
+YARN = {
+    "scheme": "rope", "theta": 100000.0, "scaling": {"type": "yarn", "factor": 4.0, "original_max_positions": 8192}
+}  # fmt: skip
+
 
 @pytest.mark.slow
 @pytest.mark.assets
-@pytest.mark.parametrize(
-    "scheme", ["alibi", {"scheme": "rope", "scaling": {"type": "yarn", "factor": 4.0}}], ids=["alibi", "yarn"]
-)
+@pytest.mark.parametrize("scheme", ["alibi", YARN], ids=["alibi", "yarn"])
 def test_hf_posenc_serve_streams_smollm2(scheme: Any, smollm2_folder: Path, tmp_path: Path) -> None:
     coder = AutoTokenizer.from_pretrained(smollm2_folder)
     model = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32).eval()
