@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,10 @@ async def _answer(_: Request, error: PositionEncodingError) -> JSONResponse:
 
 
 def _models(original: Callable[..., list[dict[str, Any]]], cache_dir: str | None = None) -> list[dict[str, Any]]:
+    from huggingface_hub import constants
+
+    if not Path(cache_dir or constants.HF_HUB_CACHE).is_dir():
+        return []  # The stock code raises, which is answered with status 500.
     return [*original(cache_dir), *_patched_models(cache_dir)]
 
 

@@ -94,9 +94,12 @@ def test_messages_of_errors_stay_json() -> None:
     assert f"{_StreamError(text).msg}" == 'a \\"quoted\\" name,\\na new line and a \\\\'
 
 
-def test_patched_models_in_the_cache_are_listed(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_patched_models_in_the_cache_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.cli.serving.model_manager import ModelManager
 
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "absent"))
+    with server() as served:
+        assert list(served.models.list()) == []
     for name, source in (("me/stock", None), ("me/alibi", "alibi")):
         folder = tmp_path / f"models--{name.replace('/', '--')}"
         snapshot = folder / "snapshots" / ("1" * 40)
