@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_posenc.checkpoint.install import install as _install
 from hf_posenc.errors import missing_attribute
+from hf_posenc.serving.http import install as _install_in_server
 from hf_posenc.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -80,3 +81,4 @@ def __dir__() -> list[str]:
 
 
 _install()
+_install_in_server()

@@ -19,12 +19,12 @@ def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         owner: the class that has the method, itself or from a base, or the module that defines the function. A function
             is replaced in every module that has imported it by its name.
         name: name of the method; if it is already wrapped, nothing changes.
-        wrapper: called with the stock method as first argument. A wrapper of a module's function gets no
-            `self_or_class`.
+        wrapper: called with the stock method as first argument. A wrapper of a module's function or of a static method
+            gets no `self_or_class`.
     """
     raw = inspect.getattr_static(owner, name)
-    is_classmethod = isinstance(raw, classmethod)
-    original = replaced = raw.__func__ if is_classmethod else raw
+    kind = type(raw) if isinstance(raw, classmethod | staticmethod) else None
+    original = replaced = raw if kind is None else raw.__func__
     if _is_of_another_copy(original):
         original = getattr(original, _MARK)
     if hasattr(original, _MARK):
@@ -35,7 +35,7 @@ def wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
         return wrapper(original, *args, **kwargs)
 
     setattr(wrapped, _MARK, original)
-    setattr(owner, name, classmethod(wrapped) if is_classmethod else wrapped)
+    setattr(owner, name, wrapped if kind is None else kind(wrapped))
     if isinstance(owner, ModuleType):
         for module in list(sys.modules.values()):
             # getattr is not used, because lazy packages import submodules on attribute access.

@@ -1,0 +1,84 @@
+"""What `transformers serve` needs for patched models: their names in the list of models, and errors with the reason."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from hf_posenc.checkpoint.wrapping import wrap
+from hf_posenc.entry import is_on_disk_form
+from hf_posenc.errors import PositionEncodingError
+from hf_posenc.when_imported import when_imported
+
+if TYPE_CHECKING:
+    from fastapi import Request
+    from fastapi.responses import JSONResponse
+
+_PACKAGE = "transformers.cli.serving"
+
+
+def install() -> None:
+    """Wraps functions of the server, as soon as its modules are imported."""
+    when_imported(f"{_PACKAGE}.server", lambda module: wrap(module, "build_server", _build_server))
+    when_imported(f"{_PACKAGE}.model_manager", lambda module: wrap(module.ModelManager, "get_gen_models", _models))
+    when_imported(f"{_PACKAGE}.utils", _wrap_stream_error)
+
+
+def _build_server(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The server, which answers with the reason where a patched model cannot do what is asked.
+
+    Without a handler, every exception is answered with status 500 and no reason, and clients try again.
+    """
+    app = original(*args, **kwargs)
+    app.add_exception_handler(PositionEncodingError, _answer)
+    return app
+
+
+async def _answer(_: Request, error: PositionEncodingError) -> JSONResponse:
+    from fastapi.responses import JSONResponse
+
+    found = {"message": str(error), "type": "invalid_request_error", "code": type(error).__name__, "param": None}
+    return JSONResponse({"error": found}, status_code=400)
+
+
+def _models(original: Callable[..., list[dict[str, Any]]], cache_dir: str | None = None) -> list[dict[str, Any]]:
+    from huggingface_hub import constants
+
+    if not Path(cache_dir or constants.HF_HUB_CACHE).is_dir():
+        return []  # The stock code raises, which is answered with status 500.
+    return [*original(cache_dir), *_patched_models(cache_dir)]
+
+
+def _patched_models(cache_dir: str | None) -> Iterator[dict[str, Any]]:
+    """Entries for the patched models in the hub's cache, whose classes have a prefix in the config."""
+    from huggingface_hub import scan_cache_dir
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    from hf_posenc.patching.place.config_entry import ARCHITECTURE_PREFIX
+
+    generative = {f"{ARCHITECTURE_PREFIX}{name}" for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
+    for repository in scan_cache_dir(cache_dir).repos:
+        for branch, revision in repository.refs.items() if repository.repo_type == "model" else ():
+            path = next((file.file_path for file in revision.files if file.file_name == "config.json"), None)
+            config: Any = None if path is None else json.loads(path.read_text(encoding="utf-8"))
+            if is_on_disk_form(config) and generative & set(config.get("architectures") or ()):
+                name = repository.repo_id if branch == "main" else f"{repository.repo_id}@{branch}"
+                owner = repository.repo_id.rpartition("/")[0]
+                yield {"id": name, "object": "model", "owned_by": owner, "created": repository.last_modified}
+
+
+class _Message(str):
+    """A message that is escaped where the server puts it between quotes, because it builds JSON from f-strings."""
+
+    def __format__(self, form: str) -> str:
+        return json.dumps(str(self), ensure_ascii=False)[1:-1]
+
+
+def _wrap_stream_error(module: ModuleType) -> None:
+    def init(original: Callable[..., None], error: Any, message: str) -> None:
+        original(error, _Message(message))
+
+    wrap(module._StreamError, "__init__", init)
