@@ -78,10 +78,9 @@ def page(record: dict[str, Any]) -> str:
 def _section(model: str, runtimes: Any, cells: dict[str, Any]) -> str:
     from hf_posenc.report.tables import markdown_table
     from tests.export.runtimes import shown
-    from tests.schemes.table import TABLE
 
     rows = []
-    for scheme in TABLE:
+    for scheme in cells[runtimes[0].target]:
         found = [(cells[runtime.target][scheme], runtime) for runtime in runtimes]
         differences = [shown(*pair) for pair in found]
         texts = [

@@ -1,0 +1,63 @@
+"""The page that says which scheme runs where, against exports made now."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.export.runtimes import RUNTIMES, outcome, shown
+from tests.schemes.table import TABLE
+
+ROOT = Path(__file__).parents[2]
+RECORD = json.loads((ROOT / "docs" / "results" / "runtimes.json").read_text())
+#: Targets that take seconds for each scheme: the default run exports one scheme for each mechanism.
+SLOW_TARGETS = ("onnx", "executorch")
+FEW = ("none", "alibi", "t5", "rope", "forget_gate", "sinusoidal", "pope", "self_extend")
+EXPORTS = {
+    (model, runtime.target): [one for one in runtimes if one.target == runtime.target]
+    for model, runtimes in RUNTIMES.items()
+    for runtime in runtimes
+}
+CASES = [
+    pytest.param(
+        model,
+        target,
+        scheme,
+        marks=[pytest.mark.slow] if target in SLOW_TARGETS and scheme not in FEW else [],
+        id=f"{model}-{target}-{scheme}",
+    )
+    for model, target in EXPORTS
+    for scheme in TABLE
+]
+
+
+@pytest.mark.parametrize(("model", "target", "scheme"), CASES)
+def test_an_export_gives_equal_numbers_or_is_refused_as_the_page_says(model: str, target: str, scheme: str) -> None:
+    columns = EXPORTS[model, target]
+    found, recorded = outcome(model, scheme, columns[0]), RECORD["cells"][model][target].get(scheme)
+    if recorded is None:
+        return  # A new scheme: it is refused, or its numbers were compared. The page is written before a release.
+    assert ("refused" in found) == ("refused" in recorded), found
+    if "refused" in found:
+        assert found["because"] == recorded["because"]
+    else:
+        assert found["carrier"] == recorded["carrier"]
+        # `export_model` has compared the numbers. These are those of another processor or number of threads at most.
+        for column in columns:
+            difference = shown(found, column)
+            assert difference is not None
+            assert difference <= 10 * (shown(recorded, column) or 0.0) + 1e-6
+
+
+def test_the_page_is_that_of_the_record() -> None:
+    path = ROOT / "docs" / "generate" / "runtimes.py"
+    spec = importlib.util.spec_from_file_location("runtimes_page", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert (ROOT / "docs" / "reference" / "runtimes.md").read_text() == module.page(RECORD)
