@@ -88,7 +88,7 @@ def spectrum_per_layer(parts: ModelParts) -> GgufForm:
     spectra = list(dict.fromkeys(rotation.spectrum() for rotation in rotations))
     if len(spectra) > 4:
         raise UnsupportedError(
-            f"the layers have {len(spectra)} different spectra, and heads {len(spectra)} times as wide would be too slow"
+            f"the layers have {len(spectra)} different spectra, and heads {len(spectra)} times as wide are too slow"
         )
     head_dim = parts.layers[0].head_dim
     carrier = f"the architecture 'llama' with heads {len(spectra)} times as wide, a part for each spectrum"
