@@ -8,7 +8,10 @@ import sys
 import urllib.request
 from typing import Any
 
-import xllamacpp
+import xllamacpp  # type: ignore[import-untyped]
+
+#: Exit code if llama.cpp does not load the file.
+CANNOT_LOAD = 3
 
 
 def server(task: dict[str, Any]) -> Any:
@@ -20,11 +23,14 @@ def server(task: dict[str, Any]) -> Any:
     options.warmup = options.fit_params = False
     options.cpuparams.n_threads = options.cpuparams_batch.n_threads = task["threads"]
     options.n_gpu_layers = 0
-    options.verbosity = 0
+    options.verbosity = 1  # errors only
     if task["precise"]:
         options.cache_type_k = options.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         options.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    return xllamacpp.Server(options)
+    try:
+        return xllamacpp.Server(options)
+    except RuntimeError:
+        sys.exit(CANNOT_LOAD)  # llama.cpp has written the reason.
 
 
 def predict(running: Any, prompt: list[int], top: int, cached: bool, letter: int) -> dict[str, Any]:

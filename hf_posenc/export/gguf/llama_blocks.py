@@ -122,11 +122,11 @@ def _refuse_other_blocks(parts: ModelParts, name: str) -> None:
     activation = getattr(config, "hidden_act", None)
     if activation not in ("silu", "swish"):
         raise UnsupportedError(f"{name} has the activation {activation!r}; these blocks of llama.cpp have 'silu'")
-    windows = [getattr(attention.module, "sliding_window", None) for attention in parts.stack.attentions]
-    narrow = [window for window in windows if isinstance(window, int) and window < config.max_position_embeddings]
-    if narrow:
+    window = getattr(config, "sliding_window", None)
+    types = {attention.layer_type for attention in parts.stack.attentions}
+    if isinstance(window, int) and window < config.max_position_embeddings and types != {"full_attention"}:
         raise UnsupportedError(
-            f"{name} has a sliding window of {narrow[0]} tokens, which these blocks of llama.cpp do not have"
+            f"{name} has a sliding window of {window} tokens, which these blocks of llama.cpp do not have"
         )
     sizes = {(one.num_heads, one.num_key_value_heads, one.head_dim) for one in parts.stack.attentions}
     if len(sizes) > 1:

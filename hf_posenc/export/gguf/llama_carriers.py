@@ -11,7 +11,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.gguf.form import GgufForm
 from hf_posenc.export.gguf.llama_blocks import llama_form, reorder_heads, widen_heads
 from hf_posenc.export.gguf.parts import ModelParts, Rotation, refuse_other_parts, rotation_of
-from hf_posenc.schemes import AlibiConfig, LinearScaling, RopeConfig, SchemeConfig, YarnScaling
+from hf_posenc.schemes import LinearScaling, RopeConfig, SchemeConfig, YarnScaling
 from hf_posenc.schemes.bias.alibi import AlibiBias, alibi_slopes
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
 
@@ -37,6 +37,7 @@ def scaling_metadata(parts: ModelParts) -> GgufForm:
     """Linear scaling and YaRN with the options that llama.cpp reads."""
     scheme = parts.scheme
     scaling = scheme.scaling if isinstance(scheme, RopeConfig) else None
+    entries: dict[str, int | float]
     if isinstance(scaling, LinearScaling):
         kind, entries = "linear", {}
     elif isinstance(scaling, YarnScaling):
@@ -59,7 +60,7 @@ def scaling_metadata(parts: ModelParts) -> GgufForm:
     reorder_heads(form, [Rotation(one.frequencies, one.order, torch.ones_like(one.factors)) for one in rotations])
     head_dim = form.metadata["attention.key_length"]
     scaled = {"rope.scaling.type": kind, "rope.scaling.factor": float(scaling.factor), **entries}
-    form.metadata.update({"rope.dimension_count": head_dim, "rope.freq_base": float(scheme.theta), **scaled})
+    form.metadata.update({"rope.dimension_count": head_dim, "rope.freq_base": _theta(scheme), **scaled})
     return form
 
 
@@ -72,7 +73,9 @@ def every_fourth_layer_stopped(parts: ModelParts) -> GgufForm:
     for layer, rotation in enumerate(rotations):
         expected = torch.zeros_like(rope) if (layer + 1) % _SMOLLM3_STEP == 0 else rope
         if not torch.allclose(rotation.frequencies, expected, rtol=_EQUAL, atol=0):
-            raise UnsupportedError(f"it rotates by RoPE's frequencies in all but every fourth layer; layer {layer} differs")
+            raise UnsupportedError(
+                f"it rotates by RoPE's frequencies in all but every fourth layer; layer {layer} differs"
+            )
     form = llama_form(parts, "smollm3", "the architecture 'smollm3', which does not rotate in every fourth layer")
     reorder_heads(form, rotations)
     form.metadata.update({"rope.dimension_count": head_dim, "rope.freq_base": theta})
@@ -85,7 +88,7 @@ def spectrum_per_layer(parts: ModelParts) -> GgufForm:
     spectra = list(dict.fromkeys(rotation.spectrum() for rotation in rotations))
     if len(spectra) > 4:
         raise UnsupportedError(
-            f"the layers have {len(spectra)} different spectra, and heads that are as many times as wide would be too slow"
+            f"the layers have {len(spectra)} different spectra, and heads {len(spectra)} times as wide are too slow"
         )
     head_dim = parts.layers[0].head_dim
     carrier = f"the architecture 'llama' with heads {len(spectra)} times as wide, a part for each spectrum"

@@ -93,7 +93,7 @@ def rotation_of(layer: LayerEncoding) -> Rotation:
     frequencies, factors = torch.zeros(width // 2, dtype=torch.float64), torch.ones(width // 2, dtype=torch.float64)
     if rotation is None:
         return Rotation(frequencies, list(range(width)), factors)
-    found = _constant_frequencies(rotation)
+    rotation, found = _constant_frequencies(rotation)
     pairs, rotated = len(found), 2 * len(found)
     frequencies[:pairs], factors[:pairs] = found, rotation.attention_scaling
     first, second = range(pairs), range(pairs, rotated)
@@ -106,7 +106,7 @@ def rotation_of(layer: LayerEncoding) -> Rotation:
     return Rotation(frequencies, [*order, *range(rotated, width)], factors)
 
 
-def _constant_frequencies(rotation: QueryKeyMap) -> Tensor:
+def _constant_frequencies(rotation: QueryKeyMap) -> tuple[RotaryMap, Tensor]:
     kind = type(rotation)
     plain = ("angles", "phases", "rotate", "query_phases", "key_phases", "map_query", "map_key")
     if not isinstance(rotation, RotaryMap) or any(
@@ -125,7 +125,7 @@ def _constant_frequencies(rotation: QueryKeyMap) -> Tensor:
         raise UnsupportedError(
             "The heads of a layer have different frequencies. llama.cpp has one spectrum for all heads of a layer."
         )
-    return frequencies
+    return rotation, frequencies
 
 
 def refuse_other_parts(parts: ModelParts, *allowed: str) -> None:

@@ -18,6 +18,8 @@ import torch
 from hf_posenc.errors import UnsupportedError
 
 _SCRIPT = Path(__file__).with_name("in_llama_cpp.py")
+#: The script's exit code if llama.cpp does not load the file.
+_CANNOT_LOAD = 3
 
 
 @dataclass(frozen=True)
@@ -110,12 +112,15 @@ def _run(file: Path, **task: Any) -> dict[str, Any]:
         # Without the variable, llama.cpp starts a debugger when it aborts.
         environment = {**os.environ, "GGML_NO_BACKTRACE": "1"}
         with log.open("wb") as output:
-            subprocess.run(
-                [sys.executable, str(_SCRIPT)], input=json.dumps({**nothing, **place, **task}).encode(), stdout=output, stderr=output,
-                env=environment, check=False,
-            )  # fmt: skip
-        if not results.exists():
+            code = subprocess.run(
+                [sys.executable, str(_SCRIPT)], input=json.dumps({**nothing, **place, **task}).encode(),
+                stdout=output, stderr=output, env=environment, check=False,
+            ).returncode  # fmt: skip
+        if code != 0:
             lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            raise UnsupportedError("llama.cpp cannot run the file. Its last messages:\n" + "\n".join(lines[-8:]))
+            messages = "\n".join(lines[-8:])
+            if code == _CANNOT_LOAD or code < 0:  # A negative code is a signal: llama.cpp has aborted.
+                raise UnsupportedError(f"llama.cpp cannot run the file. Its last messages:\n{messages}")
+            raise RuntimeError(f"The script that runs llama.cpp has failed:\n{messages}")
         found: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))
         return found

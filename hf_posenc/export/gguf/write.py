@@ -20,10 +20,10 @@ from hf_posenc.export.samples import float32_reference
 FILE = "model.gguf"
 #: Largest accepted differences of logits and of probabilities. In float32, the programs differ in the order of sums and
 #: in llama.cpp's angles, which it computes by repeated multiplication.
-_EXACT = Difference(1e-3, 1e-3)
+_EXACT = Difference(1e-4, 1e-3)
 #: The same for rounded weights. A position encoding that is lost or wrong changes more (see tests/export/test_gguf.py),
 #: and is found before, because the carrier is first compared in float32.
-_ROUNDED = {"f16": Difference(1e-2, 1e-2), "q8_0": Difference(0.15, 0.15)}
+_ROUNDED = {"f16": Difference(1e-2, 1e-2), "q8_0": Difference(0.25, 0.15)}
 
 
 def write(request: Request, *, dtype: str = "f32") -> Written:
@@ -110,7 +110,7 @@ def _refuse_excess(checks: tuple[Check, ...], dtype: str, file: Path) -> None:
             raise UnsupportedError(
                 f"In llama.cpp the {check.quantity} of the float32 file are those of the model, but with weights in "
                 f"{dtype} they differ by {check.difference:.2g} (allowed: {check.allowed:g}). Choose a more precise "
-                "dtype, or quantise the float32 file with a tool that measures the loss (llama-quantize with an imatrix)."
+                "dtype."
             )
 
 
@@ -127,9 +127,11 @@ def _usage() -> str:
 
 def _refusal(request: Request, reasons: list[str]) -> str:
     listed = "".join(f"\n- {reason}" for reason in reasons)
-    approximate = " accept the difference with approximate=True;" if any("other numbers" in one for one in reasons) else ""
+    approximate = (
+        " accept the difference with approximate=True;" if any("other numbers" in one for one in reasons) else ""
+    )
     return (
-        f"llama.cpp cannot run the scheme {request.label()} of this {type(request.model).__name__}:{listed}\nWhat can be "
-        f"done:{approximate} export to another target, such as 'onnx'; or save it with model.save_pretrained, and "
-        "import hf_posenc where it is loaded."
+        f"llama.cpp cannot run the scheme {request.label()} of this {type(request.model).__name__}:{listed}\n"
+        f"What can be done:{approximate} export to another target, such as 'onnx'; or save it with "
+        "model.save_pretrained, and import hf_posenc where it is loaded."
     )

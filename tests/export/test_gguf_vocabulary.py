@@ -1,0 +1,70 @@
+"""Tokenizers in GGUF files: the same tokens in llama.cpp, or a refusal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from hf_posenc import UnsupportedError
+from hf_posenc.export.export_model import export_model
+from hf_posenc.export.gguf.vocabulary import vocabulary
+from tests.export.gguf_cases import VOCABULARY, byte_tokenizer, tiny_llama
+
+pytest.importorskip("xllamacpp")
+
+
+def bytes_after(*steps: object) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence(
+        [*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=len(steps) == 1)]
+    )
+
+
+def test_the_rule_for_splitting_is_found() -> None:
+    assert vocabulary(byte_tokenizer(), VOCABULARY)["ggml.pre"] == "gpt-2"
+    digits = bytes_after(pre_tokenizers.Digits(individual_digits=True))
+    assert vocabulary(byte_tokenizer(digits), VOCABULARY)["ggml.pre"] == "smollm"
+
+
+def test_special_tokens_and_the_chat_template() -> None:
+    found = vocabulary(byte_tokenizer(pad_token="</s>", chat_template="{{ messages }}"), VOCABULARY)
+    assert (found["ggml.bos_token_id"], found["ggml.eos_token_id"], found["ggml.padding_token_id"]) == (0, 1, 1)
+    assert found["chat_template"] == "{{ messages }}"
+    assert found["ggml.add_bos_token"] is False
+    assert len(found["ggml.tokens"]) == len(found["ggml.token_type"]) == VOCABULARY
+    assert found["ggml.token_type"][:3] == [3, 3, 1]
+    assert found["ggml.tokens"][-1] == f"[PAD{VOCABULARY - 1}]"
+    assert found["ggml.token_type"][-1] == 5
+
+
+def test_a_rule_that_llama_cpp_lacks_is_refused_with_an_example() -> None:
+    pairs = pre_tokenizers.Split(Regex(".{1,2}"), "isolated")
+    with pytest.raises(
+        UnsupportedError, match=r"(?s)gives the same tokens.*gpt-2: \d+ of \d+ strings differ; .*'onnx'"
+    ):
+        vocabulary(byte_tokenizer(bytes_after(pairs, pairs)), VOCABULARY)
+
+
+def test_a_normalizer_that_llama_cpp_lacks_is_refused() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+    with pytest.raises(UnsupportedError, match="strings differ"):
+        vocabulary(tokenizer, VOCABULARY)
+
+
+def test_other_kinds_are_refused() -> None:
+    words = Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
+    with pytest.raises(UnsupportedError, match=r"'WordLevel', which is not written; byte-level BPE is"):
+        vocabulary(PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>"), VOCABULARY)
+
+
+def test_more_tokens_than_embeddings_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"but the model has 200 embeddings. Call model.resize_token_embeddings"):
+        vocabulary(byte_tokenizer(), 200)
+
+
+def test_an_export_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"contains the tokenizer.*tokenizer=tokenizer"):
+        export_model(tiny_llama(), tmp_path / "out", to="gguf")
