@@ -31,6 +31,35 @@ _REMEDY = (
 )
 
 
+#: Fields with which configs state the number of experts in a layer.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def refuse_settings(engine: str, config: Any, *, processes: int) -> None:
+    """Refuses models and settings that the plug-ins do not support, before a model is built.
+
+    Args:
+        engine: name of the engine, for messages.
+        config: the config of the model.
+        processes: number of processes that share one copy of the model (tensor and pipeline parallelism).
+
+    Raises:
+        UnsupportedError: with the reason.
+    """
+    if processes > 1:
+        found = f"{engine} was started with {processes} processes for one model (tensor or pipeline parallelism)"
+    elif config.get_text_config() is not config:
+        found = f"A {config.model_type!r} model has parts for images or sound"
+    elif any((getattr(config, name, None) or 0) > 1 for name in _EXPERTS):
+        found = f"This {config.model_type!r} model is a mixture of experts"
+    else:
+        return
+    raise UnsupportedError(
+        f'{found}, which the plug-in of hf_posenc does not support. If export_model(model, folder, to="stock") can '
+        f"express the scheme, {engine} runs that folder without the plug-in and without this limit."
+    )
+
+
 def sites_for_engine(model: Any, engine: str, *, takes_slopes: bool) -> list[InterfaceAttention]:
     """Returns the patched attention layers of a model, if an engine can compute its scheme.
 

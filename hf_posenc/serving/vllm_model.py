@@ -13,7 +13,7 @@ from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.model_executor.models.transformers.base import VLLM_ATTN_ATTR
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.serving.engine_schemes import sites_for_engine, take_linear_bias
+from hf_posenc.serving.engine_schemes import refuse_settings, sites_for_engine, take_linear_bias
 from hf_posenc.serving.patched_backend import restore_forwards, without_mark
 
 #: Attention backends of vLLM that pass the slopes of ALiBi to their kernels. Others, such as FLASHINFER in vLLM 0.32,
@@ -25,14 +25,8 @@ class HfPosencForCausalLM(TransformersForCausalLM):
     """vLLM's backend for models of transformers, for a model with a position encoding of this package."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
-        parallel = vllm_config.parallel_config
-        if parallel.world_size > 1:
-            raise UnsupportedError(
-                f"vLLM was started with {parallel.world_size} processes for each model (tensor-parallel-size "
-                f"{parallel.tensor_parallel_size}, pipeline-parallel-size {parallel.pipeline_parallel_size}), but the "
-                "plug-in of hf_posenc supports one. Use --data-parallel-size, or export the model with "
-                'export_model(model, folder, to="stock"), which needs no plug-in.'
-            )
+        config = vllm_config.model_config.hf_config
+        refuse_settings("vLLM", config, processes=vllm_config.parallel_config.world_size)
         # The patched forwards are Python code that vLLM does not compile.
         vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
         super().__init__(vllm_config=vllm_config, prefix=prefix)
