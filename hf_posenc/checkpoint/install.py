@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hf_posenc.checkpoint import other_loaders, peft_hooks
+from hf_posenc.checkpoint import engine_configs, other_loaders, peft_hooks
 from hf_posenc.checkpoint.loading import EntryIgnoredError, from_config, from_pretrained
 from hf_posenc.checkpoint.recognition import finish_saving_of, read_config
 from hf_posenc.checkpoint.wrapping import wrap
@@ -40,6 +40,7 @@ def install() -> None:
     when_imported("transformers.modeling_utils", install_in_models)
     when_imported("transformers.trainer", _wrap_trainer)
     other_loaders.install()
+    engine_configs.install()
     peft_hooks.install()
 
 

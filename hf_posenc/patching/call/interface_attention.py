@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -106,13 +107,23 @@ class InterfaceAttention(AttentionSite):
         self.note_rotation(call)
         return output
 
+    def follow(self, rewritten: types.MethodType) -> None:
+        """Runs another forward of the module with the scheme in place.
+
+        Args:
+            rewritten: a bound method that an inference engine has compiled from the source of the module's forward, to
+                call its own layers. It has the globals of that forward.
+        """
+        self.inner = rewritten
+        self._rebind_forward()
+
     def _rebind_forward(self) -> None:
         """Rebinds the module's forward to modified globals. Done in advance, so that torch.compile does not trace it.
 
         The rotary-only forward is used by schemes that change only the rotation. It replaces just the rotary functions
         and records nothing about the call.
         """
-        forward = inspect.unwrap(type(self.module).forward)
+        forward = inspect.unwrap(type(self.module).forward if self.inner is None else self.inner.__func__)
         rotary = {name: forward.__globals__[name] for name in rotary_names(forward)}
         replaced: dict[str, Any] = {name: _RotaryReplacement(function, self) for name, function in rotary.items()}
         interface = _InterfaceReplacement(forward.__globals__[INTERFACE], self)

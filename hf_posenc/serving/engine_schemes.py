@@ -1,0 +1,135 @@
+"""What an inference engine can compute of a scheme.
+
+An engine maps each key once, when its token arrives, and stores it in pages. Its kernel then attends over the pages,
+in a batch of many requests. No code of a scheme can run inside the kernel, but some kernels take the slopes of ALiBi.
+These parts of a scheme can therefore run:
+
+- vectors added to the input, and maps of queries and keys, because they depend only on the position of a token;
+- factors of the logits that depend on the position of the query, which are multiplied with the query;
+- a bias that is linear in the distance, if the kernel takes slopes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.call.attention_site import AttentionSite
+from hf_posenc.patching.call.interface_attention import InterfaceAttention
+from hf_posenc.patching.call.layer_call import LayerEncoding
+from hf_posenc.patching.place.encoding import PositionEncoding, is_length_dependent
+from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.schemes.labels import scheme_label
+from hf_posenc.schemes.parts import DistanceBias, LogitBias
+
+_REMEDY = (
+    "Run the checkpoint with transformers (model.generate, or `hf-posenc run transformers serve`). If "
+    'export_model(model, folder, to="stock") can express the scheme, the engine runs that folder without a plug-in.'
+)
+
+
+#: Fields with which configs state the number of experts in a layer.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def refuse_settings(engine: str, config: Any, *, processes: int) -> None:
+    """Refuses models and settings that the plug-ins do not support, before a model is built.
+
+    Args:
+        engine: name of the engine, for messages.
+        config: the config of the model.
+        processes: number of processes that share one copy of the model (tensor and pipeline parallelism).
+
+    Raises:
+        UnsupportedError: with the reason.
+    """
+    if processes > 1:
+        found = f"{engine} was started with {processes} processes for one model (tensor or pipeline parallelism)"
+    elif config.get_text_config() is not config:
+        found = f"A {config.model_type!r} model has parts for images or sound"
+    elif any((getattr(config, name, None) or 0) > 1 for name in _EXPERTS):
+        found = f"This {config.model_type!r} model is a mixture of experts"
+    else:
+        return
+    raise UnsupportedError(
+        f'{found}, which the plug-in of hf_posenc does not support. If export_model(model, folder, to="stock") can '
+        f"express the scheme, {engine} runs that folder without the plug-in and without this limit."
+    )
+
+
+def sites_for_engine(model: Any, engine: str, *, takes_slopes: bool) -> list[InterfaceAttention]:
+    """Returns the patched attention layers of a model, if an engine can compute its scheme.
+
+    Args:
+        model: a patched model. It may be without weights (on the meta device).
+        engine: name of the engine, for messages.
+        takes_slopes: whether the kernels of the engine add a bias that is linear in the distance.
+
+    Raises:
+        UnsupportedError: if the engine cannot compute the scheme, with the reason.
+    """
+    encoding = current_encoding(model)
+    assert encoding is not None
+    sites = [site for site in encoding.journal.forwards() if isinstance(site, AttentionSite)]
+    problems = [_model_problem(encoding, sites), *(layer_problem(site.encoding, takes_slopes) for site in sites)]
+    problem = next(filter(None, problems), "")
+    if problem:
+        raise UnsupportedError(
+            f"{engine} cannot run the position encoding {scheme_label(encoding.config)!r} of this "
+            f"{type(model).__name__}: {problem}. {_REMEDY}"
+        )
+    return [site for site in sites if isinstance(site, InterfaceAttention)]
+
+
+def _model_problem(encoding: PositionEncoding, sites: list[AttentionSite]) -> str:
+    if len(encoding.stacks) != 1 or not all(site.encoding.causal for site in sites):
+        return "the plug-in runs decoders that generate text, and this model has an encoder"
+    for site in sites:
+        if not isinstance(site, InterfaceAttention):
+            return (
+                f"{type(site.module).__name__} computes its scores without the attention interface of transformers, "
+                "which the engine needs to call its kernels"
+            )
+    if is_length_dependent(encoding):
+        return (
+            "the encoding of a token depends on the length of the sequence or on other tokens, but the engine stores "
+            "each key only once, when its token arrives"
+        )
+    return ""
+
+
+def layer_problem(layer: LayerEncoding, takes_slopes: bool) -> str:
+    """Returns why an engine cannot compute the parts of one layer; empty if it can."""
+    if layer.widens_heads:
+        return "it makes queries and keys wider, but the pages of the engine have the width of the model's heads"
+    if layer.num_features:
+        return "it stores features of each token next to its key, but the pages of the engine have no room for them"
+    if layer.logit_bias is None:
+        return ""
+    if not _is_linear(layer.logit_bias):
+        return (
+            f"it adds a bias to the logits ({type(layer.logit_bias).__name__}), and the kernels of the engine support "
+            "no bias" + (" except one slope for each head, as in ALiBi" if takes_slopes else "")
+        )
+    if not takes_slopes:
+        return "it adds a bias that is linear in the distance (ALiBi), and the kernels of the engine take no slopes"
+    if layer.logit_scale is not None:
+        return "it scales its bias for each query, but the kernels of the engine take one slope for each head"
+    return ""
+
+
+def take_linear_bias(site: InterfaceAttention) -> DistanceBias | None:
+    """Removes and returns the bias of a layer, for an engine whose kernel adds it; `None` for a layer without one."""
+    bias = site.encoding.logit_bias
+    if bias is None:
+        return None
+    assert isinstance(bias, DistanceBias)
+    site.encoding = dataclasses.replace(site.encoding, logit_bias=None)
+    return bias
+
+
+def _is_linear(bias: LogitBias) -> bool:
+    return isinstance(bias, DistanceBias) and bias.slopes_behind(torch.device("cpu")) is not None
