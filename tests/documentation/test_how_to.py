@@ -29,7 +29,7 @@ from training.argument_files import parse_arguments
 from training.language_modeling import _ARGUMENTS
 from training.study.settings import parse_study
 
-PAGES = ["bert_past_512", "compare_your_scheme", "extend_smollm2", "trl"]
+PAGES = ["bert_past_512", "compare_your_scheme", "extend_smollm2", "serve", "trl"]
 CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 

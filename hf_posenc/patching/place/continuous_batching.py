@@ -32,7 +32,7 @@ KEPT_MANAGER = "_cached_continuous_batching_manager"
 _CONFIG = "continuous_batching_config"
 #: Attribute of a cache: the check that it has passed.
 _CHECKED_FOR = "_hf_posenc_checked_for"
-_REMEDY = "Use model.generate() with a left-padded batch."
+_REMEDY = "Use model.generate() with a left-padded batch. In `transformers serve`, leave out --continuous-batching."
 
 
 class CheckedContinuousBatching(CheckedMethod):
