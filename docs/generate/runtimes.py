@@ -79,15 +79,10 @@ def _section(model: str, runtimes: Any, cells: dict[str, Any]) -> str:
     from hf_posenc.report.tables import markdown_table
     from tests.export.runtimes import shown
 
-    rows = []
-    for scheme in cells[runtimes[0].target]:
-        found = [(cells[runtime.target][scheme], runtime) for runtime in runtimes]
-        differences = [shown(*pair) for pair in found]
-        texts = [
-            f"no: {pair[0]['because']}" if difference is None else f"{difference:.0e}" if difference else "0"
-            for pair, difference in zip(found, differences, strict=True)
-        ]
-        rows.append((f"`{scheme}`", *texts))
+    schemes = cells[runtimes[0].target]
+    rows = [
+        (f"`{scheme}`", *(shown(cells[runtime.target][scheme], runtime) for runtime in runtimes)) for scheme in schemes
+    ]
     table = markdown_table(("", *(runtime.name for runtime in runtimes)), rows)
     return f"## {model}\n\n{table}"
 
@@ -97,19 +92,22 @@ HEAD = """# Runtimes
 <!-- Written by docs/generate/runtimes.py. Edits are lost. -->
 
 Which scheme runs in which program that does not know this package. Every cell is one export with `export_model` of a
-tiny random model with the scheme, which was then run in that program:
+tiny random model with the scheme, which was then run in that program. Models without a scheme are exported as well.
 
-- **a number** is the largest difference from the patched model in transformers, in float32. Outputs are compared relative
-  to the largest one. llama.cpp is compared by probabilities of the next token.
+- **A number** is the largest difference from the patched model in transformers, in float32. Outputs are compared
+  relative to the largest one. llama.cpp is compared by probabilities of the next token.
+- **plug-in**: the engine runs the patched checkpoint with a plug-in of this package. It was not run for this table:
+  [serve it](../how_to/serve.md) says what was run. A scheme with a number under *transformers* needs no plug-in there,
+  because these engines run plain checkpoints.
 - **no: vectors**: the scheme adds vectors to the embeddings, and there is no table of positions that could hold them.
 - **no: map**: it changes queries and keys by more than one rotation with fixed frequencies.
-- **no: bias**, **no: scale**: it adds a bias to the logits or multiplies them, and the program has no such bias or factor.
+- **no: bias**, **no: scale**: it adds a bias to the logits or multiplies them, and the program has no such bias or
+  factor.
 - **no: patch_model**: the scheme cannot be placed in this model at all.
 
-In all of these cases `export_model` raises an error that names what was tried. The texts are in
-[runtimes.json](../results/runtimes.json).
-
-*Decoding* means token by token with a cache. Q8_0 rounds the weights to 8 bits, which is where its difference comes from.
+*Decoding* means token by token with a cache. Q8_0 rounds the weights to 8 bits, which is where its difference comes
+from. Where a cell says no, `export_model` raises an error that names what was tried and what can be done instead. The
+reasons and the carriers of all cells are in [runtimes.json](../results/runtimes.json).
 
 Written by `python docs/generate/runtimes.py`. Versions: {versions}. On a CPU.
 

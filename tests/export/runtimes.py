@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 import hf_posenc
 from hf_posenc import PositionEncodingError
 from hf_posenc.export.layers import placed_additives, placed_layers, spectrum_of
+from hf_posenc.serving.engine_schemes import sites_for_engine
 from tests.models import tiny
 from tests.schemes.table import TABLE
 
@@ -23,6 +24,8 @@ from tests.schemes.table import TABLE
 VOCABULARY = 288
 #: Why there is no export of a scheme that `patch_model` refuses.
 UNPATCHED = "patch_model"
+#: What carries a scheme in an engine.
+PLUG_IN = "plug-in"
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Runtime:
 
     Args:
         name: heading.
-        target: value of `to=`, or "engine" for a serving engine with a plug-in, which is asked but not run.
+        target: value of `to=`, or the name of an engine in `ENGINES`.
         mode: which of the measured differences it shows.
         options: options of the target.
         of: start of the name of the checked runtime, where an export is checked in several forms.
@@ -60,8 +63,10 @@ _LLAMA_CPP = (
     Runtime("llama.cpp, decoding", "gguf", "decode", _Q8, "f32"),
     Runtime("llama.cpp, Q8_0", "gguf", "decode", _Q8, "q8_0"),
 )
+#: Engines with a plug-in of this package, and whether their kernels take the slopes of ALiBi. They are not run here.
+ENGINES = {"vllm": ("vLLM", True), "sglang": ("SGLang", False)}
 RUNTIMES: dict[str, tuple[Runtime, ...]] = {
-    "Llama": (*_TRANSFORMERS, *_LLAMA_CPP),
+    "Llama": (*_TRANSFORMERS, *_LLAMA_CPP, Runtime("vLLM", "vllm"), Runtime("SGLang", "sglang")),
     "BERT": (_TRANSFORMERS[0],),
 }
 
@@ -101,6 +106,10 @@ def outcome(model: str, scheme: str, runtime: Runtime) -> dict[str, Any]:
             return {"refused": [str(refusal)], "because": UNPATCHED}
         place, options = Path(folder, "export"), dict(runtime.options)
         try:
+            if runtime.target in ENGINES:
+                engine, takes_slopes = ENGINES[runtime.target]
+                sites_for_engine(given, engine, takes_slopes=takes_slopes)
+                return {"carrier": PLUG_IN, "checks": []}
             report = hf_posenc.export_model(given, place, to=runtime.target, tokenizer=tokenizer(), **options)
         except hf_posenc.UnsupportedError as refusal:
             return {"refused": getattr(refusal, "reasons", [str(refusal)]), "because": mechanism(given)}
@@ -128,10 +137,13 @@ def _is_spectrum(part: Any) -> bool:
     return True
 
 
-def shown(found: dict[str, Any], runtime: Runtime) -> float | None:
-    """The difference that a column shows of an outcome; `None` for a refusal."""
+def shown(found: dict[str, Any], runtime: Runtime) -> str:
+    """What a column shows of an outcome: the difference, or why there is no export."""
     if "refused" in found:
-        return None
+        return f"no: {found['because']}"
     checks = [one for one in found["checks"] if one["mode"] == runtime.mode and runtime.of in one["runtime"]]
     # llama.cpp returns probabilities; other programs return the outputs themselves.
-    return max(one["difference"] for one in checks if one["quantity"] != "logits" or len(checks) == 1)
+    differences = [one["difference"] for one in checks if one["quantity"] != "logits" or len(checks) == 1]
+    if not differences:
+        return str(found["carrier"])
+    return f"{max(differences):.0e}" if max(differences) else "0"
