@@ -8,7 +8,7 @@ import sys
 import urllib.request
 from typing import Any
 
-import xllamacpp  # type: ignore[import-untyped]
+import xllamacpp
 
 #: Exit code if llama.cpp does not load the file.
 CANNOT_LOAD = 3
