@@ -3,7 +3,7 @@
     python -m benchmarks.llama_cpp stock=gguf/stock none=gguf/none alibi=gguf/alibi
 
 Each argument is a name and a folder that `export_model(..., to="gguf")` has written. In every round each file runs
-once in a process of its own, in random order, with the default cache. The times are those of llama.cpp; a ratio is taken
+once in a process of its own, in random order, with the default cache. The times are its own. Ratios are taken
 within a round. The first file runs twice per round, which shows the noise of the machine.
 """
 

@@ -21,6 +21,7 @@ from hf_posenc import (
     Llama3Scaling,
     NoneConfig,
     NtkScaling,
+    PositionScaleConfig,
     PRopeConfig,
     RopeConfig,
     ScheduleConfig,
@@ -61,7 +62,7 @@ SCHEMES: list[tuple[SchemeConfig | str | None, str, int]] = [
     ("resonance", "'llama' and rope_freqs", 2),
     (RopeConfig(theta=500.0), "'llama'", 2),
     (RopeConfig(layout="interleaved", rotary_dim=4), "'llama' and rope_freqs", 2),
-    (RopeConfig(layout="half_reversed", attention_scaling=1.5), "'llama'", 2),
+    (RopeConfig(layout="half_reversed", attention_scaling=1.5), "'llama' and rope_freqs", 2),
     (RopeConfig(scaling=LinearScaling(4.0)), "rope.scaling.type 'linear'", 2),
     (RopeConfig(scaling=YarnScaling(4.0, original_max_positions=64)), "rope.scaling.type 'yarn'", 2),
     (
@@ -75,6 +76,7 @@ SCHEMES: list[tuple[SchemeConfig | str | None, str, int]] = [
     (InterleavedConfig(), "'smollm3'", 5),
     (ScheduleConfig((RopeConfig(), NoneConfig())), "heads 2 times as wide", 2),
     (ScheduleConfig((RopeConfig(), PRopeConfig(theta=100.0), NoneConfig())), "heads 3 times as wide", 3),
+    (PositionScaleConfig(RopeConfig(), factor=0.5), "'llama' and rope_freqs", 2),
     ("alibi", "'refact'", 2),
 ]
 
@@ -95,15 +97,25 @@ def test_llama_cpp_gives_the_same_logits(
     assert {"model.gguf", "README.md", "export.json", "tokenizer.json"} <= set(report.files)
 
 
-def test_trained_frequencies_are_in_the_file(tmp_path: Path) -> None:
+def with_trained_parts(scheme: SchemeConfig | str) -> PreTrainedModel:
     model = tiny_llama()
-    hf_posenc.patch_model(model, LearnedRopeConfig())
+    hf_posenc.patch_model(model, scheme)
     with torch.no_grad():
         for parameter in model.position_encoding.parameters():
             parameter.uniform_(-1, 1)
-    report = exported(model, tmp_path / "out")
+    return model
+
+
+@pytest.mark.parametrize(("scheme", "factors"), [("learned_rope", True), ("string", False)])
+def test_trained_rotations_are_in_the_file(scheme: str, factors: bool, tmp_path: Path) -> None:
+    report = exported(with_trained_parts(scheme), tmp_path / "out")
     assert max(check.difference for check in report.checks) < TOLERANCE
-    assert "rope_freqs.weight" in tensors(tmp_path / "out")
+    assert ("rope_freqs.weight" in tensors(tmp_path / "out")) == factors
+
+
+def test_heads_with_different_frequencies_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="differ between heads"):
+        exported(with_trained_parts(LearnedRopeConfig(sharing="head")), tmp_path / "out")
 
 
 @pytest.mark.parametrize("scheme", ["p_rope", "alibi", ScheduleConfig((RopeConfig(), NoneConfig()))], ids=str)
@@ -200,7 +212,7 @@ def test_a_wrong_file_is_found(
         hf_posenc.patch_model(model, scheme)
     monkeypatch.setattr(write, "CARRIERS", [row for row in write.CARRIERS if row.name != "llama with wide heads"])
     fault(monkeypatch)
-    with pytest.raises(UnsupportedError, match=r"(?s)llama.cpp gives other numbers. The logits differ by.*'onnx'"):
+    with pytest.raises(UnsupportedError, match=r"(?s)llama.cpp gives other numbers. The logits differ by.*to='stock'"):
         exported(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -240,10 +252,9 @@ def test_slopes_that_were_trained_are_refused(tmp_path: Path) -> None:
     ("scheme", "reason"),
     [
         ("t5", "no bias but ALiBi in these blocks; a layer has T5Bias"),
-        ("xpos", "XposMap is another map"),
+        ("xpos", "XposMap is more than a rotation"),
         ("sinusoidal", r"has the part additive \(Sinusoidal"),
         (RopeConfig(scaling=DynamicScaling(2.0, original_max_positions=32)), "depend on the length of the sequence"),
-        (LearnedRopeConfig(sharing="head"), "The heads of a layer have different frequencies"),
         (["alibi", "rope"], "has the part"),
         (ScheduleConfig((AlibiConfig(), NoneConfig())), "a layer has no bias"),
     ],
@@ -252,7 +263,7 @@ def test_slopes_that_were_trained_are_refused(tmp_path: Path) -> None:
 def test_schemes_that_llama_cpp_lacks(scheme: Any, reason: str, tmp_path: Path) -> None:
     model = tiny_llama()
     hf_posenc.patch_model(model, scheme)
-    with pytest.raises(UnsupportedError, match=rf"(?s){reason}.*What can be done:.*'onnx'"):
+    with pytest.raises(UnsupportedError, match=rf"(?s){reason}.*What can be done:.*to='stock'"):
         exported(model, tmp_path / "out")
 
 

@@ -57,12 +57,11 @@ def llama_form(parts: ModelParts, architecture: str, carrier: str) -> GgufForm:
 
 
 def reorder_heads(form: GgufForm, rotations: Sequence[Rotation]) -> None:
-    """Puts the pairs of every query and key head next to each other, and folds factors of cosine and sine into them."""
+    """Puts the pairs of every query and key head next to each other, as llama.cpp rotates them."""
     for layer, rotation in enumerate(rotations):
-        scale = rotation.factors.repeat_interleave(2).unsqueeze(-1)
         for kind in ("attn_q", "attn_k"):
             for name, rows in _head_rows(form, layer, kind).items():
-                form.tensors[name] = _from_heads(rows[:, rotation.order] * scale.to(rows), form.tensors[name])
+                form.tensors[name] = _from_heads(rotation.folded(rows), form.tensors[name])
 
 
 def widen_heads(form: GgufForm, starts: Sequence[int], width: int) -> None:

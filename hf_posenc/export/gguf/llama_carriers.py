@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -57,7 +58,8 @@ def scaling_metadata(parts: ModelParts) -> GgufForm:
     if len({rotation.spectrum() for rotation in rotations}) > 1 or not bool(rotations[0].frequencies.all()):
         raise UnsupportedError("RoPE does not rotate the whole head in every layer")
     form = llama_form(parts, "llama", f"the architecture 'llama' with rope.scaling.type {kind!r}")
-    reorder_heads(form, [Rotation(one.frequencies, one.order, torch.ones_like(one.factors)) for one in rotations])
+    # The metadata has the factor of cosine and sine.
+    reorder_heads(form, [replace(rotation, factors=torch.ones_like(rotation.factors)) for rotation in rotations])
     head_dim = form.metadata["attention.key_length"]
     scaled = {"rope.scaling.type": kind, "rope.scaling.factor": float(scaling.factor), **entries}
     form.metadata.update({"rope.dimension_count": head_dim, "rope.freq_base": _theta(scheme), **scaled})

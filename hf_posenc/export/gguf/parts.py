@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.export.layers import Spectrum, spectrum_of
 from hf_posenc.patching.call.layer_call import LayerEncoding
 from hf_posenc.patching.find.architectures import architecture_of
 from hf_posenc.patching.find.discovery import find_stacks
@@ -19,8 +20,7 @@ from hf_posenc.patching.place.encoding import build_encoding
 from hf_posenc.patching.place.in_force import current_encoding
 from hf_posenc.patching.place.stack_encoding import StackEncoding
 from hf_posenc.schemes import SchemeConfig
-from hf_posenc.schemes.parts import LogitScale, QueryKeyMap
-from hf_posenc.schemes.rotary.rope import RotaryMap
+from hf_posenc.schemes.parts import LogitScale
 
 
 @dataclass(frozen=True)
@@ -72,15 +72,24 @@ class Rotation:
             the scheme does not rotate have 0.
         order: the dimensions of a head, two for each pair, so that pair `m` is at `2 m` and `2 m + 1`.
         factors: what cosine and sine of each pair are multiplied by, `(pairs,)` float64.
+        given: the rotation of the scheme, which may have a basis; `None` without one.
     """
 
     frequencies: Tensor
     order: list[int]
     factors: Tensor
+    given: Spectrum | None
 
     def spectrum(self) -> tuple[float, ...]:
         """The frequencies as a value that can be compared."""
         return tuple(self.frequencies.tolist())
+
+    def folded(self, rows: Tensor) -> Tensor:
+        """Moves basis, pairs and factors into a projection of queries or keys, `(heads, head_dim, in)` in float32."""
+        heads, width = rows.shape[:2]
+        if self.given is not None:
+            rows = self.given.folded(rows.flatten(0, 1), heads, width, self.given.layout).view_as(rows)
+        return rows[:, self.order] * self.factors.repeat_interleave(2).unsqueeze(-1).to(rows)
 
 
 def rotation_of(layer: LayerEncoding) -> Rotation:
@@ -89,43 +98,17 @@ def rotation_of(layer: LayerEncoding) -> Rotation:
     Raises:
         UnsupportedError: for a map that is not a rotation by the position times a constant.
     """
-    width, rotation = layer.head_dim, layer.query_key_map
+    width, given = layer.head_dim, spectrum_of(layer.query_key_map)
     frequencies, factors = torch.zeros(width // 2, dtype=torch.float64), torch.ones(width // 2, dtype=torch.float64)
-    if rotation is None:
-        return Rotation(frequencies, list(range(width)), factors)
-    rotation, found = _constant_frequencies(rotation)
-    pairs, rotated = len(found), 2 * len(found)
-    frequencies[:pairs], factors[:pairs] = found, rotation.attention_scaling
-    first, second = range(pairs), range(pairs, rotated)
-    if rotation.layout == "interleaved":
-        order = list(range(rotated))
-    elif rotation.layout == "half":
-        order = [index for pair in zip(first, second, strict=True) for index in pair]
-    else:  # "half_reversed" turns in the opposite direction, which is the same as exchanging the two dimensions.
-        order = [index for pair in zip(second, first, strict=True) for index in pair]
-    return Rotation(frequencies, [*order, *range(rotated, width)], factors)
-
-
-def _constant_frequencies(rotation: QueryKeyMap) -> tuple[RotaryMap, Tensor]:
-    kind = type(rotation)
-    plain = ("angles", "phases", "rotate", "query_phases", "key_phases", "map_query", "map_key")
-    if not isinstance(rotation, RotaryMap) or any(
-        getattr(kind, name) is not getattr(RotaryMap, name) for name in plain
-    ):
-        raise UnsupportedError(
-            f"llama.cpp rotates queries and keys by the same constant spectrum; {kind.__name__} is another map."
-        )
-    if rotation.length_dependent:
-        raise UnsupportedError(
-            f"The frequencies of {kind.__name__} depend on the length of the sequence. llama.cpp has one spectrum for "
-            "all lengths. Choose a scaling with constant frequencies, such as YarnScaling or NtkScaling."
-        )
-    frequencies = rotation.inverse_frequencies(torch.ones(1, 1, dtype=torch.long)).detach().double().cpu()
-    if frequencies.ndim != 1:
-        raise UnsupportedError(
-            "The heads of a layer have different frequencies. llama.cpp has one spectrum for all heads of a layer."
-        )
-    return rotation, frequencies
+    if given is None:
+        return Rotation(frequencies, list(range(width)), factors, None)
+    rotated = given.rotary_dim
+    pairs = rotated // 2
+    frequencies[:pairs], factors[:pairs] = given.frequencies.double(), given.scaling
+    order = list(range(rotated))
+    if given.layout == "half":
+        order = [index for pair in range(pairs) for index in (pair, pair + pairs)]
+    return Rotation(frequencies, [*order, *range(rotated, width)], factors, given)
 
 
 def refuse_other_parts(parts: ModelParts, *allowed: str) -> None:

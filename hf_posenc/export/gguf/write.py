@@ -13,6 +13,7 @@ from hf_posenc.export.gguf.run import runtime
 from hf_posenc.export.gguf.verify import Difference, compare
 from hf_posenc.export.gguf.vocabulary import vocabulary
 from hf_posenc.export.records import Check, Written
+from hf_posenc.export.refusal import ExportError
 from hf_posenc.export.request import Request
 from hf_posenc.export.samples import float32_reference
 
@@ -53,7 +54,7 @@ def write(request: Request, *, dtype: str = "f32") -> Written:
         except UnsupportedError as error:
             reasons.append(f"{carrier.name}: {error}")
     if not forms:
-        raise UnsupportedError(_refusal(request, reasons))
+        raise ExportError(request, "gguf", "llama.cpp", reasons, False)
     words = vocabulary(request.tokenizer, int(request.model.config.get_text_config().vocab_size))
     reference, file = float32_reference(request.model), request.draft / FILE
     inexact: list[tuple[Difference, GgufForm]] = []
@@ -76,7 +77,7 @@ def write(request: Request, *, dtype: str = "f32") -> Written:
         _, form = min(inexact, key=lambda pair: (pair[0].logits != pair[0].logits, pair[0].logits))
         return _written(request, form, words, dtype, ())
     file.unlink(missing_ok=True)
-    raise UnsupportedError(_refusal(request, reasons))
+    raise ExportError(request, "gguf", "llama.cpp", reasons, bool(inexact))
 
 
 def _written(
@@ -122,16 +123,4 @@ def _usage() -> str:
         "server = xllamacpp.Server(options)\n"
         'answer = server.handle_completions({"prompt": "The dog chased", "n_predict": 20, "temperature": 0.0})\n'
         'print(answer["choices"][0]["text"])\n```'
-    )
-
-
-def _refusal(request: Request, reasons: list[str]) -> str:
-    listed = "".join(f"\n- {reason}" for reason in reasons)
-    approximate = (
-        " accept the difference with approximate=True;" if any("other numbers" in one for one in reasons) else ""
-    )
-    return (
-        f"llama.cpp cannot run the scheme {request.label()} of this {type(request.model).__name__}:{listed}\n"
-        f"What can be done:{approximate} export to another target, such as 'onnx'; or save it with "
-        "model.save_pretrained, and import hf_posenc where it is loaded."
     )

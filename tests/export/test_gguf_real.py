@@ -1,0 +1,88 @@
+"""SmolLM2 in llama.cpp, and tiny files in a second program that contains llama.cpp."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+import hf_posenc
+from hf_posenc import InterleavedConfig, NoneConfig, RopeConfig, ScheduleConfig, SchemeConfig, YarnScaling
+from hf_posenc.export.export_model import export_model
+from hf_posenc.export.gguf.run import complete
+from hf_posenc.export.samples import random_ids
+from tests.export.gguf_cases import byte_tokenizer, tiny_llama
+
+pytest.importorskip("xllamacpp")
+ROOT = Path(__file__).parents[2]
+#: Folder in which `npm install node-llama-cpp` has been run, and a folder with SmolLM2-135M.
+NODE, SMOLLM2 = os.environ.get("NODE_LLAMA_CPP", ""), os.environ.get("SMOLLM2", "")
+YARN = RopeConfig(theta=100_000.0, scaling=YarnScaling(4.0, original_max_positions=8192))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (NODE and shutil.which("node")),
+    reason="needs node and node-llama-cpp: run `npm install node-llama-cpp` in a folder, and set NODE_LLAMA_CPP to it",
+)
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        None,
+        "none",
+        "p_rope",
+        "alibi",
+        RopeConfig(scaling=YarnScaling(4.0, original_max_positions=64)),
+        InterleavedConfig(),
+        ScheduleConfig((RopeConfig(), NoneConfig(), NoneConfig(), RopeConfig(), NoneConfig())),
+    ],
+    ids=str,
+)
+def test_a_second_program_gives_the_same_probabilities(scheme: SchemeConfig | str | None, tmp_path: Path) -> None:
+    model = tiny_llama(num_hidden_layers=5)
+    if scheme is not None:
+        hf_posenc.patch_model(model, scheme)
+    export_model(model, tmp_path / "out", to="gguf", tokenizer=byte_tokenizer())
+    prompts = [random_ids(model, length)[0].tolist() for length in (2, 48, 200)]
+    ran = subprocess.run(
+        ["node", str(ROOT / "benchmarks" / "llama_cpp.mjs"), NODE, str(tmp_path / "out" / "model.gguf")],
+        input=json.dumps(prompts), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    for prompt, found in zip(prompts, json.loads(ran.stdout), strict=True):
+        expected = next_probabilities(model, prompt)
+        probabilities = torch.tensor([found[str(token)] for token in range(len(expected))])
+        # Its cache is float16, which rounds keys and values by up to 5e-4 of their value.
+        assert (probabilities - expected).abs().max() < 1e-3 * expected.max()
+
+
+@torch.no_grad()
+def next_probabilities(model: PreTrainedModel, prompt: list[int]) -> torch.Tensor:
+    return model(torch.tensor([prompt])).logits[0, -1].softmax(-1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SMOLLM2, reason="needs a folder with SmolLM2-135M: set SMOLLM2 to it")
+@pytest.mark.parametrize("dtype", ["f32", "q8_0"])
+@pytest.mark.parametrize("scheme", [None, YARN, "p_rope", "alibi", "none"], ids=["stock", "yarn", "p_rope", "alibi", "none"])
+def test_smollm2_writes_the_same_text(scheme: Any, dtype: str, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(SMOLLM2)
+    if scheme is not None:
+        options = {"theta": 100_000.0} if scheme == "p_rope" else {}
+        hf_posenc.patch_model(model, scheme, **options)
+    export_model(model, tmp_path / "out", to="gguf", tokenizer=tokenizer, dtype=dtype)
+    prompt = "The dog chased another dog, and then"
+    (found,) = complete(tmp_path / "out" / "model.gguf", [prompt], 24, context=64, precise=True)
+    ids = tokenizer(prompt, return_tensors="pt")
+    written = model.generate(**ids, max_new_tokens=24, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    if dtype == "f32":
+        assert found.text == tokenizer.decode(written)
+    else:
+        assert found.text.split()[:2] == tokenizer.decode(written).split()[:2]
