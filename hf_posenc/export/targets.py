@@ -54,7 +54,10 @@ class Target:
                 raise UnknownNameError("option", name, known, owner=f"the export to {self.name!r}")
 
 
-TARGETS = (Target("stock", "a plain transformers checkpoint", "hf_posenc.export.stock.write"),)
+TARGETS = (
+    Target("stock", "a plain transformers checkpoint", "hf_posenc.export.stock.write"),
+    Target("onnx", "a graph for onnxruntime", "hf_posenc.export.onnx.write", ("onnx", "onnxruntime", "onnxscript")),
+)
 
 
 def find_target(name: str) -> Target:
