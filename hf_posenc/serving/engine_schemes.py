@@ -26,7 +26,7 @@ from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.parts import DistanceBias, LogitBias
 
 _REMEDY = (
-    "Run the checkpoint with transformers (model.generate, or `hf-posenc run transformers serve`). If "
+    "Run the checkpoint with transformers (model.generate, or `hf-posenc serve`). If "
     'export_model(model, folder, to="stock") can express the scheme, the engine runs that folder without a plug-in.'
 )
 
@@ -64,7 +64,7 @@ def sites_for_engine(model: Any, engine: str, *, takes_slopes: bool) -> list[Int
     """Returns the patched attention layers of a model, if an engine can compute its scheme.
 
     Args:
-        model: a patched model. It may be without weights (on the meta device).
+        model: a patched model. It may be without weights (on the meta device). It is put into evaluation mode.
         engine: name of the engine, for messages.
         takes_slopes: whether the kernels of the engine add a bias that is linear in the distance.
 
@@ -73,6 +73,7 @@ def sites_for_engine(model: Any, engine: str, *, takes_slopes: bool) -> list[Int
     """
     encoding = current_encoding(model)
     assert encoding is not None
+    model.eval()
     sites = [site for site in encoding.journal.forwards() if isinstance(site, AttentionSite)]
     problems = [_model_problem(encoding, sites), *(layer_problem(site.encoding, takes_slopes) for site in sites)]
     problem = next(filter(None, problems), "")
@@ -98,6 +99,11 @@ def _model_problem(encoding: PositionEncoding, sites: list[AttentionSite]) -> st
             "the encoding of a token depends on the length of the sequence or on other tokens, but the engine stores "
             "each key only once, when its token arrives"
         )
+    for part in encoding.parts():
+        try:
+            part.check_cache(1, 2)
+        except UnsupportedError as error:
+            return str(error).rstrip(".")
     return ""
 
 

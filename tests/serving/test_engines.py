@@ -21,10 +21,12 @@ from hf_posenc import (
     PRopeConfig,
     RopeConfig,
     UnsupportedError,
+    list_schemes,
     patch_model,
 )
 from hf_posenc.checkpoint.agreement import SchemeMismatchError
 from hf_posenc.checkpoint.engine_configs import ENGINE_ARCHITECTURE, install
+from hf_posenc.schemes.parts import LogitBias
 from tests.serving import engine_stub
 from tests.serving.engine_stub import Pages, vllm_config, weights_of
 
@@ -118,6 +120,25 @@ def test_packed_requests_get_the_logits_of_transformers(engine: str, scheme: str
     assert torch.allclose(logits_of(load(engine, folder)), expected_logits(folder), atol=2e-4)
 
 
+@pytest.mark.parametrize("scheme", [name for name in list_schemes() if name not in RUN_IN_VLLM])
+def test_every_other_scheme_is_refused_or_gets_the_logits_of_transformers(scheme: str, save: Save) -> None:
+    folder = save(scheme)
+    if problem(scheme):
+        with pytest.raises(UnsupportedError, match="vLLM cannot run the position encoding"):
+            load("vllm", folder)
+        return
+    assert torch.allclose(logits_of(load("vllm", folder)), expected_logits(folder), atol=2e-4)
+
+
+def problem(scheme: str) -> bool:
+    """Whether a scheme needs more than a map of queries, keys and inputs by position, by its parts."""
+    model = patch_model(tiny_llama(), scheme)
+    parts = model.position_encoding.parts()
+    return any(
+        isinstance(part, LogitBias) or part.length_dependent or getattr(part, "width_factor", 1) != 1 for part in parts
+    )
+
+
 def test_lost_slopes_change_the_logits(save: Save, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save("alibi")
     monkeypatch.setattr(Pages, "adds_slopes", False)
@@ -139,6 +160,7 @@ REFUSED = {
         {"scheme": "rope", "scaling": {"type": "dynamic", "factor": 2.0, "original_max_positions": 64}},
         "length of the sequence",
     ),
+    "random positions": ({"scheme": "randomized", "evaluation": "random"}, "draws new positions in every call"),
     "scaled alibi": (ComposedConfig((AlibiConfig(), LogNScaleConfig())), "for each query"),
 }
 
