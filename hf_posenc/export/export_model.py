@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -77,8 +77,9 @@ def export_model(
     target.check_options(options)
     upload = _upload(place.resolve().name if push_to_hub is True else push_to_hub, hub_options or {})
     repository = None if upload is None else upload.full_name()
+    _check_tokenizer(tokenizer)
     inner = model_to_export(model, merge_adapters)
-    training = inner.training
+    modes = [(module, module.training) for module in inner.modules()]
     inner.eval()
     try:
         with atomic_replacement(place) as draft:
@@ -92,11 +93,10 @@ def export_model(
             report = ExportReport(place, target.name, request.label(), written.carrier, written.checks, files)
             export_card(inner, report, written.usage, repository).save(card)
             manifest.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
-            outdated = _files_of(place) - set(files)
+            _clear(place, files)
     finally:
-        inner.train(training)
-    for name in outdated:
-        (place / name).unlink(missing_ok=True)
+        for module, training in modes:
+            module.training = training
     if upload is not None:
         upload.send(report)
     return report
@@ -115,17 +115,50 @@ def _check_packages(target: str, packages: tuple[str, ...]) -> None:
         raise UsageError(f"The export to {target!r} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
 
 
+def _check_tokenizer(tokenizer: Any) -> None:
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise TypeError(
+            f"tokenizer is {tokenizer!r:.100}, which cannot be saved. Load it: AutoTokenizer.from_pretrained(name)."
+        )
+
+
+def _clear(place: Path, files: Collection[str]) -> None:
+    """Removes the files of an earlier export, and files that new ones replace.
+
+    The new files are moved into place one by one. If the process is killed in between, no file may be left that would
+    make a model together with new ones: programs that load the export do not know that it is incomplete.
+
+    Args:
+        place: the folder.
+        files: names of the new files.
+
+    Raises:
+        FileExistsError: if there is a folder in the place of a file. Nothing is removed.
+    """
+    for name in files:
+        if (place / name).is_dir():
+            raise FileExistsError(f"{place / name} is a folder, where the export writes a file. Remove or rename it.")
+    # The config first: without it, no program takes the folder for a model.
+    for name in sorted({*files, *_files_of(place)}, key=lambda name: (name != "config.json", name)):
+        (place / name).unlink(missing_ok=True)
+
+
 def _files_of(place: Path) -> set[str]:
     """Files of an earlier export in a folder. Names that lead out of the folder are ignored."""
     try:
         found = json.loads((place / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return set()
     names = found.get("files") if isinstance(found, dict) else None
-    if not isinstance(names, list):
-        return set()
-    plain = [name for name in names if isinstance(name, str) and name]
-    return {name for name in plain if not Path(name).is_absolute() and ".." not in Path(name).parts}
+    inside = place.resolve()
+    return {
+        name
+        for name in (names if isinstance(names, list) else [])
+        if isinstance(name, str)
+        and "\0" not in name
+        and (place / name).is_file()
+        and (place / name).parent.resolve().is_relative_to(inside)
+    }
 
 
 def _upload(repository: Any, options: Mapping[str, Any]) -> Upload | None:

@@ -270,3 +270,31 @@ def test_a_card_follows_the_model_unless_it_was_written_by_hand(place: Place, on
     assert by_hand.data.license == "mit"
     assert by_hand.data.tags == ["hf_posenc", "position-encoding", "kerple"]
     assert exported.data.base_model == "someone/cards"
+
+
+GGUF = """
+import hf_posenc
+from gguf import GGUFReader
+from tests.export.runtimes import tokenizer
+from tests.models import tiny
+coder = tokenizer()
+model = hf_posenc.patch_model(tiny("LlamaForCausalLM", vocab_size=len(coder)), "none")
+hf_posenc.export_model(model, folder / "gguf", to="gguf", tokenizer=coder, push_to_hub="gguf")
+path = Path(hf_hub_download("someone/gguf", "model.gguf"))
+assert path.read_bytes() == (folder / "gguf" / "model.gguf").read_bytes()
+print(json.dumps({"tensors": [tensor.name for tensor in GGUFReader(path).tensors], "blob": path.resolve().name}))
+"""
+
+
+def test_a_file_for_another_program_is_downloaded_whole(place: Place, online: Clients, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    pytest.importorskip("xllamacpp")
+    found = online(PREAMBLE + GGUF, tmp_path)
+    assert "rope_freqs.weight" in found["tensors"]
+    assert found["blob"] in repository(place, "gguf").large
+    written = card(place, "gguf")
+    assert written.data.library_name == "gguf"
+    assert {"gguf", "none"} <= set(written.data.tags or [])
+    assert "hf download someone/gguf --local-dir gguf" in written.text
+    assert "gguf/model.gguf" in written.text
+    assert "someone/gguf/model.gguf" not in written.text, "programs take no hub id for a path"

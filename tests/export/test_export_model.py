@@ -1,0 +1,220 @@
+"""`export_model` with every kind of bad input: it refuses with the reason, and nothing half-written looks whole."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub.errors import HFValidationError
+from transformers import LlamaForCausalLM
+
+import hf_posenc
+from hf_posenc import UnknownNameError, UnsupportedError
+from hf_posenc.errors import UsageError
+from hf_posenc.export import export_model as module
+from tests.checkpoint.checkpoint_cases import llama, outputs, randomize
+from tests.checkpoint.test_interrupted_save import killed_at
+from tests.tools.subject import tokenizer
+
+
+def patched(theta: float = 500.0) -> Any:
+    return randomize(hf_posenc.patch_model(llama(), "rope", theta=theta))
+
+
+@pytest.fixture
+def model() -> Any:
+    return patched()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_folders_that_are_in_use_are_kept(model: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="is a file"):
+        hf_posenc.export_model(model, tmp_path / "file", overwrite=True)
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        hf_posenc.export_model(model, tmp_path / "used")
+    assert contents(tmp_path) == {"file": b"mine", "used/notes.txt": b"mine"}
+    hf_posenc.export_model(model, tmp_path / "used", overwrite=True)
+    assert (tmp_path / "used" / "notes.txt").read_text() == "mine"
+
+
+def test_a_folder_in_the_place_of_a_file_is_found_before_anything_is_removed(model: Any, tmp_path: Path) -> None:
+    hf_posenc.export_model(model, tmp_path / "out")
+    (tmp_path / "out" / "README.md").unlink()
+    (tmp_path / "out" / "README.md").mkdir()
+    before = contents(tmp_path)
+    with pytest.raises(FileExistsError, match="is a folder"):
+        hf_posenc.export_model(patched(700.0), tmp_path / "out", overwrite=True)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_folder_is_refused(model: Any, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir(mode=0o500)
+    with pytest.raises(PermissionError):
+        hf_posenc.export_model(model, tmp_path / "out")
+
+
+def test_links_are_followed_and_stay(model: Any, tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    (tmp_path / "dangling").symlink_to(tmp_path / "new")
+    for link, folder in (("link", "real"), ("dangling", "new")):
+        hf_posenc.export_model(model, tmp_path / link)
+        assert (tmp_path / link).is_symlink()
+        assert torch.equal(outputs(LlamaForCausalLM.from_pretrained(tmp_path / folder)), outputs(model))
+
+
+def test_a_manifest_that_was_edited_removes_nothing_else(model: Any, tmp_path: Path) -> None:
+    outside = tmp_path / "outside.txt"
+    outside.write_text("mine")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "kept.txt").write_text("mine")
+    place = tmp_path / "out"
+    hf_posenc.export_model(model, place)
+    (place / "runs").mkdir()
+    (place / "runs" / "log").write_text("mine")
+    (place / "old.bin").write_text("of the export")
+    (place / "elsewhere").symlink_to(tmp_path / "elsewhere")
+    names = ["../outside.txt", str(outside), "elsewhere/kept.txt", "runs", "", ".", "..", "\0", 3, None, "old.bin"]
+    for found in ({"files": names}, {"files": "all"}, ["files"], {}):
+        (place / module.MANIFEST).write_text(json.dumps(found))
+        hf_posenc.export_model(model, place, overwrite=True)
+    (place / module.MANIFEST).write_text("[" * 100_000)
+    hf_posenc.export_model(model, place, overwrite=True)
+    for path in (outside, tmp_path / "elsewhere" / "kept.txt", place / "runs" / "log"):
+        assert path.read_text() == "mine"
+    assert not (place / "old.bin").exists()
+
+
+def test_an_export_replaces_the_files_of_the_one_before(tmp_path: Path) -> None:
+    hf_posenc.export_model(patched(), tmp_path, tokenizer=tokenizer(), max_shard_size="20KB")
+    shards = set(contents(tmp_path))
+    report = hf_posenc.export_model(patched(700.0), tmp_path, overwrite=True)
+    assert set(contents(tmp_path)) == set(report.files)
+    assert len(report.files) < len(shards)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="ends child processes by signal")
+def test_a_killed_replacement_is_the_old_export_or_the_new_one_or_no_model(tmp_path: Path) -> None:
+    old, new, place = patched(500.0), patched(700.0), tmp_path / "place"
+    pairs = {}
+    for theta, one in ((500.0, old), (700.0, new)):
+        hf_posenc.export_model(one, tmp_path / str(theta))
+        pairs[theta] = (tmp_path / str(theta) / "model.safetensors").read_bytes()
+    operation, seen = 1, set()
+    while True:
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(tmp_path / "500.0", place)
+        killed = killed_at(operation, place, lambda: hf_posenc.export_model(new, place, overwrite=True))
+        config, weights = place / "config.json", place / "model.safetensors"
+        # Read as by a program that does not know this package.
+        if config.exists() and weights.exists():
+            theta = json.loads(config.read_text())["rope_parameters"]["rope_theta"]
+            assert weights.read_bytes() == pairs[theta], operation
+            seen.add(theta)
+        if not killed:
+            break
+        operation += 1
+    assert seen == {500.0, 700.0}
+
+
+def test_a_full_disk_and_a_tokenizer_that_raises_leave_nothing(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken:
+        def save_pretrained(self, folder: Any) -> None:
+            (Path(folder) / "tokenizer.json").write_text("{}")
+            raise RuntimeError("cannot be saved")
+
+    with pytest.raises(RuntimeError, match="cannot be saved"):
+        hf_posenc.export_model(model, tmp_path / "out", tokenizer=Broken())
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(TypeError, match=r"AutoTokenizer\.from_pretrained"):
+        hf_posenc.export_model(model, tmp_path / "out", tokenizer="gpt2")
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    hf_posenc.export_model(model, tmp_path / "kept")
+    before = contents(tmp_path)
+    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", full)
+    for folder in ("out", "kept"):
+        with pytest.raises(OSError, match="No space"):
+            hf_posenc.export_model(patched(700.0), tmp_path / folder, overwrite=True)
+    assert contents(tmp_path) == before
+
+
+def test_unknown_names_are_refused_before_anything_is_written(model: Any, tmp_path: Path) -> None:
+    for call, message in (
+        ({"to": "gguff"}, "Did you mean 'gguf'"),
+        ({"shard_size": 3}, "max_shard_size"),
+        ({"push_to_hub": "me/x", "hub_options": {"privat": True}}, "private"),
+    ):
+        with pytest.raises(UnknownNameError, match=message):
+            hf_posenc.export_model(model, tmp_path / "out", **call)
+    with pytest.raises(UsageError, match="only used with push_to_hub"):
+        hf_posenc.export_model(model, tmp_path / "out", hub_options={"private": True})
+    with pytest.raises(HFValidationError):
+        hf_posenc.export_model(model, tmp_path / "out", push_to_hub="me/x/y")
+    with pytest.raises(TypeError, match="hub id"):
+        hf_posenc.export_model(model, tmp_path / "out", push_to_hub=3)
+    with pytest.raises(TypeError, match="needs a transformers model"):
+        hf_posenc.export_model(torch.nn.Linear(2, 2), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_adapters_are_merged_into_a_copy_when_asked(model: Any, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    adapted = peft.get_peft_model(model, lora)
+    with pytest.raises(UnsupportedError, match="merge_adapters=True"):
+        hf_posenc.export_model(adapted, tmp_path / "out")
+    expected = outputs(adapted.eval())
+    hf_posenc.export_model(adapted, tmp_path / "out", merge_adapters=True)
+    assert torch.equal(outputs(adapted), expected)
+    assert any("lora" in name for name, _ in adapted.named_parameters())
+    merged = LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    # Merging adds the same products in another order.
+    assert torch.allclose(outputs(merged), expected, atol=1e-5)
+
+
+def test_what_was_edited_after_patching_is_exported_or_refused(tmp_path: Path) -> None:
+    edited = patched()
+    edited.model.layers[0].self_attn.q_proj.weight.data.mul_(1.5)
+    hf_posenc.export_model(edited, tmp_path / "weights")
+    assert torch.equal(outputs(LlamaForCausalLM.from_pretrained(tmp_path / "weights")), outputs(edited))
+    replaced = patched()
+    replaced.model.layers[0].self_attn = llama().model.layers[0].self_attn
+    with pytest.raises(UnsupportedError):
+        hf_posenc.export_model(replaced, tmp_path / "parts")
+    other = patched()
+    other.model.layers[0].mlp = torch.nn.Identity()
+    with pytest.raises(UnsupportedError):
+        hf_posenc.export_model(other, tmp_path / "layers")
+    assert [path.name for path in tmp_path.iterdir()] == ["weights"]
+
+
+def test_tied_weights_stay_tied_and_modes_stay_as_they_are(tmp_path: Path) -> None:
+    tied = llama()
+    tied.config.tie_word_embeddings = True
+    tied.tie_weights()
+    hf_posenc.patch_model(randomize(tied), "rope", theta=500.0).train()
+    tied.model.layers[0].eval()
+    modes = [part.training for part in tied.modules()]
+    hf_posenc.export_model(tied, tmp_path)
+    assert [part.training for part in tied.modules()] == modes
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert torch.equal(outputs(loaded), outputs(tied.eval()))
