@@ -32,7 +32,6 @@ def main() -> None:
     record = json.loads(DATA.read_text()) if DATA.is_file() else {"cells": {}}
     if not arguments.no_run:
         _run(record, arguments.only)
-        DATA.write_text(json.dumps(record, indent=1) + "\n")
     PAGE.write_text(page(record))
 
 
@@ -55,8 +54,9 @@ def _run(record: dict[str, Any], only: str) -> None:
             for scheme in TABLE:
                 cells[scheme] = outcome(model, scheme, runtime)
             record["cells"].setdefault(model, {})[target] = cells
+            record["versions"] = {name: _version(name) for name in PACKAGES}
+            DATA.write_text(json.dumps(record, indent=1) + "\n")
             print(f"{model}, {target}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
-    record["versions"] = {name: _version(name) for name in PACKAGES}
 
 
 def _version(name: str) -> str:

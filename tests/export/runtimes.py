@@ -56,6 +56,7 @@ def bert() -> PreTrainedModel:
 
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {"Llama": llama, "BERT": bert}
+_ONNX = (Runtime("ONNX Runtime", "onnx", "prefill"), Runtime("ONNX Runtime, decoding", "onnx", "decode"))
 _Q8 = (("dtype", "q8_0"),)
 _TRANSFORMERS = (Runtime("transformers", "stock", "prefill"), Runtime("transformers, decoding", "stock", "decode"))
 _LLAMA_CPP = (
@@ -66,8 +67,8 @@ _LLAMA_CPP = (
 #: Engines with a plug-in of this package, and whether their kernels take the slopes of ALiBi. They are not run here.
 ENGINES = {"vllm": ("vLLM", True), "sglang": ("SGLang", False)}
 RUNTIMES: dict[str, tuple[Runtime, ...]] = {
-    "Llama": (*_TRANSFORMERS, *_LLAMA_CPP, Runtime("vLLM", "vllm"), Runtime("SGLang", "sglang")),
-    "BERT": (_TRANSFORMERS[0],),
+    "Llama": (*_TRANSFORMERS, *_ONNX, *_LLAMA_CPP, Runtime("vLLM", "vllm"), Runtime("SGLang", "sglang")),
+    "BERT": (_TRANSFORMERS[0], _ONNX[0]),
 }
 
 

@@ -45,7 +45,7 @@ def write(request: Request, *, opset_version: int | None = None, quantize: bool 
 
 
 def _quantized(reference: transformers.PreTrainedModel, path: Path) -> tuple[Check, ...]:
-    from onnxruntime.quantization import QuantType, quantize_dynamic  # type: ignore[import-untyped]
+    from onnxruntime.quantization import QuantType, quantize_dynamic
 
     target = path.with_name(_QUANTIZED)
     quantize_dynamic(path, target, weight_type=QuantType.QInt8)
