@@ -16,6 +16,12 @@ from tests.export.gguf_cases import VOCABULARY, byte_tokenizer, tiny_llama
 pytest.importorskip("xllamacpp")
 
 
+@pytest.fixture(autouse=True)
+def few_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rule that is tried takes a run of llama.cpp."""
+    monkeypatch.setattr("hf_posenc.export.gguf.vocabulary._SPLITS", ("gpt-2", "smollm"))
+
+
 def bytes_after(*steps: object) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence(
         [*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=len(steps) == 1)]
