@@ -39,6 +39,7 @@ from hf_posenc.attention.forms import BiasForm, DistanceForm, RowsForm, Separabl
 from hf_posenc.attention.fused_attention import fused_attention
 from hf_posenc.attention.lookups import look_up
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.schemes.positions import exporting
 
 #: The maximum size, in bytes, of a bias matrix for backends that need one. Increase it to allow larger matrices.
 DENSE_LIMIT = 8 * 2**30
@@ -136,7 +137,7 @@ def _attend_sdpa(
         key, value, form = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]], form.of_first(query.shape[2])
     compiling = torch.compiler.is_compiling()
     given = (module, query, key, value, attention_mask)
-    if _learns_mask(attention_mask):
+    if exporting() or _learns_mask(attention_mask):
         return _attend_dense("sdpa", function, form, *given, *args, **kwargs)
     if _uses_other_features(args, kwargs):
         if compiling:

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_posenc.schemes.positions import exporting
+
 
 @dataclass(frozen=True)
 class DistanceForm:
@@ -57,7 +59,7 @@ class DistanceForm:
         if self.query_length == 1:
             row = self.vector[None, :, None]
             return row if key_count is None else row[..., :key_count]
-        if torch.compiler.is_exporting():
+        if exporting():
             # A view would fix the length that the model was exported with.
             keys = torch.arange(self.key_length, device=self.vector.device)[:key_count]
             queries = torch.arange(start, stop, device=self.vector.device).unsqueeze(-1)
@@ -140,7 +142,7 @@ class SeparableForm:
 
     def rows(self, start: int, stop: int, key_count: int | None = None) -> Tensor:
         """`(batch or 1, heads, rows, keys)` float32 of the queries `[start, stop)` and the first `key_count` keys."""
-        if len(self.query_slots) == 1:
+        if self.query_slots.shape[0] == 1:
             # Uses the minimum number of operators in a decoding step, where calls cost more than the computation.
             own = self.terms.index_select(-1, self.query_slots)
             terms = self.terms if key_count is None else self.terms[..., :key_count]
@@ -150,7 +152,7 @@ class SeparableForm:
 
     def dense(self) -> Tensor:
         """`(batch or 1, heads, query_len, key_len)` float32."""
-        return self.rows(0, len(self.query_slots))
+        return self.rows(0, self.query_slots.shape[0])
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,7 @@ class Target:
 TARGETS = (
     Target("stock", "a plain transformers checkpoint", "hf_posenc.export.stock.write"),
     Target("gguf", "a file for llama.cpp", "hf_posenc.export.gguf.write", packages=("gguf", "xllamacpp")),
+    Target("onnx", "a graph for onnxruntime", "hf_posenc.export.onnx.write", ("onnx", "onnxruntime", "onnxscript")),
 )
 
 

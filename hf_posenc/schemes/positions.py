@@ -18,6 +18,14 @@ def traced() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
+def exporting() -> bool:
+    """Whether the code is being traced into a program that runs without this package: torch.export, ONNX, TorchScript.
+
+    Such a program must not contain operators of this package, and must not depend on the lengths of the example.
+    """
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()
+
+
 @dataclass(frozen=True)
 class Positions:
     """The positions of the tokens of one forward call.

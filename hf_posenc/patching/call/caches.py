@@ -44,7 +44,7 @@ def cached_length(cache: Any) -> int | Tensor | None:
     if hasattr(cache, "get_seq_length"):
         length = cache.get_seq_length()
         # A static layer returns a tensor that it increments in place before its attention runs.
-        return length.clone() if isinstance(length, Tensor) else int(length)
+        return length.clone() if isinstance(length, Tensor) else length
     if isinstance(cache, list | tuple) and cache and isinstance(cache[0], Tensor):
         return int(cache[0].shape[0])
     return None

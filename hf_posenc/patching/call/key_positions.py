@@ -17,7 +17,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.cached_positions import CachedPositions, record, recorded
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.padding import counted_tokens
-from hf_posenc.schemes.positions import Positions, traced
+from hf_posenc.schemes.positions import Positions, exporting, traced
 
 #: Number of query-key pairs compared at a time.
 _PAIRS = 2**24
@@ -114,6 +114,9 @@ def slot_distances_are_exact(
     Returns:
         A 0-dim boolean tensor in a compiled graph, if the result depends on tensor values; else a bool.
     """
+    if exporting() and (state.position_ids is not None or _usable_mask(state) is not None):
+        # A program must be correct for every mask, and its bias is a matrix anyway.
+        return False
     found = regularity(state, device)
     compiling = torch.compiler.is_compiling()
     if found.even is True or state.position_ids is None:

@@ -8,6 +8,10 @@ from torch import Tensor
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.schemes.parts import Part
+from hf_posenc.schemes.positions import exporting
+
+#: A length that no sequence reaches.
+_FARTHEST = 2**31
 
 
 def check_cache(part: Part, state: ForwardState) -> None:
@@ -29,9 +33,25 @@ def check_cache(part: Part, state: ForwardState) -> None:
         # Reading the length would break the graph of compiled decoding. The other parts that refuse a cache draw random
         # positions in training, where a compiled static cache is not used.
         return
+    if exporting():
+        _check_cache_of_program(part, state)
+        return
     cached = int(state.offset)
     if cached > 0:
         part.check_cache(cached, cached + state.query_length)
+
+
+def _check_cache_of_program(part: Part, state: ForwardState) -> None:
+    """Refuses a part whose cache is wrong at some length, because an exported program cannot check its lengths."""
+    if isinstance(state.offset, int) and state.offset == 0:
+        return
+    try:
+        part.check_cache(1, _FARTHEST)
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"An exported program does not check the length of its cache, and this scheme cannot use a cache at every "
+            f"length. {error}"
+        ) from None
 
 
 def _is_packed(state: ForwardState) -> bool:

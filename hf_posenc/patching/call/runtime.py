@@ -124,6 +124,12 @@ class StackForward(PlacedForward):
         """The original forward, so that `inspect.signature` finds its parameters."""
         return types.MethodType(type(self.module).forward, self.module) if self.inner is None else self.inner
 
+    @property
+    def __code__(self) -> types.CodeType:
+        """The code of the original forward, whose file and line torch.export records."""
+        code: types.CodeType = type(self.module).forward.__code__
+        return code
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the stack's own forward with the state of this call in place."""
         if self.retired:

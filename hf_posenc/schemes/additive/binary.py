@@ -50,7 +50,8 @@ class BinaryEncoding(AdditiveEncoding):
         self.length_reach.check(positions.ids)
         digit = torch.arange(self.hidden_size, device=positions.ids.device) * self.bits // self.hidden_size
         ids = positions.ids.clamp(min=0).unsqueeze(-1)
-        return ((ids >> digit) & 1).float() * self.scale
+        # Not a shift, which ONNX exporters do not translate.
+        return (ids // 2**digit % 2).float() * self.scale
 
 
 @register_scheme

@@ -102,7 +102,8 @@ class FireBias(PairwiseBias):
         number = torch.arange(len(corners) + 1, device=corners.device).unsqueeze(-1)
         beyond = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device)) < number
         rising, falling = weight > 0, weight < 0
-        acts = torch.where(rising, beyond, torch.where(falling, ~beyond, bias > 0)).to(weight.dtype)
+        constant = ~rising & ~falling & (bias > 0)
+        acts = ((rising & beyond) | (falling & ~beyond) | constant).to(weight.dtype)
         output = self.output_weight.float()
         slopes = (output * weight) @ acts.transpose(0, 1)
         offsets = (output * bias) @ acts.transpose(0, 1) + self.output_bias.float().unsqueeze(-1)

@@ -1,0 +1,176 @@
+"""The functions that become ONNX graphs, their example inputs, and the names of their inputs and outputs.
+
+Names are those of optimum, which other programs look for: `past_key_values.0.key`, `present.0.key`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.export.samples import random_ids
+from hf_posenc.patching.place.in_force import current_encoding
+
+#: One pair of keys and values for each layer, `(batch, key_value_heads, past_length, width)` each.
+Past = list[tuple[Tensor, Tensor]]
+
+#: Sizes of the example. All differ, so that no length can stand for another.
+_BATCH, _PAST, _LENGTH = 2, 7, 5
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A function to be exported.
+
+    Args:
+        module: the function.
+        inputs: example inputs by name.
+        shapes: for each input, the names of its open axes.
+        past: the cache among the inputs, or `None`.
+    """
+
+    module: nn.Module
+    inputs: dict[str, Any]
+    shapes: dict[str, Any]
+    past: Past | None = None
+
+    @property
+    def input_names(self) -> list[str]:
+        """Names of the inputs in order."""
+        names = [name for name in self.inputs if name != "past"]
+        return names + _names("past_key_values", self.past or [])
+
+    def output_names(self, found: list[str]) -> list[str]:
+        """Names of the outputs, given those that the exporter derives from the dictionary."""
+        plain = [name for name in found if not name.startswith("present")]
+        return plain + _names("present", self.past or [])
+
+    @property
+    def axes(self) -> dict[str, dict[int, str]]:
+        """The names of the open axes of every input and of the cached outputs."""
+        named = {name: axes for name, axes in self.shapes.items() if name != "past"}
+        for name in _names("past_key_values", self.past or []):
+            named[name] = {0: "batch_size", 2: "past_sequence_length"}
+        for name in _names("present", self.past or []):
+            named[name] = {0: "batch_size", 2: "total_sequence_length"}
+        return named
+
+
+class _Decoder(nn.Module):
+    """Tokens after a cache: logits, and the cache after them. Positions are counted over the real tokens."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, past: Past) -> dict[str, Any]:
+        output = run_decoder(self.model, input_ids, attention_mask, past)
+        return {"logits": output.logits, "present": cached(output.past_key_values)}
+
+
+class _Plain(nn.Module):
+    """A call without a cache: the tensors of its output."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
+        return run_plain(self.model, inputs)
+
+
+def run_decoder(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, past: Past) -> Any:
+    """Calls a decoder as `generate` does.
+
+    Args:
+        model: the decoder.
+        input_ids: `(batch, length)`.
+        attention_mask: `(batch, past_length + length)`, 1 at real tokens.
+        past: the cache.
+    """
+    cache = DynamicCache()
+    for index, (key, value) in enumerate(past):
+        cache.update(key, value, index)
+    extra = {}
+    # A patched model counts positions over the mask itself.
+    if current_encoding(model) is None and "position_ids" in inspect.signature(model.forward).parameters:
+        counted = (attention_mask.cumsum(-1) - 1).clamp(min=0)
+        extra["position_ids"] = counted[:, -input_ids.shape[1] :]
+    return model(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        past_key_values=cache,
+        use_cache=True,
+        return_dict=True,
+        **extra,
+    )
+
+
+def run_plain(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Calls a model without a cache, and returns the tensors of its output."""
+    extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    output = model(**inputs, return_dict=True, **extra)
+    return {name: value for name, value in output.items() if isinstance(value, Tensor)}
+
+
+def cached(cache: Any) -> Past:
+    """The keys and values of a cache."""
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+def graph_of(model: PreTrainedModel) -> Graph:
+    """The graph of a model: with a cache if it generates, else without.
+
+    Raises:
+        UnsupportedError: for an encoder-decoder model, or one that caches something else than keys and values.
+    """
+    if model.config.is_encoder_decoder:
+        raise UnsupportedError(
+            f"{type(model).__name__} has an encoder and a decoder, which are two graphs in ONNX. This target writes "
+            "one. Export model.get_encoder() for embeddings, or use model.save_pretrained."
+        )
+    ids = random_ids(model, _PAST + _LENGTH, _BATCH)
+    mask = torch.ones_like(ids)
+    mask[1, 0] = 0
+    tokens = {0: "batch_size", 1: "sequence_length"}
+    if not model.can_generate():
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        if takes_token_types(model):
+            inputs["token_type_ids"] = torch.zeros_like(ids)
+        return Graph(_Plain(model), inputs, dict.fromkeys(inputs, tokens))
+    with torch.no_grad():
+        found = run_decoder(model, ids[:, :_PAST], mask[:, :_PAST], []).past_key_values
+    layers = getattr(found, "layers", [])
+    if not layers or any(type(layer) is not DynamicLayer or layer.keys is None for layer in layers):
+        raise UnsupportedError(
+            f"{type(model).__name__} caches something else than the keys and values of every layer, which has no "
+            "common names in ONNX. Use model.save_pretrained."
+        )
+    past = [(key.clone(), value.clone()) for key, value in cached(found)]
+    given: dict[str, Any] = {"input_ids": ids[:, _PAST:], "attention_mask": mask, "past": past}
+    cache_axes = {0: "batch_size", 2: "past_sequence_length"}
+    shapes = {
+        "input_ids": tokens,
+        "attention_mask": {0: "batch_size", 1: "total_sequence_length"},
+        "past": [(cache_axes, cache_axes)] * len(past),
+    }
+    return Graph(_Decoder(model), given, shapes, past)
+
+
+def takes_token_types(model: PreTrainedModel) -> bool:
+    """Whether a model tells the first and the second text of a pair apart."""
+    return (
+        "token_type_ids" in inspect.signature(model.forward).parameters
+        and getattr(model.config, "type_vocab_size", 0) > 1
+    )
+
+
+def _names(prefix: str, past: Past) -> list[str]:
+    return [f"{prefix}.{index}.{kind}" for index in range(len(past)) for kind in ("key", "value")]

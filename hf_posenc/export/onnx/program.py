@@ -1,0 +1,142 @@
+"""Turns a function into an ONNX file with transformers' exporter."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_posenc.errors import UnsupportedError, UsageError
+from hf_posenc.export.onnx.graphs import Graph, graph_of
+
+#: Protobuf limits a file to 2 GB. Larger weights go to a file of their own.
+_LARGEST_FILE = int(1.5 * 2**30)
+_WEIGHTS = "model.onnx_data"
+_TRACEABLE = ("eager", "sdpa")
+
+
+def export_program(model: PreTrainedModel, opset_version: int | None) -> Any:
+    """Returns the graph of a model as an `onnx_ir.Model`.
+
+    Args:
+        model: a float32 model in evaluation mode.
+        opset_version: version of the ONNX operators; `None` for the newest that the exporter writes.
+
+    Raises:
+        UnsupportedError: if it cannot be traced with open lengths, or has an operator that ONNX lacks.
+        UsageError: if transformers is too old.
+    """
+    try:
+        from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
+    except ImportError as error:
+        raise UsageError(
+            "The export to 'onnx' needs transformers with transformers.exporters (5.17 or newer)."
+        ) from error
+    with _traceable_attention(model), _quiet():
+        graph = graph_of(model)
+        shapes = {name: _open(axes) for name, axes in graph.shapes.items()}
+        config = OnnxConfig(dynamic=True, dynamic_shapes=shapes, opset_version=opset_version)
+        try:
+            exported = OnnxExporter().export(graph.module, dict(graph.inputs), config=config)
+        except UnsupportedError:
+            raise
+        except Exception as error:
+            raise UnsupportedError(_reason(model, error)) from error
+    # Older versions return the program of torch.onnx.
+    program = getattr(exported, "program", None) or exported.model
+    _name(program.graph, graph)
+    return program
+
+
+def save_program(program: Any, path: Path) -> None:
+    """Writes a graph to `path`, with its weights inside if they fit."""
+    import onnx_ir
+
+    tensors = (value.const_value for value in program.graph.initializers.values())
+    size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    onnx_ir.save(program, str(path), external_data=_WEIGHTS if size > _LARGEST_FILE else None)
+
+
+def _open(axes: Any) -> Any:
+    """The same axes as torch.export takes them. It raises an error if the code fixes one of them."""
+    if isinstance(axes, dict):
+        return dict.fromkeys(axes, torch.export.Dim.DYNAMIC)
+    return type(axes)(map(_open, axes))
+
+
+def _name(graph: Any, source: Graph) -> None:
+    """Names inputs, outputs and open axes."""
+    import onnx_ir
+
+    inputs = dict(zip(_given_names(source), source.input_names, strict=True))
+    for value in graph.inputs:
+        value.name = inputs[value.name.removeprefix("input.")]
+    outputs = source.output_names([value.name for value in graph.outputs])
+    for value, name in zip(graph.outputs, outputs, strict=True):
+        value.name = name
+    for value in (*graph.inputs, *graph.outputs):
+        named = source.axes.get(value.name, {0: "batch_size", 1: "sequence_length"})
+        value.shape = onnx_ir.Shape(
+            [size if isinstance(size, int) else named.get(axis, str(size)) for axis, size in enumerate(value.shape)]
+        )
+    # Shapes in between contain the exporter's own names.
+    for node in graph:
+        for value in node.outputs:
+            if value not in graph.outputs:
+                value.shape = None
+
+
+def _given_names(source: Graph) -> list[str]:
+    """Names that the exporter gives to the inputs: their paths."""
+    plain = [name for name in source.inputs if name != "past"]
+    return plain + [f"past.{index}.{kind}" for index in range(len(source.past or [])) for kind in (0, 1)]
+
+
+def _reason(model: PreTrainedModel, error: Exception) -> str:
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
+        causes.append(cause)
+    lines = [line.strip() for one in causes for line in str(one).splitlines()]
+    known = ("No ONNX function found", "specialized it to be a constant")
+    found = next((line for mark in known for line in lines if mark in line), lines[0] if lines else repr(error))
+    return (
+        f"{type(model).__name__} cannot be written as an ONNX graph with open lengths: {found}. Use "
+        "model.save_pretrained, and `import hf_posenc` where the checkpoint is loaded."
+    )
+
+
+@contextlib.contextmanager
+def _traceable_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Replaces attention kernels that cannot be traced."""
+    before = model.config._attn_implementation
+    if before in _TRACEABLE:
+        yield
+        return
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hides the progress report and the notes of torch's exporter, which concern operators that are not used here."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "transformers", "onnxscript")]
+    levels = [one.level for one in loggers]
+    for one in loggers:
+        one.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for one, level in zip(loggers, levels, strict=True):
+            one.setLevel(level)

@@ -1,0 +1,198 @@
+"""Compares an ONNX file in onnxruntime with the model it was made from, at lengths that were not used in tracing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_posenc.errors import SequenceLengthError, UnsupportedError
+from hf_posenc.export.onnx.graphs import Past, run_decoder, run_plain, takes_token_types
+from hf_posenc.export.records import Check
+from hf_posenc.export.samples import random_ids, relative_difference, spans
+
+#: Largest difference at which both count as equal, in float32; relative for outputs larger than 1. Both sum in another
+#: order, and 30 layers after a cache of random numbers differ by 4e-5.
+TOLERANCE = 1e-4
+#: Tokens of one comparison after a long cache.
+_TAIL = 32
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call in which both are compared.
+
+    Args:
+        past: number of cached tokens.
+        length: number of new tokens.
+        padding: for each row, the number of padding tokens at its start.
+    """
+
+    past: int
+    length: int
+    padding: tuple[int, ...] = (0,)
+
+    def mask(self, first: int = 0) -> Tensor:
+        """`(batch, past + length)`, 1 at real tokens."""
+        slots = torch.arange(first, self.past + self.length)
+        return (slots >= torch.tensor(self.padding).unsqueeze(-1)).long()
+
+
+class Session:
+    """An ONNX file in onnxruntime.
+
+    Args:
+        path: the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import onnxruntime  # type: ignore[import-untyped]
+
+        self.runtime = f"onnxruntime {onnxruntime.__version__}"
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        try:
+            self.session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        except Exception as error:
+            raise UnsupportedError(f"{self.runtime} cannot load the graph: {error}") from error
+        self.inputs = {one.name: one.shape for one in self.session.get_inputs()}
+        self.outputs = [one.name for one in self.session.get_outputs()]
+
+    def __call__(self, tensors: dict[str, Tensor], past: Past) -> dict[str, Tensor]:
+        """Runs it. Inputs that the graph does not read are left out."""
+        names = ("key", "value")
+        given = tensors | {
+            f"past_key_values.{index}.{name}": tensor
+            for index, pair in enumerate(past)
+            for name, tensor in zip(names, pair, strict=True)
+        }
+        feed = {name: np.ascontiguousarray(given[name].numpy()) for name in self.inputs}
+        try:
+            found = self.session.run(None, feed)
+        except Exception as error:
+            shapes = {name: value.shape for name, value in feed.items() if name in tensors}
+            raise UnsupportedError(f"{self.runtime} cannot run the graph on {shapes}: {error}") from error
+        return dict(zip(self.outputs, map(torch.from_numpy, found), strict=True))
+
+
+@torch.no_grad()
+def compare(model: PreTrainedModel, path: Path, allowed: float | None) -> tuple[Check, ...]:
+    """Runs both on the same tokens: several lengths, several rows, padding on the left, and positions beyond a sliding
+    window or the original length of a scaling; with a cache also token by token.
+
+    Args:
+        model: a float32 model in evaluation mode.
+        path: the ONNX file.
+        allowed: largest accepted difference; `None` if any is.
+
+    Raises:
+        UnsupportedError: if they differ by more, or if onnxruntime cannot run the file.
+    """
+    session = Session(path)
+    model_checks = _decoder(model, session) if model.can_generate() else _plain(model, session)
+    checks = tuple(
+        Check(session.runtime, mode, quantity, difference, allowed) for mode, quantity, difference in model_checks
+    )
+    wrong = [check for check in checks if allowed is not None and not check.difference <= allowed]
+    if wrong:
+        raise UnsupportedError(
+            f"{session.runtime} computes other {wrong[0].quantity} ({wrong[0].mode}): they differ by "
+            f"{wrong[0].difference:.3g} (allowed: {allowed}). Use model.save_pretrained, and `import hf_posenc` where "
+            "the checkpoint is loaded."
+        )
+    return checks
+
+
+def _plain(model: PreTrainedModel, session: Session) -> Iterator[tuple[str, str, float]]:
+    longest = [(stop, (0,)) for _, stop in spans(model)]
+    found: dict[str, float] = {}
+    for length, padding in [(3, (0,)), (24, (0, 5, 11)), *longest]:
+        # Encoders are padded on the right.
+        mask = Call(0, length, padding).mask().flip(-1)
+        tensors = {"input_ids": random_ids(model, length, len(padding)), "attention_mask": mask}
+        if takes_token_types(model):
+            tensors["token_type_ids"] = torch.arange(length).expand_as(mask) // (length // 2 + 1)
+        try:
+            expected = run_plain(model, tensors)
+        except SequenceLengthError:
+            continue
+        for name, value in session(tensors, []).items():
+            difference = _difference(value, expected[name], mask)
+            found[name] = max(found.get(name, 0.0), difference, key=_nan_last)
+    for name, difference in found.items():
+        yield ("embedding" if name == "last_hidden_state" else "prefill", name.replace("_", " "), difference)
+
+
+def _decoder(model: PreTrainedModel, session: Session) -> Iterator[tuple[str, str, float]]:
+    prefills = [Call(0, 1), Call(0, 40), Call(0, 24, (0, 5, 11))]
+    after = [Call(33, 1, (0, 4)), Call(33, 6, (0, 4))]
+    after += [Call(max(0, stop - _TAIL), min(stop, _TAIL)) for _, stop in spans(model)]
+    yield "prefill", "logits", _largest(model, session, prefills)
+    yield "decode", "logits", max(_largest(model, session, after), _step_by_step(model, session), key=_nan_last)
+
+
+def _largest(model: PreTrainedModel, session: Session, calls: list[Call]) -> float:
+    """The largest difference of single calls. Cached tokens are random numbers, the same for both."""
+    found = []
+    generator = torch.Generator().manual_seed(0)
+    for call in calls:
+        rows = len(call.padding)
+        past = [
+            tuple(_random_cache(shape, rows, call.past, generator) for shape in pair) for pair in _cache_shapes(session)
+        ]
+        ids, mask = random_ids(model, call.length, rows), call.mask()
+        try:
+            expected = run_decoder(model, ids, mask, past).logits  # type: ignore[arg-type]
+        except SequenceLengthError:
+            continue
+        logits = session({"input_ids": ids, "attention_mask": mask}, past)["logits"]  # type: ignore[arg-type]
+        found.append(_difference(logits, expected, mask[:, call.past :]))
+    return max(found, key=_nan_last)
+
+
+def _step_by_step(model: PreTrainedModel, session: Session) -> float:
+    """The largest difference over a prompt and the tokens after it, each with its own cache of the steps before."""
+    prompt, steps, padding = 9, 6, (0, 3)
+    ids = random_ids(model, prompt + steps, len(padding))
+    mask = Call(0, prompt + steps, padding).mask()
+    expected = run_decoder(model, ids, mask, []).logits
+    past: Past = [
+        (_random_cache(key, len(padding), 0, None), _random_cache(value, len(padding), 0, None))
+        for key, value in _cache_shapes(session)
+    ]
+    logits, start = [], 0
+    for stop in range(prompt, prompt + steps + 1):
+        output = session({"input_ids": ids[:, start:stop], "attention_mask": mask[:, :stop]}, past)
+        logits.append(output["logits"])
+        present = [value for name, value in output.items() if name.startswith("present")]
+        past, start = list(zip(present[::2], present[1::2], strict=True)), stop
+    return _difference(torch.cat(logits, 1), expected, mask)
+
+
+def _cache_shapes(session: Session) -> list[tuple[list[Any], list[Any]]]:
+    shapes = [shape for name, shape in session.inputs.items() if name.startswith("past_key_values")]
+    return list(zip(shapes[::2], shapes[1::2], strict=True))
+
+
+def _random_cache(shape: list[Any], rows: int, length: int, generator: torch.Generator | None) -> Tensor:
+    return torch.randn(rows, shape[1], length, shape[3], generator=generator)
+
+
+def _difference(found: Tensor, expected: Tensor, mask: Tensor) -> float:
+    """The relative difference at real tokens."""
+    if found.shape != expected.shape:
+        return float("inf")
+    if found.shape[:2] == mask.shape:
+        found, expected = found[mask.bool()], expected[mask.bool()]
+    return relative_difference(found, expected)
+
+
+def _nan_last(number: float) -> tuple[bool, float]:
+    """Sorts what is not a number as the largest."""
+    return number != number, number

@@ -1,0 +1,177 @@
+"""Patched models in onnxruntime: the same numbers at every length, or a refusal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+
+import hf_posenc
+from hf_posenc import DynamicScaling, RopeConfig, UnsupportedError, YarnScaling, list_schemes
+from hf_posenc.errors import UsageError
+from hf_posenc.export.export_model import export_model
+from hf_posenc.export.onnx import program
+from hf_posenc.export.onnx.program import save_program
+from hf_posenc.export.onnx.verify import TOLERANCE, Session, compare
+from tests.thinning import mostly_slow
+
+from .models import visible
+
+#: Two layers differ less than the check allows.
+CLOSE = 1e-5
+
+LLAMA, BERT = "LlamaForCausalLM", "BertModel"
+
+#: What cannot be written, and the words that say why. Every other scheme must give equal numbers.
+REFUSED = {
+    ("string", LLAMA): "linalg_solve",
+    ("string", BERT): "linalg_solve",
+    ("normalized_integer", LLAMA): "does not check the length of its cache",
+}
+#: Encoders cannot take these: `patch_model` refuses them.
+CAUSAL_ONLY = ("cope", "forget_gate", "low_rank_relative", "rerope", "self_extend", "xpos")
+
+CASES = [
+    (scheme, name) for name in (LLAMA, BERT) for scheme in list_schemes() if name == LLAMA or scheme not in CAUSAL_ONLY
+]
+QUICK = {("alibi", BERT), ("forget_gate", LLAMA), ("normalized_integer", LLAMA)}
+
+
+@pytest.fixture(scope="module")
+def alibi(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A Llama with ALiBi, and its export."""
+    model, folder = visible(LLAMA, "alibi"), tmp_path_factory.mktemp("onnx") / "alibi"
+    return model, folder, export_model(model, folder, to="onnx", quantize=True)
+
+
+@pytest.mark.parametrize(("scheme", "name"), mostly_slow(CASES, QUICK.__contains__))
+def test_every_scheme_gives_equal_numbers_or_is_refused(scheme: str, name: str, tmp_path: Path) -> None:
+    model = visible(name, scheme)
+    if (scheme, name) in REFUSED:
+        with pytest.raises(UnsupportedError, match=REFUSED[scheme, name]):
+            export_model(model, tmp_path / "out", to="onnx")
+        assert not (tmp_path / "out").exists()
+        return
+    report = export_model(model, tmp_path / "out", to="onnx")
+    assert all(check.difference <= CLOSE for check in report.checks)
+    operators = {node.domain for node in onnx.load(tmp_path / "out" / "model.onnx").graph.node}
+    assert operators <= {"", "ai.onnx"}
+
+
+def test_encoders_refuse_the_schemes_that_the_table_leaves_out() -> None:
+    for scheme in CAUSAL_ONLY:
+        with pytest.raises(UnsupportedError):
+            visible(BERT, scheme)
+
+
+def test_the_names_and_open_axes_are_those_of_optimum(alibi: Any) -> None:
+    _, folder, _ = alibi
+    session = Session(folder / "model.onnx")
+    assert session.inputs == {
+        "input_ids": ["batch_size", "sequence_length"],
+        "attention_mask": ["batch_size", "total_sequence_length"],
+        **{
+            f"past_key_values.{layer}.{kind}": ["batch_size", 2, "past_sequence_length", 8]
+            for layer in (0, 1)
+            for kind in ("key", "value")
+        },
+    }
+    names = [f"present.{layer}.{kind}" for layer in (0, 1) for kind in ("key", "value")]
+    assert session.outputs == ["logits", *names]
+
+
+def test_the_folder_has_the_configs_that_other_programs_read(alibi: Any) -> None:
+    _, folder, report = alibi
+    assert "position_encoding" not in json.loads((folder / "config.json").read_text())
+    assert {"model.onnx", "model_quantized.onnx", "config.json", "generation_config.json", "README.md"} <= set(
+        report.files
+    )
+
+
+def test_int8_weights_report_their_difference(alibi: Any) -> None:
+    _, _, report = alibi
+    assert [check.allowed for check in report.checks] == [TOLERANCE, TOLERANCE, None, None]
+    assert all(TOLERANCE < check.difference < 1 for check in report.checks[2:])
+
+
+def test_the_check_finds_a_lost_bias(alibi: Any) -> None:
+    _, folder, _ = alibi
+    for other in ("none", "kerple"):
+        with pytest.raises(UnsupportedError, match="computes other logits"):
+            compare(visible(LLAMA, other), folder / "model.onnx", TOLERANCE)
+
+
+def test_the_check_finds_a_fixed_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "_open", lambda axes: dict.fromkeys(axes))
+    model = visible(BERT, "alibi")
+    save_program(program.export_program(model, None), tmp_path / "model.onnx")
+    with pytest.raises(UnsupportedError, match="cannot run the graph on"):
+        compare(model, tmp_path / "model.onnx", TOLERANCE)
+
+
+def test_padding_between_real_tokens_counts_as_in_torch(alibi: Any) -> None:
+    model, folder, _ = alibi
+    ids = torch.randint(3, 40, (1, 12), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, 4:7] = 0
+    past = [(torch.zeros(1, 2, 0, 8),) * 2] * 2
+    found = Session(folder / "model.onnx")({"input_ids": ids, "attention_mask": mask}, past)["logits"]
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).logits
+    torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_scaling_past_its_original_length(tmp_path: Path) -> None:
+    yarn = RopeConfig(scaling=YarnScaling(factor=4.0, original_max_positions=64))
+    report = export_model(visible(LLAMA, yarn, max_position_embeddings=256), tmp_path / "yarn", to="onnx")
+    assert all(check.difference <= CLOSE for check in report.checks)
+
+
+def test_a_scaling_that_changes_cached_keys_is_refused(tmp_path: Path) -> None:
+    model = visible(LLAMA, RopeConfig(scaling=DynamicScaling(factor=4.0, original_max_positions=64)))
+    with pytest.raises(UnsupportedError, match="does not check the length of its cache"):
+        export_model(model, tmp_path / "dynamic", to="onnx")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", [None, "alibi", "t5"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("GPT2LMHeadModel", {}),
+        ("OPTForCausalLM", {}),
+        ("BloomForCausalLM", {}),
+        ("GPTNeoXForCausalLM", {}),
+        ("Qwen3ForCausalLM", {"head_dim": 8}),
+        ("MistralForCausalLM", {"sliding_window": 12}),
+        ("RobertaForMaskedLM", {"max_position_embeddings": 66}),
+        ("BertForSequenceClassification", {}),
+        ("ModernBertModel", {"pad_token_id": 0, "local_attention": 8}),
+        ("LlamaModel", {}),
+    ],
+)
+def test_other_architectures_stock_and_patched(name: str, options: Any, scheme: str | None, tmp_path: Path) -> None:
+    report = export_model(visible(name, scheme, **options), tmp_path / "out", to="onnx")
+    assert report.checks
+    assert all(check.difference <= CLOSE for check in report.checks)
+
+
+def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="two graphs"):
+        export_model(visible("T5ForConditionalGeneration"), tmp_path / "t5", to="onnx")
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UsageError, match="pip install onnx onnxruntime onnxscript"):
+        export_model(visible(BERT), tmp_path / "out", to="onnx")
+
+
+def test_an_unknown_option_is_named(tmp_path: Path) -> None:
+    with pytest.raises(hf_posenc.errors.UnknownNameError, match="opset_version"):
+        export_model(visible(BERT), tmp_path / "out", to="onnx", opset=17)
