@@ -38,7 +38,7 @@ CAUSAL_ONLY = ("cope", "forget_gate", "low_rank_relative", "rerope", "self_exten
 CASES = [
     (scheme, name) for name in (LLAMA, BERT) for scheme in list_schemes() if name == LLAMA or scheme not in CAUSAL_ONLY
 ]
-QUICK = {("alibi", BERT), ("forget_gate", LLAMA), ("normalized_integer", LLAMA)}
+QUICK = {("forget_gate", LLAMA), ("normalized_integer", LLAMA)}
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +103,16 @@ def test_the_check_finds_a_lost_bias(alibi: Any) -> None:
     for other in ("none", "kerple"):
         with pytest.raises(UnsupportedError, match="computes other logits"):
             compare(visible(LLAMA, other), folder / "model.onnx", TOLERANCE)
+
+
+def test_an_encoder_beyond_its_native_length(tmp_path: Path) -> None:
+    model = visible(BERT, "alibi")
+    export_model(model, tmp_path / "alibi", to="onnx")
+    ids = torch.randint(3, 40, (1, 150), generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
+    found = Session(tmp_path / "alibi" / "model.onnx")(inputs, [])["last_hidden_state"]
+    with torch.no_grad():
+        torch.testing.assert_close(found, model(**inputs).last_hidden_state, atol=1e-5, rtol=1e-5)
 
 
 def test_the_check_finds_a_fixed_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,8 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError, UsageError
 from hf_posenc.export.onnx.graphs import Graph, graph_of
+from hf_posenc.patching.call.runtime import StackForward
+from hf_posenc.patching.call.slot_buffers import EXPORTED_LENGTH
 
 #: Protobuf limits a file to 2 GB. Larger weights go to a file of their own.
 _LARGEST_FILE = int(1.5 * 2**30)
@@ -39,6 +41,7 @@ def export_program(model: PreTrainedModel, opset_version: int | None) -> Any:
         raise UsageError(
             "The export to 'onnx' needs transformers with transformers.exporters (5.17 or newer)."
         ) from error
+    _extend_slot_buffers(model)
     with _traceable_attention(model), _quiet():
         graph = graph_of(model)
         shapes = {name: _open(axes) for name, axes in graph.shapes.items()}
@@ -110,6 +113,14 @@ def _reason(model: PreTrainedModel, error: Exception) -> str:
         f"{type(model).__name__} cannot be written as an ONNX graph with open lengths: {found}. Use "
         "model.save_pretrained, and `import hf_posenc` where the checkpoint is loaded."
     )
+
+
+def _extend_slot_buffers(model: PreTrainedModel) -> None:
+    """Extends the index buffers of patched stacks, whose native length would limit the graph."""
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, StackForward):
+            forward.runtime.slots.reach(module, EXPORTED_LENGTH)
 
 
 @contextlib.contextmanager

@@ -16,12 +16,15 @@ from hf_posenc.errors import SequenceLengthError, UnsupportedError
 from hf_posenc.export.onnx.graphs import Past, run_decoder, run_plain, takes_token_types
 from hf_posenc.export.records import Check
 from hf_posenc.export.samples import random_ids, relative_difference, spans
+from hf_posenc.patching.place.in_force import current_encoding
 
 #: Largest difference at which both count as equal, in float32; relative for outputs larger than 1. Both sum in another
 #: order, and 30 layers after a cache of random numbers differ by 4e-5.
 TOLERANCE = 1e-4
 #: Tokens of one comparison after a long cache.
 _TAIL = 32
+#: Longer sequences are not compared.
+_FARTHEST = 2**14
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,7 @@ def compare(model: PreTrainedModel, path: Path, allowed: float | None) -> tuple[
 
 
 def _plain(model: PreTrainedModel, session: Session) -> Iterator[tuple[str, str, float]]:
-    longest = [(stop, (0,)) for _, stop in spans(model)]
+    longest = [(stop, (0,)) for stop in _ends(model)]
     found: dict[str, float] = {}
     for length, padding in [(3, (0,)), (24, (0, 5, 11)), *longest]:
         # Encoders are padded on the right.
@@ -132,9 +135,20 @@ def _plain(model: PreTrainedModel, session: Session) -> Iterator[tuple[str, str,
 def _decoder(model: PreTrainedModel, session: Session) -> Iterator[tuple[str, str, float]]:
     prefills = [Call(0, 1), Call(0, 40), Call(0, 24, (0, 5, 11))]
     after = [Call(33, 1, (0, 4)), Call(33, 6, (0, 4))]
-    after += [Call(max(0, stop - _TAIL), min(stop, _TAIL)) for _, stop in spans(model)]
+    after += [Call(max(0, stop - _TAIL), min(stop, _TAIL)) for stop in _ends(model)]
     yield "prefill", "logits", _largest(model, session, prefills)
     yield "decode", "logits", max(_largest(model, session, after), _step_by_step(model, session), key=_nan_last)
+
+
+def _ends(model: PreTrainedModel) -> list[int]:
+    """Lengths to compare at: those of every target, and beyond the native length if the scheme reaches further."""
+    found = {stop for _, stop in spans(model)}
+    lengths = None if (encoding := current_encoding(model)) is None else encoding.lengths
+    if lengths is not None and lengths.native is not None:
+        beyond = lengths.native + 16
+        if beyond <= min(lengths.reach.length or _FARTHEST, _FARTHEST):
+            found.add(beyond)
+    return sorted(found)
 
 
 def _largest(model: PreTrainedModel, session: Session, calls: list[Call]) -> float:

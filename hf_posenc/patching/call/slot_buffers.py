@@ -12,6 +12,10 @@ from torch import Tensor, nn
 _BUFFERS = ("position_ids", "token_type_ids")
 
 
+#: Length of the buffers in an exported program, which cannot extend them.
+EXPORTED_LENGTH = 2**15
+
+
 class SlotBuffers:
     """The index buffers of one stack, none of them part of its state dict."""
 
