@@ -70,7 +70,9 @@ def next_probabilities(model: PreTrainedModel, prompt: list[int]) -> torch.Tenso
 @pytest.mark.slow
 @pytest.mark.skipif(not SMOLLM2, reason="needs a folder with SmolLM2-135M: set SMOLLM2 to it")
 @pytest.mark.parametrize("dtype", ["f32", "q8_0"])
-@pytest.mark.parametrize("scheme", [None, YARN, "p_rope", "alibi", "none"], ids=["stock", "yarn", "p_rope", "alibi", "none"])
+@pytest.mark.parametrize(
+    "scheme", [None, YARN, "p_rope", "alibi", "none"], ids=["stock", "yarn", "p_rope", "alibi", "none"]
+)
 def test_smollm2_writes_the_same_text(scheme: Any, dtype: str, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(SMOLLM2)

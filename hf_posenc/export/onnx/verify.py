@@ -55,7 +55,7 @@ class Session:
     """
 
     def __init__(self, path: Path) -> None:
-        import onnxruntime  # type: ignore[import-untyped]
+        import onnxruntime
 
         self.runtime = f"onnxruntime {onnxruntime.__version__}"
         options = onnxruntime.SessionOptions()
