@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError, UsageError
@@ -36,13 +37,15 @@ def export_program(model: PreTrainedModel, opset_version: int | None) -> Any:
         UsageError: if transformers is too old.
     """
     try:
+        from transformers.exporters import ExportedModel  # noqa: F401 (older exporters return other programs)
         from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
     except ImportError as error:
         raise UsageError(
-            "The export to 'onnx' needs transformers with transformers.exporters (5.17 or newer)."
+            f"The export to 'onnx' needs newer exporters than those of transformers {transformers.__version__}: "
+            "pip install 'transformers>=5.23'"
         ) from error
-    _extend_slot_buffers(model)
-    with _traceable_attention(model), _quiet():
+    extend_slot_buffers(model)
+    with _traceable_attention(model), quiet():
         graph = graph_of(model)
         shapes = {name: _open(axes) for name, axes in graph.shapes.items()}
         config = OnnxConfig(dynamic=True, dynamic_shapes=shapes, opset_version=opset_version)
@@ -52,10 +55,8 @@ def export_program(model: PreTrainedModel, opset_version: int | None) -> Any:
             raise
         except Exception as error:
             raise UnsupportedError(_reason(model, error)) from error
-    # Older versions return the program of torch.onnx.
-    program = getattr(exported, "program", None) or exported.model
-    _name(program.graph, graph)
-    return program
+    _name(exported.program.graph, graph)
+    return exported.program
 
 
 def save_program(program: Any, path: Path) -> None:
@@ -108,14 +109,15 @@ def _reason(model: PreTrainedModel, error: Exception) -> str:
         causes.append(cause)
     lines = [line.strip() for one in causes for line in str(one).splitlines()]
     known = ("No ONNX function found", "specialized it to be a constant")
-    found = next((line for mark in known for line in lines if mark in line), lines[0] if lines else repr(error))
+    marked = (line[line.index(mark) :] for mark in known for line in lines if mark in line)
+    found = next(marked, lines[0] if lines else repr(error)).rstrip(".")
     return (
         f"{type(model).__name__} cannot be written as an ONNX graph with open lengths: {found}. Use "
         "model.save_pretrained, and `import hf_posenc` where the checkpoint is loaded."
     )
 
 
-def _extend_slot_buffers(model: PreTrainedModel) -> None:
+def extend_slot_buffers(model: PreTrainedModel) -> None:
     """Extends the index buffers of patched stacks, whose native length would limit the graph."""
     for module in model.modules():
         forward = module.__dict__.get("forward")
@@ -138,7 +140,7 @@ def _traceable_attention(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Hides the progress report and the notes of torch's exporter, which concern operators that are not used here."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "transformers", "onnxscript")]
     levels = [one.level for one in loggers]

@@ -34,7 +34,9 @@ def write(request: Request, *, opset_version: int | None = None, quantize: bool 
         UnsupportedError: if the model cannot be traced with open lengths, or onnxruntime computes other numbers.
         UsageError: if transformers is too old.
     """
-    reference = float32_reference(request.model).eval()
+    reference = float32_reference(request.model)
+    if reference.device.type != "cpu":
+        reference = copy.deepcopy(reference).cpu()
     path = request.draft / _FILE
     save_program(export_program(reference, opset_version), path)
     checks = compare(reference, path, TOLERANCE)
