@@ -16,12 +16,9 @@ from hf_posenc.checkpoint.atomic_folder import atomic_replacement
 from hf_posenc.errors import UnknownNameError, UsageError
 from hf_posenc.export.card import export_card
 from hf_posenc.export.hub import Upload
-from hf_posenc.export.records import ExportReport
+from hf_posenc.export.records import MANIFEST, ExportReport, files_in
 from hf_posenc.export.request import Request, model_to_export
 from hf_posenc.export.targets import find_target
-
-#: Name of the file that says what an export is: the fields of its `ExportReport`.
-MANIFEST = "export.json"
 
 
 def export_model(
@@ -145,19 +142,11 @@ def _clear(place: Path, files: Collection[str]) -> None:
 
 def _files_of(place: Path) -> set[str]:
     """Files of an earlier export in a folder. Names that lead out of the folder are ignored."""
-    try:
-        found = json.loads((place / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return set()
-    names = found.get("files") if isinstance(found, dict) else None
     inside = place.resolve()
     return {
         name
-        for name in (names if isinstance(names, list) else [])
-        if isinstance(name, str)
-        and "\0" not in name
-        and (place / name).is_file()
-        and (place / name).parent.resolve().is_relative_to(inside)
+        for name in files_in(place / MANIFEST)
+        if "\0" not in name and (place / name).is_file() and (place / name).parent.resolve().is_relative_to(inside)
     }
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub.errors import RemoteEntryNotFoundError
 
 from hf_posenc.checkpoint.pushing import upload_of
-from hf_posenc.export.records import ExportReport
+from hf_posenc.export.records import MANIFEST, ExportReport, files_in
 
 
 @dataclass(frozen=True)
@@ -42,13 +44,24 @@ class Upload:
         An exception gets a note that says how to upload the folder later.
         """
         api = HfApi(token=self.token)
-        operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=report.folder / name)
-                      for name in report.files]  # fmt: skip
+        operations: list[CommitOperationAdd | CommitOperationDelete] = [
+            CommitOperationAdd(path_in_repo=name, path_or_fileobj=report.folder / name) for name in report.files
+        ]
         message = self.commit_message or f"Export of {report.scheme} to {report.target}"
         with upload_of(report.folder, self.repository):
             name = api.create_repo(self.repository, private=self.private, exist_ok=True).repo_id
             if self.revision is not None:
                 api.create_branch(name, branch=self.revision, exist_ok=True)
+            operations += [CommitOperationDelete(path) for path in self._outdated(api, name, report)]
             api.create_commit(
                 name, operations, commit_message=message, revision=self.revision, create_pr=self.create_pr
             )
+
+    def _outdated(self, api: HfApi, name: str, report: ExportReport) -> list[str]:
+        """Files in the repository that belong to an earlier export only. Some programs would load them."""
+        try:
+            earlier = files_in(Path(api.hf_hub_download(name, MANIFEST, revision=self.revision)))
+        except RemoteEntryNotFoundError:
+            return []
+        there = api.list_repo_files(name, revision=self.revision)
+        return sorted((set(there) & earlier) - set(report.files))

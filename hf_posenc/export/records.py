@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from hf_posenc.report.tables import format_table
+
+#: Name of the file that says what an export is: the fields of its `ExportReport`.
+MANIFEST = "export.json"
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,16 @@ class ExportReport:
     def __str__(self) -> str:
         head = f"{self.scheme} for {self.target}: {self.carrier}, in {self.folder}"
         return f"{head}\n\n{checks_table(self.checks)}"
+
+
+def files_in(manifest: Path) -> set[str]:
+    """The names of files in the manifest of an export; empty if it is missing or was edited into something else."""
+    try:
+        found = json.loads(manifest.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return set()
+    names = found.get("files") if isinstance(found, dict) else None
+    return {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
 
 
 def checks_table(checks: tuple[Check, ...]) -> str:

@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 import hf_posenc
 from hf_posenc import UnknownNameError, UnsupportedError
 from hf_posenc.errors import UsageError
-from hf_posenc.export import export_model as module
+from hf_posenc.export.records import MANIFEST
 from tests.checkpoint.checkpoint_cases import llama, outputs, randomize
 from tests.checkpoint.test_interrupted_save import killed_at
 from tests.tools.subject import tokenizer
@@ -89,9 +89,9 @@ def test_a_manifest_that_was_edited_removes_nothing_else(model: Any, tmp_path: P
     (place / "elsewhere").symlink_to(tmp_path / "elsewhere")
     names = ["../outside.txt", str(outside), "elsewhere/kept.txt", "runs", "", ".", "..", "\0", 3, None, "old.bin"]
     for found in ({"files": names}, {"files": "all"}, ["files"], {}):
-        (place / module.MANIFEST).write_text(json.dumps(found))
+        (place / MANIFEST).write_text(json.dumps(found))
         hf_posenc.export_model(model, place, overwrite=True)
-    (place / module.MANIFEST).write_text("[" * 100_000)
+    (place / MANIFEST).write_text("[" * 100_000)
     hf_posenc.export_model(model, place, overwrite=True)
     for path in (outside, tmp_path / "elsewhere" / "kept.txt", place / "runs" / "log"):
         assert path.read_text() == "mine"

@@ -55,6 +55,8 @@ models["t5"].push_to_hub("someone/patched", revision="other", commit_message="an
 (folder / "saved").mkdir()
 (folder / "saved" / "notes.txt").write_text("mine")
 models["kerple"].save_pretrained(folder / "saved", push_to_hub=True, private=True)
+hf_posenc.export_model(models["theta"], folder / "shards", push_to_hub="stock", max_shard_size="20KB")
+HfApi().upload_file(path_or_fileobj=b"mine", path_in_repo="notes.txt", repo_id="someone/stock")
 report = hf_posenc.export_model(models["theta"], folder / "stock", push_to_hub="stock")
 hf_posenc.export_model(models["theta"], folder / "again", push_to_hub="someone/stock",
                        hub_options={"revision": "v2", "commit_message": "the second", "private": True})
@@ -108,9 +110,15 @@ def test_each_form_is_pushed_whole_and_in_one_commit(place: Place, pushed: dict[
     (commit,) = repository(place, "saved").commits[1:]
     assert "notes.txt" not in commit.files
     stock = repository(place, "stock")
-    assert [one.message for one in stock.commits[1:]] == ["Export of rope(theta=500) to stock", "the second"]
-    for one in stock.commits[1:]:
-        assert sorted(one.files) == pushed["files"]
+    first, _, second, third = stock.commits[1:]
+    assert [one.message for one in (first, second, third)] == [
+        *["Export of rope(theta=500) to stock"] * 2,
+        "the second",
+    ]
+    assert "model.safetensors.index.json" in first.files
+    # The shards are gone, because some programs would load them. What the export did not write stays.
+    for one in (second, third):
+        assert sorted(one.files) == sorted([*pushed["files"], "notes.txt"])
     assert {"README.md", "export.json", "config.json", "model.safetensors"} <= set(pushed["files"])
 
 
