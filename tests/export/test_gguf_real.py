@@ -69,22 +69,18 @@ def next_probabilities(model: PreTrainedModel, prompt: list[int]) -> torch.Tenso
 
 @pytest.mark.slow
 @pytest.mark.skipif(not SMOLLM2, reason="needs a folder with SmolLM2-135M: set SMOLLM2 to it")
-@pytest.mark.parametrize("dtype", ["f32", "q8_0"])
 @pytest.mark.parametrize(
     "scheme", [None, YARN, "p_rope", "alibi", "none"], ids=["stock", "yarn", "p_rope", "alibi", "none"]
 )
-def test_smollm2_writes_the_same_text(scheme: Any, dtype: str, tmp_path: Path) -> None:
+def test_smollm2_writes_the_same_text(scheme: Any, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(SMOLLM2, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(SMOLLM2)
     if scheme is not None:
         options = {"theta": 100_000.0} if scheme == "p_rope" else {}
         hf_posenc.patch_model(model, scheme, **options)
-    export_model(model, tmp_path / "out", to="gguf", tokenizer=tokenizer, dtype=dtype)
+    export_model(model, tmp_path / "out", to="gguf", tokenizer=tokenizer)
     prompt = "The dog chased another dog, and then"
     (found,) = complete(tmp_path / "out" / "model.gguf", [prompt], 24, context=64, precise=True)
     ids = tokenizer(prompt, return_tensors="pt")
     written = model.generate(**ids, max_new_tokens=24, do_sample=False)[0, ids["input_ids"].shape[1] :]
-    if dtype == "f32":
-        assert found.text == tokenizer.decode(written)
-    else:
-        assert found.text.split()[:2] == tokenizer.decode(written).split()[:2]
+    assert found.text == tokenizer.decode(written)
