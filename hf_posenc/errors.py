@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import ClassVar
 
 #: Maximum number of characters of a name in a message.
 _LONGEST_NAME = 100
 
 
 class PositionEncodingError(Exception):
-    """Base class of all errors of `hf_posenc`."""
+    """Base class of all errors of `hf_posenc`.
+
+    Attributes:
+        is_list: whether the lines of the message are items of lists, so that a command prints them as lines.
+    """
+
+    is_list: ClassVar[bool] = False
 
 
 class UnknownNameError(PositionEncodingError, ValueError):

@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the words after `hf-posenc`; by default those of the process.
 
     Returns:
-        The exit status: 0, or 2 for what the library refuses (one line on stderr says why). An exception that is
+        The exit status: 0, or 2 for what the library refuses (the reason is on stderr). An exception that is
         not one of the library's keeps its traceback.
     """
     imports, own, words = _split(list(sys.argv[1:] if arguments is None else arguments))
@@ -50,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except (PositionEncodingError, UsageError) as error:
-        print(f"hf-posenc: error: {' '.join(str(error).split())}", file=sys.stderr)
+        text = str(error) if getattr(error, "is_list", False) else " ".join(str(error).split())
+        print(f"hf-posenc: error: {text}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         if not _reader_is_gone():
@@ -121,6 +122,7 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
 
     export = verb("export", verbs.export, help="save a patched checkpoint in a form that needs no hf_posenc")
     export.add_argument("--to", default="stock", metavar="TARGET", help=verbs.TARGET_HELP)
+    export.add_argument("--push-to-hub", metavar="REPOSITORY", help="also upload it to this repository on the hub")
     export.add_argument("--approximate", action="store_true", help="write the nearest form if none is exact")
     export.add_argument("--option", action="extend", nargs="+", default=[], metavar="K=V", help="option of the target")
 

@@ -69,7 +69,7 @@ def export(options: argparse.Namespace) -> int:
         raise UsageError(f"{options.model} is not patched: it already is a plain transformers checkpoint.")
     report = hf_posenc.export_model(
         model, output, to=options.to, tokenizer=_tokenizer(options.model), overwrite=options.overwrite,
-        approximate=options.approximate, **given,
+        approximate=options.approximate, push_to_hub=options.push_to_hub or False, **given,
     )  # fmt: skip
     print(report)
     return 0

@@ -23,6 +23,8 @@ class ExportError(UnsupportedError):
         reasons: the reasons.
     """
 
+    is_list = True
+
     def __init__(self, request: Request, target: str, program: str, reasons: Sequence[str], inexact: bool) -> None:
         self.reasons = list(reasons)
         others = " or ".join(f"to={one.name!r}" for one in TARGETS if one.name != target)

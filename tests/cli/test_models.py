@@ -90,7 +90,9 @@ class TestPatch:
     def test_a_scheme_that_stock_transformers_cannot_say(self, capsys, llama, tmp_path):
         output = tmp_path / "new"
         assert main(["patch", llama, "alibi", "--stock", "--output", str(output)]) == 2
-        assert "hf-posenc: error: " in capsys.readouterr().err.splitlines()[-1]
+        lines = capsys.readouterr().err.splitlines()
+        assert "hf-posenc: error: Plain transformers cannot run the scheme alibi of this LlamaForCausalLM." in lines
+        assert lines[-1].startswith("- save it with")
         assert not output.exists()
 
     def test_a_patched_checkpoint_is_not_patched_again_by_accident(self, capsys, llama, tmp_path):
