@@ -60,6 +60,11 @@ def _write_scheme(config: Any, state: dict[str, Tensor], model: PreTrainedModel,
     own = {type(part) for part in native.acting_together()}
     own -= {part for part in own if issubclass(part, LayeredConfig)}
     for part in scheme.acting_together():
+        if isinstance(part, PRopeConfig) and PRopeConfig not in own:
+            raise UnsupportedError(
+                "Programs that do not know the rope_type 'proportional' would rotate all pairs, so it is only written "
+                "for models that have it natively."
+            )
         if isinstance(part, RopeConfig | PRopeConfig):
             _write_rope_parameters(config, part, stacks)
         elif isinstance(part, LearnedConfig):
