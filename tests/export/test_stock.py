@@ -260,6 +260,15 @@ def test_bfloat16_sharded_and_training_models_export(tmp_path: Path) -> None:
     assert torch.allclose(outputs(loaded).float(), outputs(model.eval()).float(), atol=0.1)
 
 
+def test_vectors_that_bfloat16_rounds_are_an_approximation(tmp_path: Path) -> None:
+    model = patched(bert, "sinusoidal").to(torch.bfloat16)
+    with pytest.raises(UnsupportedError, match="accept the difference with approximate=True"):
+        hf_posenc.export_model(model, tmp_path / "out")
+    report = hf_posenc.export_model(model, tmp_path / "out", approximate=True)
+    assert report.checks[0].allowed is None
+    assert 1e-5 < report.checks[0].difference < 0.1
+
+
 def test_stock_model_is_saved_as_it_is(tmp_path: Path) -> None:
     model = llama().eval()
     hf_posenc.export_model(model, tmp_path)

@@ -1,4 +1,4 @@
-"""Pretrained models, patched and exported to stock classes of transformers."""
+"""Pretrained models, patched and exported."""
 
 from __future__ import annotations
 
@@ -42,3 +42,22 @@ def test_minilm_runs_in_plain_transformers(name: str, minilm_folder: str, tmp_pa
     report = hf_posenc.export_model(model, tmp_path / "stock")
     assert MINILM[name] in report.carrier
     assert report.checks[0].difference <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["alibi", "rope"])
+def test_embeddings_of_minilm_in_onnxruntime(name: str, minilm_folder: str, tmp_path) -> None:
+    pytest.importorskip("onnxruntime")
+    model = BertModel.from_pretrained(minilm_folder, dtype=torch.float32)
+    report = hf_posenc.export_model(hf_posenc.patch_model(model, name), tmp_path / "onnx", to="onnx")
+    assert {check.mode for check in report.checks} == {"embedding", "prefill"}
+    assert max(check.difference for check in report.checks) <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["none", "alibi"])
+def test_smollm2_in_onnxruntime(name: str, smollm2_folder: str, tmp_path) -> None:
+    pytest.importorskip("onnxruntime")
+    model = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32)
+    report = hf_posenc.export_model(hf_posenc.patch_model(model, name), tmp_path / "onnx", to="onnx")
+    assert max(check.difference for check in report.checks) <= 2e-5

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
-from hf_posenc.export.onnx.graphs import Past, run_decoder, run_plain, takes_token_types
+from hf_posenc.export.onnx.graphs import Past, cached, run_decoder, run_plain, takes_token_types
 from hf_posenc.export.records import Check
 from hf_posenc.export.samples import random_ids, relative_difference, spans
 from hf_posenc.patching.place.in_force import current_encoding
@@ -152,22 +151,38 @@ def _ends(model: PreTrainedModel) -> list[int]:
 
 
 def _largest(model: PreTrainedModel, session: Session, calls: list[Call]) -> float:
-    """The largest difference of single calls. Cached tokens are random numbers, the same for both."""
-    found = []
-    generator = torch.Generator().manual_seed(0)
+    """The largest difference of single calls.
+
+    Cached tokens are those of a short text, repeated to the length of the cache. Random numbers would not have the size
+    of real keys, and would hide differences in the new tokens or exaggerate them.
+    """
+    found, sample = [], _sample_cache(model)
     for call in calls:
         rows = len(call.padding)
-        past = [
-            tuple(_random_cache(shape, rows, call.past, generator) for shape in pair) for pair in _cache_shapes(session)
-        ]
+        past: Past = [(_of_size(key, rows, call.past), _of_size(value, rows, call.past)) for key, value in sample]
         ids, mask = random_ids(model, call.length, rows), call.mask()
         try:
-            expected = run_decoder(model, ids, mask, past).logits  # type: ignore[arg-type]
+            expected = run_decoder(model, ids, mask, past).logits
         except SequenceLengthError:
             continue
-        logits = session({"input_ids": ids, "attention_mask": mask}, past)["logits"]  # type: ignore[arg-type]
+        logits = session({"input_ids": ids, "attention_mask": mask}, past)["logits"]
         found.append(_difference(logits, expected, mask[:, call.past :]))
     return max(found, key=_nan_last)
+
+
+def _sample_cache(model: PreTrainedModel) -> Past:
+    length = _TAIL
+    while True:
+        ids = random_ids(model, length)
+        try:
+            return cached(run_decoder(model, ids, torch.ones_like(ids), []).past_key_values)
+        except SequenceLengthError:
+            length //= 2
+
+
+def _of_size(tensor: Tensor, rows: int, length: int) -> Tensor:
+    repeats = -(-length // tensor.shape[2]) or 1
+    return tensor.repeat(rows, 1, repeats, 1)[:, :, :length].contiguous()
 
 
 def _step_by_step(model: PreTrainedModel, session: Session) -> float:
@@ -177,8 +192,7 @@ def _step_by_step(model: PreTrainedModel, session: Session) -> float:
     mask = Call(0, prompt + steps, padding).mask()
     expected = run_decoder(model, ids, mask, []).logits
     past: Past = [
-        (_random_cache(key, len(padding), 0, None), _random_cache(value, len(padding), 0, None))
-        for key, value in _cache_shapes(session)
+        (_of_size(key, len(padding), 0), _of_size(value, len(padding), 0)) for key, value in _sample_cache(model)
     ]
     logits, start = [], 0
     for stop in range(prompt, prompt + steps + 1):
@@ -187,15 +201,6 @@ def _step_by_step(model: PreTrainedModel, session: Session) -> float:
         present = [value for name, value in output.items() if name.startswith("present")]
         past, start = list(zip(present[::2], present[1::2], strict=True)), stop
     return _difference(torch.cat(logits, 1), expected, mask)
-
-
-def _cache_shapes(session: Session) -> list[tuple[list[Any], list[Any]]]:
-    shapes = [shape for name, shape in session.inputs.items() if name.startswith("past_key_values")]
-    return list(zip(shapes[::2], shapes[1::2], strict=True))
-
-
-def _random_cache(shape: list[Any], rows: int, length: int, generator: torch.Generator | None) -> Tensor:
-    return torch.randn(rows, shape[1], length, shape[3], generator=generator)
 
 
 def _difference(found: Tensor, expected: Tensor, mask: Tensor) -> float:
