@@ -14,9 +14,8 @@ from tests.schemes.table import TABLE
 
 ROOT = Path(__file__).parents[2]
 RECORD = json.loads((ROOT / "docs" / "results" / "runtimes.json").read_text())
-#: Targets that take seconds for each scheme. Of these, the default run exports two.
+#: Targets that take seconds for each scheme. In the default run, tests of their own export a few schemes to them.
 SLOW_TARGETS = ("onnx", "executorch")
-FEW = ("alibi", "sinusoidal")
 EXPORTS = {
     (model, runtime.target): [one for one in runtimes if one.target == runtime.target]
     for model, runtimes in RUNTIMES.items()
@@ -27,7 +26,7 @@ CASES = [
         model,
         target,
         scheme,
-        marks=[pytest.mark.slow] if target in SLOW_TARGETS and scheme not in FEW else [],
+        marks=[pytest.mark.slow] if target in SLOW_TARGETS else [],
         id=f"{model}-{target}-{scheme}",
     )
     for model, target in EXPORTS

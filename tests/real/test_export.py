@@ -60,4 +60,4 @@ def test_smollm2_in_onnxruntime(name: str, smollm2_folder: str, tmp_path) -> Non
     pytest.importorskip("onnxruntime")
     model = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32)
     report = hf_posenc.export_model(hf_posenc.patch_model(model, name), tmp_path / "onnx", to="onnx")
-    assert max(check.difference for check in report.checks) <= 2e-5
+    assert max(check.difference for check in report.checks) <= 5e-5

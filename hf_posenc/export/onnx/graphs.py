@@ -69,9 +69,10 @@ class _Decoder(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        self.takes_positions = _takes_positions(model)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, past: Past) -> dict[str, Any]:
-        output = run_decoder(self.model, input_ids, attention_mask, past)
+        output = run_decoder(self.model, input_ids, attention_mask, past, self.takes_positions)
         return {"logits": output.logits, "present": cached(output.past_key_values)}
 
 
@@ -86,7 +87,9 @@ class _Plain(nn.Module):
         return run_plain(self.model, inputs)
 
 
-def run_decoder(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, past: Past) -> Any:
+def run_decoder(
+    model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, past: Past, takes_positions: bool | None = None
+) -> Any:
     """Calls a decoder as `generate` does.
 
     Args:
@@ -94,13 +97,14 @@ def run_decoder(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tenso
         input_ids: `(batch, length)`.
         attention_mask: `(batch, past_length + length)`, 1 at real tokens.
         past: the cache.
+        takes_positions: whether the model is given positions, which a patched model counts over the mask itself; `None`
+            to look. While it is traced, the modules of a model are not its own.
     """
     cache = DynamicCache()
     for index, (key, value) in enumerate(past):
         cache.update(key, value, index)
     extra = {}
-    # A patched model counts positions over the mask itself.
-    if current_encoding(model) is None and "position_ids" in inspect.signature(model.forward).parameters:
+    if _takes_positions(model) if takes_positions is None else takes_positions:
         counted = (attention_mask.cumsum(-1) - 1).clamp(min=0)
         extra["position_ids"] = counted[:, -input_ids.shape[1] :]
     return model(
@@ -111,6 +115,10 @@ def run_decoder(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tenso
         return_dict=True,
         **extra,
     )
+
+
+def _takes_positions(model: PreTrainedModel) -> bool:
+    return current_encoding(model) is None and "position_ids" in inspect.signature(model.forward).parameters
 
 
 def run_plain(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:

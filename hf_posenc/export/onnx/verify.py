@@ -18,8 +18,8 @@ from hf_posenc.export.samples import random_ids, relative_difference, spans
 from hf_posenc.patching.place.in_force import current_encoding
 
 #: Largest difference at which both count as equal, in float32; relative for outputs larger than 1. Both sum in another
-#: order, and 30 layers after a cache of random numbers differ by 4e-5.
-TOLERANCE = 1e-4
+#: order: the 30 layers of SmolLM2 differ by 4e-6 in short texts, and by 1.3e-5 at position 16,384.
+TOLERANCE = 5e-5
 #: Tokens of one comparison after a long cache.
 _TAIL = 32
 #: Longer sequences are not compared.
