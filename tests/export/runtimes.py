@@ -56,7 +56,12 @@ def bert() -> PreTrainedModel:
 
 
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {"Llama": llama, "BERT": bert}
-_ONNX = (Runtime("ONNX Runtime", "onnx", "prefill"), Runtime("ONNX Runtime, decoding", "onnx", "decode"))
+_INT8 = (("quantize", True),)
+_ONNX = (
+    Runtime("ONNX Runtime", "onnx", "prefill", _INT8),
+    Runtime("ONNX Runtime, decoding", "onnx", "decode", _INT8),
+    Runtime("ONNX Runtime, int8", "onnx", "decode", _INT8, of="int8"),
+)
 _Q8 = (("dtype", "q8_0"),)
 _TRANSFORMERS = (Runtime("transformers", "stock", "prefill"), Runtime("transformers, decoding", "stock", "decode"))
 _LLAMA_CPP = (

@@ -22,6 +22,8 @@ from hf_posenc.patching.place.in_force import current_encoding
 TOLERANCE = 5e-5
 #: Tokens of one comparison after a long cache.
 _TAIL = 32
+#: Tokens of the text whose cache is repeated for comparisons after a longer one.
+_SAMPLE = 256
 #: Longer sequences are not compared.
 _FARTHEST = 2**14
 
@@ -171,7 +173,7 @@ def _largest(model: PreTrainedModel, session: Session, calls: list[Call]) -> flo
 
 
 def _sample_cache(model: PreTrainedModel) -> Past:
-    length = _TAIL
+    length = _SAMPLE
     while True:
         ids = random_ids(model, length)
         try:
