@@ -67,7 +67,7 @@ def _write_scheme(config: Any, state: dict[str, Tensor], model: PreTrainedModel,
                 _write_table(config, state, part, stack, encoding)
         elif isinstance(part, T5Config):
             for stack, encoding in zip(stacks, model.position_encoding.stacks.values(), strict=True):
-                _write_relative_biases(state, stack, encoding)
+                _write_relative_biases(state, stack, encoding, native)
         elif type(part) not in own:
             # A comparison of outputs is not enough: some schemes only act beyond a certain distance.
             raise UnsupportedError(f"A {type(model).__name__} has no such mechanism.")
@@ -127,9 +127,19 @@ def _write_table(
     config.max_position_embeddings = limit + state[name].shape[0] - native.shape[0]
 
 
-def _write_relative_biases(state: dict[str, Tensor], stack: Stack, encoding: torch.nn.Module) -> None:
+def _write_relative_biases(
+    state: dict[str, Tensor], stack: Stack, encoding: torch.nn.Module, native: SchemeConfig
+) -> None:
     """Copies trained buckets to the architecture's own tables, layer by layer."""
     biases = [part for part in encoding.modules() if isinstance(part, T5Bias)]
+    for own in native.acting_together():
+        # Not left to the comparison of outputs: the buckets of close distances can be equal all the same.
+        different = [bias for bias in biases if isinstance(own, T5Config) and bias.max_distance != own.max_distance]
+        if different:
+            raise UnsupportedError(
+                f"The buckets of the scheme end at a distance of {different[0].max_distance}, and those of a "
+                f"{type(stack.module).__name__} at {own.max_distance}."
+            )
     prefix = f"{stack.path}." if stack.path else ""
     names = [name for name in state if name.startswith(prefix) and name.endswith("relative_attention_bias.weight")]
     if len(names) != len(biases):
