@@ -132,14 +132,14 @@ def _write_relative_biases(
 ) -> None:
     """Copies trained buckets to the architecture's own tables, layer by layer."""
     biases = [part for part in encoding.modules() if isinstance(part, T5Bias)]
-    for own in native.acting_together():
-        # Not left to the comparison of outputs: the buckets of close distances can be equal all the same.
-        different = [bias for bias in biases if isinstance(own, T5Config) and bias.max_distance != own.max_distance]
-        if different:
-            raise UnsupportedError(
-                f"The buckets of the scheme end at a distance of {different[0].max_distance}, and those of a "
-                f"{type(stack.module).__name__} at {own.max_distance}."
-            )
+    # Not left to the comparison of outputs: the buckets of close distances can be equal all the same.
+    ends = {part.max_distance for part in native.acting_together() if isinstance(part, T5Config)}
+    other = next((bias.max_distance for bias in biases if bias.max_distance not in ends), None)
+    if ends and other is not None:
+        raise UnsupportedError(
+            f"The buckets of the scheme end at a distance of {other}, and those of a {type(stack.module).__name__} at "
+            f"{min(ends)}."
+        )
     prefix = f"{stack.path}." if stack.path else ""
     names = [name for name in state if name.startswith(prefix) and name.endswith("relative_attention_bias.weight")]
     if len(names) != len(biases):
