@@ -20,6 +20,9 @@ from hf_posenc.export.records import MANIFEST, ExportReport, files_in
 from hf_posenc.export.request import Request, model_to_export
 from hf_posenc.export.targets import find_target
 
+#: Transformers adds the adapters of this file to any model that is loaded from the folder.
+_ADAPTERS = "adapter_config.json"
+
 
 def export_model(
     model: Any,
@@ -130,8 +133,14 @@ def _clear(place: Path, files: Collection[str]) -> None:
         files: names of the new files.
 
     Raises:
-        FileExistsError: if there is a folder in the place of a file. Nothing is removed.
+        FileExistsError: if there is a folder in the place of a file, or adapters that transformers would add to the
+            model. Nothing is removed.
     """
+    if (place / _ADAPTERS).exists() and any(name.endswith(".safetensors") for name in files):
+        raise FileExistsError(
+            f"{place} contains {_ADAPTERS}: transformers would add these adapters to the exported model. Export it to "
+            "another folder."
+        )
     for name in files:
         if (place / name).is_dir():
             raise FileExistsError(f"{place / name} is a folder, where the export writes a file. Remove or rename it.")

@@ -59,6 +59,13 @@ def test_a_folder_in_the_place_of_a_file_is_found_before_anything_is_removed(mod
     assert contents(tmp_path) == before
 
 
+def test_adapters_in_the_folder_which_transformers_would_add_are_refused(model: Any, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(FileExistsError, match="would add these adapters"):
+        hf_posenc.export_model(model, tmp_path, overwrite=True)
+    assert set(contents(tmp_path)) == {"adapter_config.json"}
+
+
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")
 def test_a_read_only_folder_is_refused(model: Any, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir(mode=0o500)

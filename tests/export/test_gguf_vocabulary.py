@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_posenc import UnsupportedError
@@ -74,3 +74,11 @@ def test_more_tokens_than_embeddings_are_refused() -> None:
 def test_an_export_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"contains the tokenizer.*tokenizer=tokenizer"):
         export_model(tiny_llama(), tmp_path / "out", to="gguf")
+
+
+@pytest.mark.parametrize("option", ["lstrip", "rstrip", "single_word"])
+def test_added_tokens_with_rules_that_llama_cpp_lacks_are_refused(option: str) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([AddedToken("cat", **{option: True})])
+    with pytest.raises(UnsupportedError, match="no tokenizer that gives the same tokens"):
+        vocabulary(tokenizer, VOCABULARY)

@@ -351,3 +351,10 @@ def test_a_difference_beyond_a_long_context_is_found(tmp_path: Path, monkeypatch
     with pytest.raises(UnsupportedError, match="at the positions 16336 to 16383"):
         hf_posenc.export_model(model, tmp_path / "stock")
     assert not (tmp_path / "stock").exists()
+
+
+def test_buckets_that_differ_only_far_away_are_refused(tmp_path: Path) -> None:
+    # The buckets of 127 and of the config's 128 first differ at a distance of 90.
+    model = hf_posenc.patch_model(t5(), T5Config(max_distance=127))
+    with pytest.raises(UnsupportedError, match="end at a distance of 127, and those of a T5Stack at 128"):
+        hf_posenc.export_model(model, tmp_path / "export")

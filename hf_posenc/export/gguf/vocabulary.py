@@ -128,14 +128,18 @@ def _kinds(tokenizer: Any, description: dict[str, Any]) -> Iterator[tuple[str, d
 
 
 def _texts(tokenizer: Any) -> list[str]:
-    """The awkward strings, also between special tokens. llama.cpp does not compose characters (NFC), so strings are
+    """The awkward strings, and text around added tokens. llama.cpp does not compose characters (NFC), so strings are
     compared as a tokenizer that does so reads them.
     """
     normalizer = tokenizer.backend_tokenizer.normalizer
     composes = normalizer is not None and type(normalizer).__name__ == "NFC"
     texts = [normalizer.normalize_str(text) if composes else text for text in _AWKWARD]
-    special = list(dict.fromkeys(token for token in tokenizer.all_special_tokens if token))
-    return [*texts, *(f"One{token}two {token} three" for token in special[:8])]
+    # llama.cpp cuts added tokens out of a text as they are: it strips no spaces around them, and finds them in words.
+    added = tokenizer.added_tokens_decoder.values()
+    unlike = [token.content for token in added if token.lstrip or token.rstrip or token.single_word]
+    plain = [*tokenizer.all_special_tokens, *(token.content for token in added)]
+    between = list(dict.fromkeys(token for token in [*unlike, *plain[:8]] if token))
+    return [*texts, *(f"One{token}two {token} three" for token in between)]
 
 
 def _tokens(entries: dict[str, Any], texts: list[str], size: int) -> list[list[int]]:

@@ -72,7 +72,7 @@ def _write_scheme(config: Any, state: dict[str, Tensor], model: PreTrainedModel,
                 _write_table(config, state, part, stack, encoding)
         elif isinstance(part, T5Config):
             for stack, encoding in zip(stacks, model.position_encoding.stacks.values(), strict=True):
-                _write_relative_biases(state, stack, encoding)
+                _write_relative_biases(state, stack, encoding, native)
         elif type(part) not in own:
             # A comparison of outputs is not enough: some schemes only act beyond a certain distance.
             raise UnsupportedError(f"A {type(model).__name__} has no such mechanism.")
@@ -132,9 +132,19 @@ def _write_table(
     config.max_position_embeddings = limit + state[name].shape[0] - native.shape[0]
 
 
-def _write_relative_biases(state: dict[str, Tensor], stack: Stack, encoding: torch.nn.Module) -> None:
+def _write_relative_biases(
+    state: dict[str, Tensor], stack: Stack, encoding: torch.nn.Module, native: SchemeConfig
+) -> None:
     """Copies trained buckets to the architecture's own tables, layer by layer."""
     biases = [part for part in encoding.modules() if isinstance(part, T5Bias)]
+    # Not left to the comparison of outputs: the buckets of close distances can be equal all the same.
+    ends = {part.max_distance for part in native.acting_together() if isinstance(part, T5Config)}
+    other = next((bias.max_distance for bias in biases if bias.max_distance not in ends), None)
+    if ends and other is not None:
+        raise UnsupportedError(
+            f"The buckets of the scheme end at a distance of {other}, and those of a {type(stack.module).__name__} at "
+            f"{min(ends)}."
+        )
     prefix = f"{stack.path}." if stack.path else ""
     names = [name for name in state if name.startswith(prefix) and name.endswith("relative_attention_bias.weight")]
     if len(names) != len(biases):
