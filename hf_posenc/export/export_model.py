@@ -50,7 +50,8 @@ def export_model(
         folder: a new folder, or an empty one.
         to: the target: "stock", a plain transformers checkpoint.
         tokenizer: saved with the model, or built into its file.
-        overwrite: whether `folder` may contain files. Files of an earlier export are replaced or removed, others kept.
+        overwrite: whether `folder` may contain files. Files of an earlier export and weights
+            of the same variant are replaced or removed, others kept. A folder with PEFT adapters is refused.
         merge_adapters: whether adapters of a PEFT model are merged into the weights of a copy.
         approximate: whether to write the nearest form if none is exact. The report has the measured difference.
         push_to_hub: hub id of a repository to upload the folder to, or `True` for one with the name of the folder.

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.schemes import SchemeConfig
 
 _SHORT = 48
 _LONGEST = 8192
@@ -49,10 +50,11 @@ def spans(model: PreTrainedModel) -> list[tuple[int, int]]:
     windows = [getattr(config, "sliding_window", None), getattr(config, "local_attention", None)]
     ends = [_SHORT, *(window + 16 for window in windows if isinstance(window, int))]
     encoding = current_encoding(model)
-    limit, original = getattr(config, "max_position_embeddings", None), None
+    limit = getattr(config, "max_position_embeddings", None)
+    original = (getattr(config, "rope_parameters", None) or {}).get("original_max_position_embeddings")
     if encoding is not None:
         limit = None if encoding.lengths is None else encoding.lengths.reach.length
-        original = getattr(getattr(encoding.config, "scaling", None), "original_max_positions", None)
+        original = _original_length(encoding.config)
     found = {(0, min(end, limit or _LONGEST, _LONGEST)) for end in ends}
     if isinstance(original, int):
         # A scaling depends on the largest position, so a few tokens there are enough. Not all models take positions.
@@ -62,3 +64,10 @@ def spans(model: PreTrainedModel) -> list[tuple[int, int]]:
         else:
             found.add((0, min(original + 16, limit or _LONGEST, _LONGEST)))
     return sorted(found)
+
+
+def _original_length(scheme: SchemeConfig) -> int | None:
+    """The longest original length of a scaling in a scheme or in one of the schemes inside it."""
+    own = getattr(getattr(scheme, "scaling", None), "original_max_positions", None)
+    found = [own, *(_original_length(child) for child in scheme.children().values())]
+    return max((length for length in found if length is not None), default=None)

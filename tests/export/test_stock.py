@@ -69,6 +69,10 @@ def gemma3() -> PreTrainedModel:
     )  # fmt: skip
 
 
+def one_type_bert() -> PreTrainedModel:
+    return tiny("BertForMaskedLM", vocab_size=VOCABULARY, max_position_embeddings=48, type_vocab_size=1)
+
+
 def native(model: PreTrainedModel) -> SchemeConfig:
     return hf_posenc.native_scheme(model)
 
@@ -133,7 +137,7 @@ EXPRESSIBLE: dict[str, tuple[Callable[[], PreTrainedModel], Any]] = {
     "bert-integer": (bert, "integer"),
     "bert-rope": (bert, "rope"),
     "bert-hope": (bert, "hope"),
-    "bert-t5": (bert, "t5"),
+    "bert-t5": (one_type_bert, "t5"),
 }
 
 #: What is refused, and a part of the reason that the error gives.
@@ -152,6 +156,7 @@ INEXPRESSIBLE: dict[str, tuple[Callable[[], PreTrainedModel], Any, str]] = {
     "roberta-rope": (roberta, "rope", "does not rotate"),
     "bert-alibi": (bert, "alibi", "no such logit bias"),
     "bert-normalized_integer": (bert, "normalized_integer", "depend on the length"),
+    "bert-t5_and_token_types": (bert, "t5", "the second text of a pair"),
     "bert-other_buckets": (bert, T5Config(max_distance=64), "up to a distance of 128"),
     "bert-bias_per_layer": (bert, T5Config(shared=False), "which all layers share"),
     "bert-sinusoidal_and_rope": (bert, ["sinusoidal", "rope"], "add no vectors"),

@@ -39,7 +39,8 @@ def test_minilm_runs_in_plain_transformers(name: str, minilm_folder: str, tmp_pa
     with torch.no_grad():
         for weight in model.position_encoding.parameters():
             weight.normal_(std=0.5, generator=torch.Generator().manual_seed(0))
-    report = hf_posenc.export_model(model, tmp_path / "stock")
+    # MPNet has no token types, and MiniLM has two.
+    report = hf_posenc.export_model(model, tmp_path / "stock", approximate=name == "t5")
     assert MINILM[name] in report.carrier
     assert report.checks[0].difference <= 1e-5
 

@@ -64,7 +64,8 @@ def roformer(model: PreTrainedModel) -> StockForm:
 def mpnet(model: PreTrainedModel) -> StockForm:
     """Returns an MPNet with the weights of a BERT and the bias of the scheme.
 
-    MPNet has no token types: type 0 becomes a part of every row of its table of positions.
+    MPNet has no token types: type 0 becomes a part of every row of its table of positions. A BERT that tells two texts
+    apart is therefore only approximated.
 
     Raises:
         UnsupportedError: if the model is not a BERT, or its layers do not share one bias with MPNet's buckets.
@@ -87,7 +88,11 @@ def mpnet(model: PreTrainedModel) -> StockForm:
     renamed[table] = types[:1].expand(config.max_position_embeddings + 2, -1).clone()
     renamed[f"{inside}encoder.relative_attention_bias.weight"] = bias.weight.detach().clone()
     written = MPNetConfig(**_copied(config) | {"max_position_embeddings": config.max_position_embeddings + 2})
-    return StockForm(found, written, renamed, f"{found.__name__} with relative_attention_bias (token type 0 only)")
+    carrier, restriction = f"{found.__name__} with relative_attention_bias", ""
+    if not torch.equal(types, types[:1].expand_as(types)):
+        carrier = f"{carrier}, which reads all tokens as type 0"
+        restriction = "MPNet has no token types, so it would read the second text of a pair as the first."
+    return StockForm(found, written, renamed, carrier, restriction)
 
 
 def _bert(model: PreTrainedModel, prefix: str) -> tuple[list[PlacedLayer], Any, type[PreTrainedModel]]:

@@ -24,12 +24,14 @@ class StockForm:
         config: its config.
         state: its state dict.
         carrier: what carries the scheme, in a few words.
+        restriction: inputs of the model that the stock model does not take, as a sentence; empty if it takes all.
     """
 
     model_class: type[PreTrainedModel]
     config: Any
     state: dict[str, Tensor]
     carrier: str
+    restriction: str = ""
 
 
 def stock_config(model: PreTrainedModel) -> Any:

@@ -73,9 +73,9 @@ def _write_scheme(config: Any, state: dict[str, Tensor], model: PreTrainedModel,
         elif isinstance(part, T5Config):
             for stack, encoding in zip(stacks, model.position_encoding.stacks.values(), strict=True):
                 _write_relative_biases(state, stack, encoding, native)
-        elif type(part) not in own:
+        elif part not in native.acting_together():
             # A comparison of outputs is not enough: some schemes only act beyond a certain distance.
-            raise UnsupportedError(f"A {type(model).__name__} has no such mechanism.")
+            raise UnsupportedError(f"A {type(model).__name__} has no such mechanism, or has it with other options.")
 
 
 def _native(model: PreTrainedModel) -> SchemeConfig:

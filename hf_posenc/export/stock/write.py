@@ -44,9 +44,12 @@ def write(request: Request, *, max_shard_size: int | str | None = None, variant:
         except UnsupportedError as error:
             reasons.append(f"{carrier.name}: {error}")
             continue
-        if all(one.equal for one in found):
+        if all(one.equal for one in found) and not form.restriction:
             return _written(form, found, TOLERANCE)
         inexact.append((form, found))
+        if form.restriction:
+            reasons.append(f"{carrier.name}: {form.restriction}")
+            continue
         wrong = next(one for one in found if not one.equal)
         reasons.append(f"{carrier.name}: the outputs of {form.carrier} would differ by {wrong}")
     if request.approximate and inexact:
