@@ -40,8 +40,7 @@ def _run(record: dict[str, Any], only: str) -> None:
     import torch
     import transformers
 
-    from tests.export.runtimes import RUNTIMES, outcome
-    from tests.schemes.table import TABLE
+    from tests.export.runtimes import RUNTIMES, SCHEMES, outcome
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -51,7 +50,7 @@ def _run(record: dict[str, Any], only: str) -> None:
             if only not in ("", target):
                 continue
             started, cells = time.monotonic(), {}
-            for scheme in TABLE:
+            for scheme in SCHEMES:
                 cells[scheme] = outcome(model, scheme, runtime)
             record["cells"].setdefault(model, {})[target] = cells
             record["versions"] = {name: _version(name) for name in PACKAGES}
@@ -99,11 +98,13 @@ tiny random model with the scheme, which was then run in that program. Models wi
 - **plug-in**: the engine runs the patched checkpoint with a plug-in of this package. It was not run for this table:
   [serve it](../how_to/serve.md) says what was run. A scheme with a number under *transformers* needs no plug-in there,
   because these engines run plain checkpoints.
-- **no: vectors**: the scheme adds vectors to the embeddings, and there is no table of positions that could hold them.
-- **no: map**: it changes queries and keys by more than one rotation with fixed frequencies.
-- **no: bias**, **no: scale**: it adds a bias to the logits or multiplies them, and the program has no such bias or
+- **no**, and what the scheme does that the program cannot:
+- **vectors**: the scheme adds vectors to the embeddings, and there is no table of positions that could hold them.
+- **map**: it changes queries and keys by more than one rotation with fixed frequencies.
+- **bias**, **scale**: it adds a bias to the logits or multiplies them, and the program has no such bias or
   factor.
-- **no: patch_model**: the scheme cannot be placed in this model at all.
+- **rotation**: it rotates, but not in a way that the program has.
+- **patch_model**: the scheme cannot be placed in this model at all.
 
 *Decoding* means token by token with a cache. Q8_0 rounds the weights to 8 bits, which is where its difference comes
 from. Where a cell says no, `export_model` raises an error that names what was tried and what can be done instead. The

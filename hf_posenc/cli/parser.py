@@ -124,7 +124,14 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     export.add_argument("--to", default="stock", metavar="TARGET", help=verbs.TARGET_HELP)
     export.add_argument("--push-to-hub", metavar="REPOSITORY", help="also upload it to this repository on the hub")
     export.add_argument("--approximate", action="store_true", help="write the nearest form if none is exact")
-    export.add_argument("--option", action="extend", nargs="+", default=[], metavar="K=V", help="option of the target")
+    export.add_argument(
+        "--option",
+        action="extend",
+        nargs="+",
+        default=[],
+        metavar="K=V",
+        help="option of the target, such as dtype=q8_0",
+    )
 
     evaluate = verb("eval", None, help="measure what a position encoding does")
     tests = evaluate.add_subparsers(title="tests", metavar="TEST", required=True)

@@ -55,9 +55,23 @@ class Target:
 
 
 TARGETS = (
-    Target("stock", "a plain transformers checkpoint", "hf_posenc.export.stock.write"),
-    Target("gguf", "a file for llama.cpp", "hf_posenc.export.gguf.write", packages=("gguf", "xllamacpp")),
-    Target("onnx", "a graph for onnxruntime", "hf_posenc.export.onnx.write", ("onnx", "onnxruntime", "onnxscript")),
+    Target(
+        "stock",
+        "a plain transformers checkpoint (options: max_shard_size, variant)",
+        "hf_posenc.export.stock.write",
+    ),
+    Target(
+        "gguf",
+        "a file for llama.cpp (option: dtype=f32, f16 or q8_0)",
+        "hf_posenc.export.gguf.write",
+        ("gguf", "xllamacpp"),
+    ),
+    Target(
+        "onnx",
+        "a graph for onnxruntime (options: quantize=true, opset_version)",
+        "hf_posenc.export.onnx.write",
+        ("onnx", "onnxruntime", "onnxscript"),
+    ),
 )
 
 

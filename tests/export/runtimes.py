@@ -14,7 +14,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import hf_posenc
-from hf_posenc import PositionEncodingError
+from hf_posenc import (
+    DynamicScaling,
+    InterleavedConfig,
+    LinearScaling,
+    PositionEncodingError,
+    RopeConfig,
+    YarnScaling,
+)
 from hf_posenc.export.layers import placed_additives, placed_layers, spectrum_of
 from hf_posenc.serving.engine_schemes import sites_for_engine
 from tests.models import tiny
@@ -55,6 +62,13 @@ def bert() -> PreTrainedModel:
     return tiny("BertForMaskedLM", vocab_size=VOCABULARY)
 
 
+#: The rows: the first variant of every scheme of the table, and arrangements that are often asked for.
+SCHEMES: dict[str, Any] = {name: row.variants[0] for name, row in TABLE.items()} | {
+    "rope, linear x4": RopeConfig(scaling=LinearScaling(4.0)),
+    "rope, YaRN x4": RopeConfig(scaling=YarnScaling(4.0, original_max_positions=16)),
+    "rope, dynamic NTK x4": RopeConfig(scaling=DynamicScaling(4.0, original_max_positions=64)),
+    "interleaved, every=2": InterleavedConfig(every=2),
+}
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {"Llama": llama, "BERT": bert}
 _INT8 = (("quantize", True),)
 _ONNX = (
@@ -94,7 +108,7 @@ def patched(model: str, scheme: str) -> PreTrainedModel:
         for weight in stock.parameters():
             if weight.ndim == 2:
                 weight.normal_(std=0.15)
-    hf_posenc.patch_model(stock, TABLE[scheme].variants[0])
+    hf_posenc.patch_model(stock, SCHEMES[scheme])
     with torch.no_grad():
         for weight in stock.position_encoding.parameters():
             if weight.ndim == 2 and weight.std() < 0.1:

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.export.runtimes import RUNTIMES, outcome
-from tests.schemes.table import TABLE
+from tests.export.runtimes import RUNTIMES, SCHEMES, outcome
 
 ROOT = Path(__file__).parents[2]
 RECORD = json.loads((ROOT / "docs" / "results" / "runtimes.json").read_text())
@@ -30,7 +29,7 @@ CASES = [
         id=f"{model}-{target}-{scheme}",
     )
     for model, target in EXPORTS
-    for scheme in TABLE
+    for scheme in SCHEMES
 ]
 
 
