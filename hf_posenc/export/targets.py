@@ -58,6 +58,7 @@ TARGETS = (
     Target("stock", "a plain transformers checkpoint", "hf_posenc.export.stock.write"),
     Target("gguf", "a file for llama.cpp", "hf_posenc.export.gguf.write", packages=("gguf", "xllamacpp")),
     Target("onnx", "a graph for onnxruntime", "hf_posenc.export.onnx.write", ("onnx", "onnxruntime", "onnxscript")),
+    Target("executorch", "a program for ExecuTorch", "hf_posenc.export.executorch.write", ("executorch",)),
 )
 
 
