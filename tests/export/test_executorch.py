@@ -77,8 +77,12 @@ def test_the_check_finds_a_shorter_length(alibi: Any) -> None:
         compare(model, folder / "model.pte", 96)
 
 
+#: A program takes several seconds to compile, so the default run makes one of each kind.
+SLOW = [(BERT, "t5"), (BERT, "rope"), (BERT, None), (LLAMA, None)]
+
+
 @pytest.mark.parametrize(
-    ("name", "scheme"), [(BERT, "t5"), (BERT, "rope"), (BERT, None), (LLAMA, "alibi"), (LLAMA, None)]
+    ("name", "scheme"), [(LLAMA, "alibi"), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
 )
 def test_schemes_give_equal_numbers(name: str, scheme: str | None, tmp_path: Path) -> None:
     report = export_model(visible(name, scheme), tmp_path / "out", to="executorch", max_length=32)
