@@ -48,7 +48,8 @@ def export_model(
     Args:
         model: a patched model, a stock model, or a PEFT model around one. It is not changed.
         folder: a new folder, or an empty one.
-        to: the target: "stock", a plain transformers checkpoint.
+        to: the target: "stock" (a plain transformers checkpoint), "gguf" (llama.cpp), "onnx" (ONNX Runtime) or
+            "executorch".
         tokenizer: saved with the model, or built into its file.
         overwrite: whether `folder` may contain files. Files of an earlier export and weights
             of the same variant are replaced or removed, others kept. A folder with PEFT adapters is refused.

@@ -27,11 +27,11 @@ class ExportError(UnsupportedError):
 
     def __init__(self, request: Request, target: str, program: str, reasons: Sequence[str], inexact: bool) -> None:
         self.reasons = list(reasons)
-        others = " or ".join(f"to={one.name!r}" for one in TARGETS if one.name != target)
-        widest = "" if target == "onnx" else " (to='onnx' has almost every scheme)"
+        others = [f"to={one.name!r}" for one in TARGETS if one.name != target]
+        widest = "" if target == "onnx" else "; to='onnx' has almost every scheme"
         ways = [
             *(["accept the difference with approximate=True"] if inexact else []),
-            f"try {others}{widest}",
+            f"try {', '.join(others)}{widest}",
             "save it with model.save_pretrained, and import hf_posenc where it is loaded",
         ]
         super().__init__(

@@ -72,6 +72,12 @@ TARGETS = (
         "hf_posenc.export.onnx.write",
         ("onnx", "onnxruntime", "onnxscript"),
     ),
+    Target(
+        "executorch",
+        "a program for ExecuTorch, without a cache (option: max_length)",
+        "hf_posenc.export.executorch.write",
+        ("executorch",),
+    ),
 )
 
 

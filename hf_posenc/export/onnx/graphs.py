@@ -76,7 +76,7 @@ class _Decoder(nn.Module):
         return {"logits": output.logits, "present": cached(output.past_key_values)}
 
 
-class _Plain(nn.Module):
+class Plain(nn.Module):
     """A call without a cache: the tensors of its output."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -84,6 +84,7 @@ class _Plain(nn.Module):
         self.model = model
 
     def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
+        """Returns the tensors of the output by name."""
         return run_plain(self.model, inputs)
 
 
@@ -152,7 +153,7 @@ def graph_of(model: PreTrainedModel) -> Graph:
         inputs = {"input_ids": ids, "attention_mask": mask}
         if takes_token_types(model):
             inputs["token_type_ids"] = torch.zeros_like(ids)
-        return Graph(_Plain(model), inputs, dict.fromkeys(inputs, tokens))
+        return Graph(Plain(model), inputs, dict.fromkeys(inputs, tokens))
     with torch.no_grad():
         found = run_decoder(model, ids[:, :_PAST], mask[:, :_PAST], []).past_key_values
     layers = getattr(found, "layers", [])

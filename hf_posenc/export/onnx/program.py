@@ -45,7 +45,7 @@ def export_program(model: PreTrainedModel, opset_version: int | None) -> Any:
             "pip install 'transformers>=5.23'"
         ) from error
     extend_slot_buffers(model)
-    with _traceable_attention(model), quiet():
+    with traceable_attention(model), quiet():
         graph = graph_of(model)
         shapes = {name: _open(axes) for name, axes in graph.shapes.items()}
         config = OnnxConfig(dynamic=True, dynamic_shapes=shapes, opset_version=opset_version)
@@ -117,16 +117,16 @@ def _reason(model: PreTrainedModel, error: Exception) -> str:
     )
 
 
-def extend_slot_buffers(model: PreTrainedModel) -> None:
-    """Extends the index buffers of patched stacks, whose native length would limit the graph."""
+def extend_slot_buffers(model: PreTrainedModel, length: int = EXPORTED_LENGTH) -> None:
+    """Extends the index buffers of patched stacks, whose native length would limit the program."""
     for module in model.modules():
         forward = module.__dict__.get("forward")
         if isinstance(forward, StackForward):
-            forward.runtime.slots.reach(module, EXPORTED_LENGTH)
+            forward.runtime.slots.reach(module, length)
 
 
 @contextlib.contextmanager
-def _traceable_attention(model: PreTrainedModel) -> Iterator[None]:
+def traceable_attention(model: PreTrainedModel) -> Iterator[None]:
     """Replaces attention kernels that cannot be traced."""
     before = model.config._attn_implementation
     if before in _TRACEABLE:

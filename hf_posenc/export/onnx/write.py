@@ -40,7 +40,7 @@ def write(request: Request, *, opset_version: int | None = None, quantize: bool 
     checks = compare(reference, path, TOLERANCE)
     if quantize:
         checks += _quantized(reference, path)
-    _save_configs(request)
+    save_configs(request)
     return Written("its own ONNX graph", checks, _usage(reference))
 
 
@@ -55,7 +55,7 @@ def _quantized(reference: transformers.PreTrainedModel, path: Path) -> tuple[Che
     )
 
 
-def _save_configs(request: Request) -> None:
+def save_configs(request: Request) -> None:
     """Saves the configs without the scheme, which other programs could not read. The graph contains it."""
     config = copy.deepcopy(request.model.config)
     detach_entry(config)

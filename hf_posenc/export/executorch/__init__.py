@@ -1,0 +1,1 @@
+"""ExecuTorch: a program for one sequence at a time, without a cache."""
