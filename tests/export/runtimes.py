@@ -44,7 +44,7 @@ class Runtime:
         target: value of `to=`, or the name of an engine in `ENGINES`.
         mode: which of the measured differences it shows.
         options: options of the target.
-        of: start of the name of the checked runtime, where an export is checked in several forms.
+        of: the precision, where an export is checked in several.
     """
 
     name: str
@@ -157,11 +157,16 @@ def _is_spectrum(part: Any) -> bool:
     return True
 
 
+def _form(check: dict[str, Any]) -> str:
+    """The precision after the name of a runtime, if there is one: "onnxruntime 1.32.0, int8"."""
+    return str(check["runtime"]).partition(", ")[2]
+
+
 def shown(found: dict[str, Any], runtime: Runtime) -> str:
     """What a column shows of an outcome: the difference, or why there is no export."""
     if "refused" in found:
         return f"no: {found['because']}"
-    checks = [one for one in found["checks"] if one["mode"] == runtime.mode and runtime.of in one["runtime"]]
+    checks = [one for one in found["checks"] if (one["mode"], _form(one)) == (runtime.mode, runtime.of)]
     # llama.cpp returns probabilities; other programs return the outputs themselves.
     differences = [one["difference"] for one in checks if one["quantity"] != "logits" or len(checks) == 1]
     if not differences:
