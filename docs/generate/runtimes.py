@@ -94,18 +94,19 @@ Which scheme runs in which program that does not know this package. Every cell i
 tiny random model with the scheme, which was then run in that program. Models without a scheme are exported as well.
 
 - **A number** is the largest difference from the patched model in transformers, in float32. Outputs are compared
-  relative to the largest one. llama.cpp is compared by probabilities of the next token.
+  relative to the largest one. llama.cpp is compared by probabilities of the next token, which differ less.
 - **plug-in**: the engine runs the patched checkpoint with a plug-in of this package. It was not run for this table:
-  [serve it](../how_to/serve.md) says what was run. A scheme with a number under *transformers* needs no plug-in there,
-  because these engines run plain checkpoints.
-- **no**, and what the scheme does that the program cannot do. *vectors*: it adds vectors to the embeddings, and there is no table of positions that could hold them.
-  *map*: it changes queries and keys by more than one rotation with fixed frequencies. *bias*, *scale*: it adds a bias to
-  the logits or multiplies them, and the program has no such bias or factor. *rotation*: it rotates, but not in a way that
-  the program has. *patch_model*: the scheme cannot be placed in this model at all.
+  [vLLM and SGLang](../how_to/serve_engines.md) says what was run. A scheme with a number under *transformers* needs no
+  plug-in there, because these engines run plain checkpoints.
+- **no**, and what the scheme does that the program cannot do. *vectors*: it adds vectors to the embeddings, and there
+  is no table of positions that could hold them. *map*: it changes queries and keys by more than one rotation with fixed
+  frequencies. *bias*, *scale*: it adds a bias to the logits or multiplies them, and the program has no such bias or
+  factor. *rotation*: it rotates, but not in a way that the program has. *patch_model*: the scheme cannot be placed in
+  this model at all.
 
 *Decoding* means token by token with a cache. Q8_0 and int8 round the weights to 8 bits, which is where their
-differences come from. Where a cell says no, `export_model` raises an error that names what was tried and what can be done instead. The
-reasons and the carriers of all cells are in [runtimes.json](../results/runtimes.json).
+differences come from. Where a cell says no, `export_model` raises an error that names what was tried and what can be
+done instead. The reasons and the carriers of all cells are in [runtimes.json](../results/runtimes.json).
 
 Written by `python docs/generate/runtimes.py`. Versions: {versions}. On a CPU.
 
