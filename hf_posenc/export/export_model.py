@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -22,6 +23,13 @@ from hf_posenc.export.targets import find_target
 
 #: Transformers adds the adapters of this file to any model that is loaded from the folder.
 _ADAPTERS = "adapter_config.json"
+#: Weights that transformers loads if no variant is named.
+_PLAIN_WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 
 
 def export_model(
@@ -143,6 +151,16 @@ def _clear(place: Path, files: Collection[str]) -> None:
             f"{place} contains {_ADAPTERS}: transformers would add these adapters to the exported model. Export it to "
             "another folder."
         )
+    weights = [name for name in files if name.endswith(".safetensors")]
+    if weights and not any(re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", name) for name in weights):
+        # The export has a variant, and without its name transformers would load the other weights with the new config.
+        earlier = _files_of(place)
+        others = [name for name in _PLAIN_WEIGHTS if (place / name).exists() and name not in earlier]
+        if others:
+            raise FileExistsError(
+                f"{place} contains {others[0]}, which transformers would load with the config of this export unless "
+                "the variant is named. Export it to another folder."
+            )
     for name in files:
         if (place / name).is_dir():
             raise FileExistsError(f"{place / name} is a folder, where the export writes a file. Remove or rename it.")

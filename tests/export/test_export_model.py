@@ -66,6 +66,19 @@ def test_adapters_in_the_folder_which_transformers_would_add_are_refused(model: 
     assert set(contents(tmp_path)) == {"adapter_config.json"}
 
 
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors"])
+def test_weights_that_would_be_loaded_in_the_place_of_a_variant_are_refused(
+    model: Any, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / name).write_text("old")
+    with pytest.raises(FileExistsError, match="unless the variant is named"):
+        hf_posenc.export_model(model, tmp_path, overwrite=True, variant="fp16")
+    assert set(contents(tmp_path)) == {name}
+    report = hf_posenc.export_model(model, tmp_path, overwrite=True)
+    assert "model.safetensors" in report.files
+    assert torch.equal(outputs(LlamaForCausalLM.from_pretrained(tmp_path)), outputs(model))
+
+
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")
 def test_a_read_only_folder_is_refused(model: Any, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir(mode=0o500)
