@@ -58,4 +58,4 @@ def test_the_code_of_each_goal_runs(section: str, tmp_path: Path, monkeypatch: p
         "patch_model": patch_model,
     }
     exec(compile(re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)[0], str(PAGE), "exec"), scope)
-    assert (tmp_path / "stock" / "config.json").is_file() or scope["model"].position_encoding.config is not None
+    assert (tmp_path / "exported" / "config.json").is_file() or scope["model"].position_encoding.config is not None

@@ -36,7 +36,9 @@ def write(request: Request, *, max_shard_size: int | str | None = None, variant:
     given = {"max_shard_size": max_shard_size, "variant": variant}
     save_kwargs = {name: value for name, value in given.items() if value is not None}
     reasons, inexact = [], []
-    for carrier in [carrier for carrier in CARRIERS if carrier.fits(request.model)]:
+    # A model without a scheme of this package needs no other class than its own.
+    carriers = CARRIERS if request.is_patched else CARRIERS[:1]
+    for carrier in [carrier for carrier in carriers if carrier.fits(request.model)]:
         try:
             form = carrier.form(request.model)
             _save(request, form, save_kwargs)
