@@ -27,6 +27,21 @@ def relative_difference(found: Tensor, expected: Tensor) -> float:
     return float((found.float() - expected).abs().max() / expected.abs().max().clamp(min=1.0))
 
 
+def difference_at_real_tokens(found: Tensor, expected: Tensor, mask: Tensor) -> float:
+    """The relative difference at tokens that are not padding; infinite for another shape.
+
+    Args:
+        found: `(batch, length, ...)`, or an output without a length, all of which counts.
+        expected: what it should be.
+        mask: `(batch, length)`, 1 at real tokens.
+    """
+    if found.shape != expected.shape:
+        return float("inf")
+    if found.shape[:2] == mask.shape:
+        found, expected = found[mask.bool()], expected[mask.bool()]
+    return relative_difference(found, expected)
+
+
 def random_ids(model: PreTrainedModel, length: int, batch: int = 1) -> Tensor:
     """`(batch, length)` ordinary tokens, the same in every call: no padding, first or last token of a text.
 

@@ -15,7 +15,7 @@ from hf_posenc.errors import UnsupportedError, UsageError
 from hf_posenc.export.onnx.graphs import Plain, run_plain, takes_token_types
 from hf_posenc.export.onnx.program import extend_slot_buffers, quiet, traceable_attention
 from hf_posenc.export.records import Check
-from hf_posenc.export.samples import random_ids, relative_difference
+from hf_posenc.export.samples import difference_at_real_tokens, random_ids
 
 #: Largest difference at which both count as equal, in float32; relative for outputs larger than 1. XNNPACK sums in
 #: another order.
@@ -116,7 +116,7 @@ def compare(model: PreTrainedModel, path: Path, max_length: int) -> tuple[Check,
                     f"{runtime} returns {len(outputs)} outputs, the model {len(expected)} ({', '.join(expected)})."
                 )
             for (name, wanted), output in zip(expected.items(), outputs, strict=True):
-                found.setdefault(name, []).append(_difference(output, wanted, inputs["attention_mask"]))
+                found.setdefault(name, []).append(difference_at_real_tokens(output, wanted, inputs["attention_mask"]))
     checks = tuple(
         Check(runtime, _mode(name), name.replace("_", " "), _largest(differences), TOLERANCE)
         for name, differences in found.items()
@@ -148,12 +148,3 @@ def _run(method: Any, runtime: str, inputs: dict[str, Tensor]) -> list[Tensor]:
             f"{runtime} cannot run the program on {length} tokens: {error}. Use to='onnx'."
         ) from error
     return outputs
-
-
-def _difference(found: Tensor, expected: Tensor, mask: Tensor) -> float:
-    """The relative difference at real tokens."""
-    if found.shape != expected.shape:
-        return float("inf")
-    if found.shape[:2] == mask.shape:
-        found, expected = found[mask.bool()], expected[mask.bool()]
-    return relative_difference(found, expected)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
 from hf_posenc.export.onnx.graphs import Past, cached, run_decoder, run_plain, takes_token_types
 from hf_posenc.export.records import Check
-from hf_posenc.export.samples import random_ids, relative_difference, spans
+from hf_posenc.export.samples import difference_at_real_tokens, random_ids, spans
 from hf_posenc.patching.place.in_force import current_encoding
 
 #: Largest difference at which both count as equal, in float32; relative for outputs larger than 1. Both sum in another
@@ -127,7 +127,7 @@ def _plain(model: PreTrainedModel, session: Session) -> Iterator[tuple[str, str,
         except SequenceLengthError:
             continue
         for name, value in session(tensors, []).items():
-            difference = _difference(value, expected[name], mask)
+            difference = difference_at_real_tokens(value, expected[name], mask)
             found[name] = max(found.get(name, 0.0), difference, key=_nan_last)
     for name, difference in found.items():
         yield ("embedding" if name == "last_hidden_state" else "prefill", name.replace("_", " "), difference)
@@ -168,7 +168,7 @@ def _largest(model: PreTrainedModel, session: Session, calls: list[Call]) -> flo
         except SequenceLengthError:
             continue
         logits = session({"input_ids": ids, "attention_mask": mask}, past)["logits"]
-        found.append(_difference(logits, expected, mask[:, call.past :]))
+        found.append(difference_at_real_tokens(logits, expected, mask[:, call.past :]))
     return max(found, key=_nan_last)
 
 
@@ -202,16 +202,7 @@ def _step_by_step(model: PreTrainedModel, session: Session) -> float:
         logits.append(output["logits"])
         present = [value for name, value in output.items() if name.startswith("present")]
         past, start = list(zip(present[::2], present[1::2], strict=True)), stop
-    return _difference(torch.cat(logits, 1), expected, mask)
-
-
-def _difference(found: Tensor, expected: Tensor, mask: Tensor) -> float:
-    """The relative difference at real tokens."""
-    if found.shape != expected.shape:
-        return float("inf")
-    if found.shape[:2] == mask.shape:
-        found, expected = found[mask.bool()], expected[mask.bool()]
-    return relative_difference(found, expected)
+    return difference_at_real_tokens(torch.cat(logits, 1), expected, mask)
 
 
 def _nan_last(number: float) -> tuple[bool, float]:
