@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-#: `model_type` of a patched model in `config.json`.
+#: Start of the `model_type` of a patched model in `config.json`.
 MODEL_TYPE = "hf_posenc"
+#: The whole `model_type`. Programs without this package quote it in their error, so it says what to do.
+STORED_MODEL_TYPE = f"{MODEL_TYPE} (pip install hf-posenc, then import hf_posenc before loading)"
 #: The attribute of a config, and of a base model, that holds the position encoding.
 ATTRIBUTE = "position_encoding"
 #: Version of the entry. Since version 2, the weights name their scheme too (`patching/place/mark.py`).
@@ -40,7 +42,12 @@ def is_entry(value: Any) -> bool:
 
 def is_on_disk_form(config: Any) -> bool:
     """Whether a dictionary read from `config.json` describes a patched model."""
-    return isinstance(config, dict) and config.get("model_type") == MODEL_TYPE
+    return isinstance(config, dict) and is_stored_model_type(config.get("model_type"))
+
+
+def is_stored_model_type(value: Any) -> bool:
+    """Whether a `model_type` is that of a patched model, with any instruction after it."""
+    return isinstance(value, str) and value.partition(" ")[0] == MODEL_TYPE
 
 
 def find_marks(names: Iterable[str]) -> list[str]:

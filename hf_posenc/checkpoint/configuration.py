@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_posenc.entry import ATTRIBUTE, FORMAT, MODEL_TYPE
+from hf_posenc.entry import ATTRIBUTE, FORMAT, MODEL_TYPE, is_stored_model_type
 from hf_posenc.errors import PositionEncodingError, SequenceLengthError, UnsupportedError
 from hf_posenc.patching.place.config_entry import ARCHITECTURE_PREFIX, without_sentence
 from hf_posenc.patching.place.config_lengths import NAMES, NATIVE_LENGTHS, native_lengths, stated_lengths
@@ -53,7 +53,7 @@ def from_disk(disk: dict[str, Any], source: str) -> dict[str, Any]:
         )
     check_format(entry, source)
     base_model_type = entry.get("base_model_type")
-    if not isinstance(base_model_type, str) or base_model_type in ("", MODEL_TYPE):
+    if not isinstance(base_model_type, str) or not base_model_type or is_stored_model_type(base_model_type):
         raise CheckpointError(
             f"The {ATTRIBUTE!r} entry in the config.json of {source} has base_model_type {shown(base_model_type)}, "
             "where "

@@ -57,7 +57,7 @@ def is_patched(source: Any, kwargs: dict[str, Any]) -> bool:
     Only local folders and the hub's cache are searched, without network requests.
     """
     text = read_config(source, kwargs)
-    if text is None or f'"{MODEL_TYPE}"' not in text:
+    if text is None or f'"{MODEL_TYPE}' not in text:
         return False
     try:
         config = json.loads(text)

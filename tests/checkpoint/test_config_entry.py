@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+from pathlib import Path
 
 import pytest
 from transformers import (
@@ -19,7 +20,7 @@ from transformers import (
 )
 
 import hf_posenc  # noqa: F401
-from hf_posenc.entry import FORMAT, read_entry
+from hf_posenc.entry import FORMAT, STORED_MODEL_TYPE, read_entry
 from hf_posenc.patching.place.config_entry import WEIGHTS_SENTENCE, attach_entry, detach_entry, without_sentence
 
 ENTRY = {"scheme": "none"}
@@ -102,7 +103,7 @@ def test_disk_form_defeats_every_stock_reader(config: PreTrainedConfig) -> None:
     config.architectures = ["SomeModel"]
     attach_entry(config, ENTRY)
     disk = json.loads(config.to_json_string())
-    assert disk["model_type"] == "hf_posenc"
+    assert disk["model_type"].startswith("hf_posenc (pip install hf-posenc")
     assert disk["architectures"] == ["hf_posenc.SomeModel"]
     assert "pip install hf-posenc" in disk["transformers_weights"]
     assert not disk["transformers_weights"].endswith((".safetensors", ".json"))
@@ -145,7 +146,7 @@ def test_config_rebuilt_from_its_dictionary_still_saves_the_entry() -> None:
     config = LlamaConfig()
     attach_entry(config, ENTRY)
     for again in (LlamaConfig(**config.to_dict()), LlamaConfig.from_dict(config.to_dict())):
-        assert json.loads(again.to_json_string())["model_type"] == "hf_posenc"
+        assert json.loads(again.to_json_string())["model_type"] == STORED_MODEL_TYPE
 
 
 def test_attribute_of_another_kind_is_not_overwritten() -> None:
@@ -193,3 +194,19 @@ def test_damaged_entry_is_explained(tmp_path, damage: dict, message: str) -> Non
         with pytest.raises(ValueError, match=message) as caught:
             reader.from_pretrained(tmp_path)
         assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "ours"), [("hf_posenc", True), ("hf_posenc (another text)", True), ("x", False)]
+)
+def test_only_the_first_word_of_the_model_type_counts(model_type: str, ours: bool, tmp_path: Path) -> None:
+    config = LlamaConfig()
+    attach_entry(config, ENTRY)
+    config.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": model_type}))
+    if ours:
+        assert read_entry(AutoConfig.from_pretrained(tmp_path)) == ENTRY
+    else:
+        with pytest.raises(ValueError, match="model type `x`"):
+            AutoConfig.from_pretrained(tmp_path)

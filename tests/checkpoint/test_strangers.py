@@ -51,8 +51,7 @@ for name, route in routes.items():
 assert "hf_posenc" not in sys.modules
 print(json.dumps(found))
 """
-#: Routes that show a sentence of the files. The others quote the model type or the name of a weight.
-SENTENCE = {"config of a class", "AutoPeftModel", "PeftModel"}
+#: Routes that see no config, and quote the name of a weight. The others quote what config.json says.
 WEIGHT = {"load_state_dict", "safetensors"}
 
 
@@ -79,17 +78,16 @@ def test_no_tool_loads_it(messages: dict[str, str]) -> None:
 
 def test_every_message_leads_to_the_package(messages: dict[str, str]) -> None:
     for route, message in messages.items():
-        if route in SENTENCE:
-            assert "import hf_posenc" in message, (route, message)
-        elif route in WEIGHT:
+        if route in WEIGHT:
             assert "position_encoding" in message, (route, message)
         else:
-            assert "`hf_posenc`" in message, (route, message)
+            assert "pip install hf-posenc" in message, (route, message)
+            assert "import hf_posenc" in message, (route, message)
 
 
 def test_converters_find_no_class_that_they_know(tmp_path: Path) -> None:
     """Converters that cannot load the config read the file, and choose by `architectures` (llama.cpp, vLLM, others)."""
     hf_posenc.patch_model(tiny("LlamaForCausalLM"), "alibi").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    assert config["model_type"] == "hf_posenc"
+    assert config["model_type"].startswith("hf_posenc (pip install hf-posenc")
     assert config["architectures"] == ["hf_posenc.LlamaForCausalLM"]

@@ -7,7 +7,7 @@ dictionary with `format`, `scheme` and other fields that are saved with the sche
 On disk the config must be unreadable for a process without this package, because stock transformers ignores unknown
 keys and would run the model with its native positions. Three fields of `config.json` ensure this:
 
-- `model_type` is `"hf_posenc"`, which the auto classes refuse;
+- `model_type` is `"hf_posenc"` and an instruction: the auto classes refuse it, and quote it in their error;
 - `transformers_weights` is a sentence: a concrete class such as `LlamaForCausalLM` only warns about an unknown
   `model_type`, but fails to find a weights file of that name, and quotes the name in its error;
 - `architectures` has a prefix: converters and servers choose their implementation by this field.
@@ -25,7 +25,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from hf_posenc.entry import ATTRIBUTE, FORMAT, MODEL_TYPE, read_entry, read_fields
+from hf_posenc.entry import ATTRIBUTE, FORMAT, STORED_MODEL_TYPE, read_entry, read_fields
 from hf_posenc.patching.place.config_lengths import native_lengths, write_lengths
 from hf_posenc.version import __version__
 
@@ -159,7 +159,7 @@ def _empty_carrier(stock: Any) -> PreTrainedConfig:
 def to_disk(memory: dict[str, Any]) -> dict[str, Any]:
     """Converts the dictionary of a config with an entry from its form in memory to that of `config.json`."""
     disk = _with_sentence(memory)
-    disk["model_type"] = MODEL_TYPE
+    disk["model_type"] = STORED_MODEL_TYPE
     disk["architectures"] = [
         architecture if architecture.startswith(ARCHITECTURE_PREFIX) else ARCHITECTURE_PREFIX + architecture
         for architecture in memory.get("architectures") or []
