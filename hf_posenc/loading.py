@@ -8,6 +8,7 @@ from typing import Any
 from hf_posenc.errors import UsageError
 
 _ARCHITECTURE_PREFIX = "hf_posenc."
+_ADAPTERS = "adapter_config.json"
 
 
 def load_config(model: str) -> Any:
@@ -68,6 +69,38 @@ def load_model(model: str, *, config_only: bool = False) -> Any:
     config = load_config(model)
     loader = auto_class(config)
     return (loader.from_config(config) if config_only else _load(loader, model)).eval()
+
+
+def refuse_adapters(model: str, remedy: str) -> None:
+    """Raises for a local folder that holds adapters and no model.
+
+    Raises:
+        UsageError: with the remedy.
+    """
+    if Path(model, _ADAPTERS).is_file() and not Path(model, "config.json").is_file():
+        raise UsageError(f"{model} holds PEFT adapters and no model. {remedy}.")
+
+
+def load_with_adapters(adapters: str) -> tuple[Any, str]:
+    """Loads PEFT adapters around the base model that they name, in evaluation mode.
+
+    Args:
+        adapters: local folder.
+
+    Returns:
+        The PEFT model, and the hub id or folder of its base model.
+
+    Raises:
+        UsageError: if the folder has no adapters, or PEFT is not installed.
+    """
+    if not Path(adapters, _ADAPTERS).is_file():
+        raise UsageError(f"{missing_folder(adapters)}{adapters} has no {_ADAPTERS}, so there are no adapters to merge.")
+    try:
+        from peft import PeftConfig, PeftModel
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{adapters} holds PEFT adapters, and peft is not installed: pip install peft.") from error
+    base = PeftConfig.from_pretrained(adapters).base_model_name_or_path
+    return PeftModel.from_pretrained(load_model(base), adapters).eval(), base
 
 
 def load_tokenizer(model: str) -> Any:

@@ -123,6 +123,9 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     export = verb("export", verbs.export, help="save a patched checkpoint in a form that needs no hf_posenc")
     export.add_argument("--to", default="stock", metavar="TARGET", help=verbs.TARGET_HELP)
     export.add_argument("--push-to-hub", metavar="REPOSITORY", help="also upload it to this repository on the hub")
+    export.add_argument(
+        "--merge-adapters", action="store_true", help="MODEL holds PEFT adapters: merge them into the base they name"
+    )
     export.add_argument("--approximate", action="store_true", help="write the nearest form if none is exact")
     export.add_argument(
         "--option",

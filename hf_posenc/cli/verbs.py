@@ -63,13 +63,19 @@ def export(options: argparse.Namespace) -> int:
     given = parse_options(options.option)
 
     import hf_posenc
+    from hf_posenc.loading import load_with_adapters, refuse_adapters
 
-    model, label = _loaded(options.model)
-    if label is None and options.to == "stock":
-        raise UsageError(f"{options.model} is not patched: it already is a plain transformers checkpoint.")
+    if options.merge_adapters:
+        model, base = load_with_adapters(options.model)
+    else:
+        refuse_adapters(options.model, "--merge-adapters exports its base model with the adapters merged into it")
+        (model, label), base = _loaded(options.model), options.model
+        if label is None and options.to == "stock":
+            raise UsageError(f"{options.model} is not patched: it already is a plain transformers checkpoint.")
     report = hf_posenc.export_model(
-        model, output, to=options.to, tokenizer=_tokenizer(options.model), overwrite=options.overwrite,
-        approximate=options.approximate, push_to_hub=options.push_to_hub or False, **given,
+        model, output, to=options.to, tokenizer=_tokenizer(base), overwrite=options.overwrite,
+        merge_adapters=options.merge_adapters, approximate=options.approximate,
+        push_to_hub=options.push_to_hub or False, **given,
     )  # fmt: skip
     print(report)
     return 0

@@ -123,6 +123,35 @@ class TestPatch:
         assert main(["export", str(tmp_path / "alibi"), "--output", str(tmp_path / "y")]) == 2
         assert not (tmp_path / "y").exists()
 
+    @pytest.mark.parametrize("patched_before", [True, False], ids=["saved-patch", "patch-in-memory"])
+    def test_export_merges_adapters_when_asked(self, capsys, llama, tmp_path, patched_before):
+        peft = pytest.importorskip("peft")
+        from transformers import AutoModelForCausalLM
+
+        import hf_posenc
+
+        base, adapter, plain = llama, str(tmp_path / "adapter"), tmp_path / "plain"
+        if patched_before:
+            base = str(tmp_path / "base")
+            assert main(["patch", llama, "p_rope", "--output", base]) == 0
+        model = AutoModelForCausalLM.from_pretrained(base)
+        if not patched_before:
+            hf_posenc.patch_model(model, "p_rope")
+        options = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+        with_adapter = peft.get_peft_model(model, options).eval()
+        with_adapter.save_pretrained(adapter)
+        words = ("export", adapter, "--output", str(plain))
+        capsys.readouterr()
+        assert "--merge-adapters" in refused(capsys, *words)
+        assert not plain.exists()
+        assert main([*words, "--merge-adapters"]) == 0
+        with torch.no_grad():
+            expected = with_adapter(torch.tensor([[4, 5, 6, 7, 5]])).logits
+        torch.testing.assert_close(logits(plain), expected, atol=1e-5, rtol=0)
+        capsys.readouterr()
+        message = refused(capsys, "export", base, "--output", str(tmp_path / "x"), "--merge-adapters")
+        assert "no adapter_config.json" in message
+
     def test_a_full_folder_is_kept_unless_told_otherwise(self, capsys, llama, tmp_path):
         (tmp_path / "precious.txt").write_text("mine")
         assert "not empty" in refused(capsys, "patch", llama, "none", "--output", str(tmp_path))
