@@ -28,7 +28,7 @@ def run_vllm(folder: Path, tokens: int) -> list[dict[str, Any]]:
     """Returns what vLLM computes for each prompt: the tokens, those it generated, and their log-probabilities."""
     from vllm import LLM, SamplingParams
 
-    engine = LLM(model=str(folder), dtype="float32", max_model_len=512)
+    engine = LLM(model=str(folder), dtype="float32", max_model_len=1024)
     settings = SamplingParams(temperature=0, max_tokens=tokens, logprobs=0, prompt_logprobs=0)
     found = []
     for answer in engine.generate(list(PROMPTS), settings, use_tqdm=False):

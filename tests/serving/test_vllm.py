@@ -40,7 +40,7 @@ def save(folder: Path, scheme: object) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=96, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, bos_token_id=None, eos_token_id=1,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=1024, bos_token_id=None, eos_token_id=1,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     for parameter in model.parameters():
