@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
+import socket
 import subprocess
 import sys
+import time
+import urllib.error
+import urllib.request
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_posenc import AlibiConfig, patch_model
 
@@ -93,3 +99,47 @@ def test_vllm_refuses_with_the_reason(
     answer = run("-c", f"if __name__ == '__main__':\n  {call}", VLLM_ENABLE_V1_MULTIPROCESSING="0", **environment)
     assert answer.returncode != 0
     assert re.search(message, answer.stderr, re.DOTALL), answer.stderr[-3000:]
+
+
+def test_the_http_server_gives_the_greedy_text_of_transformers(folder: Path) -> None:
+    save(folder, "alibi")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    prompt = "the dog chased another dog"
+    given = tokenizer(prompt, return_tensors="pt")
+    expected = model.generate(**given, max_new_tokens=12, do_sample=False)[0, given["input_ids"].shape[1] :].tolist()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--dtype", "float32"]
+    with (folder / "log.txt").open("w") as log:
+        server = subprocess.Popen(
+            [sys.executable, *command, "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "128"],
+            env=os.environ | ENVIRONMENT, stdout=log, stderr=log,
+        )  # fmt: skip
+        try:
+            request = {"model": str(folder), "prompt": prompt, "max_tokens": 12, "temperature": 0, "logprobs": 1,
+                       "return_tokens_as_token_ids": True}  # fmt: skip
+            answer = _post(f"http://127.0.0.1:{port}/v1/completions", request, server)
+        finally:
+            server.terminate()
+            server.wait(60)
+    found = [int(word.removeprefix("token_id:")) for word in answer["choices"][0]["logprobs"]["tokens"]]
+    assert found == expected[: len(found)]
+    assert len(found) == len(expected)
+
+
+def _post(address: str, request: dict[str, Any], server: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """Posts a request as soon as the server accepts it."""
+    body, headers = json.dumps(request).encode(), {"Content-Type": "application/json"}
+    for _ in range(300):
+        assert server.poll() is None, "the server has stopped"
+        try:
+            with urllib.request.urlopen(urllib.request.Request(address, body, headers)) as found:
+                answer: dict[str, Any] = json.loads(found.read())
+                return answer
+        except urllib.error.URLError as error:
+            if isinstance(error, urllib.error.HTTPError):
+                raise
+            time.sleep(1)
+    raise AssertionError("the server has not started")
