@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.gguf.form import GgufForm
@@ -13,6 +14,11 @@ from hf_posenc.export.gguf.names import named_weights
 from hf_posenc.export.gguf.parts import ModelParts, Rotation
 
 _REQUIRED = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
+
+
+def is_llama(model: PreTrainedModel) -> bool:
+    """Whether a model may have these blocks: its norms are RMSNorm. `llama_form` looks at its weights."""
+    return getattr(model.config.get_text_config(), "rms_norm_eps", None) is not None
 
 
 def llama_form(parts: ModelParts, architecture: str, carrier: str) -> GgufForm:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_posenc.export.gguf.run import predict
+from hf_posenc.export.gguf.form import GgufForm
+from hf_posenc.export.gguf.gelu import with_table_gelu
+from hf_posenc.export.gguf.run import Prediction, predict
 from hf_posenc.export.samples import random_ids, spans
 
 #: New tokens per prompt. The first is predicted from the prompt, the others with llama.cpp's cache.
@@ -22,6 +24,8 @@ _TOP = 4096
 _LENGTHS = (5, 48, 512)
 #: A prompt that is longer than the original length of a scaling is added if it has at most this length.
 _LONGEST = 2048
+#: The end of a mode in which the model has llama.cpp's GELU.
+SAME_GELU = ", same GELU"
 
 
 @dataclass(frozen=True)
@@ -43,19 +47,34 @@ class Difference:
 
 
 @torch.no_grad()
-def compare(model: PreTrainedModel, file: Path) -> dict[str, Difference]:
+def compare(model: PreTrainedModel, file: Path, form: GgufForm) -> dict[str, Difference]:
     """Runs prompts of several lengths in both programs, and decodes from each.
 
     Args:
         model: the model in float32.
         file: the exported file.
+        form: its content.
 
     Returns:
-        The differences by mode: "prefill" and "decode".
+        The differences by mode: "prefill" and "decode". If llama.cpp reads GELU from a table, also "prefill, same GELU"
+        and "decode, same GELU": the differences from the model with that GELU.
     """
-    prompts = _prompts(model)
+    length = form.metadata["context_length"]
+    assert isinstance(length, int)
+    prompts = _prompts(model, length - _STEPS)
     context = max(map(len, prompts)) + _STEPS
     predictions = predict(file, prompts, _STEPS, min(_TOP, _vocabulary(model)), context)
+    found = _differences(model, prompts, predictions)
+    if form.gelu:
+        with with_table_gelu(model, form.gelu):
+            same = _differences(model, prompts, predictions)
+        found |= {mode + SAME_GELU: difference for mode, difference in same.items()}
+    return found
+
+
+def _differences(
+    model: PreTrainedModel, prompts: list[list[int]], predictions: list[list[Prediction]]
+) -> dict[str, Difference]:
     found: dict[str, Difference] = {}
     for prompt, steps in zip(prompts, predictions, strict=True):
         # The model sees the tokens that llama.cpp chose, so that one early difference does not make all later ones.
@@ -67,9 +86,8 @@ def compare(model: PreTrainedModel, file: Path) -> dict[str, Difference]:
     return found
 
 
-def _prompts(model: PreTrainedModel) -> list[list[int]]:
-    """Random tokens of several lengths, within the context of the file."""
-    limit = int(model.config.get_text_config().max_position_embeddings) - _STEPS
+def _prompts(model: PreTrainedModel, limit: int) -> list[list[int]]:
+    """Random tokens of several lengths, within a limit."""
     longer = {end for _, end in spans(model) if end <= _LONGEST}
     lengths = sorted({max(1, min(length, limit)) for length in {*_LENGTHS, *longer}})
     ids = random_ids(model, lengths[-1])[0].tolist()
