@@ -16,8 +16,7 @@ class GgufForm:
         metadata: its hyperparameters, by key without the name of the architecture ("block_count").
         tensors: weights by their names in llama.cpp, `(out, in)` for matrices.
         carrier: what carries the scheme, in a few words.
-        gelu: the modules of the model that compute a GELU, by name, which llama.cpp reads from a table of float16
-            numbers.
+        gelu: names of the modules of the model that compute a GELU, if it has that activation.
     """
 
     architecture: str

@@ -1,31 +1,24 @@
-"""llama.cpp's GELU, which is read from a table of float16 numbers on a CPU."""
+"""Models with GELU, which llama.cpp computes less precisely than everything else.
+
+On a CPU, llama.cpp looks GELU up in a table of its tanh form, with arguments and values in float16. Such a model is
+therefore compared twice: as it is, with a wide limit, and without what the activations contribute, with a narrow one.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.export.gguf.form import GgufForm
 
-#: The forms of GELU (erf, tanh, and other roundings of its constants) differ by less than 5e-4. QuickGELU, ReLU and SiLU
-#: differ by more than 1e-2.
+#: The forms of GELU (erf, tanh, and other roundings of its constants) differ by less than 5e-4. QuickGELU, ReLU and
+#: SiLU differ from it by more than 1e-2.
 _SAME_FUNCTION = 1e-3
-#: Outside of this interval, llama.cpp's GELU is 0 or the number itself.
-_END_OF_TABLE = 10.0
-
-
-def table_gelu(values: Tensor) -> Tensor:
-    """GELU in its tanh form, of a float16 number and rounded to float16, as in ggml's CPU backend (GGML_GELU_FP16).
-
-    Args:
-        values: float32, of any shape.
-    """
-    looked_up = nn.functional.gelu(values.half().float(), approximate="tanh").half().float()
-    inside = looked_up.where(values > -_END_OF_TABLE, 0.0)
-    return inside.where(values < _END_OF_TABLE, values)
 
 
 def refuse_other_activations(model: nn.Module, names: Sequence[str]) -> None:
@@ -51,15 +44,15 @@ def refuse_other_activations(model: nn.Module, names: Sequence[str]) -> None:
 
 
 @contextmanager
-def with_table_gelu(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Context manager in which some activations of a model are llama.cpp's GELU.
+def silent_activations(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Context manager in which activations of a model are zero.
 
     Args:
-        model: the model in float32.
-        names: its modules that compute a GELU.
+        model: the model.
+        names: its modules that compute an activation.
     """
     hooks = [
-        model.get_submodule(name).register_forward_hook(lambda _, inputs, output: table_gelu(inputs[0]))
+        model.get_submodule(name).register_forward_hook(lambda _, inputs, output: torch.zeros_like(output))
         for name in names
     ]
     try:
@@ -67,3 +60,12 @@ def with_table_gelu(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def without_activations(form: GgufForm) -> GgufForm:
+    """The same model in which activations do not matter: the matrices that they are multiplied with are zero."""
+    tensors = {
+        name: tensor.new_zeros(1).expand_as(tensor) if name.endswith(".ffn_down.weight") else tensor
+        for name, tensor in form.tensors.items()
+    }
+    return dataclasses.replace(form, tensors=tensors)

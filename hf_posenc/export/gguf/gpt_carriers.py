@@ -119,8 +119,8 @@ def _rotated(
 def _sequential(parts: ModelParts, architecture: str, carrier: str) -> GgufForm:
     if getattr(parts.stack.config, "use_parallel_residual", False):
         raise UnsupportedError(
-            f"the model adds attention and feed-forward to the same residual; the architecture {architecture!r} of "
-            "llama.cpp has one after the other"
+            "the model adds attention and feed-forward to the same residual; this architecture of llama.cpp adds one "
+            "after the other"
         )
     return gpt_form(parts, architecture, carrier)
 

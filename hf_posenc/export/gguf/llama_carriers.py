@@ -40,7 +40,9 @@ def scaling_metadata(parts: ModelParts) -> GgufForm:
     entries = scaling_entries(scheme, float(rotations[0].factors[0]))
     if len({rotation.spectrum() for rotation in rotations}) > 1 or not bool(rotations[0].frequencies.all()):
         raise UnsupportedError("RoPE does not rotate the whole head in every layer")
-    form = llama_form(parts, "llama", f"the architecture 'llama' with rope.scaling.type {entries['rope.scaling.type']!r}")
+    form = llama_form(
+        parts, "llama", f"the architecture 'llama' with rope.scaling.type {entries['rope.scaling.type']!r}"
+    )
     # The metadata has the factor of cosine and sine.
     reorder_heads(form, [replace(rotation, factors=torch.ones_like(rotation.factors)) for rotation in rotations])
     head_dim = form.metadata["attention.key_length"]
@@ -122,4 +124,3 @@ def _theta(scheme: SchemeConfig) -> float:
     if own is not None:
         return float(own)
     return next((theta for theta in map(_theta, scheme.children().values()) if theta != 10000.0), 10000.0)
-

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_posenc.export.gguf.form import GgufForm
-from hf_posenc.export.gguf.gelu import with_table_gelu
-from hf_posenc.export.gguf.run import Prediction, predict
+from hf_posenc.export.gguf.run import predict
 from hf_posenc.export.samples import random_ids, spans
 
 #: New tokens per prompt. The first is predicted from the prompt, the others with llama.cpp's cache.
@@ -24,8 +22,6 @@ _TOP = 4096
 _LENGTHS = (5, 48, 512)
 #: A prompt that is longer than the original length of a scaling is added if it has at most this length.
 _LONGEST = 2048
-#: The end of a mode in which the model has llama.cpp's GELU.
-SAME_GELU = ", same GELU"
 
 
 @dataclass(frozen=True)
@@ -47,34 +43,20 @@ class Difference:
 
 
 @torch.no_grad()
-def compare(model: PreTrainedModel, file: Path, form: GgufForm) -> dict[str, Difference]:
+def compare(model: PreTrainedModel, file: Path, length: int) -> dict[str, Difference]:
     """Runs prompts of several lengths in both programs, and decodes from each.
 
     Args:
         model: the model in float32.
         file: the exported file.
-        form: its content.
+        length: the longest sequence that the file is made for.
 
     Returns:
-        The differences by mode: "prefill" and "decode". If llama.cpp reads GELU from a table, also "prefill, same GELU"
-        and "decode, same GELU": the differences from the model with that GELU.
+        The differences by mode: "prefill" and "decode".
     """
-    length = form.metadata["context_length"]
-    assert isinstance(length, int)
     prompts = _prompts(model, length - _STEPS)
     context = max(map(len, prompts)) + _STEPS
     predictions = predict(file, prompts, _STEPS, min(_TOP, _vocabulary(model)), context)
-    found = _differences(model, prompts, predictions)
-    if form.gelu:
-        with with_table_gelu(model, form.gelu):
-            same = _differences(model, prompts, predictions)
-        found |= {mode + SAME_GELU: difference for mode, difference in same.items()}
-    return found
-
-
-def _differences(
-    model: PreTrainedModel, prompts: list[list[int]], predictions: list[list[Prediction]]
-) -> dict[str, Difference]:
     found: dict[str, Difference] = {}
     for prompt, steps in zip(prompts, predictions, strict=True):
         # The model sees the tokens that llama.cpp chose, so that one early difference does not make all later ones.
