@@ -27,7 +27,7 @@ FILE = "model.gguf"
 _EXACT = Difference(1e-4, 1e-3)
 #: The same for models with GELU. llama.cpp rounds each argument and value to 11 bits, which is off by up to 5e-4 of the
 #: value, and its form of GELU differs by up to 5e-4 from the other one. Random models with 2 to 12 layers differ by up
-#: to 1.2e-3, also without positions. Such a limit hides small errors, so all but the activations must agree to `_EXACT`.
+#: to 1.2e-3, also without positions. This limit hides small errors, so all but the activations must agree to `_EXACT`.
 _GELU = Difference(1e-2, 1e-2)
 #: The end of a mode that compares all but the activations.
 _WITHOUT = ", without GELU"
