@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 import hf_posenc
 from hf_posenc import (
     AlibiConfig,
+    IntegerConfig,
     LinearScaling,
     NoneConfig,
     NtkScaling,
@@ -86,6 +87,7 @@ GPT2, BLOOM, MPT, NEOX, BIGCODE = (
     "GPTBigCodeForCausalLM",
 )
 SEQUENTIAL = {"use_parallel_residual": False}
+INTEGER = IntegerConfig(direction="random")
 YARN = RopeConfig(scaling=YarnScaling(4.0, original_max_positions=64))
 TABLE, ALIBI, NOTHING = "'gpt2' with a table of positions", "'mpt' with ALiBi", "'mpt' with no positions"
 
@@ -95,7 +97,7 @@ TABLE, ALIBI, NOTHING = "'gpt2' with a table of positions", "'mpt' with ALiBi", 
     [
         (GPT2, None, {}, TABLE),
         (GPT2, "sinusoidal", {"n_head": 2, "n_inner": 48, "tie_word_embeddings": False}, TABLE),
-        (GPT2, "integer", {"scale_attn_by_inverse_layer_idx": True}, TABLE),
+        (GPT2, INTEGER, {"scale_attn_by_inverse_layer_idx": True}, TABLE),
         (GPT2, "none", {}, NOTHING),
         (GPT2, "alibi", {"n_embd": 48, "n_head": 6}, ALIBI),
         (GPT2, ["sinusoidal", "alibi"], {}, "'mpt' with ALiBi and a table of positions"),
@@ -145,7 +147,7 @@ def test_llama_cpp_gives_the_same_logits(
     report = exported(tiny(name, scheme, **options), tmp_path / "out")
     assert carrier in report.carrier
     # Next to vectors as long as 256, the rest of a residual has 8 fewer bits.
-    assert strict(report) < (1e-4 if scheme == "integer" else TOLERANCE)
+    assert strict(report) < (1e-4 if scheme == INTEGER else TOLERANCE)
     # llama.cpp's GELU is off by up to 5e-4, and so are the logits.
     assert max(check.difference for check in report.checks) < 2e-3
     modes = {"prefill", "decode", "prefill, without GELU", "decode, without GELU"}
@@ -318,6 +320,12 @@ def test_slopes_that_were_trained_are_refused(tmp_path: Path) -> None:
             parameter.add_(0.01)
     with pytest.raises(UnsupportedError, match=r"computes ALiBi's slopes from the number of heads.*learnable=False"):
         exported(model, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["GPT2Model", "LlamaModel"])
+def test_a_model_without_a_head_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=f"{name} has no language model head.*causal language modelling"):
+        exported(tiny_llama(name), tmp_path / "out")
 
 
 def test_other_blocks_are_refused_in_one_sentence(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.gguf.form import GgufForm
 from hf_posenc.export.gguf.gelu import refuse_other_activations
 from hf_posenc.export.gguf.names import named_weights
-from hf_posenc.export.gguf.parts import ModelParts
+from hf_posenc.export.gguf.parts import ModelParts, refuse_without_logits
 from hf_posenc.patching.place.in_force import current_encoding
 from hf_posenc.patching.place.lengths import native_length
 
@@ -74,11 +74,15 @@ def gpt_form(parts: ModelParts, architecture: str, carrier: str) -> GgufForm:
     model, stack = parts.model, parts.stack
     config, attention, name = stack.config, parts.stack.attentions[0], type(parts.model).__name__
     source = _SOURCES[model.config.model_type]
+    refuse_without_logits(parts)
     if getattr(config, "apply_residual_connection_post_layernorm", False):
         raise UnsupportedError(f"{name} adds its residuals after the norms; these blocks of llama.cpp add them before")
     if len(stack.attentions) != len(parts.layers) or len({one.num_heads for one in stack.attentions}) > 1:
         raise UnsupportedError(f"the layers of {name} have different numbers of heads")
-    gelu = tuple(key for key, _ in model.named_modules() if key.endswith(f".{source.activation}"))
+    modules = model.named_modules(remove_duplicate=False)
+    gelu = tuple(key for key, _ in modules if key.endswith(f".{source.activation}"))
+    if len(gelu) != len(parts.layers):
+        raise UnsupportedError(f"{name} has {len(gelu)} modules {source.activation} in {len(parts.layers)} layers")
     refuse_other_activations(model, gelu)
     tensors = _weights(parts, source)
     clamp = getattr(getattr(config, "attn_config", None), "clip_qkv", None)

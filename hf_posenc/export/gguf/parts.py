@@ -132,3 +132,16 @@ def refuse_other_parts(parts: ModelParts, *allowed: str) -> None:
         if part is not None and kind not in allowed:
             what = "scales logits by position" if isinstance(part, LogitScale) else f"has the part {kind}"
             raise UnsupportedError(f"The scheme {parts.scheme.name!r} {what} ({type(part).__name__})")
+
+
+def refuse_without_logits(parts: ModelParts) -> None:
+    """Refuses a model that does not predict tokens.
+
+    Raises:
+        UnsupportedError: saying which class does.
+    """
+    if parts.model.get_output_embeddings() is None:
+        raise UnsupportedError(
+            f"{type(parts.model).__name__} has no language model head, and these architectures of llama.cpp predict "
+            "tokens. Export the class for causal language modelling"
+        )
