@@ -2,6 +2,7 @@
 
 python docs/generate/runtimes.py                 # everything
 python docs/generate/runtimes.py --only gguf     # one target; the results of the others are kept
+python docs/generate/runtimes.py --model GPT-2   # one model, likewise
 python docs/generate/runtimes.py --no-run        # the page again from the record
 """
 
@@ -27,15 +28,16 @@ def main() -> None:
     """Runs the exports and writes the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="TARGET", help="export to this target only")
+    parser.add_argument("--model", default="", help="export this model only")
     parser.add_argument("--no-run", action="store_true", help="write the page from docs/results/runtimes.json")
     arguments = parser.parse_args()
     record = json.loads(DATA.read_text()) if DATA.is_file() else {"cells": {}}
     if not arguments.no_run:
-        _run(record, arguments.only)
+        _run(record, arguments.only, arguments.model)
     PAGE.write_text(page(record))
 
 
-def _run(record: dict[str, Any], only: str) -> None:
+def _run(record: dict[str, Any], only: str, only_model: str) -> None:
     """Fills the record in place: the outcome of each export by model, target and scheme."""
     import torch
     import transformers
@@ -47,7 +49,7 @@ def _run(record: dict[str, Any], only: str) -> None:
     torch.set_num_threads(1)
     for model, runtimes in RUNTIMES.items():
         for target, runtime in {runtime.target: runtime for runtime in runtimes}.items():
-            if only not in ("", target):
+            if only not in ("", target) or only_model not in ("", model):
                 continue
             started, cells = time.monotonic(), {}
             for scheme in SCHEMES:
@@ -94,7 +96,8 @@ Which scheme runs in which program that does not know this package. Every cell i
 tiny random model with the scheme, which was then run in that program. Models without a scheme are exported as well.
 
 - **A number** is the largest difference from the patched model in transformers, in float32. Outputs are compared
-  relative to the largest one. llama.cpp is compared by probabilities of the next token, which differ less.
+  relative to the largest one. llama.cpp is compared by probabilities of the next token, which differ less. Its GELU is
+  rounded to 11 bits, which is where the differences of GPT-2 come from.
 - **plug-in**: the engine runs the patched checkpoint with a plug-in of this package. It was not run for this table:
   [vLLM and SGLang](../how_to/serve_engines.md) says what was run. A scheme with a number under *transformers* needs no
   plug-in there, because these engines run plain checkpoints.

@@ -1,4 +1,4 @@
-"""Which scheme runs where: every scheme of the table, exported from a tiny Llama and a tiny BERT to every target."""
+"""Which scheme runs where: every scheme of the table, exported from a tiny Llama, BERT and GPT-2 to every target."""
 
 from __future__ import annotations
 
@@ -62,6 +62,10 @@ def bert() -> PreTrainedModel:
     return tiny("BertForMaskedLM", vocab_size=VOCABULARY)
 
 
+def gpt2() -> PreTrainedModel:
+    return tiny("GPT2LMHeadModel", vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=None)
+
+
 #: The rows: the first variant of every scheme of the table, and arrangements that are often asked for.
 SCHEMES: dict[str, Any] = {name: row.variants[0] for name, row in TABLE.items()} | {
     "rope, linear x4": RopeConfig(scaling=LinearScaling(4.0)),
@@ -69,7 +73,7 @@ SCHEMES: dict[str, Any] = {name: row.variants[0] for name, row in TABLE.items()}
     "rope, dynamic NTK x4": RopeConfig(scaling=DynamicScaling(4.0, original_max_positions=64)),
     "interleaved, every=2": InterleavedConfig(every=2),
 }
-MODELS: dict[str, Callable[[], PreTrainedModel]] = {"Llama": llama, "BERT": bert}
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {"Llama": llama, "BERT": bert, "GPT-2": gpt2}
 _INT8 = (("quantize", True),)
 _ONNX = (
     Runtime("ONNX Runtime", "onnx", "prefill", _INT8),
@@ -88,6 +92,7 @@ ENGINES = {"vllm": ("vLLM", True), "sglang": ("SGLang", False)}
 RUNTIMES: dict[str, tuple[Runtime, ...]] = {
     "Llama": (*_TRANSFORMERS, *_ONNX, *_LLAMA_CPP, Runtime("vLLM", "vllm"), Runtime("SGLang", "sglang")),
     "BERT": (_TRANSFORMERS[0], _ONNX[0]),
+    "GPT-2": (*_TRANSFORMERS, *_LLAMA_CPP),
 }
 
 

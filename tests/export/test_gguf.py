@@ -295,7 +295,7 @@ def test_schemes_that_llama_cpp_lacks(scheme: Any, reason: str, tmp_path: Path) 
             r"no weight like model.layers.0.self_attn.q_norm|other numbers|cannot run",
         ),
         ("GraniteForCausalLM", {"logits_scaling": 2.0}, "gives other numbers"),
-        ("GPTNeoXForCausalLM", {}, "does not have Llama's blocks"),
+        ("CohereForCausalLM", {}, "has other blocks than those that are written: Llama's"),
     ],
     ids=["window", "activation", "norms-of-heads", "multipliers", "other-blocks"],
 )

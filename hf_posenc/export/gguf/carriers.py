@@ -5,9 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hf_posenc.export.gguf import llama_carriers
+from transformers import PreTrainedModel
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.export.gguf import gpt_carriers, llama_carriers
 from hf_posenc.export.gguf.form import GgufForm
+from hf_posenc.export.gguf.gpt_blocks import has_one_more_norm, is_gpt
+from hf_posenc.export.gguf.llama_blocks import is_llama
 from hf_posenc.export.gguf.parts import ModelParts
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of a kind, which several architectures of llama.cpp have.
+
+    Args:
+        name: in messages.
+        fits: whether a model has them, as far as its config says.
+    """
+
+    name: str
+    fits: Callable[[PreTrainedModel], bool]
 
 
 @dataclass(frozen=True)
@@ -16,16 +34,18 @@ class Carrier:
 
     Args:
         name: in messages.
-        blocks: the models whose blocks it has, in a few words.
+        blocks: the blocks it has. It is only tried for models with these.
         form: returns the content of the file, or raises `UnsupportedError` with the reason.
     """
 
     name: str
-    blocks: str
+    blocks: Blocks
     form: Callable[[ModelParts], GgufForm]
 
 
-_LLAMA = "Llama-like blocks"
+_LLAMA = Blocks("Llama's (RMSNorm, gated feed-forward)", is_llama)
+_GPT = Blocks("GPT-2's (LayerNorm, feed-forward with GELU, one projection of queries, keys and values)", is_gpt)
+_BLOOM = Blocks(_GPT.name, has_one_more_norm)
 
 CARRIERS = (
     Carrier("llama with rope.scaling", _LLAMA, llama_carriers.scaling_metadata),
@@ -33,4 +53,23 @@ CARRIERS = (
     Carrier("smollm3", _LLAMA, llama_carriers.every_fourth_layer_stopped),
     Carrier("llama with wide heads", _LLAMA, llama_carriers.spectrum_per_layer),
     Carrier("refact", _LLAMA, llama_carriers.alibi),
+    Carrier("gpt2", _GPT, gpt_carriers.vectors),
+    Carrier("bloom", _BLOOM, gpt_carriers.alibi_after_norm),
+    Carrier("mpt", _GPT, gpt_carriers.alibi_and_vectors),
+    Carrier("gptneox with rope.scaling", _GPT, gpt_carriers.scaled_rotation),
+    Carrier("gptneox", _GPT, gpt_carriers.geometric_rotation),
 )
+
+
+def refuse_other_blocks(model: PreTrainedModel) -> None:
+    """Refuses a model whose blocks no carrier has.
+
+    Raises:
+        UnsupportedError: with the blocks that there are.
+    """
+    if not any(carrier.blocks.fits(model) for carrier in CARRIERS):
+        names = dict.fromkeys(carrier.blocks.name for carrier in CARRIERS)
+        raise UnsupportedError(
+            f"{type(model).__name__} ({model.config.model_type}) has other blocks than those that are written: "
+            f"{'; '.join(names)}"
+        )

@@ -16,9 +16,11 @@ class GgufForm:
         metadata: its hyperparameters, by key without the name of the architecture ("block_count").
         tensors: weights by their names in llama.cpp, `(out, in)` for matrices.
         carrier: what carries the scheme, in a few words.
+        gelu: names of the modules of the model that compute a GELU, if it has that activation.
     """
 
     architecture: str
     metadata: dict[str, int | float | str | bool]
     tensors: dict[str, Tensor]
     carrier: str
+    gelu: tuple[str, ...] = ()

@@ -6,13 +6,19 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.gguf.form import GgufForm
 from hf_posenc.export.gguf.names import named_weights
-from hf_posenc.export.gguf.parts import ModelParts, Rotation
+from hf_posenc.export.gguf.parts import ModelParts, Rotation, refuse_without_logits
 
 _REQUIRED = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
+
+
+def is_llama(model: PreTrainedModel) -> bool:
+    """Whether a model may have these blocks: its norms are RMSNorm. `llama_form` looks at its weights."""
+    return getattr(model.config.get_text_config(), "rms_norm_eps", None) is not None
 
 
 def llama_form(parts: ModelParts, architecture: str, carrier: str) -> GgufForm:
@@ -28,6 +34,7 @@ def llama_form(parts: ModelParts, architecture: str, carrier: str) -> GgufForm:
     """
     config, attention = parts.stack.config, parts.stack.attentions[0]
     name = type(parts.model).__name__
+    refuse_without_logits(parts)
     _refuse_other_blocks(parts, name)
     tensors = named_weights(parts.model, architecture, len(parts.layers))
     required = [f"blk.{layer}.{kind}.weight" for layer in range(len(parts.layers)) for kind in _REQUIRED]

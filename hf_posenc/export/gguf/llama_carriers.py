@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.export.gguf.alibi import refuse_other_biases
 from hf_posenc.export.gguf.form import GgufForm
 from hf_posenc.export.gguf.llama_blocks import llama_form, reorder_heads, widen_heads
 from hf_posenc.export.gguf.parts import ModelParts, Rotation, refuse_other_parts, rotation_of
-from hf_posenc.schemes import LinearScaling, RopeConfig, SchemeConfig, YarnScaling
-from hf_posenc.schemes.bias.alibi import AlibiBias, alibi_slopes
+from hf_posenc.export.gguf.rope_scaling import scaling_entries
+from hf_posenc.schemes import SchemeConfig
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
 
 #: Divides the frequency of a pair that does not turn.
@@ -36,33 +36,17 @@ def shared_spectrum(parts: ModelParts) -> GgufForm:
 
 def scaling_metadata(parts: ModelParts) -> GgufForm:
     """Linear scaling and YaRN with the options that llama.cpp reads."""
-    scheme = parts.scheme
-    scaling = scheme.scaling if isinstance(scheme, RopeConfig) else None
-    entries: dict[str, int | float]
-    if isinstance(scaling, LinearScaling):
-        kind, entries = "linear", {}
-    elif isinstance(scaling, YarnScaling):
-        if not scaling.truncate:
-            raise UnsupportedError("llama.cpp rounds the ends of YaRN's ramp, and truncate=False does not")
-        kind = "yarn"
-        entries = {
-            "rope.scaling.original_context_length": scaling.original_max_positions,
-            "rope.scaling.yarn_beta_fast": float(scaling.beta_fast),
-            "rope.scaling.yarn_beta_slow": float(scaling.beta_slow),
-            # llama.cpp multiplies the factor of the formula by this one.
-            "rope.scaling.attn_factor": _attention_factor(parts) / (0.1 * math.log(scaling.factor) + 1.0),
-        }
-    else:
-        raise UnsupportedError("the scheme is not RoPE with linear scaling or YaRN")
-    rotations = _rotations(parts)
+    scheme, rotations = parts.scheme, _rotations(parts)
+    entries = scaling_entries(scheme, float(rotations[0].factors[0]))
     if len({rotation.spectrum() for rotation in rotations}) > 1 or not bool(rotations[0].frequencies.all()):
         raise UnsupportedError("RoPE does not rotate the whole head in every layer")
-    form = llama_form(parts, "llama", f"the architecture 'llama' with rope.scaling.type {kind!r}")
+    form = llama_form(
+        parts, "llama", f"the architecture 'llama' with rope.scaling.type {entries['rope.scaling.type']!r}"
+    )
     # The metadata has the factor of cosine and sine.
     reorder_heads(form, [replace(rotation, factors=torch.ones_like(rotation.factors)) for rotation in rotations])
     head_dim = form.metadata["attention.key_length"]
-    scaled = {"rope.scaling.type": kind, "rope.scaling.factor": float(scaling.factor), **entries}
-    form.metadata.update({"rope.dimension_count": head_dim, "rope.freq_base": _theta(scheme), **scaled})
+    form.metadata.update({"rope.dimension_count": head_dim, "rope.freq_base": _theta(scheme), **entries})
     return form
 
 
@@ -104,18 +88,7 @@ def spectrum_per_layer(parts: ModelParts) -> GgufForm:
 def alibi(parts: ModelParts) -> GgufForm:
     """ALiBi with its fixed slopes, which llama.cpp computes from the number of heads."""
     refuse_other_parts(parts, "logit_bias")
-    for layer in parts.layers:
-        bias = layer.logit_bias
-        if not isinstance(bias, AlibiBias):
-            what = "no bias" if bias is None else type(bias).__name__
-            raise UnsupportedError(f"llama.cpp has no bias but ALiBi in these blocks; a layer has {what}")
-        slopes = bias.slopes.detach().double()
-        fixed = torch.tensor(alibi_slopes(layer.num_heads), dtype=torch.float64)
-        if not torch.allclose(slopes, fixed, rtol=_EQUAL, atol=0):
-            raise UnsupportedError(
-                f"llama.cpp computes ALiBi's slopes from the number of heads; those of this model differ by up to "
-                f"{float((slopes / fixed - 1).abs().max()):.3g} of their value. Train with learnable=False to export"
-            )
+    refuse_other_biases(parts)
     form = llama_form(parts, "refact", "the architecture 'refact', which has ALiBi and no rotation")
     biases = [name for name in form.tensors if name.endswith(".bias") and not _is_projection_bias(name)]
     if biases:
@@ -151,7 +124,3 @@ def _theta(scheme: SchemeConfig) -> float:
     if own is not None:
         return float(own)
     return next((theta for theta in map(_theta, scheme.children().values()) if theta != 10000.0), 10000.0)
-
-
-def _attention_factor(parts: ModelParts) -> float:
-    return float(rotation_of(parts.layers[0]).factors[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gguf
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from hf_posenc.entry import ATTRIBUTE
 from hf_posenc.errors import UnsupportedError
@@ -15,6 +16,8 @@ _ARCHITECTURES = {name: architecture for architecture, name in gguf.MODEL_ARCH_N
 def named_weights(model: PreTrainedModel, architecture: str, layers: int) -> dict[str, Tensor]:
     """Returns a model's weights by their names in llama.cpp, without those of the scheme and without a tied output.
 
+    Matrices are `(out, in)`.
+
     Args:
         model: the model.
         architecture: the architecture in llama.cpp.
@@ -24,14 +27,17 @@ def named_weights(model: PreTrainedModel, architecture: str, layers: int) -> dic
         UnsupportedError: for a weight that the architecture does not have.
     """
     names = gguf.get_tensor_name_map(_ARCHITECTURES[architecture], layers)
+    transposed = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, Conv1D)}
     found: dict[str, Tensor] = {}
     for key, tensor in model.state_dict().items():
         if ATTRIBUTE in key.split("."):
             continue
-        name = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        # The list of names has some classes with the prefix of the base model and some without.
+        spellings = (key, key.removeprefix(f"{model.base_model_prefix}."))
+        name = next(filter(None, (names.get_name(one, try_suffixes=(".weight", ".bias")) for one in spellings)), None)
         if name is None:
             raise UnsupportedError(f"the architecture {architecture!r} of llama.cpp has no weight like {key}")
-        found[name] = tensor.detach()
+        found[name] = tensor.detach().T if key in transposed else tensor.detach()
     output, embedding = found.get("output.weight"), found["token_embd.weight"]
     if output is not None and output.data_ptr() == embedding.data_ptr():
         del found["output.weight"]  # llama.cpp then uses the embeddings.

@@ -46,7 +46,7 @@ class ModelParts:
 
 
 def parts_of(model: PreTrainedModel) -> ModelParts:
-    """Returns the parts of a model's scheme. Those of a stock model are built from its native scheme.
+    """Returns the parts of a model's scheme. Those of a stock model are built from its native scheme and its tables.
 
     Raises:
         UnsupportedError: for a model with several stacks, or a stock model that no scheme describes.
@@ -59,7 +59,10 @@ def parts_of(model: PreTrainedModel) -> ModelParts:
     placed = current_encoding(model)
     scheme = native_scheme(model) if placed is None else placed.config
     if placed is None:
-        placed = build_encoding(scheme, stacks, architecture_of(model.config))
+        architecture = architecture_of(model.config)
+        placed = build_encoding(scheme, stacks, architecture)
+        for stack, encoding in zip(stacks, placed.stacks.values(), strict=True):
+            cast("StackEncoding", encoding).adopt(stack, architecture.native_bias_table)
     return ModelParts(model, scheme, stacks[0], cast("StackEncoding", next(iter(placed.stacks.values()))))
 
 
@@ -129,3 +132,16 @@ def refuse_other_parts(parts: ModelParts, *allowed: str) -> None:
         if part is not None and kind not in allowed:
             what = "scales logits by position" if isinstance(part, LogitScale) else f"has the part {kind}"
             raise UnsupportedError(f"The scheme {parts.scheme.name!r} {what} ({type(part).__name__})")
+
+
+def refuse_without_logits(parts: ModelParts) -> None:
+    """Refuses a model that does not predict tokens.
+
+    Raises:
+        UnsupportedError: saying which class does.
+    """
+    if parts.model.get_output_embeddings() is None:
+        raise UnsupportedError(
+            f"{type(parts.model).__name__} has no language model head, and these architectures of llama.cpp predict "
+            "tokens. Export the class for causal language modelling"
+        )

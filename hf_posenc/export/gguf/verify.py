@@ -43,17 +43,18 @@ class Difference:
 
 
 @torch.no_grad()
-def compare(model: PreTrainedModel, file: Path) -> dict[str, Difference]:
+def compare(model: PreTrainedModel, file: Path, length: int) -> dict[str, Difference]:
     """Runs prompts of several lengths in both programs, and decodes from each.
 
     Args:
         model: the model in float32.
         file: the exported file.
+        length: the longest sequence that the file is made for.
 
     Returns:
         The differences by mode: "prefill" and "decode".
     """
-    prompts = _prompts(model)
+    prompts = _prompts(model, length - _STEPS)
     context = max(map(len, prompts)) + _STEPS
     predictions = predict(file, prompts, _STEPS, min(_TOP, _vocabulary(model)), context)
     found: dict[str, Difference] = {}
@@ -67,9 +68,8 @@ def compare(model: PreTrainedModel, file: Path) -> dict[str, Difference]:
     return found
 
 
-def _prompts(model: PreTrainedModel) -> list[list[int]]:
-    """Random tokens of several lengths, within the context of the file."""
-    limit = int(model.config.get_text_config().max_position_embeddings) - _STEPS
+def _prompts(model: PreTrainedModel, limit: int) -> list[list[int]]:
+    """Random tokens of several lengths, within a limit."""
     longer = {end for _, end in spans(model) if end <= _LONGEST}
     lengths = sorted({max(1, min(length, limit)) for length in {*_LENGTHS, *longer}})
     ids = random_ids(model, lengths[-1])[0].tolist()
