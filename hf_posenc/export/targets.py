@@ -62,7 +62,7 @@ TARGETS = (
     ),
     Target(
         "gguf",
-        "a file for llama.cpp (option: dtype=f32, f16 or q8_0)",
+        "a file for llama.cpp (options: dtype=f32, f16 or q8_0; pooling=mean, cls, last or none)",
         "hf_posenc.export.gguf.write",
         ("gguf", "xllamacpp"),
     ),

@@ -11,17 +11,21 @@ from torch import Tensor
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.gguf.form import GgufForm
 from hf_posenc.export.gguf.llama_blocks import llama_form, reorder_heads, widen_heads
-from hf_posenc.export.gguf.parts import ModelParts, Rotation, refuse_other_parts, rotation_of
+from hf_posenc.export.gguf.parts import (
+    EQUAL,
+    ModelParts,
+    Rotation,
+    refuse_other_parts,
+    refuse_other_than_alibi,
+    rotation_of,
+)
 from hf_posenc.schemes import LinearScaling, RopeConfig, SchemeConfig, YarnScaling
-from hf_posenc.schemes.bias.alibi import AlibiBias, alibi_slopes
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
 
 #: Divides the frequency of a pair that does not turn.
 _STOPPED = 1e30
 #: llama.cpp's smollm3 does not rotate in every fourth layer.
 _SMOLLM3_STEP = 4
-#: Relative difference of two frequencies that count as equal: a few roundings of float32.
-_EQUAL = 1e-6
 
 
 def shared_spectrum(parts: ModelParts) -> GgufForm:
@@ -74,7 +78,7 @@ def every_fourth_layer_stopped(parts: ModelParts) -> GgufForm:
     rope = rope_inverse_frequencies(theta, head_dim).double()
     for layer, rotation in enumerate(rotations):
         expected = torch.zeros_like(rope) if (layer + 1) % _SMOLLM3_STEP == 0 else rope
-        if not torch.allclose(rotation.frequencies, expected, rtol=_EQUAL, atol=0):
+        if not torch.allclose(rotation.frequencies, expected, rtol=EQUAL, atol=0):
             raise UnsupportedError(
                 f"it rotates by RoPE's frequencies in all but every fourth layer; layer {layer} differs"
             )
@@ -103,19 +107,7 @@ def spectrum_per_layer(parts: ModelParts) -> GgufForm:
 
 def alibi(parts: ModelParts) -> GgufForm:
     """ALiBi with its fixed slopes, which llama.cpp computes from the number of heads."""
-    refuse_other_parts(parts, "logit_bias")
-    for layer in parts.layers:
-        bias = layer.logit_bias
-        if not isinstance(bias, AlibiBias):
-            what = "no bias" if bias is None else type(bias).__name__
-            raise UnsupportedError(f"llama.cpp has no bias but ALiBi in these blocks; a layer has {what}")
-        slopes = bias.slopes.detach().double()
-        fixed = torch.tensor(alibi_slopes(layer.num_heads), dtype=torch.float64)
-        if not torch.allclose(slopes, fixed, rtol=_EQUAL, atol=0):
-            raise UnsupportedError(
-                f"llama.cpp computes ALiBi's slopes from the number of heads; those of this model differ by up to "
-                f"{float((slopes / fixed - 1).abs().max()):.3g} of their value. Train with learnable=False to export"
-            )
+    refuse_other_than_alibi(parts)
     form = llama_form(parts, "refact", "the architecture 'refact', which has ALiBi and no rotation")
     biases = [name for name in form.tensors if name.endswith(".bias") and not _is_projection_bias(name)]
     if biases:
@@ -138,7 +130,7 @@ def _with_spectrum(form: GgufForm, frequencies: Tensor, theta: float) -> GgufFor
     assert isinstance(width, int)
     form.metadata.update({"rope.dimension_count": width, "rope.freq_base": theta})
     rope = theta ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
-    if torch.allclose(frequencies, rope, rtol=_EQUAL, atol=0):
+    if torch.allclose(frequencies, rope, rtol=EQUAL, atol=0):
         return form
     factors = torch.where(frequencies == 0, _STOPPED, rope / frequencies)
     tensors = {**form.tensors, "rope_freqs.weight": factors.float()}

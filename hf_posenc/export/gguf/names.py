@@ -12,13 +12,16 @@ from hf_posenc.errors import UnsupportedError
 _ARCHITECTURES = {name: architecture for architecture, name in gguf.MODEL_ARCH_NAMES.items()}
 
 
-def named_weights(model: PreTrainedModel, architecture: str, layers: int) -> dict[str, Tensor]:
+def named_weights(
+    model: PreTrainedModel, architecture: str, layers: int, without: tuple[str, ...] = ()
+) -> dict[str, Tensor]:
     """Returns a model's weights by their names in llama.cpp, without those of the scheme and without a tied output.
 
     Args:
         model: the model.
         architecture: the architecture in llama.cpp.
         layers: number of layers.
+        without: names of modules whose weights are left out.
 
     Raises:
         UnsupportedError: for a weight that the architecture does not have.
@@ -26,9 +29,11 @@ def named_weights(model: PreTrainedModel, architecture: str, layers: int) -> dic
     names = gguf.get_tensor_name_map(_ARCHITECTURES[architecture], layers)
     found: dict[str, Tensor] = {}
     for key, tensor in model.state_dict().items():
-        if ATTRIBUTE in key.split("."):
+        if not {ATTRIBUTE, *without}.isdisjoint(key.split(".")):
             continue
         name = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        if name is None and any(tensor.data_ptr() == other.data_ptr() for other in found.values()):
+            continue  # A second name of the same weight.
         if name is None:
             raise UnsupportedError(f"the architecture {architecture!r} of llama.cpp has no weight like {key}")
         found[name] = tensor.detach()

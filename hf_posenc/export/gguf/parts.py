@@ -20,22 +20,22 @@ from hf_posenc.patching.place.encoding import build_encoding
 from hf_posenc.patching.place.in_force import current_encoding
 from hf_posenc.patching.place.stack_encoding import StackEncoding
 from hf_posenc.schemes import SchemeConfig
+from hf_posenc.schemes.bias.alibi import AlibiBias, alibi_slopes
 from hf_posenc.schemes.parts import LogitScale
+
+#: Relative difference of two constants that count as equal: a few roundings of float32.
+EQUAL = 1e-6
 
 
 @dataclass(frozen=True)
-class ModelParts:
-    """A model with one stack, and the parts of its scheme.
+class StackParts:
+    """A stack of a model, and the parts of the scheme in it.
 
     Args:
-        model: the model.
-        scheme: the scheme in force.
-        stack: its only stack.
-        encoding: the parts in this stack.
+        stack: the stack.
+        encoding: its parts.
     """
 
-    model: PreTrainedModel
-    scheme: SchemeConfig
     stack: Stack
     encoding: StackEncoding
 
@@ -45,22 +45,66 @@ class ModelParts:
         return self.encoding.layers
 
 
+@dataclass(frozen=True)
+class ModelParts:
+    """A model and the parts of its scheme.
+
+    Args:
+        model: the model.
+        scheme: the scheme in force.
+        stacks: its stacks; an encoder-decoder has two.
+    """
+
+    model: PreTrainedModel
+    scheme: SchemeConfig
+    stacks: tuple[StackParts, ...]
+
+    @property
+    def only(self) -> StackParts:
+        """The stack of a model with one.
+
+        Raises:
+            UnsupportedError: for a model with several.
+        """
+        if len(self.stacks) != 1:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} has {len(self.stacks)} stacks of attention layers, and these blocks of "
+                "llama.cpp are one."
+            )
+        return self.stacks[0]
+
+    @property
+    def stack(self) -> Stack:
+        """The only stack."""
+        return self.only.stack
+
+    @property
+    def encoding(self) -> StackEncoding:
+        """The parts in the only stack."""
+        return self.only.encoding
+
+    @property
+    def layers(self) -> list[LayerEncoding]:
+        """The parts of each layer of the only stack."""
+        return self.only.layers
+
+
 def parts_of(model: PreTrainedModel) -> ModelParts:
-    """Returns the parts of a model's scheme. Those of a stock model are built from its native scheme.
+    """Returns the parts of a model's scheme. Those of a stock model are built from its native scheme and weights.
 
     Raises:
-        UnsupportedError: for a model with several stacks, or a stock model that no scheme describes.
+        UnsupportedError: for a stock model that no scheme describes.
     """
     stacks = find_stacks(model)
-    if len(stacks) != 1:
-        raise UnsupportedError(
-            f"{type(model).__name__} has {len(stacks)} stacks of attention layers; only models with one are written."
-        )
     placed = current_encoding(model)
     scheme = native_scheme(model) if placed is None else placed.config
+    architecture = architecture_of(model.config)
+    encoding = build_encoding(scheme, stacks, architecture) if placed is None else placed
+    found = [StackParts(stack, cast("StackEncoding", encoding.stacks[stack.name])) for stack in stacks]
     if placed is None:
-        placed = build_encoding(scheme, stacks, architecture_of(model.config))
-    return ModelParts(model, scheme, stacks[0], cast("StackEncoding", next(iter(placed.stacks.values()))))
+        for one in found:
+            one.encoding.adopt(one.stack, architecture.native_bias_table)
+    return ModelParts(model, scheme, tuple(found))
 
 
 @dataclass(frozen=True)
@@ -121,11 +165,35 @@ def refuse_other_parts(parts: ModelParts, *allowed: str) -> None:
     Raises:
         UnsupportedError: naming the first other part.
     """
-    found: list[tuple[str, object]] = [("additive", parts.encoding.additive)]
-    for layer in parts.layers:
-        kinds = ("query_key_map", "logit_bias", "logit_scale")
-        found += [(kind, getattr(layer, kind)) for kind in kinds]
+    found: list[tuple[str, object]] = []
+    for one in parts.stacks:
+        found.append(("additive", one.encoding.additive))
+        for layer in one.layers:
+            found += [(kind, getattr(layer, kind)) for kind in ("query_key_map", "logit_bias", "logit_scale")]
     for kind, part in found:
         if part is not None and kind not in allowed:
             what = "scales logits by position" if isinstance(part, LogitScale) else f"has the part {kind}"
             raise UnsupportedError(f"The scheme {parts.scheme.name!r} {what} ({type(part).__name__})")
+
+
+def refuse_other_than_alibi(parts: ModelParts) -> None:
+    """Refuses schemes that are not ALiBi with its fixed slopes in all layers of the only stack.
+
+    Raises:
+        UnsupportedError: naming the other part, or how far the slopes are from the fixed ones.
+    """
+    refuse_other_parts(parts, "logit_bias")
+    for layer in parts.layers:
+        bias = layer.logit_bias
+        if not isinstance(bias, AlibiBias):
+            what = "no bias" if bias is None else type(bias).__name__
+            raise UnsupportedError(f"llama.cpp has no bias but ALiBi in these blocks; a layer has {what}")
+        if bias.num_left is not None:
+            raise UnsupportedError("llama.cpp has the same bias in both directions; a layer has the asymmetric ALiBi")
+        slopes = bias.slopes.detach().double().cpu()
+        fixed = torch.tensor(alibi_slopes(layer.num_heads), dtype=torch.float64)
+        if not torch.allclose(slopes, fixed, rtol=EQUAL, atol=0):
+            raise UnsupportedError(
+                f"llama.cpp computes ALiBi's slopes from the number of heads; those of this model differ by up to "
+                f"{float((slopes / fixed - 1).abs().max()):.3g} of their value. Train with learnable=False to export"
+            )
