@@ -35,13 +35,14 @@ _AWKWARD = (
     "🙂👍🏽 emoji👨‍👩‍👧‍👦", "!!??...---___", "def f(x):\n    return x**2  # ok\n", "a@b.c https://example.org/?q=1&r=%20",
     "\u00a0non-breaking\u2003em", "e\u0301 combining", "\x00\x01\x7f", "½ ² Ⅷ ①", "", " ", "\n", "don’t “quote” — dash",
 )  # fmt: skip
-#: What llama.cpp reads differently with every tokenizer of a kind, by the string that shows it.
-_KNOWN = {
-    "bert": {
-        _KOREAN: "Korean (it drops letters when a tokenizer strips accents)",
-        _HINDI: "Hindi and other scripts with vowel signs (it drops them when a tokenizer strips accents)",
-        _LONG: "words of more than 100 letters (WordPiece reads them as unknown, llama.cpp piece by piece)",
-    }
+#: What llama.cpp reads differently with every WordPiece tokenizer, by the string that shows it; and with every one that
+#: strips accents.
+_WORD_PIECE = {
+    _LONG: "words of more than 100 letters, which WordPiece reads as unknown",
+}
+_STRIPPED = {
+    _KOREAN: "Korean, of which it drops letters",
+    _HINDI: "Hindi and other scripts with vowel signs, which it drops",
 }
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask"}
 #: The mark of a piece inside a word in WordPiece, and that of the first piece of a word in llama.cpp.
@@ -78,9 +79,8 @@ def vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
     texts = _texts(tokenizer)
     expected = [tokenizer(text)["input_ids"] for text in texts]
     differences = []
-    for kind, metadata in _kinds(tokenizer, json.loads(backend.to_str()), entries):
+    for kind, metadata, known in _kinds(tokenizer, json.loads(backend.to_str()), entries):
         found = _tokens({**entries, **metadata}, texts, size)
-        known = _KNOWN.get(metadata["ggml.model"], {})
         differing = [place for place, ids in enumerate(expected) if found[place] != ids]
         wrong = [place for place in differing if texts[place] not in known]
         if not wrong:
@@ -102,8 +102,8 @@ def vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
 def _warn(differences: list[str]) -> None:
     if differences:
         warnings.warn(
-            f"llama.cpp gives other tokens than this tokenizer for {'; '.join(differences)}. Other text is read as "
-            "before. For such text, give llama.cpp tokens instead, or export to 'onnx'.",
+            f"llama.cpp gives other tokens than this tokenizer for some text: {'; '.join(differences)}. For such text, "
+            "tokenize with transformers and give llama.cpp the tokens, or export to 'onnx'.",
             UserWarning,
             stacklevel=2,
         )
@@ -139,8 +139,9 @@ def _entries(tokenizer: Any, size: int) -> dict[str, Any]:
 
 def _kinds(
     tokenizer: Any, description: dict[str, Any], entries: dict[str, Any]
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The tokenizers of llama.cpp that may be right, with a name for messages.
+) -> Iterator[tuple[str, dict[str, Any], dict[str, str]]]:
+    """The tokenizers of llama.cpp that may be right, with a name for messages, and the awkward strings on which they
+    are known to differ.
 
     Raises:
         UnsupportedError: for a kind that is not written.
@@ -150,17 +151,16 @@ def _kinds(
     if kind == "BPE" and "ByteLevel" in parts:
         merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
         for split in _SPLITS:
-            yield f"gpt2 with {split}", {"ggml.model": "gpt2", "ggml.pre": split, "ggml.merges": merges}
+            yield f"gpt2 with {split}", {"ggml.model": "gpt2", "ggml.pre": split, "ggml.merges": merges}, {}
         return
     if kind == "WordPiece" and model["continuing_subword_prefix"] == _INSIDE:
-        tokens = {"ggml.model": "bert", "ggml.tokens": _marked(tokenizer, entries["ggml.tokens"])}
-        bounds = {"ggml.bos_token_id": tokenizer.cls_token_id, "ggml.eos_token_id": tokenizer.sep_token_id}
-        for lowercase, strip_accents in product((True, False), repeat=2):
-            normalizer = {"lowercase": lowercase, "strip_accents": strip_accents}
-            name = (
-                f"bert with {' and '.join(key for key, value in normalizer.items() if value) or 'no changes of text'}"
-            )
-            yield name, {**tokens, **bounds, **{f"ggml.normalizer.{key}": value for key, value in normalizer.items()}}
+        bounds = {"bos": tokenizer.cls_token_id, "eos": tokenizer.sep_token_id}
+        pieces = {f"ggml.{name}_token_id": place for name, place in bounds.items() if place is not None}
+        pieces |= {"ggml.model": "bert", "ggml.tokens": _marked(tokenizer, entries["ggml.tokens"])}
+        for lowercase, strip_accents in _changes_of_text(description.get("normalizer")):
+            options = {"ggml.normalizer.lowercase": lowercase, "ggml.normalizer.strip_accents": strip_accents}
+            name = f"bert with lowercase={lowercase} and strip_accents={strip_accents}"
+            yield name, {**pieces, **options}, {**_WORD_PIECE, **(_STRIPPED if strip_accents else {})}
         return
     if kind == "Unigram" and not model["byte_fallback"]:
         scores = [score for _, score in model["vocab"]]
@@ -169,13 +169,21 @@ def _kinds(
         for prefix, merged in product((True, False), repeat=2):
             spaces = {"ggml.add_space_prefix": prefix, "ggml.remove_extra_whitespaces": merged}
             name = f"t5 with{'' if prefix else 'out'} a first space, {'merging' if merged else 'keeping'} spaces"
-            yield name, {**pieces, **spaces}
+            yield name, {**pieces, **spaces}, {}
         return
     raise UnsupportedError(
         f"The tokenizer {type(tokenizer).__name__} is {kind!r}, which is not written; byte-level BPE is (as in GPT-2, "
         "Llama 3, Qwen2 and SmolLM2), WordPiece (as in BERT) and Unigram without bytes (as in T5). Export to 'onnx', "
         "which is run with the transformers tokenizer."
     )
+
+
+def _changes_of_text(normalizer: dict[str, Any] | None) -> list[tuple[bool, bool]]:
+    """Whether letters become lower case and whether accents are stripped; both ways if the normalizer is not BERT's."""
+    if normalizer is None or normalizer["type"] != "BertNormalizer":
+        return [(lowercase, strip) for lowercase in (True, False) for strip in (True, False)]
+    strip_accents = normalizer["strip_accents"]
+    return [(normalizer["lowercase"], normalizer["lowercase"] if strip_accents is None else strip_accents)]
 
 
 def _marked(tokenizer: Any, tokens: list[str]) -> list[str]:
