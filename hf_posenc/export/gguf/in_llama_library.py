@@ -57,10 +57,17 @@ class Library:
         self.words = self.functions.llama_vocab_n_tokens(self.functions.llama_model_get_vocab(self.model))
 
     def embeddings(self, ids: list[int]) -> npt.NDArray[np.float32]:
-        """The encoder's last hidden states, `(tokens, width)`."""
+        """The encoder's last hidden states, `(2, tokens, width)`.
+
+        By `llama_encode`, and by `llama_decode`, which llama.cpp's server calls and which may mask later tokens.
+        """
         self.functions.llama_set_embeddings(self.context, True)
-        self._run("llama_encode", ids)
-        return self._copy(self.functions.llama_get_embeddings(self.context), (len(ids), self.width))
+        rows = []
+        for function in ("llama_encode", "llama_decode"):
+            self._forget()
+            self._run(function, ids)
+            rows.append(self._copy(self.functions.llama_get_embeddings(self.context), (len(ids), self.width)))
+        return np.stack(rows)
 
     def logits(self, ids: list[int], batches: list[list[int]]) -> npt.NDArray[np.float32]:
         """The decoder's logits after each batch of its tokens, `(batches, vocabulary)`. Later ones use its cache.
@@ -70,7 +77,7 @@ class Library:
             batches: of the decoder.
         """
         self.functions.llama_set_embeddings(self.context, False)
-        self.functions.llama_memory_clear(self.functions.llama_get_memory(self.context), True)
+        self._forget()
         self._run("llama_encode", ids)
         rows = []
         for batch in batches:
@@ -124,6 +131,11 @@ class Library:
         words[first + 1] = words[first + 3] = 0  # No pooling, and no flash attention, which rounds.
         words[first + 16] = words[first + 17] = _FLOAT32
         return parameters
+
+    def _forget(self) -> None:
+        memory = self.functions.llama_get_memory(self.context)
+        if memory:
+            self.functions.llama_memory_clear(memory, True)
 
     def _run(self, function: str, ids: list[int]) -> None:
         tokens = (ctypes.c_int32 * len(ids))(*ids)

@@ -116,7 +116,8 @@ def encode(file: Path, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
         prompts: token ids.
 
     Returns:
-        For each prompt, `(tokens, width)` float32.
+        For each prompt, `(2, tokens, width)` float32: from `llama_encode`, and from `llama_decode`, which llama.cpp's
+        server calls.
 
     Raises:
         UnsupportedError: if llama.cpp cannot run the file.

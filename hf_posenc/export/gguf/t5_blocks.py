@@ -56,7 +56,10 @@ def t5_form(parts: ModelParts) -> GgufForm:
         "attention.layer_norm_rms_epsilon": float(config.layer_norm_epsilon),
         "vocab_size": int(config.vocab_size),
     }
-    if decoder:
+    if not decoder:
+        # Programs that call llama_decode would mask later tokens otherwise; llama_encode never does.
+        metadata["attention.causal"] = False
+    else:
         start = config.decoder_start_token_id
         metadata["decoder_block_count"] = decoder[0]
         metadata["decoder_start_token_id"] = int(config.pad_token_id if start is None else start)
