@@ -242,6 +242,9 @@ def test_what_llama_cpp_lacks(model: Callable[[], PreTrainedModel], reason: str,
 
 
 def test_options_of_pooling(tmp_path: Path) -> None:
+    exported(bert(), tmp_path / "open")
+    assert "--pooling mean" in (tmp_path / "open" / "README.md").read_text()
+    assert "LLAMA_POOLING_TYPE_MEAN" in (tmp_path / "open" / "README.md").read_text()
     with pytest.raises(hf_posenc.UnknownNameError, match="mean"):
         exported(bert(), tmp_path / "out", pooling="average")
     with pytest.raises(UnsupportedError, match="pooling='mean' is for encoders"):
