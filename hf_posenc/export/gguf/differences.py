@@ -58,12 +58,12 @@ def token_differences(expected: Tensor, places: Tensor, logprobs: Tensor) -> Dif
 
 def by_mode(found: Iterable[tuple[str, Differences]]) -> dict[str, Differences]:
     """The largest differences of each mode. One that is not a number is the largest."""
-    largest: dict[str, Differences] = {}
+    merged: dict[str, Differences] = {}
     for mode, differences in found:
-        before = largest.setdefault(mode, dict(differences))
+        before = merged.setdefault(mode, dict(differences))
         for what, value in differences.items():
             before[what] = max(before[what], value, key=lambda one: (one != one, one))
-    return largest
+    return merged
 
 
 def largest(found: dict[str, Differences]) -> Differences:

@@ -35,8 +35,9 @@ _GELU = 2e-2
 #: 1e-7 in the embeddings changes the hidden states of MiniLM by 2e-4. Up to 6e-4 was measured. Wrong positions change
 #: more: one wrong row of 512 in a table 6e-2, a base of RoPE that is wrong by 1 % 2e-2, lost ALiBi 0.8.
 _SAME_GELU = 2e-3
-#: The same as `_EXACT` for rounded weights. Q8_0 changes the hidden states of MiniLM by up to 8e-2. A position encoding that is lost or wrong changes more (see tests/export/test_gguf.py),
-#: and is found before, because the carrier is first compared in float32.
+#: The same as `_EXACT` for rounded weights. Q8_0 changes the hidden states of MiniLM by up to 8e-2. A position encoding
+#: that is lost or wrong changes more (see tests/export/test_gguf.py), and is found before, because the carrier is first
+#: compared in float32.
 _ROUNDED = {
     "f16": {"logits": 1e-2, "probabilities": 1e-2, "hidden states": 1e-2},
     "q8_0": {"logits": 0.25, "probabilities": 0.15, "hidden states": 0.25},
