@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -19,7 +18,7 @@ from hf_posenc.export.card import export_card
 from hf_posenc.export.hub import Upload
 from hf_posenc.export.records import MANIFEST, ExportReport, files_in
 from hf_posenc.export.request import Request, model_to_export
-from hf_posenc.export.targets import find_target
+from hf_posenc.export.targets import Target, find_target
 
 #: Transformers adds the adapters of this file to any model that is loaded from the folder.
 _ADAPTERS = "adapter_config.json"
@@ -83,7 +82,7 @@ def export_model(
     target = find_target(to)
     place = Path(folder)
     _check_folder(place, overwrite)
-    _check_packages(target.name, target.packages)
+    _check_packages(target)
     target.check_options(options)
     upload = _upload(place.resolve().name if push_to_hub is True else push_to_hub, hub_options or {})
     repository = None if upload is None else upload.full_name()
@@ -119,10 +118,12 @@ def _check_folder(place: Path, overwrite: bool) -> None:
         raise FileExistsError(f"{place} is not empty. Give a new folder, or overwrite=True.")
 
 
-def _check_packages(target: str, packages: tuple[str, ...]) -> None:
-    missing = [name for name in packages if importlib.util.find_spec(name.replace("-", "_")) is None]
+def _check_packages(target: Target) -> None:
+    missing = target.missing_packages()
     if missing:
-        raise UsageError(f"The export to {target!r} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+        raise UsageError(
+            f"The export to {target.name!r} needs {' and '.join(missing)}: pip install {' '.join(missing)}"
+        )
 
 
 def _check_tokenizer(tokenizer: Any) -> None:

@@ -20,9 +20,9 @@ class Check:
     Args:
         runtime: program that ran the export, with its version: "onnxruntime 1.32.0".
         mode: what ran: "prefill" (a whole sequence at once), "decode" (token by token with a cache), "embedding", or
-            "weights" (the stored tensors were read again, and nothing ran). "prefill, without GELU" and "decode,
-            without GELU" compare all but the activations.
-        quantity: what was compared: "logits", "probabilities", "hidden states", "weights".
+            "weights" (the stored tensors were read again, and nothing ran).
+        quantity: what was compared: "logits", "probabilities", "hidden states", "weights". With llama.cpp, the end
+            " with llama.cpp's GELU" says that the model computed GELU in the same way.
         difference: largest absolute difference, relative to the largest value where that exceeds 1.
         allowed: largest accepted difference; `None` if any difference is accepted.
     """

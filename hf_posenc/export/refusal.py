@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.request import Request
 from hf_posenc.export.targets import TARGETS
+
+
+class Reasons:
+    """Why carriers were refused. Carriers with the same reason are named together."""
+
+    def __init__(self) -> None:
+        self._carriers: dict[str, list[str]] = {}
+
+    def add(self, carrier: str, reason: object) -> None:
+        """Adds the reason of a carrier."""
+        self._carriers.setdefault(str(reason), []).append(carrier)
+
+    def sentences(self) -> list[str]:
+        """One sentence for each reason, which begins with the carriers."""
+        return [f"{', '.join(names)}: {reason}" for reason, names in self._carriers.items()]
 
 
 class ExportError(UnsupportedError):
@@ -16,22 +29,21 @@ class ExportError(UnsupportedError):
         request: what was to be exported.
         target: name of the target.
         program: the program that would run the export, as the start of a sentence: "Stock transformers".
-        reasons: one sentence for each carrier that was tried.
+        reasons: why each carrier that was tried does not fit.
         inexact: whether a carrier was found whose numbers differ, so that `approximate=True` would write it.
 
     Attributes:
-        reasons: the reasons.
+        reasons: the reasons, one sentence each.
     """
 
     is_list = True
 
-    def __init__(self, request: Request, target: str, program: str, reasons: Sequence[str], inexact: bool) -> None:
-        self.reasons = list(reasons)
-        others = [f"to={one.name!r}" for one in TARGETS if one.name != target]
-        widest = "" if target == "onnx" else "; to='onnx' has almost every scheme"
+    def __init__(self, request: Request, target: str, program: str, reasons: Reasons, inexact: bool) -> None:
+        self.reasons = reasons.sentences()
+        others = (one.advice(request.model) for one in TARGETS if one.name != target)
         ways = [
             *(["accept the difference with approximate=True"] if inexact else []),
-            f"try {', '.join(others)}{widest}",
+            *(advice for advice in others if advice is not None),
             "save it with model.save_pretrained, and import hf_posenc where it is loaded",
         ]
         super().__init__(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from hf_posenc.errors import UnknownNameError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from hf_posenc.export.records import Written
 
 
@@ -29,12 +32,38 @@ class Target:
         summary: one line for help texts.
         home: module of the writer, whose name is `write`.
         packages: what must be installed to write and check it, as `pip install` takes it.
+        program: what runs it.
+        takes_almost_all: whether it can express almost every scheme. The module of any other target also has a function
+            `proposal`, which names what could carry the scheme of a model.
     """
 
     name: str
     summary: str
     home: str
     packages: tuple[str, ...] = ()
+    program: str = ""
+    takes_almost_all: bool = False
+
+    def missing_packages(self) -> list[str]:
+        """The packages that are not installed."""
+        return [name for name in self.packages if importlib.util.find_spec(name.replace("-", "_")) is None]
+
+    def advice(self, model: PreTrainedModel) -> str | None:
+        """What an export of a model to this target would give, as far as is known before it is written.
+
+        Args:
+            model: a model that another target has refused.
+
+        Returns:
+            A line of advice; `None` if this target has nothing that could carry the scheme.
+        """
+        call, missing = f"export_model(..., to={self.name!r})", self.missing_packages()
+        if self.takes_almost_all:
+            return f"{call}: {self.program} runs almost every scheme"
+        if missing:
+            return f"{call}: {self.program} may be able to (pip install {' '.join(missing)})"
+        found = importlib.import_module(self.home).proposal(model)
+        return None if found is None else f"{call}: {self.program} has {found}"
 
     def writer(self) -> Writer:
         """Imports the writer."""
@@ -59,24 +88,30 @@ TARGETS = (
         "stock",
         "a plain transformers checkpoint (options: max_shard_size, variant)",
         "hf_posenc.export.stock.write",
+        program="plain transformers",
     ),
     Target(
         "gguf",
-        "a file for llama.cpp (option: dtype=f32, f16 or q8_0)",
+        "a file for llama.cpp (options: dtype=f32, f16 or q8_0; pooling=mean, cls, last or none)",
         "hf_posenc.export.gguf.write",
         ("gguf", "xllamacpp"),
+        program="llama.cpp",
     ),
     Target(
         "onnx",
         "a graph for onnxruntime (options: quantize=true, opset_version)",
         "hf_posenc.export.onnx.write",
         ("onnx", "onnxruntime", "onnxscript"),
+        program="ONNX Runtime",
+        takes_almost_all=True,
     ),
     Target(
         "executorch",
         "a program for ExecuTorch, without a cache (option: max_length)",
         "hf_posenc.export.executorch.write",
         ("executorch",),
+        program="ExecuTorch",
+        takes_almost_all=True,
     ),
 )
 

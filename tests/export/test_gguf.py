@@ -280,7 +280,7 @@ def test_slopes_that_were_trained_are_refused(tmp_path: Path) -> None:
 def test_schemes_that_llama_cpp_lacks(scheme: Any, reason: str, tmp_path: Path) -> None:
     model = tiny_llama()
     hf_posenc.patch_model(model, scheme)
-    with pytest.raises(UnsupportedError, match=rf"(?s){reason}.*What can be done:.*to='stock'"):
+    with pytest.raises(UnsupportedError, match=rf"(?s){reason}.*What can be done:.*to='onnx'"):
         exported(model, tmp_path / "out")
 
 

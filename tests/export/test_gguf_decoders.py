@@ -36,8 +36,9 @@ from tests.export.test_gguf import fields, tensors
 pytest.importorskip("xllamacpp")
 pytestmark = pytest.mark.filterwarnings("ignore:Scheme .* encodes a token differently:UserWarning")
 
-#: Without GELU, the logits differ by 1e-6 of the largest.
-TOLERANCE = 1e-5
+#: llama.cpp's GELU is a table of float16. With the same table in the model, what remains are numbers that a different
+#: order of sums rounds to the next entry.
+SAME_GELU = 1e-3
 #: These classes have other names for their length.
 _UNNAMED = {"max_position_embeddings": None}
 _SIZES: dict[str, dict[str, Any]] = {
@@ -76,7 +77,7 @@ def exported(model: PreTrainedModel, folder: Path, **options: Any) -> Any:
 
 def strict(report: Any) -> float:
     """The largest difference that is not due to GELU."""
-    return max(check.difference for check in report.checks if check.mode.endswith(", without GELU"))
+    return max(check.difference for check in report.checks if check.quantity.endswith("GELU"))
 
 
 GPT2, BLOOM, MPT, NEOX, BIGCODE = (
@@ -146,12 +147,12 @@ def test_llama_cpp_gives_the_same_logits(
 ) -> None:
     report = exported(tiny(name, scheme, **options), tmp_path / "out")
     assert carrier in report.carrier
-    # Next to vectors as long as 256, the rest of a residual has 8 fewer bits.
-    assert strict(report) < (1e-4 if scheme == INTEGER else TOLERANCE)
+    assert strict(report) < SAME_GELU
     # llama.cpp's GELU is off by up to 5e-4, and so are the logits.
     assert max(check.difference for check in report.checks) < 2e-3
-    modes = {"prefill", "decode", "prefill, without GELU", "decode, without GELU"}
-    assert {check.mode for check in report.checks} == modes
+    compared = [(check.mode, check.quantity) for check in report.checks]
+    quantities = ("logits", "probabilities", "logits with llama.cpp's GELU", "probabilities with llama.cpp's GELU")
+    assert sorted(compared) == sorted((mode, what) for mode in ("prefill", "decode") for what in quantities)
 
 
 def test_trained_positions_are_in_the_file(tmp_path: Path) -> None:
@@ -159,7 +160,7 @@ def test_trained_positions_are_in_the_file(tmp_path: Path) -> None:
     with torch.no_grad():
         for weight in model.position_encoding.parameters():
             weight.normal_(std=0.5)
-    assert strict(exported(model, tmp_path / "out")) < TOLERANCE
+    assert strict(exported(model, tmp_path / "out")) < SAME_GELU
     rows = torch.tensor(tensors(tmp_path / "out")["position_embd.weight"].data)
     assert torch.equal(rows, next(model.position_encoding.parameters()).detach())
 
@@ -256,9 +257,7 @@ def test_a_wrong_file_is_found(
     model = tiny(name, scheme, initializer_range=deviation)
     monkeypatch.setattr(write, "CARRIERS", [row for row in write.CARRIERS if row.blocks.fits(model)][-5:])
     with_other(lambda form: fault(form) if _has(form, fault) else None)(monkeypatch)
-    # The order of the residuals does not matter without feed-forward.
-    compared = r"\." if fault is parallel_as_sequential else ", without GELU"
-    with pytest.raises(UnsupportedError, match=f"gives other numbers{compared}"):
+    with pytest.raises(UnsupportedError, match="gives other numbers"):
         exported(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -296,7 +295,7 @@ class OtherGelu(nn.Module):
     ids=lambda value: str(value)[:30],
 )
 def test_what_llama_cpp_lacks(name: str, scheme: Any, options: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match=rf"(?s){reason}.*What can be done:.*to='stock'") as refused:
+    with pytest.raises(ExportError, match=rf"(?s){reason}.*What can be done:.*to='onnx'") as refused:
         exported(tiny(name, scheme, **options), tmp_path / "out")
     # Neither Llama's carriers nor a reason twice.
     assert "smollm3" not in str(refused.value)
@@ -309,7 +308,7 @@ def test_a_wrong_feed_forward_is_found(tmp_path: Path, monkeypatch: pytest.Monke
         form.tensors["blk.1.ffn_up.bias"] = torch.zeros_like(form.tensors["blk.1.ffn_up.bias"])
 
     with_other(without_bias)(monkeypatch)
-    with pytest.raises(UnsupportedError, match=r"gives other numbers\. The logits.*allowed: 0\.01"):
+    with pytest.raises(UnsupportedError, match=r"gives other numbers\. The logits.*GELU.*allowed: 0\.002"):
         exported(tiny(GPT2), tmp_path / "out")
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from hf_posenc import UnsupportedError
 from hf_posenc.export.export_model import export_model
 from hf_posenc.export.gguf.vocabulary import vocabulary
-from tests.export.gguf_cases import VOCABULARY, byte_tokenizer, tiny_llama
+from tests.export.gguf_cases import VOCABULARY, byte_tokenizer, tiny_llama, unigram_tokenizer, word_piece_tokenizer
 
 pytest.importorskip("xllamacpp")
 
@@ -82,3 +82,60 @@ def test_added_tokens_with_rules_that_llama_cpp_lacks_are_refused(option: str) -
     tokenizer.add_tokens([AddedToken("cat", **{option: True})])
     with pytest.raises(UnsupportedError, match="no tokenizer that gives the same tokens"):
         vocabulary(tokenizer, VOCABULARY)
+
+
+@pytest.mark.parametrize(
+    ("options", "lowercase", "strip_accents"),
+    [({}, True, True), ({"do_lower_case": False}, False, False), ({"strip_accents": False}, True, False)],
+    ids=["uncased", "cased", "accents"],
+)
+def test_word_pieces(options: dict[str, bool], lowercase: bool, strip_accents: bool) -> None:
+    found = vocabulary(word_piece_tokenizer(**options), VOCABULARY)
+    assert found["ggml.model"] == "bert"
+    assert (found["ggml.normalizer.lowercase"], found["ggml.normalizer.strip_accents"]) == (lowercase, strip_accents)
+    assert found["ggml.tokens"][:10] == [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        *("▁the", "▁dog", "▁do", "g", "s"),
+    ]
+    assert (found["ggml.bos_token_id"], found["ggml.seperator_token_id"]) == (2, 3)
+
+
+def test_text_that_llama_cpp_reads_in_other_word_pieces_is_a_warning() -> None:
+    hangul = "ᄒ ##ᅡ ##ᆫ ##ᄀ ##ᅮ ##ᆨ ##ᄋ ##ᅥ ᄆ ##ᅮ ##ᆫ ##ᄌ ##ᅡ ##ᆼ ##ᄌ"
+    with pytest.warns(UserWarning, match="other tokens than this tokenizer for some text: .*Korean"):
+        assert vocabulary(word_piece_tokenizer(hangul), VOCABULARY)["ggml.model"] == "bert"
+    # A tokenizer that keeps accents does not take Korean apart.
+    assert vocabulary(word_piece_tokenizer(hangul, strip_accents=False), VOCABULARY)["ggml.model"] == "bert"
+
+
+def test_word_pieces_with_other_splitting_are_refused() -> None:
+    tokenizer = word_piece_tokenizer()
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    with pytest.raises(UnsupportedError, match="strings differ"):
+        vocabulary(tokenizer, VOCABULARY)
+
+
+def test_unigram_pieces_have_scores_and_a_map_of_characters() -> None:
+    found = vocabulary(unigram_tokenizer(), VOCABULARY)
+    assert found["ggml.model"] == "t5"
+    assert found["ggml.add_eos_token"] is True
+    assert found["ggml.scores"][4:6] == [-3.0, -3.5]
+    assert found["ggml.scores"][-1] == -10000.0
+    assert len(found["ggml.scores"]) == VOCABULARY
+    assert found["ggml.precompiled_charsmap"].endswith(b" \0fi\0")
+
+
+def test_unigram_pieces_without_a_map_of_characters_are_refused() -> None:
+    """Then the tokenizer reads a line break as a space, and llama.cpp does not."""
+    with pytest.raises(UnsupportedError, match=r"'\\n' is \[1\] in the tokenizer"):
+        vocabulary(unigram_tokenizer(normalized=False), VOCABULARY)
+
+
+def test_a_lost_map_of_characters_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_posenc.export.gguf.vocabulary._charsmap", lambda _: {})
+    with pytest.raises(UnsupportedError, match="strings differ"):
+        vocabulary(unigram_tokenizer(), VOCABULARY)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BertModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertModel
 
 import hf_posenc
 from hf_posenc import InterleavedConfig, PRopeConfig, RopeConfig, YarnScaling
@@ -62,3 +62,25 @@ def test_smollm2_in_onnxruntime(name: str, smollm2_folder: str, tmp_path) -> Non
     model = AutoModelForCausalLM.from_pretrained(smollm2_folder, dtype=torch.float32)
     report = hf_posenc.export_model(hf_posenc.patch_model(model, name), tmp_path / "onnx", to="onnx")
     assert max(check.difference for check in report.checks) <= 5e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "carrier"),
+    [
+        ("alibi", "'jina-bert-v2'"),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in ((None, "'bert'"), ("rope", "'jina-bert-v3'"))),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:llama.cpp gives other tokens:UserWarning")
+def test_embeddings_of_minilm_in_llama_cpp(name: str | None, carrier: str, minilm_folder: str, tmp_path) -> None:
+    pytest.importorskip("xllamacpp")
+    model = BertModel.from_pretrained(minilm_folder, dtype=torch.float32)
+    if name is not None:
+        hf_posenc.patch_model(model, name)
+    tokenizer = AutoTokenizer.from_pretrained(minilm_folder)
+    report = hf_posenc.export_model(model, tmp_path / "gguf", to="gguf", tokenizer=tokenizer, pooling="mean")
+    assert carrier in report.carrier
+    differences = {check.quantity: check.difference for check in report.checks}
+    # Stock MiniLM differs by 2e-3 because of GELU. With the same GELU, wrong positions would change more than 1e-2.
+    assert differences["hidden states"] < 1e-2
+    assert differences["hidden states with llama.cpp's GELU"] < 1e-3

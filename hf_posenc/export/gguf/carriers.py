@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.export.gguf import gpt_carriers, llama_carriers
+from hf_posenc.export.gguf import bert_carriers, gpt_carriers, llama_carriers, t5_carriers
+from hf_posenc.export.gguf.bert_blocks import is_bert
 from hf_posenc.export.gguf.form import GgufForm
 from hf_posenc.export.gguf.gpt_blocks import has_one_more_norm, is_gpt
 from hf_posenc.export.gguf.llama_blocks import is_llama
 from hf_posenc.export.gguf.parts import ModelParts
+from hf_posenc.export.gguf.t5_blocks import is_t5
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Carrier:
 _LLAMA = Blocks("Llama's (RMSNorm, gated feed-forward)", is_llama)
 _GPT = Blocks("GPT-2's (LayerNorm, feed-forward with GELU, one projection of queries, keys and values)", is_gpt)
 _BLOOM = Blocks(_GPT.name, has_one_more_norm)
+_T5 = Blocks("T5's", is_t5)
+_BERT = Blocks("BERT's", is_bert)
 
 CARRIERS = (
     Carrier("llama with rope.scaling", _LLAMA, llama_carriers.scaling_metadata),
@@ -58,6 +62,10 @@ CARRIERS = (
     Carrier("mpt", _GPT, gpt_carriers.alibi_and_vectors),
     Carrier("gptneox with rope.scaling", _GPT, gpt_carriers.scaled_rotation),
     Carrier("gptneox", _GPT, gpt_carriers.geometric_rotation),
+    Carrier("t5", _T5, t5_carriers.buckets),
+    Carrier("bert", _BERT, bert_carriers.table),
+    Carrier("jina-bert-v2", _BERT, bert_carriers.alibi),
+    Carrier("jina-bert-v3", _BERT, bert_carriers.one_rope),
 )
 
 

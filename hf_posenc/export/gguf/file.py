@@ -19,6 +19,8 @@ PRECISIONS = {
     "f16": (Precision.F16, gguf.LlamaFileType.MOSTLY_F16),
     "q8_0": (Precision.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
 }
+#: Tables of positions, token types and biases.
+_ADDED = ("position_embd.weight", "token_types.weight", "attn_rel_b.weight")
 
 
 def write_file(path: Path, form: GgufForm, vocabulary: dict[str, Any], dtype: str, name: str) -> None:
@@ -28,7 +30,7 @@ def write_file(path: Path, form: GgufForm, vocabulary: dict[str, Any], dtype: st
         path: of the file.
         form: the model.
         vocabulary: the tokenizer, as metadata.
-        dtype: precision of the matrices; vectors are float32.
+        dtype: precision of the matrices; vectors and small tables are float32.
         name: of the model, for programs that show it.
     """
     writer = gguf.GGUFWriter(path, form.architecture)
@@ -36,9 +38,9 @@ def write_file(path: Path, form: GgufForm, vocabulary: dict[str, Any], dtype: st
     writer.add_file_type(PRECISIONS[dtype][1])
     for key, value in form.metadata.items():
         _add(writer, f"{form.architecture}.{key}", value)
-    for key, value in vocabulary.items():
+    for key, value in {**vocabulary, **form.tokenizer}.items():
         _add(writer, f"tokenizer.{key}", value)
-    kinds = {key: _precision(tensor, dtype) for key, tensor in form.tensors.items()}
+    kinds = {key: _precision(key, tensor, dtype) for key, tensor in form.tensors.items()}
     for key, tensor in form.tensors.items():
         stored = gguf.quant_shape_to_byte_shape(tuple(tensor.shape), kinds[key])
         kind = {Precision.F32: np.float32, Precision.F16: np.float16}.get(kinds[key], np.uint8)
@@ -55,10 +57,12 @@ def write_file(path: Path, form: GgufForm, vocabulary: dict[str, Any], dtype: st
     writer.close()
 
 
-def _precision(tensor: Tensor, dtype: str) -> Precision:
-    """Vectors stay float32. A matrix whose rows do not divide into blocks of Q8_0 is stored as float16."""
+def _precision(name: str, tensor: Tensor, dtype: str) -> Precision:
+    """Vectors and tables that are added to something stay float32, as in files that llama.cpp quantises. A matrix whose
+    rows do not divide into blocks of Q8_0 is stored as float16.
+    """
     wanted = PRECISIONS[dtype][0]
-    if tensor.ndim < 2:
+    if tensor.ndim < 2 or name.endswith(_ADDED):
         return Precision.F32
     block, _ = gguf.GGML_QUANT_SIZES[wanted]
     return wanted if tensor.shape[-1] % block == 0 else Precision.F16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -16,11 +16,16 @@ class GgufForm:
         metadata: its hyperparameters, by key without the name of the architecture ("block_count").
         tensors: weights by their names in llama.cpp, `(out, in)` for matrices.
         carrier: what carries the scheme, in a few words.
-        gelu: names of the modules of the model that compute a GELU, if it has that activation.
+        tokenizer: metadata of the tokenizer that the architecture needs, without the prefix "tokenizer.".
     """
 
     architecture: str
     metadata: dict[str, int | float | str | bool]
     tensors: dict[str, Tensor]
     carrier: str
-    gelu: tuple[str, ...] = ()
+    tokenizer: dict[str, int] = field(default_factory=dict)
+
+
+def is_encoder(form: GgufForm) -> bool:
+    """Whether llama.cpp returns hidden states for this architecture."""
+    return form.architecture == "t5encoder" or form.metadata.get("attention.causal") is False

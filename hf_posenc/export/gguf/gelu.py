@@ -1,24 +1,32 @@
-"""Models with GELU, which llama.cpp computes less precisely than everything else.
-
-On a CPU, llama.cpp looks GELU up in a table of its tanh form, with arguments and values in float16. Such a model is
-therefore compared twice: as it is, with a wide limit, and without what the activations contribute, with a narrow one.
-"""
+"""llama.cpp's GELU, which is not that of transformers."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.export.gguf.form import GgufForm
 
+#: Names of GELU and of its approximations in configs. llama.cpp computes all of them in the same way.
+GELU_NAMES = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_accurate")
 #: The forms of GELU (erf, tanh, and other roundings of its constants) differ by less than 5e-4. QuickGELU, ReLU and
 #: SiLU differ from it by more than 1e-2.
 _SAME_FUNCTION = 1e-3
+#: llama.cpp returns 0 below the negative of this, and its argument above it.
+_LIMIT = 10.0
+
+
+def has_gelu(model: PreTrainedModel) -> bool:
+    """Whether a model has a GELU, in any of its forms."""
+    return any(_is_gelu(module) for module in model.modules())
+
+
+def _is_gelu(module: nn.Module) -> bool:
+    return "gelu" in type(module).__name__.lower() and not any(module.children())
 
 
 def refuse_other_activations(model: nn.Module, names: Sequence[str]) -> None:
@@ -44,16 +52,16 @@ def refuse_other_activations(model: nn.Module, names: Sequence[str]) -> None:
 
 
 @contextmanager
-def silent_activations(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Context manager in which activations of a model are zero.
+def gelu_of_llama_cpp(model: PreTrainedModel) -> Iterator[None]:
+    """The model computes GELU as llama.cpp does on a CPU: by a table of float16 with the form that uses tanh.
 
-    Args:
-        model: the model.
-        names: its modules that compute an activation.
+    This changes hidden states by about 1e-3, which is as much as some wrong positions do. With the same GELU on both
+    sides, a comparison shows everything else.
     """
     hooks = [
-        model.get_submodule(name).register_forward_hook(lambda _, inputs, output: torch.zeros_like(output))
-        for name in names
+        module.register_forward_hook(lambda _module, arguments, _output: table_gelu(arguments[0]))
+        for module in model.modules()
+        if _is_gelu(module)
     ]
     try:
         yield
@@ -62,10 +70,7 @@ def silent_activations(model: nn.Module, names: Sequence[str]) -> Iterator[None]
             hook.remove()
 
 
-def without_activations(form: GgufForm) -> GgufForm:
-    """The same model in which activations do not matter: the matrices that they are multiplied with are zero."""
-    tensors = {
-        name: tensor.new_zeros(1).expand_as(tensor) if name.endswith(".ffn_down.weight") else tensor
-        for name, tensor in form.tensors.items()
-    }
-    return dataclasses.replace(form, tensors=tensors)
+def table_gelu(x: Tensor) -> Tensor:
+    """GELU of a float32 tensor as in llama.cpp's table (`ggml_vec_gelu_f32`)."""
+    rounded = nn.functional.gelu(x.half().float(), approximate="tanh").half().float()
+    return torch.where(x <= -_LIMIT, 0.0, torch.where(x >= _LIMIT, x, rounded))

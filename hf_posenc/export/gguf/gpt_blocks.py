@@ -80,10 +80,12 @@ def gpt_form(parts: ModelParts, architecture: str, carrier: str) -> GgufForm:
     if len(stack.attentions) != len(parts.layers) or len({one.num_heads for one in stack.attentions}) > 1:
         raise UnsupportedError(f"the layers of {name} have different numbers of heads")
     modules = model.named_modules(remove_duplicate=False)
-    gelu = tuple(key for key, _ in modules if key.endswith(f".{source.activation}"))
-    if len(gelu) != len(parts.layers):
-        raise UnsupportedError(f"{name} has {len(gelu)} modules {source.activation} in {len(parts.layers)} layers")
-    refuse_other_activations(model, gelu)
+    activations = [key for key, _ in modules if key.endswith(f".{source.activation}")]
+    if len(activations) != len(parts.layers):
+        raise UnsupportedError(
+            f"{name} has {len(activations)} modules {source.activation} in {len(parts.layers)} layers"
+        )
+    refuse_other_activations(model, activations)
     tensors = _weights(parts, source)
     clamp = getattr(getattr(config, "attn_config", None), "clip_qkv", None)
     _scale_queries(parts, tensors, clamp)
@@ -105,7 +107,7 @@ def gpt_form(parts: ModelParts, architecture: str, carrier: str) -> GgufForm:
         if architecture != "mpt":
             raise UnsupportedError(f"{name} clips queries, keys and values, which {architecture!r} does not")
         metadata["attention.clamp_kqv"] = float(clamp)
-    return GgufForm(architecture, metadata, tensors, carrier, gelu)
+    return GgufForm(architecture, metadata, tensors, carrier)
 
 
 def context_length(parts: ModelParts) -> int:

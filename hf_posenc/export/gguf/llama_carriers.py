@@ -11,7 +11,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.gguf.alibi import refuse_other_biases
 from hf_posenc.export.gguf.form import GgufForm
 from hf_posenc.export.gguf.llama_blocks import llama_form, reorder_heads, widen_heads
-from hf_posenc.export.gguf.parts import ModelParts, Rotation, refuse_other_parts, rotation_of
+from hf_posenc.export.gguf.parts import EQUAL, ModelParts, Rotation, refuse_other_parts, rotation_of
 from hf_posenc.export.gguf.rope_scaling import scaling_entries
 from hf_posenc.schemes import SchemeConfig
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
@@ -20,8 +20,6 @@ from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
 _STOPPED = 1e30
 #: llama.cpp's smollm3 does not rotate in every fourth layer.
 _SMOLLM3_STEP = 4
-#: Relative difference of two frequencies that count as equal: a few roundings of float32.
-_EQUAL = 1e-6
 
 
 def shared_spectrum(parts: ModelParts) -> GgufForm:
@@ -58,7 +56,7 @@ def every_fourth_layer_stopped(parts: ModelParts) -> GgufForm:
     rope = rope_inverse_frequencies(theta, head_dim).double()
     for layer, rotation in enumerate(rotations):
         expected = torch.zeros_like(rope) if (layer + 1) % _SMOLLM3_STEP == 0 else rope
-        if not torch.allclose(rotation.frequencies, expected, rtol=_EQUAL, atol=0):
+        if not torch.allclose(rotation.frequencies, expected, rtol=EQUAL, atol=0):
             raise UnsupportedError(
                 f"it rotates by RoPE's frequencies in all but every fourth layer; layer {layer} differs"
             )
@@ -111,7 +109,7 @@ def _with_spectrum(form: GgufForm, frequencies: Tensor, theta: float) -> GgufFor
     assert isinstance(width, int)
     form.metadata.update({"rope.dimension_count": width, "rope.freq_base": theta})
     rope = theta ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
-    if torch.allclose(frequencies, rope, rtol=_EQUAL, atol=0):
+    if torch.allclose(frequencies, rope, rtol=EQUAL, atol=0):
         return form
     factors = torch.where(frequencies == 0, _STOPPED, rope / frequencies)
     tensors = {**form.tensors, "rope_freqs.weight": factors.float()}

@@ -22,20 +22,19 @@ from hf_posenc.patching.place.stack_encoding import StackEncoding
 from hf_posenc.schemes import SchemeConfig
 from hf_posenc.schemes.parts import LogitScale
 
+#: Relative difference of two constants that count as equal: a few roundings of float32.
+EQUAL = 1e-6
+
 
 @dataclass(frozen=True)
-class ModelParts:
-    """A model with one stack, and the parts of its scheme.
+class StackParts:
+    """A stack of a model, and the parts of the scheme in it.
 
     Args:
-        model: the model.
-        scheme: the scheme in force.
-        stack: its only stack.
-        encoding: the parts in this stack.
+        stack: the stack.
+        encoding: its parts.
     """
 
-    model: PreTrainedModel
-    scheme: SchemeConfig
     stack: Stack
     encoding: StackEncoding
 
@@ -45,25 +44,66 @@ class ModelParts:
         return self.encoding.layers
 
 
+@dataclass(frozen=True)
+class ModelParts:
+    """A model and the parts of its scheme.
+
+    Args:
+        model: the model.
+        scheme: the scheme in force.
+        stacks: its stacks; an encoder-decoder has two.
+    """
+
+    model: PreTrainedModel
+    scheme: SchemeConfig
+    stacks: tuple[StackParts, ...]
+
+    @property
+    def only(self) -> StackParts:
+        """The stack of a model with one.
+
+        Raises:
+            UnsupportedError: for a model with several.
+        """
+        if len(self.stacks) != 1:
+            raise UnsupportedError(
+                f"{type(self.model).__name__} has {len(self.stacks)} stacks of attention layers, and these blocks of "
+                "llama.cpp are one."
+            )
+        return self.stacks[0]
+
+    @property
+    def stack(self) -> Stack:
+        """The only stack."""
+        return self.only.stack
+
+    @property
+    def encoding(self) -> StackEncoding:
+        """The parts in the only stack."""
+        return self.only.encoding
+
+    @property
+    def layers(self) -> list[LayerEncoding]:
+        """The parts of each layer of the only stack."""
+        return self.only.layers
+
+
 def parts_of(model: PreTrainedModel) -> ModelParts:
-    """Returns the parts of a model's scheme. Those of a stock model are built from its native scheme and its tables.
+    """Returns the parts of a model's scheme. Those of a stock model are built from its native scheme and weights.
 
     Raises:
-        UnsupportedError: for a model with several stacks, or a stock model that no scheme describes.
+        UnsupportedError: for a stock model that no scheme describes.
     """
     stacks = find_stacks(model)
-    if len(stacks) != 1:
-        raise UnsupportedError(
-            f"{type(model).__name__} has {len(stacks)} stacks of attention layers; only models with one are written."
-        )
     placed = current_encoding(model)
     scheme = native_scheme(model) if placed is None else placed.config
+    architecture = architecture_of(model.config)
+    encoding = build_encoding(scheme, stacks, architecture) if placed is None else placed
+    found = [StackParts(stack, cast("StackEncoding", encoding.stacks[stack.name])) for stack in stacks]
     if placed is None:
-        architecture = architecture_of(model.config)
-        placed = build_encoding(scheme, stacks, architecture)
-        for stack, encoding in zip(stacks, placed.stacks.values(), strict=True):
-            cast("StackEncoding", encoding).adopt(stack, architecture.native_bias_table)
-    return ModelParts(model, scheme, stacks[0], cast("StackEncoding", next(iter(placed.stacks.values()))))
+        for one in found:
+            one.encoding.adopt(one.stack, architecture.native_bias_table)
+    return ModelParts(model, scheme, tuple(found))
 
 
 @dataclass(frozen=True)
@@ -124,10 +164,11 @@ def refuse_other_parts(parts: ModelParts, *allowed: str) -> None:
     Raises:
         UnsupportedError: naming the first other part.
     """
-    found: list[tuple[str, object]] = [("additive", parts.encoding.additive)]
-    for layer in parts.layers:
-        kinds = ("query_key_map", "logit_bias", "logit_scale")
-        found += [(kind, getattr(layer, kind)) for kind in kinds]
+    found: list[tuple[str, object]] = []
+    for one in parts.stacks:
+        found.append(("additive", one.encoding.additive))
+        for layer in one.layers:
+            found += [(kind, getattr(layer, kind)) for kind in ("query_key_map", "logit_bias", "logit_scale")]
     for kind, part in found:
         if part is not None and kind not in allowed:
             what = "scales logits by position" if isinstance(part, LogitScale) else f"has the part {kind}"

@@ -8,17 +8,21 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
 
-_SCRIPT = Path(__file__).with_name("in_llama_cpp.py")
-#: The script's exit code if llama.cpp does not load the file.
+#: Scripts that run in a separate process: one by the server of llama.cpp, the other by its C functions.
+_SERVER, _LIBRARY = (Path(__file__).with_name(name) for name in ("in_llama_cpp.py", "in_llama_library.py"))
+#: The exit code of both if llama.cpp does not load the file.
 _CANNOT_LOAD = 3
 
 
@@ -104,16 +108,70 @@ def tokenize(file: Path, texts: Sequence[str]) -> list[list[int]]:
     return found
 
 
+def encode(file: Path, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """The last hidden states of an encoder, computed in float32, so that only the file rounds.
+
+    Args:
+        file: of the model.
+        prompts: token ids.
+
+    Returns:
+        For each prompt, `(2, tokens, width)` float32: from `llama_encode`, and from `llama_decode`, which llama.cpp's
+        server calls.
+
+    Raises:
+        UnsupportedError: if llama.cpp cannot run the file.
+    """
+    return _run_library(file, [{"encoder": list(prompt)} for prompt in prompts], max(map(len, prompts)))
+
+
+def encode_and_decode(
+    file: Path, prompts: Sequence[Sequence[int]], batches: Sequence[Sequence[Sequence[int]]]
+) -> list[Tensor]:
+    """The logits of an encoder-decoder, computed in float32, so that only the file rounds.
+
+    Args:
+        file: of the model.
+        prompts: token ids of the encoder.
+        batches: for each prompt, token ids of the decoder in batches. All but the first batch use the cache.
+
+    Returns:
+        For each prompt, the logits after each batch, `(batches, vocabulary)` float32.
+
+    Raises:
+        UnsupportedError: if llama.cpp cannot run the file.
+    """
+    pairs = list(zip(prompts, batches, strict=True))
+    jobs = [{"encoder": list(prompt), "decoder": [list(batch) for batch in found]} for prompt, found in pairs]
+    longest = max(max(len(prompt), sum(map(len, found))) for prompt, found in pairs)
+    return _run_library(file, jobs, longest)
+
+
+def _run_library(file: Path, jobs: list[dict[str, Any]], longest: int) -> list[Tensor]:
+    # llama.cpp rounds the size of a context up to a multiple of 256.
+    with _results(_LIBRARY, file, jobs=jobs, context=-(-longest // 256) * 256) as results:
+        arrays = np.load(results)
+        return [torch.from_numpy(arrays[name]) for name in arrays.files]
+
+
 def _run(file: Path, **task: Any) -> dict[str, Any]:
+    nothing: dict[str, Any] = {"predictions": [], "completions": [], "texts": [], "context": 256, "precise": True}
+    with _results(_SERVER, file, **{**nothing, **task}) as results:
+        found: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))
+        return found
+
+
+@contextmanager
+def _results(script: Path, file: Path, **task: Any) -> Iterator[Path]:
+    """Runs a script and yields the file with its results."""
     with tempfile.TemporaryDirectory() as folder:
-        results, log = Path(folder, "results.json"), Path(folder, "log.txt")
-        nothing: dict[str, Any] = {"predictions": [], "completions": [], "texts": [], "context": 256, "precise": True}
+        results, log = Path(folder, "results.npz"), Path(folder, "log.txt")
         place = {"file": str(file), "results": str(results), "threads": torch.get_num_threads()}
         # Without the variable, llama.cpp starts a debugger when it aborts.
         environment = {**os.environ, "GGML_NO_BACKTRACE": "1"}
         with log.open("wb") as output:
             code = subprocess.run(
-                [sys.executable, str(_SCRIPT)], input=json.dumps({**nothing, **place, **task}).encode(),
+                [sys.executable, str(script)], input=json.dumps({**place, **task}).encode(),
                 stdout=output, stderr=output, env=environment, check=False,
             ).returncode  # fmt: skip
         if code != 0:
@@ -122,5 +180,4 @@ def _run(file: Path, **task: Any) -> dict[str, Any]:
             if code == _CANNOT_LOAD or code < 0:  # A negative code is a signal: llama.cpp has aborted.
                 raise UnsupportedError(f"llama.cpp cannot run the file. Its last messages:\n{messages}")
             raise RuntimeError(f"The script that runs llama.cpp has failed:\n{messages}")
-        found: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))
-        return found
+        yield results

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import tempfile
+import warnings
+from base64 import b64decode
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +24,38 @@ _SPLITS = (
     "gpt-2", "smollm", "llama-bpe", "qwen2", "gpt-4o", "tekken", "deepseek-llm", "deepseek-coder", "falcon", "bloom",
     "chatglm-bpe",
 )  # fmt: skip
+_KOREAN, _HINDI, _LONG = "한국어 문장", "हिन्दी में लिखा", "a" * 101
 #: Strings on which rules for splitting differ: digits, contractions, spaces, scripts, symbols.
 _AWKWARD = (
     "The dog chased another dog.", " leading", "trailing ", "two  spaces   three\tand a tab",
     "line\nbreak\n\n\nlast\r\n",
     "I'm we'LL they've don't IT'S", "12 345 6789 1234567890 3.14 1,000", "x1y22z333 v2.0",
     "MixedCase HTTPServer iPhone",
-    "naïve café São Tomé", "Ελληνικά и русский", "日本語の文章です。", "한국어 문장", "हिन्दी में लिखा", "نص عربي",
+    "naïve café São Tomé", "Ελληνικά и русский", "日本語の文章です。", _KOREAN, _HINDI, "نص عربي", _LONG,
     "🙂👍🏽 emoji👨‍👩‍👧‍👦", "!!??...---___", "def f(x):\n    return x**2  # ok\n", "a@b.c https://example.org/?q=1&r=%20",
     "\u00a0non-breaking\u2003em", "e\u0301 combining", "\x00\x01\x7f", "½ ² Ⅷ ①", "", " ", "\n", "don’t “quote” — dash",
 )  # fmt: skip
+#: What llama.cpp reads differently with every WordPiece tokenizer, by the string that shows it; and with every one that
+#: strips accents.
+_WORD_PIECE = {
+    _LONG: "words of more than 100 letters, which WordPiece reads as unknown",
+}
+_STRIPPED = {
+    _KOREAN: "Korean, of which it drops letters",
+    _HINDI: "Hindi and other scripts with vowel signs, which it drops",
+}
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "sep": "seperator", "pad": "padding", "mask": "mask"}
+#: The mark of a piece inside a word in WordPiece, and that of the first piece of a word in llama.cpp.
+_INSIDE, _START = "##", "\u2581"
+#: Score of an embedding without a token.
+_UNUSED_SCORE = -10000.0
 
 
 def vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
     """Returns a tokenizer as metadata, without the prefix "tokenizer.".
 
     llama.cpp has a fixed list of rules for splitting a text into words. The first rule that gives the same tokens on a
-    set of awkward strings is taken.
+    set of awkward strings is taken. Known differences of llama.cpp that no rule can avoid are a warning.
 
     Args:
         tokenizer: a fast tokenizer of transformers.
@@ -62,14 +79,16 @@ def vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
     texts = _texts(tokenizer)
     expected = [tokenizer(text)["input_ids"] for text in texts]
     differences = []
-    for split, metadata in _kinds(tokenizer, json.loads(backend.to_str())):
+    for kind, metadata, known in _kinds(tokenizer, json.loads(backend.to_str()), entries):
         found = _tokens({**entries, **metadata}, texts, size)
-        wrong = [place for place, ids in enumerate(expected) if found[place] != ids]
+        differing = [place for place, ids in enumerate(expected) if found[place] != ids]
+        wrong = [place for place in differing if texts[place] not in known]
         if not wrong:
+            _warn([known[texts[place]] for place in differing])
             return {**entries, **metadata}
         place = min(wrong, key=lambda index: len(texts[index]))
         differences.append(
-            f"- {split}: {len(wrong)} of {len(texts)} strings differ; {texts[place]!r} is {expected[place][:12]} in "
+            f"- {kind}: {len(wrong)} of {len(texts)} strings differ; {texts[place]!r} is {expected[place][:12]} in "
             f"the tokenizer and {found[place][:12]} in llama.cpp"
         )
     raise UnsupportedError(
@@ -78,6 +97,16 @@ def vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
         + "\nThe weights could be written, but text would be read differently. Export to 'onnx', which is run with the "
         "transformers tokenizer."
     )
+
+
+def _warn(differences: list[str]) -> None:
+    if differences:
+        warnings.warn(
+            f"llama.cpp gives other tokens than this tokenizer for some text: {'; '.join(differences)}. For such text, "
+            "tokenize with transformers and give llama.cpp the tokens, or export to 'onnx'.",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def _entries(tokenizer: Any, size: int) -> dict[str, Any]:
@@ -108,8 +137,11 @@ def _entries(tokenizer: Any, size: int) -> dict[str, Any]:
     return entries
 
 
-def _kinds(tokenizer: Any, description: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The tokenizers of llama.cpp that may be right, with a name for messages.
+def _kinds(
+    tokenizer: Any, description: dict[str, Any], entries: dict[str, Any]
+) -> Iterator[tuple[str, dict[str, Any], dict[str, str]]]:
+    """The tokenizers of llama.cpp that may be right, with a name for messages, and the awkward strings on which they
+    are known to differ.
 
     Raises:
         UnsupportedError: for a kind that is not written.
@@ -119,12 +151,55 @@ def _kinds(tokenizer: Any, description: dict[str, Any]) -> Iterator[tuple[str, d
     if kind == "BPE" and "ByteLevel" in parts:
         merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
         for split in _SPLITS:
-            yield f"gpt2 with {split}", {"ggml.model": "gpt2", "ggml.pre": split, "ggml.merges": merges}
+            yield f"gpt2 with {split}", {"ggml.model": "gpt2", "ggml.pre": split, "ggml.merges": merges}, {}
+        return
+    if kind == "WordPiece" and model["continuing_subword_prefix"] == _INSIDE:
+        bounds = {"bos": tokenizer.cls_token_id, "eos": tokenizer.sep_token_id}
+        pieces = {f"ggml.{name}_token_id": place for name, place in bounds.items() if place is not None}
+        pieces |= {"ggml.model": "bert", "ggml.tokens": _marked(tokenizer, entries["ggml.tokens"])}
+        for lowercase, strip_accents in _changes_of_text(description.get("normalizer")):
+            options = {"ggml.normalizer.lowercase": lowercase, "ggml.normalizer.strip_accents": strip_accents}
+            name = f"bert with lowercase={lowercase} and strip_accents={strip_accents}"
+            yield name, {**pieces, **options}, {**_WORD_PIECE, **(_STRIPPED if strip_accents else {})}
+        return
+    if kind == "Unigram" and not model["byte_fallback"]:
+        scores = [score for _, score in model["vocab"]]
+        padded = scores + [_UNUSED_SCORE] * (len(entries["ggml.tokens"]) - len(scores))
+        pieces = {"ggml.model": "t5", "ggml.scores": padded, **_charsmap(description.get("normalizer"))}
+        for prefix, merged in product((True, False), repeat=2):
+            spaces = {"ggml.add_space_prefix": prefix, "ggml.remove_extra_whitespaces": merged}
+            name = f"t5 with{'' if prefix else 'out'} a first space, {'merging' if merged else 'keeping'} spaces"
+            yield name, {**pieces, **spaces}, {}
         return
     raise UnsupportedError(
         f"The tokenizer {type(tokenizer).__name__} is {kind!r}, which is not written; byte-level BPE is (as in GPT-2, "
-        "Llama 3, Qwen2 and SmolLM2). Export to 'onnx', which is run with the transformers tokenizer."
+        "Llama 3, Qwen2 and SmolLM2), WordPiece (as in BERT) and Unigram without bytes (as in T5). Export to 'onnx', "
+        "which is run with the transformers tokenizer."
     )
+
+
+def _changes_of_text(normalizer: dict[str, Any] | None) -> list[tuple[bool, bool]]:
+    """Whether letters become lower case and whether accents are stripped; both ways if the normalizer is not BERT's."""
+    if normalizer is None or normalizer["type"] != "BertNormalizer":
+        return [(lowercase, strip) for lowercase in (True, False) for strip in (True, False)]
+    strip_accents = normalizer["strip_accents"]
+    return [(normalizer["lowercase"], normalizer["lowercase"] if strip_accents is None else strip_accents)]
+
+
+def _marked(tokenizer: Any, tokens: list[str]) -> list[str]:
+    """llama.cpp marks the first piece of a word, and WordPiece all others."""
+    special = {*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
+    return [
+        token if token in special else token.removeprefix(_INSIDE) if token.startswith(_INSIDE) else _START + token
+        for token in tokens
+    ]
+
+
+def _charsmap(normalizer: dict[str, Any] | None) -> dict[str, bytes]:
+    """The map of characters of a SentencePiece model, wherever it is among the normalizers."""
+    steps = [] if normalizer is None else normalizer.get("normalizers", [normalizer])
+    found = [step["precompiled_charsmap"] for step in steps if step["type"] == "Precompiled"]
+    return {"ggml.precompiled_charsmap": b64decode(found[0])} if found and found[0] else {}
 
 
 def _texts(tokenizer: Any) -> list[str]:

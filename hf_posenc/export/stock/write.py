@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import shutil
 from pathlib import Path
@@ -9,14 +10,16 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.records import Check, Written
-from hf_posenc.export.refusal import ExportError
+from hf_posenc.export.refusal import ExportError, Reasons
 from hf_posenc.export.request import Request
-from hf_posenc.export.stock.carriers import CARRIERS
+from hf_posenc.export.stock.carriers import CARRIERS, Carrier
 from hf_posenc.export.stock.form import StockForm
 from hf_posenc.export.stock.verify import TOLERANCE, Comparison, comparisons
+from hf_posenc.patching.place.in_force import current_encoding
 
 
 def write(request: Request, *, max_shard_size: int | str | None = None, variant: str | None = None) -> Written:
@@ -35,30 +38,44 @@ def write(request: Request, *, max_shard_size: int | str | None = None, variant:
     """
     given = {"max_shard_size": max_shard_size, "variant": variant}
     save_kwargs = {name: value for name, value in given.items() if value is not None}
-    reasons, inexact = [], []
-    # A model without a scheme of this package needs no other class than its own.
-    carriers = CARRIERS if request.is_patched else CARRIERS[:1]
-    for carrier in [carrier for carrier in carriers if carrier.fits(request.model)]:
+    reasons, inexact = Reasons(), []
+    for carrier in _carriers(request.model):
         try:
             form = carrier.form(request.model)
             _save(request, form, save_kwargs)
             found = comparisons(request.model, form.model_class, request.draft, variant)
         except UnsupportedError as error:
-            reasons.append(f"{carrier.name}: {error}")
+            reasons.add(carrier.name, error)
             continue
         if all(one.equal for one in found) and not form.restriction:
             return _written(form, found, TOLERANCE)
         inexact.append((form, found))
         if form.restriction:
-            reasons.append(f"{carrier.name}: {form.restriction}")
+            reasons.add(carrier.name, form.restriction)
             continue
         wrong = next(one for one in found if not one.equal)
-        reasons.append(f"{carrier.name}: the outputs of {form.carrier} would differ by {wrong}")
+        reasons.add(carrier.name, f"the outputs of {form.carrier} would differ by {wrong}")
     if request.approximate and inexact:
         form, found = min(inexact, key=lambda pair: max(one.difference for one in pair[1]))
         _save(request, form, save_kwargs)
         return _written(form, found, None)
     raise ExportError(request, "stock", "Plain transformers", reasons, bool(inexact))
+
+
+def proposal(model: PreTrainedModel) -> str | None:
+    """What could carry a model's scheme, before it is run; `None` if nothing could."""
+    for carrier in _carriers(model):
+        with contextlib.suppress(UnsupportedError):
+            form = carrier.form(model)
+            if not form.restriction:
+                return form.carrier
+    return None
+
+
+def _carriers(model: PreTrainedModel) -> list[Carrier]:
+    """The carriers to try. A model without a scheme of this package needs no other class than its own."""
+    carriers = CARRIERS[:1] if current_encoding(model) is None else CARRIERS
+    return [carrier for carrier in carriers if carrier.fits(model)]
 
 
 def _save(request: Request, form: StockForm, save_kwargs: dict[str, Any]) -> None:

@@ -1,0 +1,173 @@
+"""A script that runs an encoder, or an encoder-decoder, by llama.cpp's C functions, which its server does not offer.
+
+It reads a task (JSON) from the standard input and writes arrays (npz) to the file that the task names. Like
+`in_llama_cpp.py`, it is a separate process.
+"""
+
+import ctypes
+import importlib.util
+import json
+import sys
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+#: Exit code if llama.cpp does not load the file.
+CANNOT_LOAD = 3
+
+
+class Opaque(ctypes.Structure):
+    """Parameters of llama.cpp, passed by value.
+
+    Their layout changes between versions. A structure that is larger than the real one can be returned and passed as
+    the last argument on x86-64 and AArch64. A few fields have to be set, and are found by their default values.
+    """
+
+    _fields_ = [("words", ctypes.c_uint32 * 1024)]
+
+
+#: "Not specified" in an enumeration.
+_UNSPECIFIED = 0xFFFFFFFF
+#: Types of the cache, in ggml's numbers.
+_FLOAT32, _FLOAT16 = 0, 1
+
+
+class Library:
+    """llama.cpp in the shared library of xllamacpp, with a file loaded on the CPU and everything in float32."""
+
+    def __init__(self, task: dict[str, Any]) -> None:
+        found = importlib.util.find_spec("xllamacpp.xllamacpp")
+        assert found is not None
+        assert found.origin is not None
+        self.functions = ctypes.CDLL(found.origin)
+        self._declare()
+        self.functions.llama_backend_init()
+        self.model = self.functions.llama_model_load_from_file(task["file"].encode(), self._model_parameters())
+        if not self.model:
+            sys.exit(CANNOT_LOAD)  # llama.cpp has written the reason.
+        context = task["context"]
+        self.context = self.functions.llama_init_from_model(self.model, self._context_parameters(context))
+        if not self.context:
+            sys.exit(CANNOT_LOAD)
+        if self.functions.llama_n_ubatch(self.context) != context or self.functions.llama_pooling_type(self.context):
+            raise RuntimeError("llama.cpp has not taken the parameters, so their order must have changed")
+        self.functions.llama_set_n_threads(self.context, task["threads"], task["threads"])
+        self.width = self.functions.llama_model_n_embd(self.model)
+        self.words = self.functions.llama_vocab_n_tokens(self.functions.llama_model_get_vocab(self.model))
+
+    def embeddings(self, ids: list[int]) -> npt.NDArray[np.float32]:
+        """The encoder's last hidden states, `(2, tokens, width)`.
+
+        By `llama_encode`, and by `llama_decode`, which llama.cpp's server calls and which may mask later tokens.
+        """
+        self.functions.llama_set_embeddings(self.context, True)
+        rows = []
+        for function in ("llama_encode", "llama_decode"):
+            self._forget()
+            self._run(function, ids)
+            rows.append(self._copy(self.functions.llama_get_embeddings(self.context), (len(ids), self.width)))
+        return np.stack(rows)
+
+    def logits(self, ids: list[int], batches: list[list[int]]) -> npt.NDArray[np.float32]:
+        """The decoder's logits after each batch of its tokens, `(batches, vocabulary)`. Later ones use its cache.
+
+        Args:
+            ids: of the encoder.
+            batches: of the decoder.
+        """
+        self.functions.llama_set_embeddings(self.context, False)
+        self._forget()
+        self._run("llama_encode", ids)
+        rows = []
+        for batch in batches:
+            self._run("llama_decode", batch)
+            rows.append(self._copy(self.functions.llama_get_logits_ith(self.context, -1), (self.words,)))
+        return np.stack(rows)
+
+    def _declare(self) -> None:
+        pointer, floats = ctypes.c_void_p, ctypes.POINTER(ctypes.c_float)
+        kinds: dict[str, tuple[Any, list[Any]]] = {
+            "llama_backend_init": (None, []),
+            "llama_model_default_params": (Opaque, []),
+            "llama_context_default_params": (Opaque, []),
+            "llama_model_load_from_file": (pointer, [ctypes.c_char_p, Opaque]),
+            "llama_init_from_model": (pointer, [pointer, Opaque]),
+            "llama_n_ubatch": (ctypes.c_uint32, [pointer]),
+            "llama_pooling_type": (ctypes.c_int, [pointer]),
+            "llama_set_n_threads": (None, [pointer, ctypes.c_int32, ctypes.c_int32]),
+            "llama_model_n_embd": (ctypes.c_int32, [pointer]),
+            "llama_model_get_vocab": (pointer, [pointer]),
+            "llama_vocab_n_tokens": (ctypes.c_int32, [pointer]),
+            "llama_set_embeddings": (None, [pointer, ctypes.c_bool]),
+            "llama_get_memory": (pointer, [pointer]),
+            "llama_memory_clear": (None, [pointer, ctypes.c_bool]),
+            "llama_batch_get_one": (Opaque, [pointer, ctypes.c_int32]),
+            "llama_encode": (ctypes.c_int32, [pointer, Opaque]),
+            "llama_decode": (ctypes.c_int32, [pointer, Opaque]),
+            "llama_get_embeddings": (floats, [pointer]),
+            "llama_get_logits_ith": (floats, [pointer, ctypes.c_int32]),
+        }
+        for name, (result, arguments) in kinds.items():
+            function = getattr(self.functions, name)
+            function.restype, function.argtypes = result, arguments
+
+    def _model_parameters(self) -> Opaque:
+        parameters: Opaque = self.functions.llama_model_default_params()
+        # Two pointers, then n_gpu_layers: all by default.
+        _check(list(parameters.words[:5]), [0, 0, 0, 0, _UNSPECIFIED], "llama_model_params")
+        parameters.words[4] = 0
+        return parameters
+
+    def _context_parameters(self, context: int) -> Opaque:
+        parameters: Opaque = self.functions.llama_context_default_params()
+        words = parameters.words
+        for place in range(3):  # n_ctx, n_batch, n_ubatch
+            words[place] = context
+        # Types of RoPE scaling, pooling, attention and flash attention; eight numbers and two pointers for RoPE and
+        # a callback; types of the cached keys and values.
+        first = next(place for place in range(len(words)) if list(words[place : place + 4]) == [_UNSPECIFIED] * 4)
+        _check(list(words[first + 16 : first + 18]), [_FLOAT16] * 2, "llama_context_params")
+        words[first + 1] = words[first + 3] = 0  # No pooling, and no flash attention, which rounds.
+        words[first + 16] = words[first + 17] = _FLOAT32
+        return parameters
+
+    def _forget(self) -> None:
+        memory = self.functions.llama_get_memory(self.context)
+        if memory:
+            self.functions.llama_memory_clear(memory, True)
+
+    def _run(self, function: str, ids: list[int]) -> None:
+        tokens = (ctypes.c_int32 * len(ids))(*ids)
+        batch = self.functions.llama_batch_get_one(tokens, len(ids))
+        code = getattr(self.functions, function)(self.context, batch)
+        if code:
+            raise RuntimeError(f"{function} returned {code}")
+
+    def _copy(self, floats: Any, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+        if not floats:
+            raise RuntimeError("llama.cpp returned no numbers")
+        return np.ctypeslib.as_array(floats, shape).copy()
+
+
+def _check(found: list[int], expected: list[int], name: str) -> None:
+    if found != expected:
+        raise RuntimeError(
+            f"{name} of this version of xllamacpp starts with {found} where {expected} was expected, so its fields "
+            "cannot be set. Install the version in constraints.txt."
+        )
+
+
+def main() -> None:
+    """Runs the task."""
+    task = json.load(sys.stdin)
+    library = Library(task)
+    arrays = [
+        library.logits(job["encoder"], job["decoder"]) if "decoder" in job else library.embeddings(job["encoder"])
+        for job in task["jobs"]
+    ]
+    np.savez(task["results"], *arrays)
+
+
+if __name__ == "__main__":
+    main()
