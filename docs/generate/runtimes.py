@@ -71,7 +71,8 @@ def page(record: dict[str, Any]) -> str:
     """Returns the page for a record."""
     from tests.export.runtimes import RUNTIMES
 
-    sections = [_section(model, runtimes, record["cells"][model]) for model, runtimes in RUNTIMES.items()]
+    cells = record["cells"]
+    sections = [_section(model, runtimes, cells[model]) for model, runtimes in RUNTIMES.items() if model in cells]
     versions = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
     return HEAD.format(versions=versions) + "\n\n".join(sections) + "\n"
 
@@ -96,8 +97,9 @@ Which scheme runs in which program that does not know this package. Every cell i
 tiny random model with the scheme, which was then run in that program. Models without a scheme are exported as well.
 
 - **A number** is the largest difference from the patched model in transformers, in float32. Outputs are compared
-  relative to the largest one. llama.cpp is compared by probabilities of the next token, which differ less. Its GELU is
-  rounded to 11 bits, which is where the differences of GPT-2 come from.
+  relative to the largest one. llama.cpp is compared by probabilities of the next token, which differ less, or by the
+  hidden states of a model without a head. Its GELU is rounded to 11 bits, which is where the differences of GPT-2 and
+  BERT come from.
 - **plug-in**: the engine runs the patched checkpoint with a plug-in of this package. It was not run for this table:
   [vLLM and SGLang](../how_to/serve_engines.md) says what was run. A scheme with a number under *transformers* needs no
   plug-in there, because these engines run plain checkpoints.

@@ -1,4 +1,4 @@
-"""Which scheme runs where: every scheme of the table, exported from a tiny Llama, BERT and GPT-2 to every target."""
+"""Which scheme runs where: every scheme of the table, exported from tiny models to their targets."""
 
 from __future__ import annotations
 
@@ -66,6 +66,14 @@ def gpt2() -> PreTrainedModel:
     return tiny("GPT2LMHeadModel", vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=None)
 
 
+def bert_encoder() -> PreTrainedModel:
+    return tiny("BertModel", vocab_size=VOCABULARY)
+
+
+def t5() -> PreTrainedModel:
+    return tiny("T5ForConditionalGeneration", vocab_size=VOCABULARY, num_decoder_layers=2, max_position_embeddings=128)
+
+
 #: The rows: the first variant of every scheme of the table, and arrangements that are often asked for.
 SCHEMES: dict[str, Any] = {name: row.variants[0] for name, row in TABLE.items()} | {
     "rope, linear x4": RopeConfig(scaling=LinearScaling(4.0)),
@@ -73,7 +81,13 @@ SCHEMES: dict[str, Any] = {name: row.variants[0] for name, row in TABLE.items()}
     "rope, dynamic NTK x4": RopeConfig(scaling=DynamicScaling(4.0, original_max_positions=64)),
     "interleaved, every=2": InterleavedConfig(every=2),
 }
-MODELS: dict[str, Callable[[], PreTrainedModel]] = {"Llama": llama, "BERT": bert, "GPT-2": gpt2}
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "Llama": llama,
+    "BERT": bert,
+    "GPT-2": gpt2,
+    "BERT without a head": bert_encoder,
+    "T5": t5,
+}
 _INT8 = (("quantize", True),)
 _ONNX = (
     Runtime("ONNX Runtime", "onnx", "prefill", _INT8),
@@ -93,6 +107,8 @@ RUNTIMES: dict[str, tuple[Runtime, ...]] = {
     "Llama": (*_TRANSFORMERS, *_ONNX, *_LLAMA_CPP, Runtime("vLLM", "vllm"), Runtime("SGLang", "sglang")),
     "BERT": (_TRANSFORMERS[0], _ONNX[0]),
     "GPT-2": (*_TRANSFORMERS, *_LLAMA_CPP),
+    "BERT without a head": (_LLAMA_CPP[0], Runtime("llama.cpp, Q8_0", "gguf", "prefill", _Q8, "q8_0")),
+    "T5": (_TRANSFORMERS[0], *_LLAMA_CPP),
 }
 
 

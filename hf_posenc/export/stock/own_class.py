@@ -34,6 +34,9 @@ from hf_posenc.schemes import (
 from hf_posenc.schemes.additive.learned import LearnedEncoding
 from hf_posenc.schemes.bias.t5 import T5Bias
 
+#: Name of a table of relative biases in T5 and models like it.
+_BIAS_TABLE = "relative_attention_bias.weight"
+
 
 def own_class(model: PreTrainedModel) -> StockForm:
     """Returns the model's own class with a stock config and stock names of the weights.
@@ -73,6 +76,9 @@ def _write_scheme(config: Any, state: dict[str, Tensor], model: PreTrainedModel,
         elif isinstance(part, T5Config):
             for stack, encoding in zip(stacks, model.position_encoding.stacks.values(), strict=True):
                 _write_relative_biases(state, stack, encoding, native)
+        elif isinstance(part, NoneConfig) and own == {T5Config}:
+            for name in [name for name in state if name.endswith(_BIAS_TABLE)]:
+                state[name] = torch.zeros_like(state[name])
         elif part not in native.acting_together():
             # A comparison of outputs is not enough: some schemes only act beyond a certain distance.
             raise UnsupportedError(f"A {type(model).__name__} has no such mechanism, or has it with other options.")
@@ -146,7 +152,7 @@ def _write_relative_biases(
             f"{min(ends)}."
         )
     prefix = f"{stack.path}." if stack.path else ""
-    names = [name for name in state if name.startswith(prefix) and name.endswith("relative_attention_bias.weight")]
+    names = [name for name in state if name.startswith(prefix) and name.endswith(_BIAS_TABLE)]
     if len(names) != len(biases):
         raise UnsupportedError(
             f"A {type(stack.module).__name__} has {len(names)} tables of relative biases, but the scheme has "
