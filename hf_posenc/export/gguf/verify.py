@@ -62,7 +62,7 @@ def compare(model: PreTrainedModel, file: Path) -> dict[str, Difference]:
         ids = torch.tensor([[*prompt, *(step.ids[0] for step in steps[:-1])]], device=model.device)
         logits = model(input_ids=ids, use_cache=False, **_last(model, _STEPS)).logits[0, -_STEPS:].float().cpu()
         for place, (expected, step) in enumerate(zip(logits, steps, strict=True)):
-            mode, difference = "prefill" if place == 0 else "decode", _difference(expected, step.ids, step.logprobs)
+            mode, difference = "prefill" if place == 0 else "decode", difference_of(expected, step.ids, step.logprobs)
             found[mode] = found[mode].worst(difference) if mode in found else difference
     return found
 
@@ -85,7 +85,14 @@ def _vocabulary(model: PreTrainedModel) -> int:
     return int(model.config.get_text_config().vocab_size)
 
 
-def _difference(expected: Tensor, ids: list[int], logprobs: list[float]) -> Difference:
+def difference_of(expected: Tensor, ids: list[int], logprobs: list[float]) -> Difference:
+    """Compares a prediction of llama.cpp with that of the model.
+
+    Args:
+        expected: the model's logits of the next token, or their logarithms of probabilities, `(vocabulary,)`.
+        ids: llama.cpp's most probable tokens.
+        logprobs: their log-probabilities.
+    """
     found, places = torch.tensor(logprobs), torch.tensor(ids)
     found_logits, expected_logits = found - found.mean(), expected[places] - expected[places].mean()
     logits = (found_logits - expected_logits).abs().max() / expected_logits.abs().max().clamp(min=1.0)
