@@ -13,6 +13,7 @@ import argparse
 import random
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.machine import describe_machine, machine_line
@@ -30,7 +31,9 @@ def main(arguments: list[str] | None = None) -> int:
     found = parser.parse_args(arguments)
     files = dict(found.files)
     first = found.files[0][0]
-    times = measure(lambda name: timed(files[name], found.prompt, found.steps), list(files), found.rounds)
+    generator = random.Random(0)
+    tokens = [generator.randrange(1000, 2000) for _ in range(found.prompt)]
+    times = measure(lambda name: timed(files[name], tokens, found.steps), list(files), found.rounds)
     print(machine_line(describe_machine("cpu")))
     print(f"\nA prompt of {found.prompt} tokens and {found.steps} new tokens, {found.rounds} rounds.\n")
     print(f"| file | reading, ms per token | over {first} | writing, ms per token | over {first} |")
@@ -41,17 +44,15 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def timed(file: Path, prompt: int, steps: int) -> dict[str, float]:
-    """llama.cpp's own times for random tokens, in milliseconds per token, by phase.
+def timed(file: Path, prompt: Sequence[int], steps: int) -> dict[str, float]:
+    """llama.cpp's own times in milliseconds per token, by phase.
 
     Args:
         file: of the model.
         prompt: tokens that are read.
-        steps: tokens that are written.
+        steps: number of tokens that are written.
     """
-    generator = random.Random(0)
-    tokens = [generator.randrange(1000, 2000) for _ in range(prompt)]
-    (completion,) = complete(file, [tokens], steps, context=prompt + steps, precise=False)
+    (completion,) = complete(file, [prompt], steps, context=len(prompt) + steps, precise=False)
     names = ("prompt_per_token_ms", "predicted_per_token_ms")
     return {phase: completion.timings[name] for phase, name in zip(PHASES, names, strict=True)}
 
