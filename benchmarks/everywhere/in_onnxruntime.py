@@ -89,18 +89,15 @@ def embed(session: Any, task: dict[str, Any]) -> np.ndarray:
 
 def timed(session: Any, task: dict[str, Any]) -> dict[str, float]:
     """Milliseconds per token: reading a prompt, and writing after it."""
-    Decoder(session).read(task["windows"][0][:8])
-    decoder, times = Decoder(session), [time.perf_counter()]
-    logprobs = decoder.read(task["windows"][0])[-1]
-    times.append(time.perf_counter())
-    for _ in range(task["greedy"]):
+    prompt, steps = task["windows"][0], task["greedy"]
+    Decoder(session).read(prompt[:8])
+    decoder, start = Decoder(session), time.perf_counter()
+    logprobs = decoder.read(prompt)[-1]
+    read = time.perf_counter()
+    for _ in range(steps):
         logprobs = decoder.read([int(logprobs.argmax())])[-1]
-    times.append(time.perf_counter())
-    counts = (len(task["windows"][0]), task["greedy"])
-    reading, writing = (
-        1000 * (end - start) / count for start, end, count in zip(times, times[1:], counts, strict=True)
-    )
-    return {"reading": reading, "writing": writing}
+    end = time.perf_counter()
+    return {"reading": 1000 * (read - start) / len(prompt), "writing": 1000 * (end - read) / steps}
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ from benchmarks.everywhere.launch import run_script
 from benchmarks.everywhere.measure import measure
 from benchmarks.everywhere.plan import Plan, Variant
 from benchmarks.everywhere.steps import Steps
+from benchmarks.machine import describe_machine
 from hf_posenc.export.gguf.run import predict
 from hf_posenc.report import Record, Result
 from tests.export.gguf_cases import byte_tokenizer, tiny_llama
@@ -62,7 +63,7 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Steps:
-    return Steps(tmp_path_factory.mktemp("work"), {"cpu": "one"})
+    return Steps(tmp_path_factory.mktemp("work"), describe_machine("cpu"))
 
 
 #: The same with fewer models, for the default run.
@@ -100,7 +101,7 @@ def test_every_program_gives_the_same_numbers(result: Result) -> None:
 
 def test_longer_prompts_and_embeddings(result: Result) -> None:
     if not whole(result):
-        return
+        pytest.skip("measured with all models only")
     longer = {one.at["program"]: one.value for one in result.of("alibi", "probability", tokens=100)}
     assert longer["llama.cpp, f32"] < 1e-5
     # A cache in float16 rounds keys and values to 11 bits.
@@ -117,9 +118,10 @@ def test_what_cannot_be_exported_is_told(result: Result) -> None:
 
 
 def test_times_are_ratios_to_the_stock_model(result: Result) -> None:
-    first = TINY.decoders[0 if whole(result) else 1].name
+    if not whole(result):
+        pytest.skip("measured with all models only")
     for program in ("llama.cpp, f32", "llama.cpp, q8_0", "onnxruntime"):
-        for subject in ("alibi", f"{first} again"):
+        for subject in ("alibi", "stock again"):
             assert result.value(subject, "writing_ratio", program=program) > 0
 
 
@@ -130,8 +132,8 @@ def test_the_page_shows_every_table(result: Result, tmp_path: Path) -> None:
     assert main(["--output", str(folder), "--page"]) == 0
     written = (tmp_path / "everywhere.md").read_text()
     assert "```bash\ncommand\n```" in written
-    names = ["again", "refused", "onnxruntime, int8", "SmolLM2, alibi"]
-    for name in names + ["llama.cpp, f32, default cache", "MiniLM, alibi"] * whole(result):
+    names = ["refused", "onnxruntime, int8", "SmolLM2, alibi"]
+    for name in names + ["llama.cpp, f32, default cache", "MiniLM, alibi", "stock again"] * whole(result):
         assert name in written
     assert "nan" not in written
 
@@ -194,6 +196,7 @@ def test_llama_cpp_follows_the_tokens_that_are_given(result: Result, work: Steps
         predict(file, [[5, 6, 7]], 3, 4, 64, following=[[9]])
 
 
+@pytest.mark.skipif(not PAGE.is_file(), reason="docs/results/everywhere.md has not been measured yet")
 def test_the_page_in_the_documentation_is_that_of_its_records(tmp_path: Path) -> None:
     records = PAGE.with_suffix("") / RECORDS
     copy = tmp_path / "everywhere" / RECORDS
