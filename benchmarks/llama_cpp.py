@@ -13,12 +13,12 @@ import argparse
 import random
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.machine import describe_machine, machine_line
+from benchmarks.rounds import PHASES, measure, ratios
 from hf_posenc.export.gguf.run import complete
-
-_PHASES = {"reading": "prompt_per_token_ms", "writing": "predicted_per_token_ms"}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,25 +29,32 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=64, help="tokens that are written (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=9)
     found = parser.parse_args(arguments)
-    (first, first_file), *_ = found.files
-    files = {**dict(found.files), f"{first} again": first_file}
-    times: dict[str, dict[str, list[float]]] = {name: {phase: [] for phase in _PHASES} for name in files}
+    files = dict(found.files)
+    first = found.files[0][0]
     generator = random.Random(0)
-    prompt = [generator.randrange(1000, 2000) for _ in range(found.prompt)]
-    for _ in range(found.rounds):
-        for name in generator.sample(list(files), len(files)):
-            context = found.prompt + found.steps
-            (completion,) = complete(files[name], [prompt], found.steps, context=context, precise=False)
-            for phase, key in _PHASES.items():
-                times[name][phase].append(completion.timings[key])
+    tokens = [generator.randrange(1000, 2000) for _ in range(found.prompt)]
+    times = measure(lambda name: timed(files[name], tokens, found.steps), list(files), found.rounds)
     print(machine_line(describe_machine("cpu")))
     print(f"\nA prompt of {found.prompt} tokens and {found.steps} new tokens, {found.rounds} rounds.\n")
     print(f"| file | reading, ms per token | over {first} | writing, ms per token | over {first} |")
     print("| --- | --- | --- | --- | --- |")
-    for name in files:
-        cells = [cell for phase in _PHASES for cell in _cells(times[name][phase], times[first][phase])]
+    for name, own in times.items():
+        cells = [cell for phase in PHASES for cell in _cells(own[phase], times[first][phase])]
         print(f"| {name} | {' | '.join(cells)} |")
     return 0
+
+
+def timed(file: Path, prompt: Sequence[int], steps: int) -> dict[str, float]:
+    """llama.cpp's own times in milliseconds per token, by phase.
+
+    Args:
+        file: of the model.
+        prompt: tokens that are read.
+        steps: number of tokens that are written.
+    """
+    (completion,) = complete(file, [prompt], steps, context=len(prompt) + steps, precise=False)
+    names = ("prompt_per_token_ms", "predicted_per_token_ms")
+    return {phase: completion.timings[name] for phase, name in zip(PHASES, names, strict=True)}
 
 
 def _named_file(word: str) -> tuple[str, Path]:
@@ -60,10 +67,7 @@ def _named_file(word: str) -> tuple[str, Path]:
 
 def _cells(own: list[float], first: list[float]) -> list[str]:
     """The median time, and the median of the ratios with their quartiles."""
-    ratios = [mine / its for mine, its in zip(own, first, strict=True)]
-    if len(ratios) < 2:
-        return [f"{own[0]:.2f}", f"{ratios[0]:.2f}"]
-    low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+    middle, low, high = ratios(own, first)
     return [f"{statistics.median(own):.2f}", f"{middle:.2f} ({low:.2f} to {high:.2f})"]
 
 

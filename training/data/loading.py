@@ -49,7 +49,7 @@ def load_named_dataset(
             f"Text is read with the package 'datasets', which cannot be imported ({error}): pip install "
             "'hf-posenc[train]'."
         ) from error
-    path = _packaged_folder() if name is None else Path(name)
+    path = packaged_folder() if name is None else Path(name)
     try:
         if path.exists():
             dataset = _load_local(path, split, sample_by)
@@ -102,7 +102,12 @@ def _load_local(path: Path, split: str, sample_by: str) -> Any:
     return load_dataset(_LOADERS[path.suffix], data_files=[str(path)], split="train")
 
 
-def _packaged_folder() -> Path:
+def packaged_folder() -> Path:
+    """The folder of the speeches, one text file each.
+
+    Raises:
+        SettingsError: if their package is not installed.
+    """
     spec = importlib.util.find_spec(DEFAULT_PACKAGE)
     folder = Path(spec.origin if spec and spec.origin else "").parent / "data" / "speeches"
     if not folder.is_dir():

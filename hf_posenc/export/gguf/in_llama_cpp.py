@@ -49,11 +49,16 @@ def predict(running: Any, prompt: list[int], top: int, cached: bool, letter: int
 
 
 def predict_all(running: Any, job: dict[str, Any]) -> list[dict[str, Any]]:
-    """A greedy continuation: the first token from the whole prompt, and each other token with the cache."""
+    """Predictions after a prompt: the first from all of it, and the others with the cache.
+
+    Each adds a token to the prompt: the next of those that are given, or else the most probable one.
+    """
+    following = job["following"]
     prompt, found, letter = list(job["prompt"]), [], tokenize(running, "a", special=False)[-1]
     for step in range(job["steps"]):
         found.append(predict(running, prompt, job["top"], step > 0, letter))
-        prompt.append(found[-1]["ids"][0])
+        if step + 1 < job["steps"]:
+            prompt.append(found[-1]["ids"][0] if following is None else following[step])
     return found
 
 

@@ -57,8 +57,17 @@ def runtime() -> str:
     return f"llama.cpp (xllamacpp {importlib.metadata.version('xllamacpp')})"
 
 
-def predict(file: Path, prompts: Sequence[Sequence[int]], steps: int, top: int, context: int) -> list[list[Prediction]]:
-    """Continues prompts greedily, with a cache in float32, so that only the file rounds.
+def predict(
+    file: Path,
+    prompts: Sequence[Sequence[int]],
+    steps: int,
+    top: int,
+    context: int,
+    *,
+    following: Sequence[Sequence[int]] | None = None,
+    precise: bool = True,
+) -> list[list[Prediction]]:
+    """Predicts the tokens after prompts.
 
     Args:
         file: of the model.
@@ -66,15 +75,26 @@ def predict(file: Path, prompts: Sequence[Sequence[int]], steps: int, top: int, 
         steps: number of new tokens. The first is predicted from the prompt, and the others with the cache.
         top: number of tokens whose probabilities are returned.
         context: size of the cache in tokens.
+        following: for each prompt, the `steps - 1` tokens that follow it. By default each is the most probable one.
+        precise: whether the cache is float32 and flash attention is off, so that only the file rounds; if false,
+            llama.cpp's defaults.
 
     Returns:
         For each prompt, its steps.
 
     Raises:
         UnsupportedError: if llama.cpp cannot run the file.
+        ValueError: for another number of following tokens.
     """
-    jobs = [{"prompt": list(prompt), "steps": steps, "top": top} for prompt in prompts]
-    results = _run(file, context=context, predictions=jobs)["predictions"]
+    given = [None] * len(prompts) if following is None else [list(tokens) for tokens in following]
+    wrong = [len(tokens) for tokens in given if tokens is not None and len(tokens) != steps - 1]
+    if wrong:
+        raise ValueError(f"{wrong[0]} tokens follow a prompt, and {steps} steps need {steps - 1}.")
+    jobs = [
+        {"prompt": list(prompt), "steps": steps, "top": top, "following": tokens}
+        for prompt, tokens in zip(prompts, given, strict=True)
+    ]
+    results = _run(file, context=context, precise=precise, predictions=jobs)["predictions"]
     return [[Prediction(**step) for step in found] for found in results]
 
 

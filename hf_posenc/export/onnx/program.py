@@ -20,7 +20,7 @@ from hf_posenc.patching.call.runtime import StackForward
 from hf_posenc.patching.call.slot_buffers import EXPORTED_LENGTH
 
 #: Protobuf limits a file to 2 GB. Larger weights go to a file of their own.
-_LARGEST_FILE = int(1.5 * 2**30)
+LARGEST_FILE = int(1.5 * 2**30)
 _WEIGHTS = "model.onnx_data"
 _TRACEABLE = ("eager", "sdpa")
 
@@ -65,7 +65,7 @@ def save_program(program: Any, path: Path) -> None:
 
     tensors = (value.const_value for value in program.graph.initializers.values())
     size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
-    onnx_ir.save(program, str(path), external_data=_WEIGHTS if size > _LARGEST_FILE else None)
+    onnx_ir.save(program, str(path), external_data=_WEIGHTS if size > LARGEST_FILE else None)
 
 
 def _open(axes: Any) -> Any:

@@ -1,0 +1,47 @@
+"""Times of several subjects, measured in turn, and their ratios within a round."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+#: What is timed: a prompt that is read, and tokens that are written after it. Milliseconds per token.
+PHASES = ("reading", "writing")
+
+Times = dict[str, dict[str, list[float]]]
+
+
+def measure(run: Callable[[str], Mapping[str, float]], names: Sequence[str], rounds: int) -> Times:
+    """Runs every subject once in each round, in random order.
+
+    Args:
+        run: runs a subject and returns its time by phase.
+        names: of the subjects. The first runs twice in each round, as `again(names[0])` too.
+        rounds: number of rounds.
+
+    Returns:
+        The times by name and phase.
+    """
+    generator, subjects = random.Random(0), [*names, again(names[0])]
+    times: Times = {name: {phase: [] for phase in PHASES} for name in subjects}
+    for _ in range(rounds):
+        for name in generator.sample(subjects, len(subjects)):
+            found = run(names[0] if name == subjects[-1] else name)
+            for phase in PHASES:
+                times[name][phase].append(found[phase])
+    return times
+
+
+def again(name: str) -> str:
+    """The name of the second run of a subject, whose ratio to the first is the noise of the machine."""
+    return f"{name} again"
+
+
+def ratios(own: Sequence[float], first: Sequence[float]) -> tuple[float, float, float]:
+    """The median of the ratios within a round, and their quartiles: `(median, low, high)`."""
+    found = [mine / its for mine, its in zip(own, first, strict=True)]
+    if len(found) < 2:
+        return found[0], found[0], found[0]
+    low, middle, high = statistics.quantiles(found, n=4, method="inclusive")
+    return middle, low, high
