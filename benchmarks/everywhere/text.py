@@ -1,4 +1,4 @@
-"""Real text: a speech of the packaged corpus, on which no model here was trained."""
+"""Real text: a speech of the packaged corpus."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.errors import BenchmarkError
 from training.data.loading import packaged_folder
 
-#: The longest text of the corpus. Healing reads other speeches.
+#: The longest text of the corpus.
 SPEECH = "1981-Carter-1.txt"
 
 
