@@ -104,12 +104,16 @@ def _adapter_by_name(scheme: Any) -> None:
         assert_close(_logits(again, ids), expected)
 
 
-def _quantised_while_loading(settings: Callable[[], Any], saves: bool = True) -> Callable[[Any], None]:
+#: On processors with AVX512-BF16, bitsandbytes needs whole blocks of 64 inputs and 32 outputs.
+_WHOLE_BLOCKS = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "num_attention_heads": 4}
+
+
+def _quantised_while_loading(settings: Callable[[], Any], saves: bool = True, **sizes: int) -> Callable[[Any], None]:
     """Weights of few bits under a scheme: loaded patched against loaded stock and patched then, and saved again."""
 
     def check(scheme: Any) -> None:
-        model, ids = llama(scheme), tokens()
-        with saved(model) as patched, saved(llama(None)) as stock, folder() as path:
+        model, ids = llama(scheme, **sizes), tokens()
+        with saved(model) as patched, saved(llama(None, **sizes)) as stock, folder() as path:
             again = AutoModelForCausalLM.from_pretrained(patched, quantization_config=settings()).eval()
             twin = AutoModelForCausalLM.from_pretrained(stock, quantization_config=settings()).eval()
             plain = _logits(twin, ids)
@@ -286,7 +290,7 @@ TOOLS = [
     Tool("Quantised weights", "bitsandbytes int8, while loading; saved",
          _quantised_while_loading(lambda: BitsAndBytesConfig(load_in_8bit=True)), _QUANTISED, ("bitsandbytes",)),
     Tool("Quantised weights", "bitsandbytes nf4, while loading; saved",
-         _quantised_while_loading(lambda: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")),
+         _quantised_while_loading(lambda: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"), **_WHOLE_BLOCKS),
          _QUANTISED, ("bitsandbytes",)),
     Tool("Quantised weights", "torch dynamic int8", _quantised_linear, _QUANTISED),
     Tool("Compiling", "torch.compile (aot_eager, full graph)", _compiled, _PLAIN),
