@@ -107,6 +107,12 @@ class QueryKeyMap(Part):
     #: Multi-head latent attention, which rotates the last dimensions of its heads, is then refused.
     mapped_again: bool = False
 
+    def fix_weights(self) -> None:
+        """Computes what depends on weights alone once, for a program in which the weights are constants.
+
+        Exporters call it on a copy of the model before they trace it. By default, nothing is computed.
+        """
+
     def phases(self, positions: Positions) -> tuple[Tensor, ...]:
         """The values that depend on positions but not on q or k; computed once per forward for all layers.
 

@@ -290,7 +290,8 @@ TOOLS = [
     Tool("Quantised weights", "bitsandbytes int8, while loading; saved",
          _quantised_while_loading(lambda: BitsAndBytesConfig(load_in_8bit=True)), _QUANTISED, ("bitsandbytes",)),
     Tool("Quantised weights", "bitsandbytes nf4, while loading; saved",
-         _quantised_while_loading(lambda: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"), **_WHOLE_BLOCKS),
+         _quantised_while_loading(
+             lambda: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"), **_WHOLE_BLOCKS),
          _QUANTISED, ("bitsandbytes",)),
     Tool("Quantised weights", "torch dynamic int8", _quantised_linear, _QUANTISED),
     Tool("Compiling", "torch.compile (aot_eager, full graph)", _compiled, _PLAIN),

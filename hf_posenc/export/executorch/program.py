@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError, UsageError
 from hf_posenc.export.onnx.graphs import Plain, run_plain, takes_token_types
-from hf_posenc.export.onnx.program import extend_slot_buffers, quiet, traceable_attention
+from hf_posenc.export.onnx.program import prepare_for_tracing, quiet, traceable_attention
 from hf_posenc.export.records import Check
 from hf_posenc.export.samples import difference_at_real_tokens, random_ids
 
@@ -46,7 +46,7 @@ def save_program(model: PreTrainedModel, path: Path, max_length: int) -> None:
             "needs ExecuTorch with all of its dependencies, and its compiler needs transformers 5.23 or newer: "
             "pip install executorch 'transformers>=5.23'"
         ) from error
-    extend_slot_buffers(model, max_length)
+    prepare_for_tracing(model, max_length)
     length = torch.export.Dim("length", min=2, max=max_length)
     with traceable_attention(model), quiet():
         inputs = example(model, _LENGTH)

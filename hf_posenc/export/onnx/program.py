@@ -18,6 +18,7 @@ from hf_posenc.errors import UnsupportedError, UsageError
 from hf_posenc.export.onnx.graphs import Graph, graph_of
 from hf_posenc.patching.call.runtime import StackForward
 from hf_posenc.patching.call.slot_buffers import EXPORTED_LENGTH
+from hf_posenc.schemes.parts import QueryKeyMap
 
 #: Protobuf limits a file to 2 GB. Larger weights go to a file of their own.
 LARGEST_FILE = int(1.5 * 2**30)
@@ -44,7 +45,7 @@ def export_program(model: PreTrainedModel, opset_version: int | None) -> Any:
             f"The export to 'onnx' needs newer exporters than those of transformers {transformers.__version__}: "
             "pip install 'transformers>=5.23'"
         ) from error
-    extend_slot_buffers(model)
+    prepare_for_tracing(model)
     with traceable_attention(model), quiet():
         graph = graph_of(model)
         shapes = {name: _open(axes) for name, axes in graph.shapes.items()}
@@ -117,9 +118,16 @@ def _reason(model: PreTrainedModel, error: Exception) -> str:
     )
 
 
-def extend_slot_buffers(model: PreTrainedModel, length: int = EXPORTED_LENGTH) -> None:
-    """Extends the index buffers of patched stacks, whose native length would limit the program."""
+def prepare_for_tracing(model: PreTrainedModel, length: int = EXPORTED_LENGTH) -> None:
+    """Prepares a copy of a model. Its weights become constants, and no length is limited by a buffer.
+
+    Args:
+        model: the copy.
+        length: up to which the index buffers of patched stacks are extended.
+    """
     for module in model.modules():
+        if isinstance(module, QueryKeyMap):
+            module.fix_weights()
         forward = module.__dict__.get("forward")
         if isinstance(forward, StackForward):
             forward.runtime.slots.reach(module, length)

@@ -77,14 +77,21 @@ class CayleyMap(RotationInBasis):
         width = self.rotary_dim
         self._above_diagonal = DeviceConstant(torch.triu_indices(width, width, offset=1, device="cpu"))
         self.skew = nn.Parameter(torch.empty(num_key_heads or 1, width * (width - 1) // 2))
+        self._fixed: Tensor | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Sets the basis to the identity."""
         nn.init.zeros_(self.skew)
 
+    def fix_weights(self) -> None:
+        """Computes the basis, because ONNX has no operator that solves a linear system."""
+        self._fixed = self.basis().detach()
+
     def basis(self) -> Tensor:
         """Returns `(I - S) (I + S)**-1`; the parameter is the part of `S` above the diagonal."""
+        if self._fixed is not None:
+            return self._fixed
         entries = self.skew.float()
         rows, columns = self._above_diagonal.on(entries.device)
         upper = entries.new_zeros(entries.shape[0], self.rotary_dim, self.rotary_dim)
