@@ -8,7 +8,9 @@ from typing import Any
 #: Start of the `model_type` of a patched model in `config.json`.
 MODEL_TYPE = "hf_posenc"
 #: The whole `model_type`. Programs without this package quote it in their error, so it says what to do.
-STORED_MODEL_TYPE = f"{MODEL_TYPE} (pip install hf-posenc, then import hf_posenc before loading)"
+STORED_MODEL_TYPE = f"{MODEL_TYPE} (install this package, then import it before loading)"
+#: How to install this package. It is not on PyPI, where others could take its name, so no message names it there.
+INSTALL = "`pip install .` in a clone of its repository"
 #: The attribute of a config, and of a base model, that holds the position encoding.
 ATTRIBUTE = "position_encoding"
 #: Version of the entry. Since version 2, the weights name their scheme too (`patching/place/mark.py`).

@@ -15,14 +15,13 @@ from typing import Any
 
 from hf_posenc.checkpoint.configuration import CheckpointError
 from hf_posenc.checkpoint.position_files import JSON_FILE, find_file, replace_file
-from hf_posenc.entry import ATTRIBUTE
+from hf_posenc.entry import ATTRIBUTE, INSTALL
 
 CONFIG_FILE = "adapter_config.json"
 FORMAT = 1
 SENTENCE = (
     "hf_posenc: this adapter was trained on a model with a position encoding of the package hf_posenc, which this "
-    "process did not import. Install it (`pip install hf-posenc`, or `pip install .` in a clone of its repository), "
-    "and `import hf_posenc` before loading the adapter"
+    f"process did not import. Install it ({INSTALL}), and `import hf_posenc` before loading the adapter"
 )
 #: The fields that programs read to find the base model.
 _TOP_LEVEL_FIELDS = ("base_model_name_or_path", "revision")
@@ -56,8 +55,8 @@ def unmarked(disk: dict[str, Any], source: str) -> dict[str, Any]:
         )
     if entry.get("format") != FORMAT:
         raise CheckpointError(
-            f"{source} is in format {entry.get('format')!r}, and this version of hf_posenc reads format {FORMAT}. Run "
-            "`pip install --upgrade hf-posenc`."
+            f"{source} is in format {entry.get('format')!r}, and this version of hf_posenc reads format {FORMAT}. "
+            "Update hf_posenc."
         )
     return config | {name: disk[name] for name in _TOP_LEVEL_FIELDS if name in disk}
 

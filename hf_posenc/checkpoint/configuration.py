@@ -86,7 +86,7 @@ def check_format(entry: dict[str, Any], source: str) -> None:
         raise CheckpointError(
             f"{source} was written in format {shown(entry['format'])} by hf_posenc "
             f"{shown(entry.get('hf_posenc_version', '?'))}; this version reads up to format {FORMAT}. "
-            "Run `pip install --upgrade hf-posenc`."
+            "Update hf_posenc."
         )
 
 
@@ -110,7 +110,7 @@ def check_scheme(scheme: Any, source: str) -> None:
         raise CheckpointError(
             f"The scheme in the config.json of {source} cannot be built: {error} If another package registers this "
             "scheme, import it before loading; if a newer hf_posenc wrote the checkpoint "
-            f"(this is format {FORMAT}), run `pip install --upgrade hf-posenc`."
+            f"(this is format {FORMAT}), update hf_posenc."
         ) from error
     if names_native(config):
         raise CheckpointError(

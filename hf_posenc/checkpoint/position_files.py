@@ -131,7 +131,7 @@ def read_position_files(source: str | os.PathLike[str], hub: Mapping[str, Any]) 
     if written > FORMAT:
         raise CheckpointError(
             f"{JSON_FILE} in {source} is in format {written}, from hf_posenc {entry.get('hf_posenc_version', '?')}; "
-            f"this version reads up to format {FORMAT}. Run `pip install --upgrade hf-posenc`."
+            f"this version reads up to format {FORMAT}. Update hf_posenc."
         )
     files = PositionFiles(
         scheme=_field(entry, "scheme", dict, source),
@@ -150,7 +150,7 @@ def read_position_files(source: str | os.PathLike[str], hub: Mapping[str, Any]) 
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(
             f"The scheme in {JSON_FILE} of {source} cannot be built: {error} If another package registers it, import "
-            "that package before loading; if a newer hf_posenc wrote it, run `pip install --upgrade hf-posenc`."
+            "that package before loading; if a newer hf_posenc wrote it, update hf_posenc."
         ) from error
     return files
 

@@ -42,9 +42,9 @@ class ExportError(UnsupportedError):
         self.reasons = reasons.sentences()
         others = (one.advice(request.model) for one in TARGETS if one.name != target)
         ways = [
-            *(["accept the difference with approximate=True"] if inexact else []),
+            *(["accept the difference: approximate=True, or --approximate"] if inexact else []),
             *(advice for advice in others if advice is not None),
-            "save it with model.save_pretrained, and import hf_posenc where it is loaded",
+            "run the checkpoint where hf_posenc is installed: import it before from_pretrained, or use hf-posenc serve",
         ]
         super().__init__(
             f"{program} cannot run the scheme {request.label()} of this {type(request.model).__name__}."

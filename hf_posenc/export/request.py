@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
@@ -15,6 +16,12 @@ from hf_posenc.patching.observe.native_scheme import native_scheme
 from hf_posenc.patching.place.in_force import current_encoding, refuse_missing_sites
 from hf_posenc.schemes import SchemeConfig
 from hf_posenc.schemes.labels import scheme_label
+
+#: How to get the embeddings of an encoder-decoder.
+_ENCODER = (
+    "For embeddings alone, save the whole model with save_pretrained, load the folder with the class of its encoder "
+    "(T5EncoderModel for a T5), and export that."
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,18 @@ class Request:
             return "stock"
 
 
+def refuse_encoder_decoder(model: PreTrainedModel) -> None:
+    """Refuses a model with an encoder and a decoder, for targets that write one program.
+
+    Raises:
+        UnsupportedError: saying how to export the encoder.
+    """
+    if model.config.is_encoder_decoder:
+        raise UnsupportedError(
+            f"{type(model).__name__} has an encoder and a decoder, and this target writes one program. {_ENCODER}"
+        )
+
+
 def model_to_export(model: Any, merge_adapters: bool) -> PreTrainedModel:
     """Returns a model that can be exported. Adapters are merged into a copy.
 
@@ -68,6 +87,8 @@ def model_to_export(model: Any, merge_adapters: bool) -> PreTrainedModel:
             "(model.module of DistributedDataParallel, model._orig_mod of torch.compile)."
         )
     name = type(model).__name__
+    if type(model).__module__.startswith("transformers.models.") and not hasattr(transformers, name):
+        raise UnsupportedError(f"{name} is a part of a model, and programs load whole models. {_ENCODER}")
     if getattr(model, "_hf_peft_config_loaded", False):
         raise UnsupportedError(
             f"This {name} has adapters that were added with add_adapter or load_adapter, which cannot be merged into "

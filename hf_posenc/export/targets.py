@@ -57,13 +57,13 @@ class Target:
         Returns:
             A line of advice; `None` if this target has nothing that could carry the scheme.
         """
-        call, missing = f"export_model(..., to={self.name!r})", self.missing_packages()
+        advice, missing = f"export it to {self.name!r}", self.missing_packages()
         if self.takes_almost_all:
-            return f"{call}: {self.program} runs almost every scheme"
+            return None if model.config.is_encoder_decoder else f"{advice}: {self.program} runs almost every scheme"
         if missing:
-            return f"{call}: {self.program} may be able to (pip install {' '.join(missing)})"
+            return f"{advice}: {self.program} may be able to run it (pip install {' '.join(missing)})"
         found = importlib.import_module(self.home).proposal(model)
-        return None if found is None else f"{call}: {self.program} has {found}"
+        return None if found is None else f"{advice}: {self.program} has {found}"
 
     def writer(self) -> Writer:
         """Imports the writer."""

@@ -103,9 +103,9 @@ def test_disk_form_defeats_every_stock_reader(config: PreTrainedConfig) -> None:
     config.architectures = ["SomeModel"]
     attach_entry(config, ENTRY)
     disk = json.loads(config.to_json_string())
-    assert disk["model_type"].startswith("hf_posenc (pip install hf-posenc")
+    assert disk["model_type"].startswith("hf_posenc (install this package")
     assert disk["architectures"] == ["hf_posenc.SomeModel"]
-    assert "pip install hf-posenc" in disk["transformers_weights"]
+    assert "pip install ." in disk["transformers_weights"]
     assert not disk["transformers_weights"].endswith((".safetensors", ".json"))
     assert disk["position_encoding"]["base_model_type"] == config.model_type
     assert disk["position_encoding"]["scheme"] == ENTRY
@@ -171,8 +171,8 @@ def test_a_part_of_a_composite_checkpoint_is_refused(tmp_path) -> None:
     [
         ({"position_encoding": None}, "edited or damaged"),
         ({"position_encoding": {"scheme": "none"}}, "edited or damaged"),
-        ({"format": 99}, "pip install --upgrade hf-posenc"),
-        ({"format": FORMAT + 1}, "pip install --upgrade hf-posenc"),
+        ({"format": 99}, "Update hf_posenc"),
+        ({"format": FORMAT + 1}, "Update hf_posenc"),
         ({"base_model_type": None}, "base_model_type None"),
         ({"scheme": "none"}, "names no scheme"),
         ({"scheme": {"scheme": "nonne"}}, "Did you mean 'none'"),

@@ -46,8 +46,8 @@ def test_a_process_without_the_package_is_refused_with_its_name(refused: dict[st
     messages = refused[case.name]
     assert set(messages) == (REFUSED if case.every_route else {"AutoConfig", "concrete"})
     for route, message in messages.items():
-        # Auto classes have words of their own, which name the type of model.
-        words = ("pip install hf-posenc", "import hf_posenc") if route in CONCRETE else ("posenc",)
+        # Auto classes quote the type of the model, and others a sentence.
+        words = ("pip install .", "import hf_posenc") if route in CONCRETE else ("install", "import")
         assert all(word in message for word in words), (route, message)
 
 

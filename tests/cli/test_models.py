@@ -92,7 +92,7 @@ class TestPatch:
         assert main(["patch", llama, "alibi", "--stock", "--output", str(output)]) == 2
         lines = capsys.readouterr().err.splitlines()
         assert "hf-posenc: error: Plain transformers cannot run the scheme alibi of this LlamaForCausalLM." in lines
-        assert lines[-1].startswith("- save it with")
+        assert lines[-1].startswith("- run the checkpoint where hf_posenc is installed")
         assert not output.exists()
 
     def test_a_patched_checkpoint_is_not_patched_again_by_accident(self, capsys, llama, tmp_path):

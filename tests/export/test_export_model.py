@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from hf_posenc.errors import UsageError
 from hf_posenc.export.records import MANIFEST
 from tests.checkpoint.checkpoint_cases import llama, outputs, randomize
 from tests.checkpoint.test_interrupted_save import killed_at
+from tests.models import tiny
 from tests.tools.subject import tokenizer
 
 
@@ -238,3 +240,21 @@ def test_tied_weights_stay_tied_and_modes_stay_as_they_are(tmp_path: Path) -> No
     loaded = LlamaForCausalLM.from_pretrained(tmp_path)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert torch.equal(outputs(loaded), outputs(tied.eval()))
+
+
+def test_a_part_of_a_model_is_refused_with_the_way_to_its_encoder(tmp_path: Path) -> None:
+    part = tiny("T5ForConditionalGeneration").get_encoder()
+    with pytest.raises(UnsupportedError, match=r"T5Stack is a part of a model.*T5EncoderModel"):
+        hf_posenc.export_model(part, tmp_path / "out", to="onnx")
+
+
+def test_the_advice_of_a_refusal_leads_nowhere_else(tmp_path: Path) -> None:
+    """No target that is named as a way out refuses the same model."""
+    model = tiny("T5ForConditionalGeneration")
+    hf_posenc.patch_model(model, "alibi")
+    with pytest.raises(UnsupportedError) as refused:
+        hf_posenc.export_model(model, tmp_path / "out", to="stock")
+    named = re.findall(r"export it to '(\w+)'", str(refused.value))
+    assert not {"onnx", "executorch"} & set(named)
+    for target in named:
+        hf_posenc.export_model(model, tmp_path / target, to=target)

@@ -12,7 +12,7 @@ from hf_posenc.export.executorch.program import LEAST, compare, example, save_pr
 from hf_posenc.export.onnx.graphs import run_plain
 from hf_posenc.export.onnx.write import save_configs
 from hf_posenc.export.records import Written
-from hf_posenc.export.request import Request
+from hf_posenc.export.request import Request, refuse_encoder_decoder
 from hf_posenc.patching.place.config_lengths import find_lengths
 from hf_posenc.patching.place.in_force import current_encoding
 
@@ -39,11 +39,7 @@ def write(request: Request, *, max_length: int | None = None) -> Written:
         UsageError: if `max_length` is not a whole number of at least 16, transformers is too old, or a dependency of
             ExecuTorch is missing.
     """
-    if request.model.config.is_encoder_decoder:
-        raise UnsupportedError(
-            f"{type(request.model).__name__} has an encoder and a decoder, and this target writes one program. Export "
-            "model.get_encoder() for embeddings, or use model.save_pretrained."
-        )
+    refuse_encoder_decoder(request.model)
     longest = _default_length(request.model) if max_length is None else max_length
     if type(longest) is not int or longest < LEAST:
         raise UsageError(f"max_length is {longest!r}; expected a whole number of tokens, at least {LEAST}.")

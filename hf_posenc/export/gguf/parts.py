@@ -20,7 +20,6 @@ from hf_posenc.patching.place.encoding import build_encoding
 from hf_posenc.patching.place.in_force import current_encoding
 from hf_posenc.patching.place.stack_encoding import StackEncoding
 from hf_posenc.schemes import SchemeConfig
-from hf_posenc.schemes.parts import LogitScale
 
 #: Relative difference of two constants that count as equal: a few roundings of float32.
 EQUAL = 1e-6
@@ -154,6 +153,15 @@ def rotation_of(layer: LayerEncoding) -> Rotation:
     return Rotation(frequencies, [*order, *range(rotated, width)], factors, given)
 
 
+#: What parts do, by their kind.
+_ACTIONS = {
+    "additive": "adds vectors to the embeddings",
+    "query_key_map": "changes queries and keys",
+    "logit_bias": "adds a bias to attention",
+    "logit_scale": "scales attention by the position",
+}
+
+
 def refuse_other_parts(parts: ModelParts, *allowed: str) -> None:
     """Refuses parts that a carrier cannot express.
 
@@ -171,8 +179,7 @@ def refuse_other_parts(parts: ModelParts, *allowed: str) -> None:
             found += [(kind, getattr(layer, kind)) for kind in ("query_key_map", "logit_bias", "logit_scale")]
     for kind, part in found:
         if part is not None and kind not in allowed:
-            what = "scales logits by position" if isinstance(part, LogitScale) else f"has the part {kind}"
-            raise UnsupportedError(f"The scheme {parts.scheme.name!r} {what} ({type(part).__name__})")
+            raise UnsupportedError(f"the scheme {_ACTIONS[kind]} ({type(part).__name__}), and llama.cpp does not here")
 
 
 def refuse_without_logits(parts: ModelParts) -> None:

@@ -42,7 +42,8 @@ print(server.handle_embeddings({"input": ["The dog chased"]})["data"][0]["embedd
 _POOLED = " --pooling mean", "options.pooling_type = xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_MEAN\n"
 _ENCODER_DECODER = (
     "`model.gguf` is an encoder-decoder. Programs that call `llama_encode` and `llama_decode` of llama.cpp run it. "
-    "`llama-server` and the programs that contain it do not."
+    "`llama-server` and the programs that contain it load the file and then answer with wrong text: they do not "
+    "run the encoder."
 )
 
 

@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.export.request import refuse_encoder_decoder
 from hf_posenc.export.samples import random_ids
 from hf_posenc.patching.place.in_force import current_encoding
 
@@ -140,11 +141,7 @@ def graph_of(model: PreTrainedModel) -> Graph:
     Raises:
         UnsupportedError: for an encoder-decoder model, or one that caches something else than keys and values.
     """
-    if model.config.is_encoder_decoder:
-        raise UnsupportedError(
-            f"{type(model).__name__} has an encoder and a decoder, which are two graphs in ONNX. This target writes "
-            "one. Export model.get_encoder() for embeddings, or use model.save_pretrained."
-        )
+    refuse_encoder_decoder(model)
     ids = random_ids(model, _PAST + _LENGTH, _BATCH)
     mask = torch.ones_like(ids)
     mask[1, 0] = 0

@@ -12,6 +12,7 @@ from hf_posenc.export.onnx.verify import TOLERANCE, compare
 from hf_posenc.export.records import Check, Written
 from hf_posenc.export.request import Request
 from hf_posenc.patching.place.config_entry import detach_entry
+from hf_posenc.patching.place.config_lengths import find_lengths, write_lengths
 
 _FILE, _QUANTIZED = "model.onnx", "model_quantized.onnx"
 #: Weights that share a scale, and onnxruntime's number for products with activations that are int8 in blocks too.
@@ -67,9 +68,14 @@ def _quantized(reference: transformers.PreTrainedModel, path: Path) -> tuple[Che
 
 
 def save_configs(request: Request) -> None:
-    """Saves the configs without the scheme, which other programs could not read. The graph contains it."""
+    """Saves the configs without the scheme, which other programs could not read. The graph contains it.
+
+    The lengths are those of the graph, not those of the stock model.
+    """
     config = copy.deepcopy(request.model.config)
+    lengths = find_lengths(config, [getattr(config, key, None) for key in config.sub_configs])
     detach_entry(config)
+    write_lengths(config, lengths)
     config.save_pretrained(request.draft)
     generation = getattr(request.model, "generation_config", None)
     if generation is not None:

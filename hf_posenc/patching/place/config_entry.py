@@ -25,7 +25,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from hf_posenc.entry import ATTRIBUTE, FORMAT, STORED_MODEL_TYPE, read_entry, read_fields
+from hf_posenc.entry import ATTRIBUTE, FORMAT, INSTALL, STORED_MODEL_TYPE, read_entry, read_fields
 from hf_posenc.patching.place.config_lengths import native_lengths, write_lengths
 from hf_posenc.version import __version__
 
@@ -34,8 +34,7 @@ WEIGHTS_KEY = "transformers_weights"
 _WEIGHTS_SENTENCE_START = "this checkpoint has a position encoding of the package hf_posenc"
 WEIGHTS_SENTENCE = (
     f"{_WEIGHTS_SENTENCE_START}, which this process did not import. "
-    "Install it (`pip install hf-posenc`, or `pip install .` in a clone of its repository), and `import hf_posenc` "
-    "before loading the checkpoint"
+    f"Install it ({INSTALL}), and `import hf_posenc` before loading the checkpoint"
 )
 
 
