@@ -238,3 +238,17 @@ def test_tied_weights_stay_tied_and_modes_stay_as_they_are(tmp_path: Path) -> No
     loaded = LlamaForCausalLM.from_pretrained(tmp_path)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert torch.equal(outputs(loaded), outputs(tied.eval()))
+
+
+def test_files_that_appear_during_an_export_are_kept(model: Any, tmp_path: Path) -> None:
+    place = tmp_path / "out"
+
+    class SlowTokenizer:
+        def save_pretrained(self, folder: Path) -> None:
+            if not place.exists():
+                hf_posenc.export_model(patched(700.0), place)  # as another process does
+
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        hf_posenc.export_model(model, place, tokenizer=SlowTokenizer())
+    assert hf_posenc.native_scheme(LlamaForCausalLM.from_pretrained(place)).theta == 700.0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
