@@ -109,6 +109,7 @@ EXPRESSIBLE: dict[str, tuple[Callable[[], PreTrainedModel], Any]] = {
     "bert-native": (bert, native),
     "opt-native": (opt, native),
     "t5-own": (t5, "t5"),
+    "t5-none": (t5, "none"),
     "bloom-native": (bloom, native),
     "llama-none": (llama, "none"),
     "llama-hope": (llama, "hope"),
