@@ -102,6 +102,8 @@ def export_model(
             report = ExportReport(place, target.name, request.label(), written.carrier, written.checks, files)
             export_card(inner, report, written.usage, repository).save(card)
             manifest.write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
+            # Another process may have written there since the first look.
+            _check_folder(place, overwrite, draft.name)
             _clear(place, files)
     finally:
         for module, training in modes:
@@ -111,10 +113,10 @@ def export_model(
     return report
 
 
-def _check_folder(place: Path, overwrite: bool) -> None:
+def _check_folder(place: Path, overwrite: bool, draft: str | None = None) -> None:
     if place.exists() and not place.is_dir():
         raise FileExistsError(f"{place} is a file. Give the path of a folder.")
-    if place.is_dir() and any(place.iterdir()) and not overwrite:
+    if place.is_dir() and not overwrite and any(path.name != draft for path in place.iterdir()):
         raise FileExistsError(f"{place} is not empty. Give a new folder, or overwrite=True.")
 
 

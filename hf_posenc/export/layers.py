@@ -25,6 +25,11 @@ from hf_posenc.schemes.rotary.string import RotationInBasis
 _ROTATION = ("angles", "phases", "prepared", "query_phases", "key_phases", "map_query", "map_key", "rotate")
 
 
+#: An entry of `rope_parameters` that is no part of a rotation: the attention of Ministral 3 reads it, and multiplies
+#: queries at positions beyond `original_max_position_embeddings`, whatever the scheme is.
+QUERY_FACTOR = "llama_4_scaling_beta"
+
+
 @dataclass(frozen=True)
 class PlacedLayer:
     """One attention layer of a patched model and the parts that act in it.

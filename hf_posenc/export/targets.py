@@ -33,8 +33,9 @@ class Target:
         home: module of the writer, whose name is `write`.
         packages: what must be installed to write and check it, as `pip install` takes it.
         program: what runs it.
-        takes_almost_all: whether it can express almost every scheme. The module of any other target also has a function
-            `proposal`, which names what could carry the scheme of a model.
+        takes_almost_all: whether it can express almost every scheme, in models that are not an encoder and a decoder.
+            The module of any other target also has a function `proposal`, which names what could carry the scheme of a
+            model.
     """
 
     name: str

@@ -258,3 +258,17 @@ def test_the_advice_of_a_refusal_leads_nowhere_else(tmp_path: Path) -> None:
     assert not {"onnx", "executorch"} & set(named)
     for target in named:
         hf_posenc.export_model(model, tmp_path / target, to=target)
+
+
+def test_files_that_appear_during_an_export_are_kept(model: Any, tmp_path: Path) -> None:
+    place = tmp_path / "out"
+
+    class SlowTokenizer:
+        def save_pretrained(self, folder: Path) -> None:
+            if not place.exists():
+                hf_posenc.export_model(patched(700.0), place)  # as another process does
+
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        hf_posenc.export_model(model, place, tokenizer=SlowTokenizer())
+    assert hf_posenc.native_scheme(LlamaForCausalLM.from_pretrained(place)).theta == 700.0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

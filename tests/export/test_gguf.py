@@ -32,6 +32,8 @@ from hf_posenc import (
 from hf_posenc.export.export_model import export_model
 from hf_posenc.export.gguf import llama_carriers, write
 from hf_posenc.export.gguf.form import GgufForm
+from tests.architectures.population import Pair
+from tests.architectures.tiny import tiny_model
 from tests.export.gguf_cases import byte_tokenizer, tiny_llama
 
 pytest.importorskip("xllamacpp")
@@ -309,3 +311,32 @@ def test_models_with_other_blocks(name: str, options: dict[str, Any], reason: st
 def test_unknown_precision(tmp_path: Path) -> None:
     with pytest.raises(hf_posenc.UnknownNameError, match="q8_0"):
         exported(tiny_llama(), tmp_path / "out", dtype="q8")
+
+
+#: Queries of Ministral 3 get a factor at positions beyond the original length, which is longer than any prompt here.
+FACTOR = {
+    "max_position_embeddings": 16384,
+    "head_dim": 8,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": 4096,
+        "llama_4_scaling_beta": 2.0,
+    },
+}
+
+
+@pytest.mark.parametrize("scheme", [None, "alibi", "none"])
+def test_a_factor_of_distant_queries_is_refused(scheme: str | None, tmp_path: Path) -> None:
+    model = tiny_llama("Ministral3ForCausalLM", **FACTOR)
+    if scheme is not None:
+        hf_posenc.patch_model(model, scheme)
+    with pytest.raises(UnsupportedError, match="a factor that grows with the position"):
+        exported(model, tmp_path / "out")
+
+
+def test_layers_with_heads_of_different_widths_are_refused(tmp_path: Path) -> None:
+    model = hf_posenc.patch_model(tiny_model(Pair("causal", "gemma4_text")), "rope")
+    with pytest.raises(UnsupportedError, match="all but every fourth layer; layer 1 differs"):
+        exported(model, tmp_path / "out")

@@ -214,9 +214,8 @@ def test_wrong_positions_are_found(
 
     real = write.write_file
     monkeypatch.setattr(write, "write_file", faulty)
-    with pytest.raises(
-        UnsupportedError, match=r"(?s)llama.cpp (gives other numbers|cannot run the file).*run the checkpoint where"
-    ):
+    refusal = r"(?s)llama.cpp (gives other numbers|cannot run the file).*What can be done:"
+    with pytest.raises(UnsupportedError, match=refusal):
         exported(model(), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -274,3 +273,24 @@ def test_the_table_of_gelu() -> None:
 def test_an_architecture_that_a_row_names_has_no_other_rows() -> None:
     assert [row.name for row in CARRIERS if row.blocks.fits(t5())] == ["t5"]
     assert {row.name for row in CARRIERS if row.blocks.fits(bert())} == {"bert", "jina-bert-v2", "jina-bert-v3"}
+
+
+def test_the_factor_of_the_logits_is_not_rounded(tmp_path: Path) -> None:
+    model = t5().bfloat16()
+    exported(model, tmp_path / "out")
+    found = torch.tensor(tensors(tmp_path / "out")["dec.output_norm.weight"].data)
+    assert torch.equal(found, model.decoder.final_layer_norm.weight.detach().float() * 32**-0.5)
+
+
+def test_a_t5_whose_config_names_no_first_token(tmp_path: Path) -> None:
+    model = t5(decoder_start_token_id=None)
+    model.config.__dict__.pop("decoder_start_token_id")
+    exported(model, tmp_path / "out")
+    assert fields(tmp_path / "out")["t5.decoder_start_token_id"] == model.config.pad_token_id
+
+
+def test_no_target_is_advised_that_takes_no_encoder_with_a_decoder(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="save_pretrained") as refused:
+        exported(t5("alibi"), tmp_path / "out")
+    assert "to='onnx'" not in str(refused.value)
+    assert "to='executorch'" not in str(refused.value)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import hf_posenc
 from hf_posenc import DynamicScaling, RopeConfig, UnsupportedError, YarnScaling, list_schemes
 from hf_posenc.errors import UsageError
 from hf_posenc.export.export_model import export_model
-from hf_posenc.export.onnx import program
+from hf_posenc.export.onnx import program, write
 from hf_posenc.export.onnx.program import save_program
 from hf_posenc.export.onnx.verify import TOLERANCE, Session, compare
 from tests.thinning import mostly_slow
@@ -200,3 +202,30 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_an_unknown_option_is_named(tmp_path: Path) -> None:
     with pytest.raises(hf_posenc.errors.UnknownNameError, match="opset_version"):
         export_model(visible(BERT), tmp_path / "out", to="onnx", opset=17)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"), [({"quantize": "no"}, "True or False"), ({"opset_version": "20"}, "a number")]
+)
+def test_values_of_options_are_checked(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=message):
+        export_model(visible(BERT), tmp_path / "out", to="onnx", **options)
+
+
+def test_a_version_of_operators_that_is_not_written_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="opset_version=5; the exporter wrote version"):
+        export_model(visible(BERT), tmp_path / "out", to="onnx", opset_version=5)
+
+
+def test_the_quantizer_leaves_logging_as_it_is(caplog: pytest.LogCaptureFixture, alibi: Any, tmp_path: Path) -> None:
+    model, folder, _ = alibi
+    shutil.copy(folder / "model.onnx", tmp_path)
+    caplog.set_level(logging.INFO)
+    write._quantized(model, tmp_path / "model.onnx")
+    assert not [record for record in caplog.records if record.name.startswith("onnxruntime.quantization")]
+    root = logging.getLogger()
+    before = root.level, list(root.handlers)
+    with program.quiet():  # as onnxruntime's quantizer does when it is imported
+        root.setLevel(logging.DEBUG)
+        root.addHandler(logging.NullHandler())
+    assert (root.level, root.handlers) == before

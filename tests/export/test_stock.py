@@ -109,6 +109,7 @@ EXPRESSIBLE: dict[str, tuple[Callable[[], PreTrainedModel], Any]] = {
     "bert-native": (bert, native),
     "opt-native": (opt, native),
     "t5-own": (t5, "t5"),
+    "t5-none": (t5, "none"),
     "bloom-native": (bloom, native),
     "llama-none": (llama, "none"),
     "llama-hope": (llama, "hope"),
@@ -160,7 +161,6 @@ INEXPRESSIBLE: dict[str, tuple[Callable[[], PreTrainedModel], Any, str]] = {
     "bert-other_buckets": (bert, T5Config(max_distance=64), "up to a distance of 128"),
     "bert-bias_per_layer": (bert, T5Config(shared=False), "which all layers share"),
     "bert-sinusoidal_and_rope": (bert, ["sinusoidal", "rope"], "add no vectors"),
-    "t5-none": (t5, "none", "no table|0 tables|no rotation"),
 }
 
 
@@ -363,3 +363,12 @@ def test_buckets_that_differ_only_far_away_are_refused(tmp_path: Path) -> None:
     model = hf_posenc.patch_model(t5(), T5Config(max_distance=127))
     with pytest.raises(UnsupportedError, match="end at a distance of 127, and those of a T5Stack at 128"):
         hf_posenc.export_model(model, tmp_path / "export")
+
+
+def test_a_factor_of_queries_in_the_rope_parameters_is_not_lost(tmp_path: Path) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.5}
+    rope["original_max_position_embeddings"] = 4096
+    model = tiny("Ministral3ForCausalLM", head_dim=8, rope_parameters=rope)
+    hf_posenc.patch_model(model, "rope", theta=500.0)
+    with pytest.raises(UnsupportedError, match="llama_4_scaling_beta"):
+        hf_posenc.export_model(model, tmp_path / "out")

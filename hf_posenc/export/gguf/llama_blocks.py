@@ -12,6 +12,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.gguf.form import GgufForm
 from hf_posenc.export.gguf.names import named_weights
 from hf_posenc.export.gguf.parts import ModelParts, Rotation, refuse_without_logits
+from hf_posenc.export.layers import QUERY_FACTOR
 
 _REQUIRED = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
 
@@ -133,6 +134,12 @@ def _refuse_other_blocks(parts: ModelParts, name: str) -> None:
     if isinstance(window, int) and window < config.max_position_embeddings and types != {"full_attention"}:
         raise UnsupportedError(
             f"{name} has a sliding window of {window} tokens, which these blocks of llama.cpp do not have"
+        )
+    if (getattr(config, "rope_parameters", None) or {}).get(QUERY_FACTOR):
+        # Not left to the comparison: the factor is 1 up to the original length, which no prompt may reach.
+        raise UnsupportedError(
+            f"{name} multiplies queries by a factor that grows with the position ({QUERY_FACTOR}), which these blocks "
+            "of llama.cpp do not have"
         )
     sizes = {(one.num_heads, one.num_key_value_heads, one.head_dim) for one in parts.stack.attentions}
     if len(sizes) > 1:

@@ -56,7 +56,8 @@ def every_fourth_layer_stopped(parts: ModelParts) -> GgufForm:
     rope = rope_inverse_frequencies(theta, head_dim).double()
     for layer, rotation in enumerate(rotations):
         expected = torch.zeros_like(rope) if (layer + 1) % _SMOLLM3_STEP == 0 else rope
-        if not torch.allclose(rotation.frequencies, expected, rtol=EQUAL, atol=0):
+        found = rotation.frequencies
+        if found.shape != expected.shape or not torch.allclose(found, expected, rtol=EQUAL, atol=0):
             raise UnsupportedError(
                 f"it rotates by RoPE's frequencies in all but every fourth layer; layer {layer} differs"
             )

@@ -66,10 +66,16 @@ def t5_form(parts: ModelParts) -> GgufForm:
         # Programs that call llama_decode would mask later tokens otherwise; llama_encode never does.
         metadata["attention.causal"] = False
     else:
-        start = config.decoder_start_token_id
         metadata["decoder_block_count"] = decoder[0]
-        metadata["decoder_start_token_id"] = int(config.pad_token_id if start is None else start)
+        metadata["decoder_start_token_id"] = start_token(model)
     return GgufForm(architecture, metadata, tensors, f"the architecture {architecture!r}")
+
+
+def start_token(model: PreTrainedModel) -> int:
+    """The first token of a decoder. A new config does not name it."""
+    places = (model.config, getattr(model, "generation_config", None))
+    named = (getattr(place, "decoder_start_token_id", None) for place in places)
+    return int(next((token for token in named if token is not None), model.config.pad_token_id))
 
 
 def _weights(parts: ModelParts, architecture: str, layers: int) -> dict[str, Tensor]:
@@ -88,7 +94,8 @@ def _weights(parts: ModelParts, architecture: str, layers: int) -> dict[str, Ten
 def _output_factor(model: Any) -> float:
     """What the decoder's states are multiplied by before the output layer: in T5 `d_model**-0.5` or 1.
 
-    Observed for one token, because the field of the config that decides differs between classes and versions.
+    Which of them is observed for one token, because the field of the config that decides differs between classes and
+    versions. The number itself is not, because models in bfloat16 round it.
     """
     states, inputs = [], []
     hooks = [
@@ -102,7 +109,8 @@ def _output_factor(model: Any) -> float:
         for hook in hooks:
             hook.remove()
     state, given = states[0].double(), inputs[0].double()
-    return float((state * given).sum() / (state * state).sum())
+    observed = float((state * given).sum() / (state * state).sum())
+    return min((1.0, float(model.config.d_model) ** -0.5), key=lambda factor: abs(factor - observed))
 
 
 def _refuse_other_blocks(parts: ModelParts) -> None:

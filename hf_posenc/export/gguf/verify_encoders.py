@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.export.gguf.differences import STEPS, Differences, Measure, by_mode, prompts_for, token_differences
 from hf_posenc.export.gguf.run import encode, encode_and_decode
+from hf_posenc.export.gguf.t5_blocks import start_token
 from hf_posenc.export.samples import relative_difference
 
 
@@ -33,9 +34,7 @@ def encoder_decoder(model: PreTrainedModel, file: Path, length: int) -> Measure:
     The decoder reads random tokens, as many as the encoder. The last ones come one by one, with the cache.
     """
     prompts = prompts_for(model, length)
-    config = model.config
-    start = config.decoder_start_token_id
-    first = int(config.pad_token_id if start is None else start)
+    first = start_token(model)
     targets = [[first, *reversed(prompt), *prompt[:STEPS]][: len(prompt) + STEPS] for prompt in prompts]
     batches = [[target[: 1 - STEPS], *([token] for token in target[1 - STEPS :])] for target in targets]
     logits = encode_and_decode(file, prompts, batches)

@@ -34,7 +34,8 @@ def export_program(model: PreTrainedModel, opset_version: int | None) -> Any:
         opset_version: version of the ONNX operators; `None` for the newest that the exporter writes.
 
     Raises:
-        UnsupportedError: if it cannot be traced with open lengths, or has an operator that ONNX lacks.
+        UnsupportedError: if it cannot be traced with open lengths, has an operator that ONNX lacks, or cannot be
+            written with this version of the operators.
         UsageError: if transformers is too old.
     """
     try:
@@ -56,6 +57,13 @@ def export_program(model: PreTrainedModel, opset_version: int | None) -> Any:
             raise
         except Exception as error:
             raise UnsupportedError(_reason(model, error)) from error
+    written = exported.program.opset_imports[""]
+    if opset_version not in (None, written):
+        # The exporter tries to convert the graph, and returns the unconverted one if it cannot.
+        raise UnsupportedError(
+            f"The graph of this {type(model).__name__} cannot be written with opset_version={opset_version}; the "
+            f"exporter wrote version {written}. Use opset_version={written}, or leave it out."
+        )
     _name(exported.program.graph, graph)
     return exported.program
 
@@ -149,8 +157,16 @@ def traceable_attention(model: PreTrainedModel) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hides the progress report and the notes of torch's exporter, which concern operators that are not used here."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "transformers", "onnxscript")]
+    """Hides the progress reports and the notes of exporters, which concern operators that are not used here.
+
+    onnxruntime's quantizer also changes what the root logger shows. It is as before afterwards.
+    """
+    loggers = [
+        logging.getLogger(name)
+        for name in ("torch.onnx", "transformers", "onnxscript", "onnx_ir", "onnxruntime.quantization")
+    ]
+    root = logging.getLogger()
+    shown, handlers = root.level, list(root.handlers)
     levels = [one.level for one in loggers]
     for one in loggers:
         one.setLevel(logging.ERROR)
@@ -161,3 +177,5 @@ def quiet() -> Iterator[None]:
     finally:
         for one, level in zip(loggers, levels, strict=True):
             one.setLevel(level)
+        root.setLevel(shown)
+        root.handlers[:] = handlers

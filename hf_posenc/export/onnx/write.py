@@ -7,7 +7,8 @@ from pathlib import Path
 
 import transformers
 
-from hf_posenc.export.onnx.program import LARGEST_FILE, export_program, save_program
+from hf_posenc.errors import UsageError
+from hf_posenc.export.onnx.program import LARGEST_FILE, export_program, quiet, save_program
 from hf_posenc.export.onnx.verify import TOLERANCE, compare
 from hf_posenc.export.records import Check, Written
 from hf_posenc.export.request import Request
@@ -35,8 +36,12 @@ def write(request: Request, *, opset_version: int | None = None, quantize: bool 
 
     Raises:
         UnsupportedError: if the model cannot be traced with open lengths, or onnxruntime computes other numbers.
-        UsageError: if transformers is too old.
+        UsageError: if transformers is too old, or for an option that is no truth value, or no version.
     """
+    if not isinstance(quantize, bool):
+        raise UsageError(f"quantize is {quantize!r}; expected True or False.")
+    if opset_version is not None and type(opset_version) is not int:
+        raise UsageError(f"opset_version is {opset_version!r}; expected a number, such as 20.")
     # Tracing extends buffers and may choose another attention implementation.
     reference = copy.deepcopy(request.model).float().cpu().eval()
     path = request.draft / _FILE
@@ -50,14 +55,17 @@ def write(request: Request, *, opset_version: int | None = None, quantize: bool 
 
 def _quantized(reference: transformers.PreTrainedModel, path: Path) -> tuple[Check, ...]:
     import onnx
-    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+
+    with quiet():
+        from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
     # A scale for each block: with one for a whole matrix, its outliers round all other weights, and one for a whole
     # activation does the same to tokens.
     quantizer = MatMulNBitsQuantizer(
         onnx.load(path), bits=8, block_size=_BLOCK, is_symmetric=True, accuracy_level=_INT8_PRODUCTS
     )
-    quantizer.process()
+    with quiet():
+        quantizer.process()
     target = path.with_name(_QUANTIZED)
     size = sum(len(one.raw_data) for one in quantizer.model.model.graph.initializer)
     quantizer.model.save_model_to_file(str(target), use_external_data_format=size > LARGEST_FILE)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.layers import (
+    QUERY_FACTOR,
     PlacedLayer,
     Spectrum,
     placed_additives,
@@ -121,6 +122,11 @@ def write_rope_parameters(config: Any, by_layer_type: dict[str | None, dict[str,
     current = getattr(config, "rope_parameters", None)
     if not isinstance(current, dict) or not by_layer_type:
         raise UnsupportedError(f"{type(config).__name__} has no rope_parameters.")
+    if current.get(QUERY_FACTOR):
+        raise UnsupportedError(
+            f"The attention layers read {QUERY_FACTOR} from the rope_parameters of {type(config).__name__}, which "
+            "other frequencies would replace."
+        )
     if set(by_layer_type) & set(current):
         config.rope_parameters = {
             key: by_layer_type.get(key, value) if isinstance(value, dict) else value for key, value in current.items()
