@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hf_posenc.checkpoint.atomic_folder import clear_drafts
 from hf_posenc.cli.options import parse_layers, parse_options, parse_scheme
 from hf_posenc.errors import PositionEncodingError, UsageError
 from hf_posenc.export.targets import TARGETS
@@ -85,6 +86,8 @@ def _free_folder(options: argparse.Namespace) -> Path:
     output = Path(options.output)
     if output.exists() and not output.is_dir():
         raise UsageError(f"{output} is a file; --output takes a folder.")
+    if output.is_dir():
+        clear_drafts(output)  # of a command that was killed
     if output.is_dir() and any(output.iterdir()) and not options.overwrite:
         raise UsageError(f"{output} is not empty. Name another folder, or say --overwrite.")
     return output

@@ -12,7 +12,7 @@ from typing import Any
 
 from huggingface_hub.utils import validate_repo_id
 
-from hf_posenc.checkpoint.atomic_folder import atomic_replacement
+from hf_posenc.checkpoint.atomic_folder import atomic_replacement, clear_drafts
 from hf_posenc.errors import UnknownNameError, UsageError
 from hf_posenc.export.card import export_card
 from hf_posenc.export.hub import Upload
@@ -81,6 +81,8 @@ def export_model(
     """
     target = find_target(to)
     place = Path(folder)
+    if place.is_dir():
+        clear_drafts(place)  # of an export that was killed
     _check_folder(place, overwrite)
     _check_packages(target)
     target.check_options(options)

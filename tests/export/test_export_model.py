@@ -152,6 +152,16 @@ def test_a_killed_replacement_is_the_old_export_or_the_new_one_or_no_model(tmp_p
     assert seen == {500.0, 700.0}
 
 
+def test_an_empty_folder_is_empty_after_an_export_that_was_killed(model: Any, tmp_path: Path) -> None:
+    place = tmp_path / "out"
+    place.mkdir()
+    assert killed_at(4, place, lambda: hf_posenc.export_model(model, place))
+    assert [path.name[:11] for path in place.iterdir()] == [".hf_posenc-"]
+    hf_posenc.export_model(model, place)
+    assert (place / "config.json").exists()
+    assert not list(place.glob(".*"))
+
+
 def test_a_full_disk_and_a_tokenizer_that_raises_leave_nothing(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
