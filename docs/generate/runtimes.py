@@ -106,7 +106,7 @@ random model with `export_model`, run in that program.
 What the cells say:
 
 - **A number** is the largest difference from the patched model in transformers, in float32, relative to the largest
-  output. llama.cpp is compared by probabilities of the next token, which differ less, or by the hidden states of a model
+  output. llama.cpp is compared by probabilities of the next token, which differ less, or by hidden states of a model
   without a head. Its rounded GELU causes the differences of GPT-2 and BERT.
 - **plug-in** is about the *patched* checkpoint: the engine runs it with a plug-in of this package ([vLLM and
   SGLang](../how_to/serve_engines.md)). It was not run for this table, and SGLang's plug-in was never run in the real
