@@ -93,25 +93,35 @@ HEAD = """# Runtimes
 
 <!-- Written by docs/generate/runtimes.py. Edits are lost. -->
 
-Which scheme runs in which program that does not know this package. Every cell is one export with `export_model` of a
-tiny random model with the scheme, which was then run in that program. Models without a scheme are exported as well.
+Which scheme runs in which program that does not know this package. Every cell with a number is an export of a tiny
+random model with `export_model`, run in that program.
 
-- **A number** is the largest difference from the patched model in transformers, in float32. Outputs are compared
-  relative to the largest one. llama.cpp is compared by probabilities of the next token, which differ less, or by the
-  hidden states of a model without a head. Its GELU is rounded to 11 bits, which is where the differences of GPT-2 and
-  BERT come from.
-- **plug-in**: the engine runs the patched checkpoint with a plug-in of this package. It was not run for this table:
-  [vLLM and SGLang](../how_to/serve_engines.md) says what was run. A scheme with a number under *transformers* needs no
-  plug-in there, because these engines run plain checkpoints.
-- **no**, and what the scheme does that the program cannot do. *vectors*: it adds vectors to the embeddings, and there
-  is no table of positions that could hold them. *map*: it changes queries and keys by more than one rotation with fixed
-  frequencies. *bias*, *scale*: it adds a bias to the logits or multiplies them, and the program has no such bias or
-  factor. *rotation*: it rotates, but not in a way that the program has. *patch_model*: the scheme cannot be placed in
-  this model at all.
+**If a cell says no**, `export_model` raises an error that says what was tried and what can be done instead:
+
+- ONNX Runtime runs nearly every scheme of a decoder or an encoder, but no encoder-decoder
+  ([how](../how_to/run_in_onnx_runtime.md)).
+- [`hf-posenc serve`](../how_to/serve.md) runs every scheme that `patch_model` accepts in a model that generates.
+- llama.cpp has no bias but ALiBi, and T5's in a T5. vLLM has no bias but ALiBi, and SGLang has none.
+
+What the cells say:
+
+- **A number** is the largest difference from the patched model in transformers, in float32, relative to the largest
+  output. llama.cpp is compared by probabilities of the next token, which differ less, or by hidden states of a model
+  without a head. Its rounded GELU causes the differences of GPT-2 and BERT.
+- **plug-in** is about the *patched* checkpoint: the engine runs it with a plug-in of this package ([vLLM and
+  SGLang](../how_to/serve_engines.md)). It was not run for this table, and SGLang's plug-in was never run in the real
+  SGLang. A scheme with a number in the first column can also be exported to a plain checkpoint, which vLLM and SGLang
+  run without a plug-in.
+- **no**, and what the program does not have:
+  - *vectors*: it cannot add the scheme's vectors to the embeddings.
+  - *map*: it cannot change queries and keys as the scheme does, by more than one rotation with fixed frequencies.
+  - *rotation*: it rotates, but not in the way of the scheme.
+  - *bias*: it cannot add the scheme's bias to the logits.
+  - *scale*: it cannot multiply the logits by the scheme's factor.
+  - *patch_model*: the scheme cannot be placed in this model at all.
 
 *Decoding* means token by token with a cache. Q8_0 and int8 round the weights to 8 bits, which is where their
-differences come from. Where a cell says no, `export_model` raises an error that names what was tried and what can be
-done instead. The reasons and the carriers of all cells are in [runtimes.json](../results/runtimes.json).
+differences come from. The reasons and the carriers of all cells are in [runtimes.json](../results/runtimes.json).
 
 Written by `python docs/generate/runtimes.py`. Versions: {versions}. On a CPU.
 
