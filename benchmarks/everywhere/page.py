@@ -71,7 +71,7 @@ def _longer(result: Result, plan: Mapping[str, Any]) -> Section:
     before = (
         "## Longer prompts",
         f"The start of the same speech, and {plan['long_places']} predictions after it. SmolLM2 was trained for 8,192 "
-        "tokens. The default cache of llama.cpp is float16, with flash attention.",
+        "tokens. By default, llama.cpp's cache is float16, and it decides itself whether it uses flash attention.",
     )
     return ("probability", "agreement"), ("tokens", "program"), before, ()
 
@@ -157,8 +157,10 @@ _HEAD = """# Patched models in other programs
 
 Trained models with another position encoding, run on real text in programs that do not know this package, and compared
 with the same model in transformers with the plugin. All models run in float32, and their weights are those of
-SmolLM2-135M-*Instruct* and all-MiniLM-L6-v2 from packages. These were healed (trained after the swap): {healing}, which
-shows that a trained model is carried, and is far too short for a good one.
+SmolLM2-135M-*Instruct* and all-MiniLM-L6-v2 from packages.
+
+These were healed (trained after the swap): {healing}.
+That shows that a trained model is carried. It is far too short for a good model.
 
 ```bash
 {command}
