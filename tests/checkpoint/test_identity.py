@@ -306,7 +306,7 @@ def test_a_config_dictionary_written_by_hand_is_ours_with_the_package_and_unread
 def test_a_damaged_dictionary_written_by_hand_is_explained(tmp_path: Path) -> None:
     folder, model = tmp_path, made(ALIBI)
     model.save_pretrained(folder)
-    for change, message in (({"scheme": {"scheme": "albi"}}, "Did you mean 'alibi'"), ({"format": 99}, "upgrade")):
+    for change, message in (({"scheme": {"scheme": "albi"}}, "Did you mean 'alibi'"), ({"format": 99}, "Update")):
         config = model.config.to_dict()
         config["position_encoding"] = config["position_encoding"] | change
         (folder / "config.json").write_text(json.dumps(config))

@@ -276,7 +276,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no object": (lambda entry: [entry], "format None"),
     "format 0": (lambda entry: entry | {"format": 0}, "format 0"),
     "format true": (lambda entry: entry | {"format": True}, "format True"),
-    "a newer format": (lambda entry: entry | {"format": 2}, "upgrade"),
+    "a newer format": (lambda entry: entry | {"format": 2}, "Update hf_posenc"),
     "no scheme": (lambda entry: entry | {"scheme": None}, "'scheme'"),
     "an unknown scheme": (lambda entry: entry | {"scheme": {"scheme": "albi"}}, "cannot be built"),
     "another option": (lambda entry: entry | {"scheme": entry["scheme"] | {"num_buckets": 16}}, "shape"),

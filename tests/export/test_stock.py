@@ -267,7 +267,7 @@ def test_bfloat16_sharded_and_training_models_export(tmp_path: Path) -> None:
 
 def test_vectors_that_bfloat16_rounds_are_an_approximation(tmp_path: Path) -> None:
     model = patched(bert, "sinusoidal").to(torch.bfloat16)
-    with pytest.raises(UnsupportedError, match="accept the difference with approximate=True"):
+    with pytest.raises(UnsupportedError, match="accept the difference: approximate=True"):
         hf_posenc.export_model(model, tmp_path / "out")
     report = hf_posenc.export_model(model, tmp_path / "out", approximate=True)
     assert report.checks[0].allowed is None
