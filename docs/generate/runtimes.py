@@ -100,7 +100,7 @@ random model with `export_model`, run in that program.
 
 - ONNX Runtime runs nearly every scheme of a decoder or an encoder, but no encoder-decoder
   ([how](../how_to/run_in_onnx_runtime.md)).
-- [`hf-posenc serve`](../how_to/serve.md) runs every scheme that `patch_model` accepts in a model that generates.
+- [`hf-posenc serve`](../how_to/serve.md) runs the patched checkpoint itself, with transformers.
 - llama.cpp has no bias but ALiBi, and T5's in a T5. vLLM has no bias but ALiBi, and SGLang has none.
 
 What the cells say:
@@ -110,8 +110,8 @@ What the cells say:
   without a head. Its rounded GELU causes the differences of GPT-2 and BERT.
 - **plug-in** is about the *patched* checkpoint: the engine runs it with a plug-in of this package ([vLLM and
   SGLang](../how_to/serve_engines.md)). It was not run for this table, and SGLang's plug-in was never run in the real
-  SGLang. A scheme with a number in the first column can also be exported to a plain checkpoint, which vLLM and SGLang
-  run without a plug-in.
+  SGLang. A scheme with a number in the first column can also be exported to a plain checkpoint, which
+  needs no plug-in. Compare its numbers in your engine.
 - **no**, and what the program does not have:
   - *vectors*: it cannot add the scheme's vectors to the embeddings.
   - *map*: it cannot change queries and keys as the scheme does, by more than one rotation with fixed frequencies.
