@@ -18,7 +18,8 @@ class Evaluation:
     Args:
         summary: one-line description for the command line.
         function: `"module:name"` of a function `(model, tokenizer, ..., schemes, ...)` that returns a
-            `hf_posenc.report.Result`, or of one of `schemes` alone. Its other parameters are the options.
+            `hf_posenc.report.Result`; without `tokenizer` for models of images, or of `schemes` alone. Its other
+            parameters are the options.
         data: the parameter for the `data` of an `evaluate` module; `None` if it takes no data.
         each: whether that module measures each item of the data separately.
         files: a parameter for texts, which the command line reads from the files given with `--text`.
@@ -100,5 +101,19 @@ EVALUATIONS: dict[str, Evaluation] = {
         "hf_posenc.metrics.attention:attention_test",
         data="texts",
         files="texts",
+    ),
+    "image-sensitivity": Evaluation(
+        "equal patches of an image in two places, and shuffled patches",
+        "hf_posenc.metrics.images.sensitivity:image_sensitivity_test",
+    ),
+    "picture-dog": Evaluation(
+        "can a model of images distinguish two equal dogs in one picture?",
+        "hf_posenc.metrics.images.dog:picture_dog_test",
+        plot="hf_posenc.plots.picture_dog:plot_picture_dog",
+    ),
+    "resolution": Evaluation(
+        "accuracy of an image classifier by resolution",
+        "hf_posenc.metrics.images.resolution:resolution_test",
+        reference="Heo et al. 2024, Rotary Position Embedding for Vision Transformer (arXiv:2403.13298)",
     ),
 }

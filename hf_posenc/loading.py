@@ -9,6 +9,8 @@ from hf_posenc.errors import UsageError
 
 _ARCHITECTURE_PREFIX = "hf_posenc."
 _ADAPTERS = "adapter_config.json"
+_COMMON_LOADERS = ("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMaskedLM")
+_VAGUE_LOADERS = ("AutoModelForMultimodalLM", "AutoModelForPreTraining", "AutoModelForTextEncoding")
 
 
 def load_config(model: str) -> Any:
@@ -36,19 +38,13 @@ def auto_class(config: Any) -> Any:
     if not architectures:
         return transformers.AutoModel
     wanted = architectures[0].removeprefix(_ARCHITECTURE_PREFIX)
-    tables = {
-        "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        "AutoModelForMaskedLM": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-        "AutoModel": modeling_auto.MODEL_MAPPING_NAMES,
-        "AutoModelForSeq2SeqLM": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-        "AutoModelForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-        "AutoModelForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-        "AutoModelForQuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
-        "AutoModelForPreTraining": modeling_auto.MODEL_FOR_PRETRAINING_MAPPING_NAMES,
-    }
-    for name, table in tables.items():
-        for known in table.values():
-            if wanted == known or (isinstance(known, tuple) and wanted in known):
+    classes = {name: found for name, found in vars(modeling_auto).items() if isinstance(found, type)}
+    loaders = {name: getattr(found, "_model_mapping", None) for name, found in classes.items()}
+    public = [name for name, mapping in loaders.items() if mapping is not None and hasattr(transformers, name)]
+    # A class may have several loaders, of which those that say most about it come first.
+    for name in sorted(public, key=lambda name: (name not in _COMMON_LOADERS, name in _VAGUE_LOADERS, name)):
+        for known in getattr(loaders[name], "_model_mapping", {}).values():
+            if wanted == known or (isinstance(known, tuple | list) and wanted in known):
                 return getattr(transformers, name)
     raise UsageError(
         f"No Auto class of transformers loads the architecture {wanted!r}, and loading it as a bare model would drop "
@@ -113,6 +109,18 @@ def load_tokenizer(model: str) -> Any:
     from transformers import AutoTokenizer
 
     return _load(AutoTokenizer, model)
+
+
+def load_processor(model: str) -> Any:
+    """Loads what prepares the inputs of a model of images or sound: a processor, or one for its only modality.
+
+    Raises:
+        UsageError: if there is none.
+    """
+    _check_path(model)
+    from transformers import AutoProcessor
+
+    return _load(AutoProcessor, model)
 
 
 def missing_folder(model: str) -> str:

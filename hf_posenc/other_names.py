@@ -34,6 +34,11 @@ _SCHEMES = {
     "rpe": ("shaw", "t5", "transformer_xl"),
     "rotary": ("rope",),
     "axial": ("rope_nd",),
+    "golden_gate": ("rope_nd",),
+    "beit": ("swin",),
+    "croma": ("alibi",),
+    "mhrope": ("mrope",),
+    "mrope_i": ("mrope",),
     "scalable_softmax": ("ssmax",),
     "stock": ("native",),
 }

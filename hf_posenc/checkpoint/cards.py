@@ -16,6 +16,8 @@ from transformers.modelcard import TASK_MAPPING
 from hf_posenc.errors import PositionEncodingError
 from hf_posenc.patching.place.in_force import current_encoding
 from hf_posenc.patching.place.model_checks import unwrapped
+from hf_posenc.schemes.arrangement.of_parts import PartsConfig
+from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.version import __version__
 
 #: Tags of every card, by which patched models can be found.
@@ -78,7 +80,7 @@ def model_card(
         )
     class_name = type(inner).__name__
     data = card_data(
-        model_id, class_name, encoding.config.name, base_model=base, license=license, language=language,
+        model_id, class_name, scheme_names(encoding.config), base_model=base, license=license, language=language,
         datasets=datasets, eval_results=eval_results, library_name="peft" if adapter else "transformers",
     )  # fmt: skip
     loading = adapter_loading(model_id, class_name, str(base)) if adapter else loading_section(model_id, class_name)
@@ -99,7 +101,7 @@ def model_card(
 def card_data(
     model_id: str,
     class_name: str,
-    scheme: str,
+    scheme: str | Sequence[str],
     *,
     tags: Sequence[str] = (),
     eval_results: Sequence[EvalResult] | None = None,
@@ -111,13 +113,14 @@ def card_data(
     Args:
         model_id: hub id or folder; its last part names the model in the model-index.
         class_name: class of the model, such as "LlamaForCausalLM".
-        scheme: name of the scheme, which becomes a tag.
+        scheme: name of the scheme, or of the scheme of each part of a composite model; they become tags.
         tags: additional tags.
         eval_results: for the model-index.
         library_name: the library that loads it.
         fields: fields of `huggingface_hub.ModelCardData`; `None` values are omitted.
     """
-    every_tag = [*TAGS, scheme.replace("_", "-"), *tags]
+    names = [scheme] if isinstance(scheme, str) else scheme
+    every_tag = [*TAGS, *(name.replace("_", "-") for name in names), *tags]
     return ModelCardData(
         model_name=model_id.rstrip("/").rsplit("/", 1)[-1],
         library_name=library_name,
@@ -131,10 +134,19 @@ def card_data(
 def scheme_section(config: Mapping[str, Any], class_name: str) -> str:
     """Describes the scheme with every option, in Markdown."""
     options = json.dumps(dict(config), indent=2, ensure_ascii=False)
+    replaced = f"replaced by `{config['scheme']}`"
+    if config["scheme"] == PartsConfig.name:
+        parts = zip(config["names"], config["schemes"], strict=True)
+        replaced = "replaced " + " and ".join(f"in its {part} part by `{one['scheme']}`" for part, one in parts)
     return (
-        f"A stock `{class_name}` whose position encoding was replaced by `{config['scheme']}` of the package "
-        f"`hf_posenc`. All options:\n\n```json\n{options}\n```"
+        f"A stock `{class_name}` whose position encoding was {replaced} of the package `hf_posenc`. All options:\n\n"
+        f"```json\n{options}\n```"
     )
+
+
+def scheme_names(config: SchemeConfig) -> list[str]:
+    """The name of a scheme, or those of the schemes of parts of a composite model."""
+    return [one.name for one in config.schemes] if isinstance(config, PartsConfig) else [config.name]
 
 
 def loading_section(path: str, class_name: str, *, patched: bool = True, tokenizer: bool = False) -> str:

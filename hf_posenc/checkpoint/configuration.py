@@ -7,7 +7,13 @@ from typing import Any
 from hf_posenc.entry import ATTRIBUTE, FORMAT, MODEL_TYPE, is_stored_model_type
 from hf_posenc.errors import PositionEncodingError, SequenceLengthError, UnsupportedError
 from hf_posenc.patching.place.config_entry import ARCHITECTURE_PREFIX, without_sentence
-from hf_posenc.patching.place.config_lengths import NAMES, NATIVE_LENGTHS, native_lengths, stated_lengths
+from hf_posenc.patching.place.config_lengths import (
+    NAMES,
+    NATIVE_LENGTHS,
+    SOURCE_NAMES,
+    native_lengths,
+    stated_lengths,
+)
 from hf_posenc.patching.place.lengths import apply_stated_lengths
 from hf_posenc.patching.place.scheme_name import update_length_in_names
 from hf_posenc.schemes.limits import check_shape_of_json, shown
@@ -175,7 +181,7 @@ def _check_lengths(native: Any, disk: dict[str, Any], source: str) -> None:
         for key in outer:
             owner = owner.get(key) if isinstance(owner, dict) else None
         stated = owner.get(name) if isinstance(owner, dict) else None
-        if name not in NAMES or not is_length(length) or not is_length(stated):
+        if name not in (*NAMES, *SOURCE_NAMES) or not is_length(length) or not is_length(stated):
             raise CheckpointError(
                 f"The {ATTRIBUTE!r} entry in the config.json of {source} has {NATIVE_LENGTHS}={native!r}, and the "
                 f"config has {path}={stated!r}. Expected a dictionary of the lengths in the stock config, for example "

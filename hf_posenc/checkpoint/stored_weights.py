@@ -20,9 +20,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from hf_posenc.checkpoint.configuration import CheckpointError
 from hf_posenc.checkpoint.local_files import local_file
 from hf_posenc.entry import ATTRIBUTE
-from hf_posenc.patching.find.architectures import architecture_of
 from hf_posenc.patching.find.discovery import find_stacks
-from hf_posenc.patching.place.encoding import build_encoding
+from hf_posenc.patching.place.encoding import build_encoding, parts_named
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.limits import shown
 
@@ -93,7 +92,7 @@ def check_scheme_fits(model: Any, config: SchemeConfig, stored: dict[str, Stored
         CheckpointError: with the name of the weight, the expected shape and the shape found.
     """
     try:
-        encoding = build_encoding(config, find_stacks(model), architecture_of(model.config), torch.device("meta"))
+        encoding = build_encoding(config, find_stacks(model, parts_named(config)), torch.device("meta"))
     except ValueError as error:
         raise CheckpointError(
             f"The scheme in the config.json of {source} cannot be applied to {type(model).__name__}: {error}"

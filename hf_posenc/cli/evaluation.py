@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc.cli.catalogue import REQUIRED, defaults_of, meanings_of
-from hf_posenc.errors import UsageError
+from hf_posenc.errors import UnsupportedError, UsageError
 from hf_posenc.evaluations import EVALUATIONS, Evaluation
 from hf_posenc.report.page import web_page
 
@@ -49,7 +49,10 @@ def evaluate(options: argparse.Namespace) -> int:
         arguments["schemes"] = _schemes(arguments["schemes"])
     _check_plot(given.get("plot"))
     if "model" in arguments:
-        arguments["model"], arguments["tokenizer"] = _load(options)
+        model, tokenizer = _load(options, "tokenizer" in inspect.signature(function).parameters)
+        arguments["model"] = model
+        if tokenizer is not None:
+            arguments["tokenizer"] = tokenizer
     return _show(function(**arguments), evaluation, options)
 
 
@@ -101,7 +104,10 @@ def _add_options(parser: argparse.ArgumentParser, evaluation: Evaluation, scheme
     has_model = "model" in parameters
     if has_model:
         parser.add_argument("model", metavar="MODEL", help="hub id or local folder")
-        parser.add_argument("--tokenizer", metavar="MODEL", help="hub id or folder of the tokenizer (default: MODEL)")
+        if "tokenizer" in parameters:
+            parser.add_argument(
+                "--tokenizer", metavar="MODEL", help="hub id or folder of the tokenizer (default: MODEL)"
+            )
         parser.add_argument("--device", default="cpu", help="device to run on (default: cpu)")
         dtypes = ("float32", "bfloat16", "float16")
         parser.add_argument("--dtype", default="float32", choices=dtypes, help="of the weights (default: float32)")
@@ -180,24 +186,32 @@ def _schemes(words: list[str]) -> list[Any]:
     return [name if name == "native" else parse_scheme(name) for name in names]
 
 
-def _load(options: argparse.Namespace) -> tuple[Any, Any]:
-    """The model, on its device, and the tokenizer.
+def _load(options: argparse.Namespace, tokenizes: bool) -> tuple[Any, Any]:
+    """The model, on its device, and the tokenizer, or `None` for an evaluation without text.
 
     Raises:
-        UsageError: if one of them cannot be found, there is no such device, or they do not belong together.
+        UsageError: if one of them cannot be found, there is no such device, they do not belong together, or the model
+            reads images or sound where a text is measured.
     """
     import torch
 
     from hf_posenc.loading import load_model, load_tokenizer
+    from hf_posenc.metrics.forward import refuse_other_inputs
 
-    tokenizer = load_tokenizer(options.tokenizer or options.model)
     model = load_model(options.model)
-    rows = model.get_input_embeddings().weight.shape[0]
-    if options.tokenizer is not None and len(tokenizer) > rows:
-        raise UsageError(
-            f"--tokenizer {options.tokenizer} has {len(tokenizer)} tokens, and {options.model} knows {rows}: it is "
-            "that of another model."
-        )
+    if tokenizes:
+        try:
+            refuse_other_inputs(model)  # before a tokenizer is missed that such a model does not have
+        except UnsupportedError as error:
+            raise UsageError(f"{options.model}: {error}") from error
+    tokenizer = load_tokenizer(options.tokenizer or options.model) if tokenizes else None
+    if tokenizer is not None and options.tokenizer is not None:
+        rows = model.get_input_embeddings().weight.shape[0]
+        if len(tokenizer) > rows:
+            raise UsageError(
+                f"--tokenizer {options.tokenizer} has {len(tokenizer)} tokens, and {options.model} knows {rows}: it is "
+                "that of another model."
+            )
     try:
         return model.to(device=options.device, dtype=getattr(torch, options.dtype)), tokenizer
     except (RuntimeError, AssertionError) as error:

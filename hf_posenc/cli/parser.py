@@ -115,6 +115,7 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     inspect.add_argument("--config-only", action="store_true", help="build from the config, with random weights")
 
     patch = verb("patch", verbs.patch, help="replace the position encoding of a checkpoint")
+    patch.add_argument("--part", metavar="NAME", help="part of a composite model: text, vision, ... (see inspect)")
     patch.add_argument("--layers", metavar="0,1,2", help="only these layers")
     patch.add_argument("--elsewhere", metavar="SCHEME", help="scheme of the other layers (with --layers)")
     patch.add_argument("--stock", action="store_true", help="save a plain checkpoint that needs no hf_posenc")

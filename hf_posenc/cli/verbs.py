@@ -34,27 +34,33 @@ def patch(options: argparse.Namespace) -> int:
     elsewhere = None if options.elsewhere is None else parse_scheme(options.elsewhere)
 
     import hf_posenc
+    from hf_posenc.patching.place.part_in_force import named_part, scheme_in_part
+    from hf_posenc.schemes.labels import scheme_label
 
-    model, label = _loaded(options.model)
-    if label is not None and not options.replace:
+    model, _ = _loaded(options.model)
+    part = named_part(model, options.part)
+    in_force = scheme_in_part(getattr(model, "position_encoding", None), part)
+    if in_force is not None and not options.replace:
+        label = scheme_label(in_force)
         raise UsageError(
             f"{options.model} already has the position encoding {label}, which its weights were "
             f"trained with, and {config.name} would take its place. To keep it in a form that needs no hf_posenc: "
             f"hf-posenc export {options.model} --output DIR. To give it up all the same, say --replace."
         )
     try:
-        hf_posenc.patch_model(model, config, layers=layers, elsewhere=elsewhere)
+        hf_posenc.patch_model(model, config, part=part, layers=layers, elsewhere=elsewhere)
     except ValueError as error:
         raise UsageError(str(error)) from error
     print(model.position_encoding.report)
     if options.stock:
-        print(hf_posenc.export_model(model, output, tokenizer=_tokenizer(options.model), overwrite=options.overwrite))
+        processor, _ = _processor(options.model, model)
+        print(hf_posenc.export_model(model, output, tokenizer=processor, overwrite=options.overwrite))
         return 0
     model.save_pretrained(output)
-    tokenizer = _tokenizer(options.model)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(output)
-    print(f"Saved the model{'' if tokenizer is None else ' and its tokenizer'} in {output}")
+    processor, kind = _processor(options.model, model)
+    if processor is not None:
+        processor.save_pretrained(output)
+    print(f"Saved the model{'' if processor is None else f' and its {kind}'} in {output}")
     return 0
 
 
@@ -73,8 +79,9 @@ def export(options: argparse.Namespace) -> int:
         (model, label), base = _loaded(options.model), options.model
         if label is None and options.to == "stock":
             raise UsageError(f"{options.model} is not patched: it already is a plain transformers checkpoint.")
+    processor, _ = _processor(base, model)
     report = hf_posenc.export_model(
-        model, output, to=options.to, tokenizer=_tokenizer(base), overwrite=options.overwrite,
+        model, output, to=options.to, tokenizer=processor, overwrite=options.overwrite,
         merge_adapters=options.merge_adapters, approximate=options.approximate,
         push_to_hub=options.push_to_hub or False, **given,
     )  # fmt: skip
@@ -103,15 +110,21 @@ def _loaded(name: str) -> tuple[Any, str | None]:
     return model, None if found is None else scheme_label(found.config)
 
 
-def _tokenizer(model: str) -> Any:
-    """The model's tokenizer; `None`, with a line on stderr, if it has none."""
-    from hf_posenc.loading import load_tokenizer
+def _processor(name: str, model: Any) -> tuple[Any, str]:
+    """The tokenizer of a model, or the processor of one of images or sound, and which of these it is.
 
+    It is `None`, with a line on stderr, if the model has none.
+    """
+    from hf_posenc.export.modalities import other_modalities
+    from hf_posenc.loading import load_processor, load_tokenizer
+    from hf_posenc.patching.place.model_checks import unwrapped
+
+    load, kind = (load_processor, "processor") if other_modalities(unwrapped(model)) else (load_tokenizer, "tokenizer")
     try:
-        return load_tokenizer(model)
+        return load(name), kind
     except UsageError as error:
-        print(f"The model is saved without a tokenizer: {error}", file=sys.stderr)
-        return None
+        print(f"The model is saved without a {kind}: {error}", file=sys.stderr)
+        return None, kind
 
 
 def plot(options: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from huggingface_hub import ModelCard
 from transformers import PreTrainedModel
 
-from hf_posenc.checkpoint.cards import card_data, hub_name, scheme_section, versions_section
+from hf_posenc.checkpoint.cards import card_data, hub_name, scheme_names, scheme_section, versions_section
 from hf_posenc.export.records import ExportReport, checks_table
 from hf_posenc.patching.place.in_force import current_encoding
 
@@ -24,7 +24,7 @@ def export_card(model: PreTrainedModel, report: ExportReport, usage: str, reposi
     folder, class_name, encoding = report.folder.resolve().name, type(model).__name__, current_encoding(model)
     name, base = repository or folder, hub_name(model)
     data = card_data(
-        name, class_name, "stock" if encoding is None else encoding.config.name, tags=[report.target],
+        name, class_name, "stock" if encoding is None else scheme_names(encoding.config), tags=[report.target],
         library_name=_LIBRARIES.get(report.target, report.target), base_model=None if base == repository else base,
     )  # fmt: skip
     scheme = (

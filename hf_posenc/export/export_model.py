@@ -16,6 +16,7 @@ from hf_posenc.checkpoint.atomic_folder import atomic_replacement, clear_drafts
 from hf_posenc.errors import UnknownNameError, UsageError
 from hf_posenc.export.card import export_card
 from hf_posenc.export.hub import Upload
+from hf_posenc.export.modalities import refuse_lost_modalities, refuse_unchecked_modalities
 from hf_posenc.export.records import MANIFEST, ExportReport, files_in
 from hf_posenc.export.request import Request, model_to_export
 from hf_posenc.export.targets import Target, find_target
@@ -73,7 +74,8 @@ def export_model(
         What was written, with the measured differences.
 
     Raises:
-        UnsupportedError: if the target cannot express the scheme, or gives other numbers.
+        UnsupportedError: if the target cannot express the scheme, gives other numbers, or would lose the images or the
+            sound that the model reads.
         FileExistsError: if the folder is not empty, or is a file.
         UnknownNameError: for an unknown target, option or option of the upload.
         UsageError: if a package that the target needs is not installed, or for `hub_options` without `push_to_hub`.
@@ -90,6 +92,7 @@ def export_model(
     repository = None if upload is None else upload.full_name()
     _check_tokenizer(tokenizer)
     inner = model_to_export(model, merge_adapters)
+    refuse_unchecked_modalities(inner) if target.keeps_images else refuse_lost_modalities(inner, target.name)
     modes = [(module, module.training) for module in inner.modules()]
     inner.eval()
     try:

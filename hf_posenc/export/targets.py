@@ -36,6 +36,7 @@ class Target:
         takes_almost_all: whether it can express almost every scheme, in models that are not an encoder and a decoder.
             The module of any other target also has a function `proposal`, which names what could carry the scheme of a
             model.
+        keeps_images: whether it writes the whole of a model of images or sound. Others write a program for token ids.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Target:
     packages: tuple[str, ...] = ()
     program: str = ""
     takes_almost_all: bool = False
+    keeps_images: bool = False
 
     def missing_packages(self) -> list[str]:
         """The packages that are not installed."""
@@ -58,6 +60,10 @@ class Target:
         Returns:
             A line of advice; `None` if this target has nothing that could carry the scheme.
         """
+        from hf_posenc.export.modalities import other_modalities
+
+        if other_modalities(model):
+            return None
         advice, missing = f"export it to {self.name!r}", self.missing_packages()
         if self.takes_almost_all:
             return None if model.config.is_encoder_decoder else f"{advice}: {self.program} runs almost every scheme"
@@ -90,6 +96,7 @@ TARGETS = (
         "a plain transformers checkpoint (options: max_shard_size, variant)",
         "hf_posenc.export.stock.write",
         program="plain transformers",
+        keeps_images=True,
     ),
     Target(
         "gguf",

@@ -36,9 +36,10 @@ def run(
         SequenceLengthError: if a stock model has no positions for so long a sequence.
         UnsupportedError: if the model takes no `position_ids`, or does not return what is wanted.
     """
-    check_capacity(model, input_ids.shape[1] if position_ids is None else int(position_ids.max()) + 1)
-    stack = model.get_encoder() if getattr(model.config, "is_encoder_decoder", False) else model
+    refuse_other_inputs(model)
+    stack = _reader(model)
     accepted = inspect.signature(stack.forward).parameters
+    check_capacity(model, input_ids.shape[1] if position_ids is None else int(position_ids.max()) + 1)
     if position_ids is not None and "position_ids" not in accepted:
         raise UnsupportedError(f"{type(stack).__name__} takes no position_ids.")
     device = model.get_input_embeddings().weight.device
@@ -56,6 +57,34 @@ def run(
             f"forward takes output_{wanted}=True, or `AttentionProbe` on its embeddings."
         )
     return output
+
+
+def refuse_other_inputs(model: Any) -> None:
+    """Refuses a model, or an encoder, that reads images or sound where a text is measured.
+
+    Raises:
+        UnsupportedError: with the name of the input that it reads.
+    """
+    reads = getattr(_reader(model), "main_input_name", "input_ids")
+    if reads != "input_ids":
+        raise UnsupportedError(
+            f"This is measured on token ids, but {type(_reader(model)).__name__} reads {reads!r}. Measure a model of "
+            f"text, or a model of images and text that also runs without images.{_instead(reads)}"
+        )
+
+
+def _instead(reads: str) -> str:
+    if not reads.startswith("pixel_values"):
+        return ""
+    return (
+        " For models of images there are picture-dog, image-sensitivity and resolution: hf-posenc eval picture-dog "
+        "MODEL, or picture_dog_test, image_sensitivity_test and resolution_test in Python."
+    )
+
+
+def _reader(model: Any) -> Any:
+    """The module that reads a text: the model, or the encoder of an encoder-decoder."""
+    return model.get_encoder() if getattr(model.config, "is_encoder_decoder", False) else model
 
 
 class Outputs(NamedTuple):
@@ -129,6 +158,7 @@ def predicts_next_token(model: Any, input_ids: Tensor) -> bool:
 
     Such a model is taken to predict the next token; one that sees both sides, to fill in masked ones.
     """
+    refuse_other_inputs(model)
     ids = input_ids[:1, :16].clone()
     if ids.shape[1] < 2:
         raise MeasurementError("One token cannot show whether a model is causal. Pass causal=True or causal=False.")
@@ -152,6 +182,7 @@ def rounding(dtype: torch.dtype) -> float:
 
 def check_vocabulary(model: Any, *token_ids: int) -> None:
     """Refuses token ids that the model has no embeddings for, so that the tokenizer is that of another model."""
+    refuse_other_inputs(model)
     rows = model.get_input_embeddings().weight.shape[0]
     if min(token_ids) < 0 or max(token_ids) >= rows:
         raise MeasurementError(

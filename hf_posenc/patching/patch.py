@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
-from typing import Any, TypeVar
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, TypeVar, cast
 
 from torch import nn
+from transformers import PreTrainedModel
 
-from hf_posenc.patching.find.discovery import find_stacks
+from hf_posenc.patching.find.discovery import find_stacks, model_parts
+from hf_posenc.patching.find.model_parts import check_part, default_part
+from hf_posenc.patching.find.rotary_axes import reads_axes
 from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.observe.causality import refuse_misread_causality
 from hf_posenc.patching.observe.hidden_positions import refuse_hidden_positions
+from hf_posenc.patching.observe.native_options import with_native_options
 from hf_posenc.patching.observe.native_scheme import native_scheme
 from hf_posenc.patching.observe.verify_native import verify_adopted_tables
 from hf_posenc.patching.place.config_lengths import at_native_lengths
 from hf_posenc.patching.place.encoding import PositionEncoding, is_length_dependent
+from hf_posenc.patching.place.raster_order import TWO_DIMENSIONAL
 from hf_posenc.patching.place.scheme_per_layer import schedule
+from hf_posenc.patching.place.stack_encoding import StackEncoding
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.schemes import LayeredConfig
 from hf_posenc.schemes.arrangement.native import NativeConfig, names_native, with_native
+from hf_posenc.schemes.arrangement.of_parts import PartsConfig, of_parts
 from hf_posenc.schemes.config import SchemeConfig, walk
 from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.registry import SchemeLike, as_scheme
@@ -31,6 +38,7 @@ def patch_model(
     model: ModelType,
     scheme: SchemeLike,
     *,
+    part: str | None = None,
     layers: Iterable[int] | None = None,
     elsewhere: SchemeLike | None = None,
     **options: Any,
@@ -41,13 +49,18 @@ def patch_model(
     place. Their weights stay in the model, frozen, so that `unpatch_model` restores the stock model exactly. If the
     model is already patched, the new scheme replaces the old one.
 
+    A model of several modalities has parts: "text", "vision", "audio" and others (`inspect_model` lists them). One call
+    patches one part, by default the text part. Other parts keep their positions, or the scheme of an earlier call.
+
     If an error is raised, the model is left unchanged.
 
     Args:
         model: any `PreTrainedModel` with softmax self-attention, or a PEFT model around one.
         scheme: a name from `list_schemes()`, a config such as `RopeConfig(theta=5e5)`, the dictionary of a config, or a
-            list of these that are combined. "native", there or inside a config, stands for the model's native scheme.
-        layers: indices of the layers that get the scheme; all by default.
+            list of these that are combined. "native", there or inside a config, stands for the model's native scheme. A
+            `PartsConfig` names the parts itself.
+        part: the part that gets the scheme. By default the text part, or the part of the model's main input.
+        layers: indices of the layers of the part that get the scheme; all by default.
         elsewhere: the scheme of the other layers; by default they keep their native scheme.
         **options: fields of the scheme's config, for a scheme given by name.
 
@@ -55,7 +68,7 @@ def patch_model(
         The model. `model.position_encoding` holds the config in force and the report of what was replaced.
 
     Raises:
-        UnknownNameError: for an unknown scheme or option, with the nearest names.
+        UnknownNameError: for an unknown scheme, option or part, with the nearest names.
         ValueError: for an option out of range.
         UnsupportedError: if the scheme cannot be computed correctly in this architecture.
     """
@@ -66,34 +79,90 @@ def patch_model(
     # Planning may run the model, which would interfere with the thread of continuous batching.
     transaction.refuse_running_batches()
     previous = transaction.encoding
-    config, stacks, encoding = _plan(transaction, config, layers, elsewhere)
-    _warn_if_invisible(config, stacks)
-    _warn_if_theta_changes(config, transaction.model.config)
+    requested = _requested(transaction.model, config, part, layers)
+    # A model with one part keeps a PartsConfig, because it may come from the checkpoint of a model with several.
+    several = isinstance(config, PartsConfig) or len(model_parts(transaction.model)) > 1
+    encoding = _plan(transaction, requested, several, layers, elsewhere)
     _warn_if_uncacheable(encoding, transaction)
+    if not names_native(config):
+        _warn_of_raster_order(encoding, previous)
     if previous is not None:
         # A length chosen with `extend_context` is kept, up to the longest sequence that the new scheme supports.
-        encoding.lengths, encoding.base_weights = previous.lengths, previous.base_weights
+        _keep_lengths(encoding, previous)
     transaction.install(encoding)
     return model
 
 
+def _requested(
+    model: PreTrainedModel, config: SchemeConfig, part: str | None, layers: Iterable[int] | None
+) -> dict[str, SchemeConfig]:
+    """The schemes that a call asks for, by name of the part."""
+    known = model_parts(model)
+    if not isinstance(config, PartsConfig):
+        return {default_part(model, known) if part is None else check_part(part, known, model): config}
+    if part is not None or layers is not None:
+        raise ValueError(
+            "A PartsConfig names the parts of a model itself, so `part` and `layers` cannot be combined with it. Pass "
+            "the scheme of one part, or give a part of the PartsConfig a schedule."
+        )
+    return {check_part(name, known, model): scheme for name, scheme in config.by_part().items()}
+
+
 def _plan(
-    transaction: Transaction, config: SchemeConfig, layers: Iterable[int] | None, elsewhere: SchemeLike | None
-) -> tuple[SchemeConfig, list[Stack], PositionEncoding]:
-    """Resolves the scheme of every layer, and builds its parts."""
+    transaction: Transaction,
+    requested: Mapping[str, SchemeConfig],
+    several: bool,
+    layers: Iterable[int] | None,
+    elsewhere: SchemeLike | None,
+) -> PositionEncoding:
+    """Builds the encoding of a model in which some parts get another scheme."""
+    target, previous = transaction.model, transaction.encoding
+    schemes = _in_force(previous)
+    for part, config in requested.items():
+        schemes[part] = _resolve(transaction, part, config, layers, elsewhere)
+    whole = of_parts(schemes) if several else next(iter(schemes.values()))
+    # Defaults that depend on the length use the native one, even if the config has been given another since.
+    with at_native_lengths(target.config):
+        return transaction.plan(whole, kept=_kept(previous, requested))
+
+
+def _in_force(encoding: PositionEncoding | None) -> dict[str, SchemeConfig]:
+    """The schemes in force by name of the part; empty for a model without parts."""
+    config = None if encoding is None else encoding.config
+    return config.by_part() if isinstance(config, PartsConfig) else {}
+
+
+def _kept(encoding: PositionEncoding | None, changed: Collection[str]) -> dict[str, StackEncoding]:
+    """What is in place in the stacks of other parts. Its parameters may have been trained."""
+    if encoding is None or encoding.report is None:
+        return {}
+    others = [stack.name for stack in encoding.report.stacks if stack.part not in changed]
+    return {name: cast("StackEncoding", encoding.stacks[name]) for name in others}
+
+
+def _resolve(
+    transaction: Transaction,
+    part: str,
+    config: SchemeConfig,
+    layers: Iterable[int] | None,
+    elsewhere: SchemeLike | None,
+) -> SchemeConfig:
+    """The scheme of every layer of one part."""
     target = transaction.model
-    stacks = find_stacks(target)
+    stacks = find_stacks(target, [part])
     refuse_misread_causality(transaction, stacks)
     refuse_hidden_positions(transaction, stacks)
     verify_adopted_tables(transaction, stacks)
     other = NativeConfig() if elsewhere is None else as_scheme(elsewhere)
     if names_native(config) or (layers is not None and names_native(other)):
-        native, types = native_scheme(target), _layer_types(stacks)
+        native, types = native_scheme(target, part=part), _layer_types(stacks)
         config, other = with_native(config, native, types), with_native(other, native, types)
+    config = with_native_options(config, stacks, lambda: native_scheme(target, part=part))
     config = schedule(config, stacks, layers, other)
-    # Defaults that depend on the length use the native one, even if the config has been given another since.
-    with at_native_lengths(target.config):
-        return config, stacks, transaction.plan(config, stacks)
+    _warn_if_invisible(config, stacks)
+    _warn_if_theta_changes(config, stacks)
+    _warn_of_invented_grid(config, stacks)
+    return config
 
 
 def _layer_types(stacks: list[Stack]) -> list[str | None]:
@@ -101,19 +170,41 @@ def _layer_types(stacks: list[Stack]) -> list[str | None]:
     return [types.get(layer) for layer in range(max(types) + 1)]
 
 
-def unpatch_model(model: ModelType) -> ModelType:
+def unpatch_model(model: ModelType, *, part: str | None = None) -> ModelType:
     """Restores the stock model, bit for bit. A model that is not patched is returned unchanged.
 
+    Args:
+        model: the model.
+        part: restores only this part of a composite model; all parts by default.
+
     Raises:
+        UnknownNameError: for a part that the model does not have.
         UnsupportedError: while continuous batching runs on the model.
     """
-    Transaction(model).undo()
+    transaction = Transaction(model)
+    if part is None:
+        transaction.undo()
+        return model
+    check_part(part, model_parts(transaction.model), transaction.model)
+    previous = transaction.encoding
+    remaining = {name: config for name, config in _in_force(previous).items() if name != part}
+    if previous is None or not remaining:
+        transaction.undo()
+    elif part in _in_force(previous):
+        encoding = transaction.plan(of_parts(remaining), kept=_kept(previous, [part]))
+        _keep_lengths(encoding, previous)
+        transaction.install(encoding)
     return model
 
 
-def _warn_if_theta_changes(config: SchemeConfig, model_config: Any) -> None:
+def _keep_lengths(encoding: PositionEncoding, previous: PositionEncoding) -> None:
+    encoding.lengths, encoding.other_lengths = previous.lengths, dict(previous.other_lengths)
+    encoding.base_weights = previous.base_weights
+
+
+def _warn_if_theta_changes(config: SchemeConfig, stacks: list[Stack]) -> None:
     """Warns if the default base of a rotation, which was not given, differs from the model's own base."""
-    own = _thetas(getattr(model_config, "rope_parameters", None))
+    own = set().union(*(_thetas(getattr(stack.config, "rope_parameters", None)) for stack in stacks))
     changed = {
         (found.name, found.theta)  # type: ignore[attr-defined]
         for found in walk(config)
@@ -128,7 +219,7 @@ def _warn_if_theta_changes(config: SchemeConfig, model_config: Any) -> None:
             f"trained model, pass theta={max(own):g} to keep its base (swap_scheme does so), or theta={theta:g} if the "
             "change is intended.",
             UserWarning,
-            stacklevel=3,
+            stacklevel=5,
         )
 
 
@@ -153,8 +244,51 @@ def _warn_if_invisible(config: SchemeConfig, stacks: list[Stack]) -> None:
             "subtracts the mean over components, so the positions have no effect, as with 'none'. Pass "
             "direction='random', 'one_hot' or 'learned' to give them an effect.",
             UserWarning,
+            stacklevel=5,
+        )
+
+
+def _warn_of_raster_order(encoding: PositionEncoding, previous: PositionEncoding | None) -> None:
+    """Warns if a scheme for the order of tokens is placed where tokens are the patches of images.
+
+    Stacks that keep their scheme do not count, because the call that placed it has warned.
+    """
+    before = set() if previous is None else set(previous.stacks.children())
+    placed = [cast("StackEncoding", stack) for stack in encoding.stacks.values() if stack not in before]
+    names = {name for stack in placed for name in stack.in_raster_order()}
+    if names:
+        warnings.warn(
+            f"The order of tokens is read by {' and '.join(sorted(names))} of the scheme "
+            f"{scheme_label(encoding.config)!r}, and this model's tokens are patches of images, which are numbered row "
+            "by row: the last patch of a row is a neighbour of the first patch of the next one. "
+            f"{TWO_DIMENSIONAL}",
+            UserWarning,
             stacklevel=3,
         )
+
+
+def _warn_of_invented_grid(config: SchemeConfig, stacks: list[Stack]) -> None:
+    """Warns if a scheme for rows and columns is placed where tokens have none, and no grid was stated."""
+    if any(stack.grid is not None or any(reads_axes(one.module) for one in stack.rotaries) for stack in stacks):
+        return
+    own = [one for one in walk(config) if one.name not in _DIAGONAL and _reads_axes(one) and not one.gave("grid")]
+    if own:
+        warnings.warn(
+            f"Scheme {scheme_label(own[0])!r} reads rows and columns, but the tokens of the {stacks[0].part} part have "
+            "one axis. rope_nd and swin read them as a grid that is filled row by row: state its `grid`. Schemes with "
+            "`axes` raise an error unless a call passes position_ids of several axes.",
+            UserWarning,
+            stacklevel=5,
+        )
+
+
+#: Schemes that read a token without coordinates at the same place on every axis.
+_DIAGONAL = frozenset(("mrope",))
+
+
+def _reads_axes(config: SchemeConfig) -> bool:
+    axes = getattr(config, "axes", 1)
+    return getattr(config, "grid", None) is not None or (isinstance(axes, int) and axes > 1)
 
 
 def _warn_if_uncacheable(encoding: PositionEncoding, transaction: Transaction) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Mapping
 from typing import Any, cast
 
 from torch import nn
@@ -12,30 +13,34 @@ from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching import native_scheme, patch_model
 from hf_posenc.patching.find.discovery import find_stacks
+from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.place.config_entry import attach_entry
 from hf_posenc.patching.place.encoding import PositionEncoding
 from hf_posenc.patching.place.in_force import current_encoding
 from hf_posenc.patching.place.model_checks import unwrapped
+from hf_posenc.patching.place.part_in_force import named_part, scheme_in_part, stacks_in_part
 from hf_posenc.patching.place.scheme_name import refresh_names
 from hf_posenc.patching.place.scheme_per_layer import schedule
 from hf_posenc.patching.place.stack_encoding import StackEncoding
 from hf_posenc.schemes import LayeredConfig, ScheduleConfig
 from hf_posenc.schemes.arrangement.blended import BlendedConfig, BlendedPart
+from hf_posenc.schemes.arrangement.of_parts import PartsConfig, of_parts
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.registry import SchemeLike, as_scheme
 
 
-def begin_blend(model: nn.Module, scheme: SchemeLike) -> PositionEncoding:
+def begin_blend(model: nn.Module, scheme: SchemeLike, *, part: str | None = None) -> PositionEncoding:
     """Patches a model with a blend of its current scheme and a new one, at strength 0: outputs do not change.
 
     The learned parameters of the current scheme are kept and frozen.
 
     Args:
         model: patched or not.
-        scheme: the new scheme, in any form that `patch_model` accepts.
+        scheme: the new scheme of one part, in any form that `patch_model` accepts.
+        part: the part of a composite model that gets it, as in `patch_model`.
 
     Returns:
-        The encoding. Every part of it is a `BlendedPart`.
+        The encoding. Everything that it places in this part of the model is a `BlendedPart`.
 
     Raises:
         UnsupportedError: if the model already has a blend, if no scheme describes its native mechanism, or if one of
@@ -48,12 +53,15 @@ def begin_blend(model: nn.Module, scheme: SchemeLike) -> PositionEncoding:
             f"This model is a blend already ({previous.config!r}). Train it to the end and call finish_blend(model), "
             "or remove the blend with unpatch_model."
         )
-    old = native_scheme(target) if previous is None else previous.config
-    patch_model(target, _blend(old, as_scheme(scheme), target))
+    part = named_part(target, part)
+    in_force = scheme_in_part(previous, part)
+    placed = [] if previous is None or in_force is None else _parts_of(stacks_in_part(previous, part))
+    old = native_scheme(target, part=part) if in_force is None else in_force
+    patch_model(target, _blend(old, as_scheme(scheme), find_stacks(target, [part])), part=part)
     encoding = current_encoding(target)
     assert encoding is not None
-    if previous is not None:
-        for before, after in zip(_all_parts(previous), _all_parts(encoding), strict=True):
+    if placed:
+        for before, after in zip(placed, _parts_of(stacks_in_part(encoding, part)), strict=True):
             if before is not None:
                 after.old.load_state_dict(before.state_dict())
     freeze_old(encoding)
@@ -99,17 +107,19 @@ def finish_blend(model: nn.Module) -> None:
             f"The strength of the new scheme is {strength}: removing the old scheme now would change the outputs of "
             "the model. Train to strength 1 first, or call set_blend_strength(model, 1.0) to skip the rest."
         )
-    trained = [part.new if isinstance(part, BlendedPart) else None for part in _all_parts(encoding)]
-    patch_model(target, new_scheme(encoding.config))
+    part, config = _blended_part(encoding, target)
+    blended = _parts_of(stacks_in_part(encoding, part))
+    trained = [place.new if isinstance(place, BlendedPart) else None for place in blended]
+    patch_model(target, new_scheme(config), part=part)
     plain = current_encoding(target)
     assert plain is not None
-    for source, part in zip(trained, _all_parts(plain), strict=True):
+    for source, place in zip(trained, _parts_of(stacks_in_part(plain, part)), strict=True):
         for name, module in [] if source is None else source.named_modules():
-            part.get_submodule(name)._parameters.update(module._parameters)
+            place.get_submodule(name)._parameters.update(module._parameters)
 
 
 def new_scheme(config: SchemeConfig) -> SchemeConfig:
-    """Returns the new scheme of a blend, or of a schedule of blends."""
+    """Returns the new scheme of a blend, or of a schedule of blends, in one part of a model."""
     if isinstance(config, ScheduleConfig):
         layers = tuple(new_scheme(layer) for layer in config.layers)
         return layers[0] if len(set(layers)) == 1 else ScheduleConfig(layers=layers)
@@ -124,13 +134,25 @@ def freeze_old(encoding: PositionEncoding) -> None:
 
 
 def _all_parts(encoding: PositionEncoding) -> list[Any]:
-    """Every place of a part in a model, in order; `None` for an empty place."""
+    """Every place of a part of a scheme in a model, in order; `None` for an empty place."""
+    return _parts_of({name: cast("StackEncoding", stack) for name, stack in encoding.stacks.items()})
+
+
+def _parts_of(stacks: Mapping[str, StackEncoding]) -> list[Any]:
+    """The same for some stacks of a model."""
     found: list[Any] = []
-    for stack in encoding.stacks.values():
+    for stack in stacks.values():
         found.append(stack.additive)
-        for layer in cast("StackEncoding", stack).layers:
+        for layer in stack.layers:
             found += [layer.query_key_map, layer.logit_bias, layer.logit_scale]
     return found
+
+
+def _blended_part(encoding: PositionEncoding, target: PreTrainedModel) -> tuple[str, SchemeConfig]:
+    """The part of a model that has the blend, with its scheme. `begin_blend` refuses a second one."""
+    config = encoding.config
+    schemes = config.by_part() if isinstance(config, PartsConfig) else {named_part(target, None): config}
+    return next((part, scheme) for part, scheme in schemes.items() if _blends_in(scheme))
 
 
 def _blend_of(target: PreTrainedModel) -> PositionEncoding:
@@ -144,15 +166,16 @@ def _blend_of(target: PreTrainedModel) -> PositionEncoding:
 
 
 def _blends_in(config: SchemeConfig) -> list[BlendedConfig]:
+    if isinstance(config, PartsConfig):
+        return [blend for scheme in config.schemes for blend in _blends_in(scheme)]
     layers = config.layers if isinstance(config, ScheduleConfig) else (config,)
     return [layer for layer in layers if isinstance(layer, BlendedConfig)]
 
 
-def _blend(old: SchemeConfig, new: SchemeConfig, target: PreTrainedModel) -> SchemeConfig:
+def _blend(old: SchemeConfig, new: SchemeConfig, stacks: list[Stack]) -> SchemeConfig:
     """Builds one blend for all layers, or a schedule of blends if one of the schemes differs between layers."""
     if not isinstance(old, LayeredConfig) and not isinstance(new, LayeredConfig):
         return BlendedConfig(old, new)
-    stacks = find_stacks(target)
     schedule(new, stacks, None, None)  # Raises if an arrangement does not fit these layers.
     types = {attention.layer: attention.layer_type for stack in stacks for attention in stack.attentions}
 
@@ -167,6 +190,8 @@ def _blend(old: SchemeConfig, new: SchemeConfig, target: PreTrainedModel) -> Sch
 def _with_strength(config: SchemeConfig, strength: float) -> SchemeConfig:
     if isinstance(config, ScheduleConfig):
         return dataclasses.replace(config, layers=tuple(_with_strength(layer, strength) for layer in config.layers))
+    if isinstance(config, PartsConfig):
+        return of_parts({part: _with_strength(scheme, strength) for part, scheme in config.by_part().items()})
     return dataclasses.replace(config, strength=float(strength)) if isinstance(config, BlendedConfig) else config
 
 

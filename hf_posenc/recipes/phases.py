@@ -9,12 +9,16 @@ from typing import Any
 from transformers import PreTrainedModel, TrainerCallback, TrainerState
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching import patch_model, unpatch_model
-from hf_posenc.patching.place.encoding import parameter_count
+from hf_posenc.patching import native_scheme, patch_model, unpatch_model
+from hf_posenc.patching.find.discovery import find_stacks
+from hf_posenc.patching.observe.native_options import with_native_options
+from hf_posenc.patching.place.encoding import for_stacks, parameter_count
 from hf_posenc.patching.place.in_force import current_encoding
 from hf_posenc.patching.place.model_checks import unwrapped
+from hf_posenc.patching.place.part_in_force import named_part, scheme_in_part
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.recipes.gradual import plain_model
+from hf_posenc.schemes.arrangement.of_parts import PartsConfig
 from hf_posenc.schemes.registry import SchemeLike, as_scheme
 
 NATIVE = "native"
@@ -27,12 +31,15 @@ class SchemePhases:
     Args:
         phases: pairs of a first step and a scheme, in order; the first pair has step 0. A scheme can have any form that
             `patch_model` accepts; "native" is the stock model.
+        part: the part of a composite model that gets them, as in `patch_model`. Other parts are left alone.
 
     Raises:
-        ValueError: if the phases do not begin at step 0, are not in order, or contain an unknown scheme.
+        ValueError: if the phases do not begin at step 0, are not in order, contain an unknown scheme, or one that names
+            several parts.
     """
 
     phases: tuple[tuple[int, SchemeLike], ...]
+    part: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "phases", tuple((int(step), scheme) for step, scheme in self.phases))
@@ -45,8 +52,8 @@ class SchemePhases:
             if after <= before:
                 raise ValueError(f"Phases must be in order of their first steps; {after} follows {before}.")
         for _, scheme in self.phases:
-            if scheme != NATIVE:
-                as_scheme(scheme)
+            if scheme != NATIVE and isinstance(as_scheme(scheme), PartsConfig):
+                raise ValueError("Phases hold the schemes of one part of a model: name it with part=...")
 
     def at(self, step: int) -> SchemeLike:
         """Returns the scheme of a training step, counted from 0."""
@@ -58,26 +65,33 @@ class SchemePhases:
         Raises:
             UnsupportedError: for a later phase with learned parameters, which an existing optimizer would not train.
         """
-        scheme, encoding = self.at(step), current_encoding(unwrapped(model))
+        target = unwrapped(model)
+        scheme, encoding, part = self.at(step), current_encoding(target), named_part(target, self.part)
+        in_force = scheme_in_part(encoding, part)
         if scheme == NATIVE:
-            if encoding is None:
+            if in_force is None:
                 return False
-            unpatch_model(model)
+            unpatch_model(model, part=part)
             return True
-        config = as_scheme(scheme)
-        if encoding is not None and encoding.config == config:
+        config, stacks = as_scheme(scheme), find_stacks(target, [part])
+        if in_force is not None and config.name == in_force.name:
+            config = with_native_options(config, stacks, lambda: native_scheme(target, part=part))
+        if in_force == config:
             return False
-        count = parameter_count(Transaction(model).plan(config)) if step > 0 else 0
+        planned = Transaction(model).plan(for_stacks(target, config, stacks)) if step > 0 else None
+        count = 0 if planned is None else parameter_count(planned)
         if count:
             raise UnsupportedError(
                 f"Scheme {config.name!r}, which starts at step {step}, has {count} parameters, which an existing "
                 "optimizer would not train. Start a new training run with it."
             )
-        patch_model(model, config)
+        patch_model(model, config, part=part)
         return True
 
 
-def drope(total_steps: int, recalibration: float = 0.12, scheme: SchemeLike = NATIVE) -> SchemePhases:
+def drope(
+    total_steps: int, recalibration: float = 0.12, scheme: SchemeLike = NATIVE, *, part: str | None = None
+) -> SchemePhases:
     """Returns the phases of DroPE: train with positions, drop them, recalibrate (arXiv:2512.12167, section 4).
 
     Positions make training faster, but models without positions generalise better to longer inputs, so positions are
@@ -88,6 +102,7 @@ def drope(total_steps: int, recalibration: float = 0.12, scheme: SchemeLike = NA
         total_steps: number of steps of the whole training.
         recalibration: fraction of the steps without positions.
         scheme: scheme of the steps before; by default the model's own.
+        part: the part of a composite model whose positions are dropped, as in `patch_model`.
 
     Raises:
         ValueError: if either part would have no steps.
@@ -98,7 +113,7 @@ def drope(total_steps: int, recalibration: float = 0.12, scheme: SchemeLike = NA
             f"With total_steps={total_steps} and recalibration={recalibration}, {dropped} steps have positions and "
             f"{total_steps - dropped} do not; both must be at least 1."
         )
-    return SchemePhases(((0, scheme), (dropped, "none")))
+    return SchemePhases(((0, scheme), (dropped, "none")), part)
 
 
 class SchemePhasesCallback(TrainerCallback):

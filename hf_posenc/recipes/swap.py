@@ -13,14 +13,17 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching import native_scheme, patch_model
+from hf_posenc.patching.find.model_parts import TEXT
 from hf_posenc.patching.place.in_force import current_encoding
 from hf_posenc.patching.place.model_checks import unwrapped
+from hf_posenc.patching.place.part_in_force import named_part, scheme_in_part
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.recipes.gradual import begin_blend, new_scheme
 from hf_posenc.recipes.initialization.model import fit_encoding
 from hf_posenc.recipes.initialization.parts import Fit
 from hf_posenc.recipes.initialization.tables import TABLE_EXTENSIONS
 from hf_posenc.schemes import get_scheme
+from hf_posenc.schemes.arrangement.of_parts import PartsConfig
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.registry import SchemeLike, as_scheme
 
@@ -40,6 +43,7 @@ class Swap(Generic[ModelType]):
         gradual: whether the model is a blend of both, at strength 0.
         fits: the parts that were fitted to the old scheme.
         options: options of the new scheme that were taken from the old scheme.
+        part: the part of the model whose scheme was swapped, such as "text".
     """
 
     model: ModelType
@@ -48,6 +52,7 @@ class Swap(Generic[ModelType]):
     gradual: bool
     fits: tuple[Fit, ...] = ()
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    part: str = TEXT
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything except the model, in a form that can be written to JSON."""
@@ -57,6 +62,7 @@ class Swap(Generic[ModelType]):
             "gradual": self.gradual,
             "fits": [dataclasses.asdict(fit) for fit in self.fits],
             "options": self.options,
+            "part": self.part,
         }
 
 
@@ -64,6 +70,7 @@ def swap_scheme(
     model: ModelType,
     scheme: SchemeLike,
     *,
+    part: str | None = None,
     initialization: str = "auto",
     sample: Tensor | None = None,
     table_extension: str | None = None,
@@ -85,15 +92,18 @@ def swap_scheme(
       with a `theta`.
 
     Fits are least-squares fits over all pairs of tokens of the sample. Content biases (shaw, cope, forget_gate, ...)
-    and rotations are not fitted, because their effect depends on content.
+    and rotations are not fitted, because their effect depends on content. Vectors and biases of grids, and biases of
+    parts that do not read token ids, are not fitted either: a scheme keeps the native tables that it takes over, and
+    everything else starts as in `patch_model`.
 
     Args:
         model: patched or not; may be wrapped in a PEFT model.
         scheme: the new scheme, as in `patch_model`.
+        part: the part of a composite model whose scheme is swapped, as in `patch_model`.
         initialization: "auto" fits what can be fitted; "fitted" raises if nothing can be fitted; "default" is the same
             as `patch_model`.
         sample: `(batch, length)` token ids of ordinary text, without padding, long enough for the distances that
-            matter. Needed to fit biases.
+            matter. Needed to fit biases. In a composite model, its text part reads it without images.
         table_extension: how a longer learned table continues past the old positions: "linear" (the default), "spline",
             "repeat" or "last", see `extended_rows`.
         gradual: makes the model a blend at strength 0, which does not change outputs; `GradualSwapCallback` then
@@ -104,7 +114,9 @@ def swap_scheme(
         A `Swap` with the model, the fitted parts and their residuals.
 
     Raises:
-        ValueError: for an unknown option, or if a bias is to be fitted without a sample.
+        ValueError: for an unknown option, if a bias is to be fitted without a sample, for a sample of a part that does
+            not read token ids, or for a scheme that names several parts.
+        UnknownNameError: for a part that the model does not have.
         UnsupportedError: as `patch_model`; with "fitted", if nothing of the old scheme can be transferred; and with
             `gradual`, if one of the two schemes cannot be blended.
 
@@ -123,23 +135,26 @@ def swap_scheme(
             "Omit one of them."
         )
     target = unwrapped(model)
-    place = begin_blend if gradual else patch_model
+    place: Any = begin_blend if gradual else patch_model
+    part = named_part(target, part)
     with _left_as_it_was(target):
-        old = _scheme_in_force(target, required=gradual or initialization == "fitted")
+        old = _scheme_in_force(target, part, required=gradual or initialization == "fitted")
         carried = {} if initialization == "default" else _carried_options(scheme, options, old)
         config = as_scheme(scheme, **(options | carried))
+        if isinstance(config, PartsConfig):
+            raise ValueError("swap_scheme swaps the scheme of one part. Call it once for each, with part=...")
         fits: list[Fit] = []
         if initialization == "default" or old is None:
-            place(target, config)
+            place(target, config, part=part)
         else:
-            if current_encoding(target) is None:
-                patch_model(target, old)
+            if scheme_in_part(current_encoding(target), part) is None:
+                patch_model(target, old, part=part)
             before = current_encoding(target)  # Its parts stay usable after they are replaced.
-            place(target, config)
+            place(target, config, part=part)
             after = current_encoding(target)
             assert before is not None
             assert after is not None
-            fits = fit_encoding(target, before, after, sample, table_extension)
+            fits = fit_encoding(target, before, after, sample, table_extension, part)
         if initialization == "fitted" and not fits and not carried:
             remedy = " AlibiConfig(learnable=True) has slopes that can be fitted." if config.name == "alibi" else ""
             raise UnsupportedError(
@@ -153,9 +168,9 @@ def swap_scheme(
                 f"({'unknown' if old is None else old.name}) has vectors for, and {config.name!r} has none here. Omit "
                 "it."
             )
-    placed = current_encoding(target)
+    placed = scheme_in_part(current_encoding(target), part)
     assert placed is not None
-    return Swap(model, old, new_scheme(placed.config), gradual, tuple(fits), carried)
+    return Swap(model, old, new_scheme(placed), gradual, tuple(fits), carried, part)
 
 
 @contextmanager
@@ -171,12 +186,12 @@ def _left_as_it_was(target: PreTrainedModel) -> Iterator[None]:
         raise
 
 
-def _scheme_in_force(target: PreTrainedModel, required: bool) -> SchemeConfig | None:
-    encoding = current_encoding(target)
-    if encoding is not None:
-        return encoding.config
+def _scheme_in_force(target: PreTrainedModel, part: str, required: bool) -> SchemeConfig | None:
+    in_force = scheme_in_part(current_encoding(target), part)
+    if in_force is not None:
+        return in_force
     try:
-        return native_scheme(target)
+        return native_scheme(target, part=part)
     except UnsupportedError:
         if required:
             raise

@@ -27,8 +27,8 @@ class Quantity:
         meaning: one sentence for a reader of the table.
         style: how a value is written: "number" (three significant digits), "signed" (the same with its sign), "loss"
             (four digits), "fraction" (three decimals), "difference" (three decimals with their sign), "percent" (of a
-            fraction), "tenths" (one decimal), "milliseconds" (of seconds), "count", "text", or "verdict" (yes or no,
-            then the number).
+            fraction), "percent_tenths" (the same with one decimal), "tenths" (one decimal), "milliseconds" (of
+            seconds), "count", "text", or "verdict" (yes or no, then the number).
     """
 
     name: str

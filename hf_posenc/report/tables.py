@@ -183,6 +183,7 @@ FORMATS: dict[str, Callable[[float], str]] = {
     "fraction": partial(_decimals, 3),
     "difference": lambda value: ("+" if round(value, 3) > 0 else "") + _decimals(3, value),
     "percent": lambda value: _decimals(0, 100 * value),
+    "percent_tenths": lambda value: _decimals(1, 100 * value),
     "tenths": partial(_decimals, 1),
     "milliseconds": lambda value: _decimals(1, 1000 * value),
     "count": "{:.0f}".format,

@@ -19,6 +19,7 @@ from hf_posenc.schemes.additive.sinusoidal import SinusoidalConfig as Sinusoidal
 from hf_posenc.schemes.arrangement.blended import BlendedConfig as BlendedConfig
 from hf_posenc.schemes.arrangement.composed import ComposedConfig as ComposedConfig
 from hf_posenc.schemes.arrangement.native import NativeConfig as NativeConfig
+from hf_posenc.schemes.arrangement.of_parts import PartsConfig as PartsConfig
 from hf_posenc.schemes.arrangement.schedule import (
     InterleavedConfig as InterleavedConfig,
     LayeredConfig as LayeredConfig,
@@ -34,6 +35,7 @@ from hf_posenc.schemes.bias.kerple import KerpleConfig as KerpleConfig
 from hf_posenc.schemes.bias.low_rank_relative import LowRankRelativeConfig as LowRankRelativeConfig
 from hf_posenc.schemes.bias.sandwich import SandwichConfig as SandwichConfig
 from hf_posenc.schemes.bias.shaw import ShawConfig as ShawConfig
+from hf_posenc.schemes.bias.swin import SwinConfig as SwinConfig
 from hf_posenc.schemes.bias.t5 import T5Config as T5Config
 from hf_posenc.schemes.bias.tisa import TisaConfig as TisaConfig
 from hf_posenc.schemes.bias.transformer_xl import TransformerXLConfig as TransformerXLConfig

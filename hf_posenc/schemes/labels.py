@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 
+from hf_posenc.schemes.arrangement.of_parts import PartsConfig
 from hf_posenc.schemes.config import SchemeConfig, SubConfig
 
 
 def scheme_label(config: SchemeConfig) -> str:
-    """Returns the name and the non-default options, such as `rope` or `rope(theta=500000, yarn x4)`."""
+    """Returns the name and the non-default options, such as `rope` or `rope(theta=500000, yarn x4)`.
+
+    For the schemes of parts, the label names the parts: `text: alibi; vision: rope_nd`.
+    """
+    if isinstance(config, PartsConfig):
+        return "; ".join(f"{part}: {scheme_label(scheme)}" for part, scheme in config.by_part().items())
     changed = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

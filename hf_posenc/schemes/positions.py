@@ -35,10 +35,17 @@ class Positions:
             value. A position map may convert them to float32.
         lengths: `(batch or 1, 1)` int64, the length of each sequence, including cached tokens: the last position plus
             1, which is the number of real tokens if positions have no gaps.
-        coordinates: `(axes, batch or 1, length)` int64 if the caller passed positions on several axes (time, height,
-            width), else `None`.
+        coordinates: `(axes, batch or 1, length)` int64 if tokens have positions on several axes, else `None`: (time,
+            height, width) that the caller passed, or the place of a patch, (row, column) or (frame, row, column). 0
+            for tokens without a place.
         token_ids: `(batch, length)` int64, the vocabulary ids of the tokens, or `None` if the model did not receive
             them.
+        extents: `(axes, batch or 1, length)` int64, the sizes in patches of the grid that each token belongs to; `None`
+            if the coordinates are not those of a grid.
+        placed: `(batch or 1, length)` bool, false for tokens without a place on the grid (class and register tokens,
+            padding); `None` if all tokens have one.
+        grid: the sizes of the one grid that all tokens with a place belong to, if shapes tell it, so that no value of
+            `extents` has to be read; `None` if it is unknown or grids differ.
         memo: a dictionary shared by all `Positions` of one forward call of the model, for values that must be drawn or
             computed only once.
     """
@@ -47,6 +54,9 @@ class Positions:
     lengths: Tensor
     coordinates: Tensor | None = None
     token_ids: Tensor | None = None
+    extents: Tensor | None = None
+    placed: Tensor | None = None
+    grid: tuple[int, ...] | None = None
     memo: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -87,6 +97,8 @@ class Positions:
             ids=self.ids[:, :count],
             coordinates=None if self.coordinates is None else self.coordinates[..., :count],
             token_ids=None if self.token_ids is None else self.token_ids[:, :count],
+            extents=None if self.extents is None else self.extents[..., :count],
+            placed=None if self.placed is None else self.placed[:, :count],
         )
 
 

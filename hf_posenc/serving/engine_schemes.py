@@ -20,7 +20,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
 from hf_posenc.patching.call.layer_call import LayerEncoding
-from hf_posenc.patching.place.encoding import PositionEncoding, is_length_dependent
+from hf_posenc.patching.place.encoding import PositionEncoding, is_length_dependent, parts_named
 from hf_posenc.patching.place.in_force import current_encoding
 from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.parts import DistanceBias, LogitBias
@@ -86,6 +86,8 @@ def sites_for_engine(model: Any, engine: str, *, takes_slopes: bool) -> list[Int
 
 
 def _model_problem(encoding: PositionEncoding, sites: list[AttentionSite]) -> str:
+    if parts_named(encoding.config) is not None:
+        return "the plug-in runs models of text alone, and this model has parts for images or sound"
     if len(encoding.stacks) != 1 or not all(site.encoding.causal for site in sites):
         return "the plug-in runs decoders that generate text, and this model has an encoder"
     for site in sites:

@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.layers import Spectrum, spectrum_of
 from hf_posenc.patching.call.layer_call import LayerEncoding
-from hf_posenc.patching.find.architectures import architecture_of
 from hf_posenc.patching.find.discovery import find_stacks
 from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.observe.native_scheme import native_scheme
@@ -96,12 +95,11 @@ def parts_of(model: PreTrainedModel) -> ModelParts:
     stacks = find_stacks(model)
     placed = current_encoding(model)
     scheme = native_scheme(model) if placed is None else placed.config
-    architecture = architecture_of(model.config)
-    encoding = build_encoding(scheme, stacks, architecture) if placed is None else placed
+    encoding = build_encoding(scheme, stacks) if placed is None else placed
     found = [StackParts(stack, cast("StackEncoding", encoding.stacks[stack.name])) for stack in stacks]
     if placed is None:
         for one in found:
-            one.encoding.adopt(one.stack, architecture.native_bias_table)
+            one.encoding.adopt(one.stack)
     return ModelParts(model, scheme, tuple(found))
 
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.entry import ATTRIBUTE
 from hf_posenc.patching.find.discovery import find_stacks
+from hf_posenc.patching.find.model_parts import TEXT
+from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.place.config_entry import detach_entry
-from hf_posenc.patching.place.config_lengths import find_lengths, write_lengths
+from hf_posenc.patching.place.config_lengths import native_lengths, write_lengths
+from hf_posenc.schemes.arrangement.of_parts import PartsConfig
+from hf_posenc.schemes.config import SchemeConfig
 
 
 @dataclass(frozen=True)
@@ -51,5 +56,24 @@ def write_current_length(config: Any, model: PreTrainedModel) -> None:
     lengths = model.position_encoding.lengths
     if lengths.current is None or lengths.current == lengths.native or any(s.tables for s in find_stacks(model)):
         return
-    native = find_lengths(config, [getattr(config, key, None) for key in config.sub_configs])
-    write_lengths(config, dict.fromkeys(native, lengths.current))
+    write_lengths(config, dict.fromkeys(native_lengths(model.config), lengths.current))
+
+
+def scheme_to_carry(model: PreTrainedModel) -> SchemeConfig:
+    """The scheme of a patched model. In a composite model, it is that of the text part, the only one with a scheme."""
+    scheme: SchemeConfig = model.position_encoding.config
+    return scheme.by_part()[TEXT] if isinstance(scheme, PartsConfig) else scheme
+
+
+def config_of(stack: Stack, model: PreTrainedModel, config: Any) -> Any:
+    """The config of a stack inside a copy of the model's config."""
+    found = next((copied for own, copied in _pairs(model.config, config) if own is stack.config), None)
+    return config if found is None else found
+
+
+def _pairs(own: Any, copied: Any) -> Iterator[tuple[Any, Any]]:
+    """A config and the configs inside it, each with its copy."""
+    yield own, copied
+    for name, inner in own.__dict__.items():
+        if isinstance(inner, PreTrainedConfig):
+            yield from _pairs(inner, getattr(copied, name))

@@ -12,10 +12,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.export.stock.form import StockForm, stock_config, stock_state, write_current_length
+from hf_posenc.export.stock.form import (
+    StockForm,
+    config_of,
+    scheme_to_carry,
+    stock_config,
+    stock_state,
+    write_current_length,
+)
 from hf_posenc.export.stock.spectrum import write_rope_parameters
 from hf_posenc.patching.find.discovery import find_stacks
 from hf_posenc.patching.find.layer_context import build_context
+from hf_posenc.patching.find.rotary_axes import reads_axes
 from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.find.tables import table_origin, table_weight
 from hf_posenc.patching.observe.native_scheme import native_scheme
@@ -47,21 +55,27 @@ def own_class(model: PreTrainedModel) -> StockForm:
     carrier = f"the config of {type(model).__name__}"
     if current_encoding(model) is None:
         return StockForm(type(model), model.config, model.state_dict(), carrier)
-    scheme: SchemeConfig = model.position_encoding.config
+    scheme = scheme_to_carry(model)
     config, state = stock_config(model), stock_state(model)
     native = _native(model)
     if not (isinstance(scheme, LayeredConfig) and scheme == native):
         with at_native_lengths(model.config):
             _write_scheme(config, state, model, native)
-    if not _is_dynamic(config):
+    if not _is_dynamic(config.get_text_config()):
         write_current_length(config, model)
     return StockForm(type(model), config, state, carrier)
 
 
 def _write_scheme(config: Any, state: dict[str, Tensor], model: PreTrainedModel, native: SchemeConfig) -> None:
-    scheme, stacks = model.position_encoding.config, find_stacks(model)
+    scheme, stacks = scheme_to_carry(model), find_stacks(model)
+    config = config_of(stacks[0], model, config)
     own = {type(part) for part in native.acting_together()}
     own -= {part for part in own if issubclass(part, LayeredConfig)}
+    if scheme != native and any(reads_axes(rotary.module) for stack in stacks for rotary in stack.rotaries):
+        raise UnsupportedError(
+            f"A {type(model).__name__} rotates by the coordinates of images, and the config states no other rotation "
+            "of them. The comparison on token ids would not see the difference."
+        )
     for part in scheme.acting_together():
         if isinstance(part, PRopeConfig) and PRopeConfig not in own:
             raise UnsupportedError(

@@ -19,8 +19,16 @@ from hf_posenc.export.layers import (
     refuse_beyond_rotation,
     spectrum_of,
 )
-from hf_posenc.export.stock.form import StockForm, stock_config, stock_state, write_current_length
+from hf_posenc.export.stock.form import (
+    StockForm,
+    config_of,
+    scheme_to_carry,
+    stock_config,
+    stock_state,
+    write_current_length,
+)
 from hf_posenc.patching.find.layer_context import build_context, native_pairing
+from hf_posenc.patching.find.rotary_axes import reads_axes
 
 #: A pair whose frequency is divided by this does not move: its angle stays below 1e-20 at any position.
 _STOPPED = 1e30
@@ -34,6 +42,8 @@ def own_spectrum(model: PreTrainedModel) -> StockForm:
     """
     layers, name = placed_layers(model), type(model).__name__
     refuse_beyond_rotation(layers, f"A {name}")
+    if any(reads_axes(rotary.module) for layer in layers for rotary in layer.stack.rotaries):
+        raise UnsupportedError(f"A {name} rotates by the coordinates of images, which one set of factors cannot state.")
     if any(stack.tables or additive is not None for stack, additive in placed_additives(model)):
         raise UnsupportedError(f"A {name} cannot exchange its table of positions for a rotation.")
     config, state = stock_config(model), stock_state(model)
@@ -50,7 +60,7 @@ def own_spectrum(model: PreTrainedModel) -> StockForm:
             raise UnsupportedError(f"The layers rotate differently, but a {name} has one rotation for all of them.")
         if spectrum is not None:
             fold(state, layer, spectrum, native_pairing(layer.stack, layer.attention) or "half")
-    write_rope_parameters(config, by_layer_type)
+    write_rope_parameters(config_of(layers[0].stack, model, config), by_layer_type)
     write_current_length(config, model)
     return StockForm(type(model), config, state, f"{name} with the frequencies as factors of rope_type 'longrope'")
 
@@ -104,9 +114,9 @@ def _factor(wanted: float, theta: float, index: int, rotary_dim: int) -> float:
 
 def base_of(model: PreTrainedModel, layer_type: str | None = None) -> float:
     """The base of the scheme, or else that of the model's own rotation in layers of a type."""
-    for part in model.position_encoding.config.acting_together():
+    for part in scheme_to_carry(model).acting_together():
         if isinstance(getattr(part, "theta", None), float):
-            return float(part.theta)
+            return float(part.theta)  # type: ignore[attr-defined]
     config = model.config.get_text_config()
     parameters = getattr(config, "rope_parameters", None) or {}
     flat = parameters.get(layer_type, parameters)

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.layers import placed_additives, placed_layers, refuse_beyond_rotation, rows_of
-from hf_posenc.export.stock.form import StockForm, stock_config, stock_state
+from hf_posenc.export.stock.form import StockForm, config_of, stock_config, stock_state
 from hf_posenc.patching.find.tables import table_origin, table_weight
 
 
@@ -38,8 +38,9 @@ def own_table(model: PreTrainedModel) -> StockForm:
         # The first rows belong to padding tokens.
         state[key] = torch.cat((native.detach()[:origin], rows.to(native)))
         if count != native.shape[0] - origin:
-            limit = getattr(config, "max_position_embeddings", None)
+            own = config_of(stack, model, config)
+            limit = getattr(own, "max_position_embeddings", None)
             if not isinstance(limit, int):
-                raise UnsupportedError(f"{type(config).__name__} has no max_position_embeddings for a longer table.")
-            config.max_position_embeddings = limit + state[key].shape[0] - native.shape[0]
+                raise UnsupportedError(f"{type(own).__name__} has no max_position_embeddings for a longer table.")
+            own.max_position_embeddings = limit + state[key].shape[0] - native.shape[0]
     return StockForm(type(model), config, state, f"{name} with the vectors as rows of its table of positions")

@@ -19,11 +19,14 @@ from hf_posenc.metrics.language_modeling.windows import language_targets, text_w
 from hf_posenc.metrics.preserve import isolated_rng
 from hf_posenc.metrics.quantization.scheme import QuantizedConfig, quantized
 from hf_posenc.patching import native_scheme, patch_model, unpatch_model
+from hf_posenc.patching.place.encoding import PositionEncoding
 from hf_posenc.patching.place.in_force import current_encoding
 from hf_posenc.patching.place.model_checks import unwrapped
+from hf_posenc.patching.place.part_in_force import named_part, scheme_in_part, stacks_in_part
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.report.records import Quantity, Record, Result, View
 from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.labels import scheme_label
 
 #: Where in the context the text stands.
 POSITIONS = (0, 1024, 4096)
@@ -149,9 +152,11 @@ def quantized_positions(
         )
     check_batch(model, input_ids, labels, tokens_per_batch)
     causal = predicts_next_token(model, input_ids) if causal is None else causal
-    encoding = current_encoding(unwrapped(model))
-    config = native_scheme(model) if encoding is None else encoding.config
-    learned = [] if encoding is None else list(encoding.stacks.state_dict().values())
+    target = unwrapped(model)
+    encoding, part = current_encoding(target), named_part(target, None)
+    in_force = scheme_in_part(encoding, part)
+    config = native_scheme(target, part=part) if in_force is None else in_force
+    learned = [] if encoding is None or in_force is None else _parameters_in(encoding, part)
 
     def mean_loss(settings: QuantizedConfig) -> tuple[float | None, str]:
         """The loss under one scheme, or why there is none; without keys to round, that is the scheme's own affair."""
@@ -166,7 +171,7 @@ def quantized_positions(
                     raise
                 return None, str(error)
         try:
-            _take_over(model, learned)
+            _take_over(model, learned, part)
             losses = token_losses(model, input_ids, labels, causal, tokens_per_batch=tokens_per_batch)
         except SequenceLengthError as error:
             return None, str(error)
@@ -189,14 +194,18 @@ def quantized_positions(
     return records
 
 
-def _take_over(model: Any, learned: list[Tensor]) -> None:
+def _parameters_in(encoding: PositionEncoding, part: str) -> list[Tensor]:
+    return [value for stack in stacks_in_part(encoding, part).values() for value in stack.state_dict().values()]
+
+
+def _take_over(model: Any, learned: list[Tensor], part: str) -> None:
     """What the scheme has learned; around it nothing has parameters, so they come in the same order."""
     encoding = current_encoding(unwrapped(model))
     assert encoding is not None
-    own = list(encoding.stacks.state_dict().values())
+    own = _parameters_in(encoding, part)
     if learned and [tensor.shape for tensor in own] != [tensor.shape for tensor in learned]:
         raise UnsupportedError(
-            f"The parameters that scheme {encoding.config.name!r} has learned do not fit a fresh copy of it."
+            f"The parameters that scheme {scheme_label(encoding.config)!r} has learned do not fit a fresh copy of it."
         )
     with torch.no_grad():
         for tensor, value in zip(own, learned, strict=False):

@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.call.grid.numbers import numbers_in
+from hf_posenc.patching.call.grid_state import GridState
 from hf_posenc.patching.call.length_checks import check_cache
 from hf_posenc.patching.call.runtime import StackRuntime
 from hf_posenc.schemes.parts import AdditiveEncoding
@@ -25,12 +27,28 @@ class AddToHiddenStates:
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the layer's arguments with the encoding added to `hidden_states`."""
+        phases = kwargs.get("position_embeddings")
         if args and isinstance(args[0], Tensor):
-            return (self._add(args[0]), *args[1:]), kwargs
+            return (self._add(args[0], phases), *args[1:]), kwargs
         name = next(name for name, value in kwargs.items() if isinstance(value, Tensor))
-        return args, kwargs | {name: self._add(kwargs[name])}
+        return args, kwargs | {name: self._add(kwargs[name], phases)}
 
-    def _add(self, hidden_states: Tensor) -> Tensor:
+    def _add_on_grid(self, hidden_states: Tensor, phases: Any) -> Tensor:
+        """Adds the vectors of patches: `(batch, tokens, hidden)`, without a batch, or with rows and columns."""
+        grid = tuple(hidden_states.shape[1:3]) if hidden_states.dim() == 4 else None
+        tokens = hidden_states.shape[-2] if grid is None else grid[0] * grid[1]
+        state = self.runtime.state_for(tokens)
+        if isinstance(state, GridState):
+            state = state.of_module(tokens, grid)
+            if state.numbered and phases is not None:
+                state = state.in_order(numbers_in(phases))
+        check_cache(self.additive, state)
+        encoded = self.additive(state.positions(hidden_states.device)).to(hidden_states.dtype)
+        return hidden_states + (encoded if hidden_states.dim() == 3 else encoded.view(-1, *hidden_states.shape[1:]))
+
+    def _add(self, hidden_states: Tensor, phases: Any) -> Tensor:
+        if self.runtime.grid is not None:
+            return self._add_on_grid(hidden_states, phases)
         time_axis = 0 if self.runtime.time_major else -2
         length = hidden_states.shape[time_axis]
         state = self.runtime.state_for(length)

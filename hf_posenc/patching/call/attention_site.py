@@ -12,6 +12,8 @@ from hf_posenc.attention.key_channels import append_features, split_features
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.caches import QUANTISED_LAYER, cache_of_call
 from hf_posenc.patching.call.forward_state import ForwardState
+from hf_posenc.patching.call.grid.numbers import numbers_in
+from hf_posenc.patching.call.grid_state import GridState, GridTokens
 from hf_posenc.patching.call.key_positions import key_positions
 from hf_posenc.patching.call.layer_call import LayerCall
 from hf_posenc.patching.call.length_checks import check_cache
@@ -26,6 +28,9 @@ Phases = tuple[Tensor, ...]
 class AttentionSite(LogitSite):
     """Stands in for the `forward` of one attention module instance."""
 
+    #: Sizes of the windows of patches in which the module works, `(rows, columns)`, if it states them.
+    window: tuple[int, ...] | None = None
+
     #: Whether a call has confirmed that the module leaves queries unchanged after rotating them.
     rotation_is_last = False
     #: Whether a call has confirmed that the scheme's map runs in place of the module's rotary function. Keys are then
@@ -39,11 +44,31 @@ class AttentionSite(LogitSite):
     def begin_call(self, hidden_states: Tensor) -> LayerCall:
         """Starts a call. `hidden_states` are the module's input, in the axis order of its architecture."""
         hidden_states = self.runtime.batch_first(hidden_states)
+        if self.runtime.grid is not None:
+            return self._begin_on_grid(hidden_states)
         return LayerCall(self.state_for(hidden_states.shape[1]), hidden_states)
+
+    def _begin_on_grid(self, hidden_states: Tensor) -> LayerCall:
+        """Starts a call of a layer of patches, `(tokens, hidden)` or `(batch, rows, columns, hidden)` among others."""
+        window = tuple(hidden_states.shape[1:3]) if hidden_states.dim() == 4 else self.window
+        if hidden_states.dim() == 2:
+            hidden_states = hidden_states.unsqueeze(0)
+        elif hidden_states.dim() == 4:
+            hidden_states = hidden_states.flatten(1, 2)
+        return LayerCall(self.grid_tokens(hidden_states.shape[1], window), hidden_states)
+
+    def grid_tokens(self, length: int, window: tuple[int, ...] | None) -> ForwardState:
+        """The positions of a layer's `length` tokens on the grid of the call, or in a window."""
+        state = self.runtime.state_for(length)
+        if not isinstance(state, GridState):
+            return state
+        return state.shared(("tokens", window), lambda: state.of_module(length, window), length)
 
     def state_for(self, length: int) -> ForwardState:
         """The positions of a layer's `length` tokens."""
         state = self.runtime.state_for(length)
+        if isinstance(state, GridState):
+            return self.grid_tokens(length, self.window)
         if state.query_length != length:
             # The architecture prepends its own tokens (CPM-Ant's prompt), so every slot is a position.
             state = state.shared("own tokens", lambda: state.by_slots(length), length)
@@ -88,7 +113,20 @@ class AttentionSite(LogitSite):
     def rotate(self, call: LayerCall, rotary: RotaryCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replaces a rotary function of the architecture: returns its tensors mapped, or unchanged."""
         first, second, time_axis = rotary.tensors(args, kwargs)
+        call.state = self.in_order(call.state, rotary, args, kwargs)
+        if first.dim() == 3:
+            return without_batch(self.rotate_tensors(call, *with_batch(first, second), time_axis))
         return self.rotate_tensors(call, first, second, time_axis)
+
+    def in_order(
+        self, state: ForwardState, rotary: RotaryCall, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> ForwardState:
+        """The positions in the order of the phases that the layer received, if these are numbers of tokens."""
+        if not isinstance(state, GridTokens) or not state.numbered:
+            return state
+        phases = rotary.phases(args, kwargs)
+        ordered: ForwardState = state.shared("in order", lambda: state.in_order(numbers_in(phases)), mask=phases)
+        return ordered
 
     def rotate_tensors(self, call: LayerCall, first: Tensor, second: Tensor | None, time_axis: int) -> Any:
         """Maps a query and a key, or a single tensor for functions that are called once for each."""
@@ -288,6 +326,16 @@ class AttentionSite(LogitSite):
             "channels that the scheme adds. Use LoRA or prompt tuning with this scheme, or a cache that was filled by "
             "this model."
         )
+
+
+def with_batch(first: Tensor, second: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Adds a batch of one row."""
+    return first.unsqueeze(0), None if second is None else second.unsqueeze(0)
+
+
+def without_batch(tensors: Any) -> Any:
+    """The inverse of `with_batch`."""
+    return tuple(one.squeeze(0) for one in tensors) if isinstance(tensors, tuple) else tensors.squeeze(0)
 
 
 def mapped(map_one: Any, tensor: Tensor, phases: Phases, time_axis: int) -> Tensor:

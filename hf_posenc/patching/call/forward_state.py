@@ -78,13 +78,13 @@ class ForwardState:
         counted = self.mask_positions()
         if counted is not None:
             return self.with_lengths(counted.to(device))
-        if self.rotary_position_ids is not None:
+        if self.rotary_position_ids is not None and (self.rotary_position_ids.dim() < 3 or self.offset is None):
             return self.with_lengths(one_axis(self.rotary_position_ids).to(device))
         start = 0 if self.offset is None else self.offset
         if self.attention_mask is None and isinstance(start, int):
             stop = start + self.query_length
             ids = torch.arange(start, stop, device=device).unsqueeze(0)
-            return Positions(ids, ids.new_full((1, 1), stop), self.coordinates, self.token_ids, self.memo)
+            return Positions(ids, ids.new_full((1, 1), stop), self.coordinates, self.token_ids, memo=self.memo)
         return self.with_lengths((torch.arange(self.query_length, device=device) + start).unsqueeze(0))
 
     def with_lengths(self, ids: Tensor) -> Positions:
@@ -97,7 +97,7 @@ class ForwardState:
             lengths = visible.amax(-1, keepdim=True) + 1
         else:
             lengths = mask.to(torch.int64).sum(-1, keepdim=True).to(ids.device)
-        return Positions(ids, lengths, self.coordinates, self.token_ids, self.memo)
+        return Positions(ids, lengths, self.coordinates, self.token_ids, memo=self.memo)
 
     def by_slots(self, length: int) -> ForwardState:
         """The state for an architecture that prepends its own tokens, so that every slot is a position."""

@@ -20,7 +20,7 @@ from hf_posenc.attention.backends import attend_with_bias
 from hf_posenc.attention.folding import attend_with_wide_values
 from hf_posenc.attention.key_channels import append_features, split_features
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.call.attention_site import AttentionSite
+from hf_posenc.patching.call.attention_site import AttentionSite, with_batch, without_batch
 from hf_posenc.patching.call.cache_update import CacheUpdateHook
 from hf_posenc.patching.call.caches import cache_of_call
 from hf_posenc.patching.call.layer_call import LayerCall, LayerEncoding
@@ -36,7 +36,7 @@ from hf_posenc.patching.call.paged_requests import (
 )
 from hf_posenc.patching.call.per_thread import PerThread
 from hf_posenc.patching.call.runtime import StackRuntime
-from hf_posenc.patching.find.forward_code import INTERFACE, names_used, rebind, rotary_names
+from hf_posenc.patching.find.forward_code import INTERFACE, names_used, rebind, relative_names, rotary_names
 from hf_posenc.patching.find.rotary_call import rotary_call
 
 #: The argument through which models pass their own relative bias to the attention function.
@@ -126,6 +126,7 @@ class InterfaceAttention(AttentionSite):
         forward = inspect.unwrap(type(self.module).forward if self.inner is None else self.inner.__func__)
         rotary = {name: forward.__globals__[name] for name in rotary_names(forward)}
         replaced: dict[str, Any] = {name: _RotaryReplacement(function, self) for name, function in rotary.items()}
+        replaced |= dict.fromkeys(relative_names(forward), _without_relative_bias)
         interface = _InterfaceReplacement(forward.__globals__[INTERFACE], self)
         self._full_forward = rebind(forward, replaced | {INTERFACE: interface})
         self._rotary_only_forward = rebind(
@@ -152,8 +153,11 @@ class InterfaceAttention(AttentionSite):
         **kwargs: Any,
     ) -> Any:
         """Called in place of the attention function."""
-        call = self.call
-        call.attended = True
+        call = self.call.of_next(query.shape[2])
+        if self.runtime.grid is not None:
+            self.refuse_pooled_keys(query.shape[2], key.shape[2])
+            if isinstance(attention_mask, Tensor) and attention_mask.shape[-2:] == (1, 1) and key.shape[2] > 1:
+                attention_mask = None  # The zero of a native bias that was silenced.
         self._check_mask(query, attention_mask, kwargs)
         self.check_head_count(query)
         self.check_rotated(call, query)
@@ -291,8 +295,19 @@ class _FastRotary(_RotaryReplacement):
         site = self.site
         if site.encoding.query_key_map is not None:
             site.rotations += 1
-            first, second = site.apply_map(site.state_for(first.shape[time_axis]), first, second, time_axis)
+            if first.dim() == 3:
+                first, second = with_batch(first, second)
+                state = site.in_order(site.state_for(first.shape[time_axis]), self.rotary, args, kwargs)
+                first, second = site.apply_map(state, first, second, time_axis)
+                return without_batch(first if second is None else (first, second))
+            state = site.in_order(site.state_for(first.shape[time_axis]), self.rotary, args, kwargs)
+            first, second = site.apply_map(state, first, second, time_axis)
         return first if second is None else (first, second)
+
+
+def _without_relative_bias(module: nn.Module, query: Tensor, *args: Any) -> tuple[Tensor, None]:
+    """Stands in for a function that returns a query and its relative bias."""
+    return query, None
 
 
 def _only_rotates(encoding: LayerEncoding) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from hf_posenc.patching.call.forward_state import ForwardState
+from hf_posenc.patching.call.grid_state import GridTokens
 from hf_posenc.patching.call.split_parts import HeadShard
 from hf_posenc.schemes.parts import LogitBias, LogitScale, PairwiseBias, QueryKeyMap
 
@@ -63,6 +65,7 @@ class LayerCall:
         keys_mapped: whether keys were mapped before they entered the cache.
         attended: whether the attention function was reached.
         rotated_query: the query last returned in place of a rotary function, `(batch, heads, query_len, width)`.
+        next_token: the first token whose attention has not been computed, in layers that compute it in parts.
         key_features: the features of the bias for each key, cached ones included, once they are known.
     """
 
@@ -73,3 +76,22 @@ class LayerCall:
     attended: bool = False
     rotated_query: Tensor | None = None
     key_features: Tensor | None = None
+    next_token: int = 0
+
+    def of_next(self, length: int) -> LayerCall:
+        """The call for the next `length` tokens, if the layer computes attention for one part of its tokens at a time.
+
+        Layers whose tokens are the patches of several images call the attention function once per image, or once per
+        window.
+        """
+        self.attended = True
+        state = self.state
+        if not isinstance(state, GridTokens) or state.query_length == length:
+            return self
+        start, self.next_token = self.next_token, self.next_token + length
+        if self.next_token > state.query_length:
+            return self
+        device = self.hidden_states.device
+        part = state.shared(("part", start), lambda: state.part(start, length, device), length)
+        hidden_states = self.hidden_states[:, start : self.next_token]
+        return dataclasses.replace(self, state=part, hidden_states=hidden_states)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.forward_state import ForwardState
+from hf_posenc.patching.call.grid_state import GridTokens
 from hf_posenc.schemes.parts import Part
 from hf_posenc.schemes.positions import exporting
 
@@ -15,12 +16,15 @@ _FARTHEST = 2**31
 
 
 def check_cache(part: Part, state: ForwardState) -> None:
-    """Refuses packed rows and caches that a part cannot encode.
+    """Refuses packed rows, caches and tokens without a place that a part cannot encode.
 
     Raises:
         UnsupportedError: if the part refuses the cache, or if it depends on the length of the sequence and a row holds
             several documents.
     """
+    if isinstance(state, GridTokens):
+        state.check_places(part)
+        return
     if part.length_dependent and not torch.compiler.is_compiling() and _is_packed(state):
         raise UnsupportedError(
             "position_ids restart within a row (packed documents), but this scheme depends on the length of the "

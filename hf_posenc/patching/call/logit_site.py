@@ -54,6 +54,20 @@ class LogitSite(PlacedForward):
         if query.shape[1] != encoding.num_heads and (encoding.shard is not None or encoding.has_parameters):
             check_heads(encoding.num_heads, query.shape[1])
 
+    def refuse_pooled_keys(self, queries: int, keys: int) -> None:
+        """Refuses attention in which queries and keys are not the same patches.
+
+        Raises:
+            UnsupportedError: if their numbers differ and the scheme has a part in the layers.
+        """
+        encoding = self.encoding
+        parts = (encoding.query_key_map, encoding.logit_bias, encoding.logit_scale)
+        if queries != keys and any(part is not None for part in parts):
+            raise UnsupportedError(
+                f"{type(self.module).__name__} pools its patches before attention ({queries} queries, {keys} keys), so "
+                "queries and keys have no common places on a grid. Use an additive scheme, or 'none'."
+            )
+
     def new_features(self, call: LayerCall) -> Tensor:
         """`(batch, heads, query_len, num_features)` float32 of the new tokens."""
         bias = self.encoding.logit_bias

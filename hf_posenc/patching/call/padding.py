@@ -34,7 +34,10 @@ def padding_mask(mask: Any, stack: nn.Module, offset: int | Tensor | None) -> Te
 
 
 def _shows_padding_only(visible: Tensor, offset: int | Tensor | None) -> bool:
-    """Whether every query sees the keys that the last query sees, either all of them or those up to itself."""
+    """Whether every query sees the keys up to itself that the last query sees, and any of the later ones.
+
+    The queries of an image see all its keys in Gemma 3 and PaliGemma.
+    """
     last = visible[:, -1:]
     slots = torch.arange(visible.shape[2], device=visible.device)
     own = torch.arange(visible.shape[1], device=visible.device) + (0 if offset is None else offset)
@@ -42,7 +45,7 @@ def _shows_padding_only(visible: Tensor, offset: int | Tensor | None) -> bool:
     # A padding token sees no keys, or all keys if a kernel does not support rows without keys.
     own_is_real = last[:, 0].gather(1, own.clamp(max=visible.shape[2] - 1).expand(visible.shape[0], -1)).unsqueeze(-1)
     idle = ~own_is_real & (visible == visible[..., :1]).all(-1, keepdim=True)
-    return any(bool(((visible == expected) | idle).all()) for expected in (last, earlier))
+    return bool((((earlier <= visible) & (visible <= last)) | idle).all())
 
 
 def counted_tokens(mask: Tensor) -> Tensor:

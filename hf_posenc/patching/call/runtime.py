@@ -17,12 +17,20 @@ from hf_posenc.patching.call.cached_positions import matches_keys, recorded, rem
 from hf_posenc.patching.call.caches import cache_among, cached_length
 from hf_posenc.patching.call.context_parallel import refuse_context_parallel
 from hf_posenc.patching.call.forward_state import ForwardState, one_axis
+from hf_posenc.patching.call.grid_arguments import grid_state
+from hf_posenc.patching.call.multimodal_positions import AXES, places_in_sequence
 from hf_posenc.patching.call.padding import padding_mask
 from hf_posenc.patching.call.per_thread import PerThread
 from hf_posenc.patching.call.placed_forward import PlacedForward
 from hf_posenc.patching.call.recomputation import Recomputation
+from hf_posenc.patching.call.series_state import UNKNOWN, SeriesState
 from hf_posenc.patching.call.slot_buffers import SlotBuffers
 from hf_posenc.patching.find.forward_code import named_arguments
+from hf_posenc.patching.find.grids.found import FoundGrid
+from hf_posenc.patching.find.series.found import given_features
+
+#: Arguments of a stack with one row per token.
+_TOKENS = ("input_ids", "inputs_embeds", "input", "hidden_states")
 
 
 class Check(Protocol):
@@ -54,8 +62,18 @@ class StackRuntime:
         self.recomputation = Recomputation(self.states)
         self.time_major = False
         self.channels_first = False
+        #: The grid of the stack if its input is pixels.
+        self.grid: FoundGrid | None = None
+        #: The site of the tables over the grid that the stack itself owns. Its `view` is the stack with other tables.
+        self.tables: Any = None
+        #: Whether the stack reads features, whose shape does not show the number of tokens.
+        self.reads_features = False
+        #: The view as which an encoder with a fixed number of frames runs; set while the scheme is in place.
+        self.input_view: Any = None
         #: Whether a part of the scheme reads positions on several axes.
         self.reads_coordinates = False
+        #: Whether the model itself makes positions on several axes (M-RoPE).
+        self.makes_coordinates = False
         #: Why the scheme needs all tokens of a sequence in one process; empty if it does not.
         self.needs_all_tokens = ""
         self.slots = SlotBuffers()
@@ -86,6 +104,9 @@ class StackRuntime:
                 or because a layer is compiled without its stack.
         """
         state = self.states.top
+        if isinstance(state, SeriesState) and state.query_length == UNKNOWN:
+            known: ForwardState = state.shared("own tokens", lambda: state.by_slots(query_length), query_length)
+            return known
         if state is not None:
             return state
         if torch.compiler.is_compiling():
@@ -130,6 +151,13 @@ class StackForward(PlacedForward):
         code: types.CodeType = type(self.module).forward.__code__
         return code
 
+    def stock(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the forward of the stack; with other tables, if the stack itself owns tables over a grid."""
+        tables = self.runtime.tables
+        if tables is None or self.retired or self.inner is not None:
+            return super().stock(*args, **kwargs)
+        return type(self.module).forward(tables.view, *args, **kwargs)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the stack's own forward with the state of this call in place."""
         if self.retired:
@@ -150,12 +178,24 @@ class StackForward(PlacedForward):
             calls.append(state)
             if torch.is_grad_enabled():
                 self.runtime.recomputation.keep_state(self.module)
-            result = self.stock(*args, **kwargs)
+            result = self._stock_or_view(state, *args, **kwargs)
             if state.cache_object is not None:
                 remember_keys(state.cache_object)
             return result
         finally:
             del calls[depth:]
+
+    def _stock_or_view(self, state: ForwardState, *args: Any, **kwargs: Any) -> Any:
+        """Runs the stack's own forward; that of an encoder with a fixed number of frames as a view of it."""
+        view = self.runtime.input_view
+        if view is None or not isinstance(state, SeriesState):
+            return self.stock(*args, **kwargs)
+        if self.inner is not None:
+            raise UnsupportedError(
+                f"The forward of this {type(self.module).__name__} was replaced by another library before it was "
+                "patched, so its number of frames cannot be set for each call. Remove that forward, and patch again."
+            )
+        return type(self.module).forward(view.view, *args, **kwargs)
 
     # Disabled for the whole call: a single compiled frame could read values that another frame computed outside a
     # graph.
@@ -169,16 +209,17 @@ class StackForward(PlacedForward):
         """Resolves the positions of this call.
 
         Returns:
-            The state and the keyword arguments of the call. If positions have several axes and the caller passed no
-            mask, a mask of ones is added: without a mask transformers looks for packed documents in the positions.
+            The state and the keyword arguments of the call. If positions have several axes, none of which is
+            the place in the sequence, and the caller passed no mask, a mask of ones is added: without a mask
+            transformers looks for packed documents in the positions.
         """
         stack = self.module
+        if self.runtime.grid is not None:
+            return grid_state(stack, self.runtime.grid, named_arguments(stack, args, kwargs)), kwargs
         arguments = named_arguments(stack, args, kwargs)
-        tokens = next(
-            (arguments[name] for name in ("input_ids", "inputs_embeds", "input") if arguments.get(name) is not None),
-            None,
-        )
-        if tokens is None:
+        tokens = next((arguments[name] for name in _TOKENS if arguments.get(name) is not None), None)
+        features = given_features(arguments) if self.runtime.reads_features and tokens is None else None
+        if tokens is None and features is None:
             tokens = next((value for value in args if isinstance(value, Tensor)), None)
         query_length = 0 if tokens is None else tokens.shape[1]
         cache = cache_among(arguments)
@@ -189,11 +230,13 @@ class StackForward(PlacedForward):
             self.runtime.slots.reach(stack, offset + query_length)
         implementation = getattr(stack.config, "_attn_implementation", None)
         refuse_context_parallel(self.runtime.needs_all_tokens, arguments.get("position_ids"), implementation)
-        position_ids, coordinates = self._split_axes(arguments.get("position_ids"))
-        self.runtime.slots.reach_positions(stack, position_ids)
-        token_ids = arguments.get("input_ids")
         mask = arguments.get("attention_mask")
         padding = padding_mask(mask, stack, offset)
+        position_ids, coordinates = self._split_axes(arguments.get("position_ids"), cache, offset, padding)
+        self.runtime.slots.reach_positions(stack, position_ids)
+        token_ids = arguments.get("input_ids")
+        if features is not None:
+            return self._of_features(features, offset, position_ids, padding, cache), kwargs
         state = ForwardState(
             query_length=query_length,
             offset=offset,
@@ -205,23 +248,41 @@ class StackForward(PlacedForward):
             coordinates=coordinates,
             token_ids=token_ids if isinstance(token_ids, Tensor) and token_ids.dim() == 2 else None,
         )
-        if coordinates is None or mask is not None or not isinstance(offset, int):
+        shows_packing = coordinates is not None and arguments["position_ids"].shape[0] > AXES
+        if coordinates is None or shows_packing or mask is not None or not isinstance(offset, int):
             return state, kwargs
         ones = coordinates.new_ones(coordinates.shape[1], offset + query_length)
         return state, kwargs | {"attention_mask": ones}
 
-    def _split_axes(self, position_ids: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def _of_features(
+        self, features: Tensor, offset: int | Tensor | None, position_ids: Any, padding: Any, cache: Any
+    ) -> SeriesState:
+        view = self.runtime.input_view
+        return SeriesState(
+            UNKNOWN,
+            offset=offset,
+            position_ids=position_ids,
+            attention_mask=padding,
+            cache_object=cache,
+            cache_changed=not matches_keys(cache),
+            expected=0 if view is None else view.found.tokens(features.shape[-1]),
+        )
+
+    def _split_axes(
+        self, position_ids: Tensor | None, cache: Any, offset: int | Tensor | None, padding: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Splits position ids into `(batch, query_len)` and, for multi-axis schemes, `(axes, batch, query_len)`.
 
-        Qwen's models may prepend the text position to time, height and width.
+        Qwen's models may prepend the position in the sequence to time, height and width.
         """
         if position_ids is None:
             return None, None
         if not position_ids.is_floating_point():
             position_ids = position_ids.long()
-        if position_ids.dim() == 3 and self.runtime.reads_coordinates:
-            return position_ids[0], position_ids[-3:]
-        return one_axis(position_ids), None
+        if position_ids.dim() != 3 or not (self.runtime.reads_coordinates or self.runtime.makes_coordinates):
+            return one_axis(position_ids), None
+        coordinates = position_ids[-AXES:] if self.runtime.reads_coordinates else None
+        return places_in_sequence(position_ids, cache, offset, padding), coordinates
 
 
 def _has_recorded_positions(arguments: dict[str, Any]) -> bool:

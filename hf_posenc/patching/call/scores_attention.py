@@ -14,6 +14,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.cache_update import CacheUpdateHook
 from hf_posenc.patching.call.caches import cache_of_call
+from hf_posenc.patching.call.grid.silenced import with_zero_tables
 from hf_posenc.patching.call.layer_call import LayerCall, LayerEncoding
 from hf_posenc.patching.call.per_thread import PerThread
 from hf_posenc.patching.call.runtime import StackRuntime
@@ -40,6 +41,8 @@ class ScoresAttention(AttentionSite):
     ) -> None:
         super().__init__(module, runtime, encoding)
         self.bias_arguments = bias_arguments
+        #: Parameters of the module that are zero for its forward: tables of relative biases that it looks up itself.
+        self.zero_tables: list[str] = []
         self.calls: PerThread[LayerCall] = PerThread()
 
     @torch.compiler.disable
@@ -79,7 +82,7 @@ class ScoresAttention(AttentionSite):
         try:
             calls.append(call)
             with CacheUpdateHook(cache, self.update_cache, call), mode:
-                output = function(self.module, *args, **kwargs)
+                output = function(self._subject(), *args, **kwargs)
         finally:
             del calls[depth:]
         if mode.score_shape is None or (mode.bias is not None and not mode.biased):
@@ -90,6 +93,10 @@ class ScoresAttention(AttentionSite):
             )
         self.note_rotation(call)
         return output
+
+    def _subject(self) -> Any:
+        """The module itself, or a view of it in which its tables of relative biases are zero."""
+        return with_zero_tables(self.module, self.zero_tables) if self.zero_tables else self.module
 
     def _without_native_bias(
         self, forward: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -4,54 +4,94 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.architectures import Architecture, architecture_of
 from hf_posenc.patching.find.forward_code import INTERFACE, rotary_names
+from hf_posenc.patching.find.grids.found import find_grid, window_of
+from hf_posenc.patching.find.model_parts import (
+    PartOwner,
+    check_part,
+    default_part,
+    part_owners,
+    reads_features,
+    reads_pixels,
+    reads_spectrogram,
+    takes_pixels,
+)
+from hf_posenc.patching.find.relative import find_relative
+from hf_posenc.patching.find.series.found import find_series
 from hf_posenc.patching.find.sites import AddedModule, FoundAttention, FoundModule, Stack
 from hf_posenc.patching.find.tables import table_weight
 
-_CROSS = re.compile(r"cross|encoder_attn|encdec|encoder_decoder", re.IGNORECASE)
+_CROSS = re.compile(r"cross|encoder_attn|encdec|encoder_decoder|x_attn", re.IGNORECASE)
+_ADAPTER = re.compile(r"(^|\.)adapter\.")
 _TABLE_NAME = re.compile(r"(^|\.)(positions?_embed(ding)?s?|embed_positions?|wpe)$")
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_q_heads", "encoder_attention_heads")
 _HEAD_DIMS = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_head", "d_head")
 
 
-def find_stacks(model: PreTrainedModel) -> list[Stack]:
-    """All stacks of a model that have self-attention, with their attention layers, tables and rotary modules.
+def find_stacks(model: PreTrainedModel, parts: Collection[str] | None = None) -> list[Stack]:
+    """The stacks of parts of a model, with their attention layers, tables and rotary modules.
+
+    Args:
+        model: the model.
+        parts: names of parts; by default the one that is patched if none is named.
 
     Raises:
         UnsupportedError: if there is none, or the architecture is not supported.
+        UnknownNameError: for a part that the model does not have.
     """
-    architecture = architecture_of(model.config)
-    refusal = architecture.refusal(model.config)
-    if refusal:
-        raise UnsupportedError(f"{type(model).__name__} ({model.config.model_type}) cannot be patched: {refusal}")
+    owners = attention_owners(model)
+    known = list(dict.fromkeys(owner.part for owner in owners))
+    wanted = [default_part(model, known)] if parts is None else [check_part(one, known, model) for one in parts]
     stacks = []
-    for path, module in _owners(model):
-        stack = _read_stack(path, module, architecture)
-        if stack.attentions:
-            stacks.append(stack)
-    if not stacks:
+    for owner, name in zip(owners, _names(owners, model), strict=True):
+        if owner.part in wanted:
+            architecture = architecture_of(owner.module.config)
+            _refuse_declared(owner.module, architecture)
+            stacks.append(_read_stack(owner, name, architecture))
+    return stacks
+
+
+def attention_owners(model: PreTrainedModel) -> list[PartOwner]:
+    """Every `PreTrainedModel` inside a model that owns self-attention layers, with the name of its part.
+
+    Raises:
+        UnsupportedError: if there is none.
+    """
+    _refuse_declared(model, architecture_of(model.config))
+    owners = [owner for owner in part_owners(model) if _has_self_attention(owner.module)]
+    inside = {id(module) for owner in owners for _, module in _own_modules(owner.module)}
+    owners = [owner for owner in owners if id(owner.module) not in inside]
+    if not owners:
         raise UnsupportedError(
             f"{type(model).__name__} has no softmax self-attention (module classes: "
             f"{', '.join(sorted({type(module).__name__ for module in model.modules()})[:12])}), so a position encoding "
             "cannot be placed in it. If one of them is an attention class, add it to `attention_classes` with "
             "hf_posenc.register_architecture."
         )
-    _name_stacks(stacks)
-    return stacks
+    return owners
 
 
-def _owners(model: PreTrainedModel) -> Iterator[tuple[str, PreTrainedModel]]:
-    for path, module in model.named_modules():
-        if isinstance(module, PreTrainedModel):
-            yield path, module
+def model_parts(model: PreTrainedModel) -> list[str]:
+    """The names of the parts of a model that have self-attention."""
+    return list(dict.fromkeys(owner.part for owner in attention_owners(model)))
+
+
+def _refuse_declared(model: PreTrainedModel, architecture: Architecture) -> None:
+    refusal = architecture.refusal(model.config)
+    if refusal:
+        raise UnsupportedError(f"{type(model).__name__} ({model.config.model_type}) cannot be patched: {refusal}")
+
+
+def _has_self_attention(module: PreTrainedModel) -> bool:
+    return next(self_attentions(module, architecture_of(module.config)), None) is not None
 
 
 def _own_modules(stack: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -61,7 +101,7 @@ def _own_modules(stack: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         prefix, module = pending.pop()
         children = []
         for name, child in module.named_children():
-            if isinstance(child, PreTrainedModel | AddedModule):
+            if not _is_inside(child, stack):
                 continue
             path = f"{prefix}.{name}" if prefix else name
             children.append((path, child))
@@ -69,39 +109,89 @@ def _own_modules(stack: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         pending.extend(reversed(children))
 
 
-def _read_stack(path: str, module: PreTrainedModel, architecture: Architecture) -> Stack:
+def _is_inside(child: nn.Module, stack: nn.Module) -> bool:
+    """Whether a child belongs to a stack, and is not a stack of its own.
+
+    Many vision models keep their layers in an encoder that is a `PreTrainedModel`, but receives embedded patches.
+    """
+    if not isinstance(child, PreTrainedModel):
+        return not isinstance(child, AddedModule)
+    same = isinstance(stack, PreTrainedModel) and type(child.config) is type(stack.config)
+    return same and reads_pixels(stack) and not takes_pixels(child)
+
+
+def _read_stack(owner: PartOwner, name: str, architecture: Architecture) -> Stack:
+    module = owner.module
     modules = sorted(_own_modules(module), key=lambda item: _natural(item[0]))
-    stack = Stack(name="model", path=path, module=module, hidden_size=0)
+    if reads_features(module):
+        modules = _in_definition_order(module)[1:]
+    stack = Stack(name, owner.path, module, hidden_size=0, part=owner.part, architecture=architecture)
     for place, candidate in _attentions(modules, architecture):
-        _refuse_indexer(place, candidate)
-        if _is_cross_attention(place, candidate):
-            stack.skipped.append((place, "cross-attention: its keys belong to another sequence"))
+        reason = _reason_to_skip(place, candidate, module)
+        if reason is not None:
+            stack.skipped.append((place, reason))
         else:
+            _refuse_indexer(place, candidate)
             stack.attentions.append(_read_attention(place, candidate, module, len(stack.attentions), architecture))
+    if stack.attentions and (reads_pixels(module) or reads_spectrogram(module.config)):
+        stack.grid = find_grid(_in_definition_order(module), module.config, _suffix_tokens(architecture, module.config))
     for place, candidate in modules:
-        if _is_table(place, candidate, architecture):
+        if stack.grid is None and _is_table(place, candidate, architecture):
             stack.tables.append(FoundModule(place, candidate))
         elif "Rotary" in type(candidate).__name__ and "position_ids" in _parameters(candidate):
             stack.rotaries.append(FoundModule(place, candidate))
-    if stack.attentions:
-        _refuse_two_sequences(stack)
-        stack.first_layer = _first_layer(module, stack.attentions[0].path)
-        stack.hidden_size = _hidden_size(module, stack)
+    if stack.attentions and stack.grid is None and reads_features(module):
+        stack.series = find_series(module, modules, [found.path for found in stack.tables])
+    _refuse_two_sequences(stack)
+    projection = None if stack.grid is None else stack.grid.projection
+    stack.first_layer = _first_layer(module, stack.attentions[0].path, projection)
+    stack.hidden_size = _hidden_size(module, stack)
     return stack
+
+
+def _in_definition_order(stack: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The stack and the modules of `_own_modules`, each followed by those inside it."""
+    own = dict(_own_modules(stack))
+    return [(path, module) for path, module in stack.named_modules() if not path or own.get(path) is module]
 
 
 def self_attentions(stack: nn.Module, architecture: Architecture) -> Iterator[tuple[str, nn.Module]]:
     """Path and module of every self-attention layer that belongs to a stack."""
     for place, candidate in _attentions(list(_own_modules(stack)), architecture):
-        if not _is_cross_attention(place, candidate):
+        if _reason_to_skip(place, candidate, stack) is None:
             yield place, candidate
+
+
+def _reason_to_skip(place: str, candidate: nn.Module, stack: Any) -> str | None:
+    """Why an attention module of a stack is left alone; `None` if it is patched."""
+    if _is_cross_attention(place, candidate):
+        return "cross-attention: its keys belong to another sequence"
+    if reads_features(stack) and _ADAPTER.search(place):
+        return "attention of an adapter, which has no positions"
+    left_alone = architecture_of(stack.config).left_alone
+    if left_alone is not None and re.search(left_alone[0], place):
+        return left_alone[1]
+    for key, inner in stack.config.__dict__.items():
+        if isinstance(inner, PreTrainedConfig) and inner is getattr(candidate, "config", None):
+            return f"it belongs to {key.removesuffix('_config')}, a part that is not a separate model (PreTrainedModel)"
+    return None
 
 
 def tables(stack: nn.Module, architecture: Architecture) -> Iterator[tuple[str, nn.Module]]:
     """Path and module of every position table that belongs to a stack."""
+    if isinstance(stack, PreTrainedModel) and reads_pixels(stack):
+        return
     for place, candidate in _own_modules(stack):
         if _is_table(place, candidate, architecture):
             yield place, candidate
+
+
+def grid_table_owners(stack: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Path and module of every module inside a stack of patches that owns a position table."""
+    if isinstance(stack, PreTrainedModel) and reads_pixels(stack):
+        for table in find_grid(_in_definition_order(stack), stack.config).sites():
+            if table.module is not stack:
+                yield table.path, table.module
 
 
 def _attentions(modules: list[tuple[str, nn.Module]], architecture: Architecture) -> list[tuple[str, nn.Module]]:
@@ -138,6 +228,8 @@ def _read_attention(
         head_dim=head_dim,
         layer_type=layer_type if isinstance(layer_type, str) else None,
         causal=_is_causal(module, stack, architecture),
+        window=window_of(module, config) if reads_pixels(stack) else None,
+        relative=find_relative(module),
     )
 
 
@@ -151,6 +243,8 @@ def _is_causal(module: nn.Module, stack: PreTrainedModel, architecture: Architec
     if architecture.causal is not None:
         return architecture.causal(stack.config) if callable(architecture.causal) else architecture.causal
     own = getattr(module, "is_causal", None)
+    if reads_pixels(stack):
+        return own is True
     if own is True or _is_decoder(stack):
         return True
     if own is False or "Encoder" in type(stack).__name__:
@@ -237,14 +331,24 @@ def _first_int(holder: Any, names: tuple[str, ...]) -> int:
     return 0
 
 
-def _first_layer(stack: nn.Module, attention_path: str) -> nn.Module | None:
-    """The module `layers.0` for an attention at `layers.<n>....`; `None` if layers are not in a list."""
+def _suffix_tokens(architecture: Architecture, config: Any) -> int:
+    declared = architecture.suffix_tokens
+    return declared(config) if callable(declared) else declared
+
+
+def _first_layer(stack: nn.Module, attention_path: str, projection: nn.Module | None) -> nn.Module | None:
+    """The module `layers.0` for an attention at `layers.<n>....`; `None` if layers are not in a list.
+
+    A stage that projects pixels to patches contains its layers, and is none.
+    """
     parts = attention_path.split(".")
-    index = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-    if index is None:
-        return None
-    parent = stack.get_submodule(".".join(parts[:index])) if index else stack
-    return next(iter(parent.children()), None)
+    for index, part in enumerate(parts):
+        if part.isdigit():
+            parent = stack.get_submodule(".".join(parts[:index])) if index else stack
+            first = next(iter(parent.children()), None)
+            if first is None or projection is None or all(module is not projection for module in first.modules()):
+                return first
+    return None
 
 
 def _hidden_size(stack: PreTrainedModel, found: Stack) -> int:
@@ -252,19 +356,30 @@ def _hidden_size(stack: PreTrainedModel, found: Stack) -> int:
         weight = table_weight(found.tables[0].module)
         assert weight is not None
         return int(weight.shape[1])
+    if found.grid is not None and found.grid.tables:
+        return int(found.grid.tables[0].weight.shape[1])
+    if found.grid is not None and found.grid.projection is not None:
+        return int(found.grid.projection.out_channels)
+    if found.series is not None and found.series.parameters:
+        return int(found.series.parameters[0].weight.shape[1])
     return _first_int(stack.config, ("hidden_size", "d_model", "n_embd", "emb_dim", "dim"))
 
 
-def _name_stacks(stacks: list[Stack]) -> None:
-    if len(stacks) == 1:
-        return
-    for stack in stacks:
-        own = stack.path.replace(".", "_") or "model"
-        stack.name = "decoder" if "decoder" in stack.path else "encoder" if "encoder" in stack.path else own
-    names = [stack.name for stack in stacks]
-    if len(set(names)) < len(names):
-        for stack in stacks:
-            stack.name = stack.path.replace(".", "_") or "model"
+def _names(owners: list[PartOwner], model: PreTrainedModel) -> list[str]:
+    """The names of the stacks of a model, by their paths below the base model.
+
+    Classes with another head, or with one stack less, have the same names, because they load the same checkpoints.
+    """
+    base = "" if model.base_model is model else model.base_model_prefix
+    own = [_name(owner.path, base) for owner in owners]
+    short = ["decoder" if "decoder" in name else "encoder" if "encoder" in name else name for name in own]
+    return own if len(set(short)) < len(short) else short
+
+
+def _name(path: str, base: str) -> str:
+    if path == base:
+        return "model"
+    return path.removeprefix(f"{base}.").replace(".", "_") or "head"
 
 
 def _parameters(module: nn.Module) -> Any:

@@ -17,7 +17,13 @@ INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 def rotary_names(forward: types.FunctionType) -> list[str]:
     """Names of the rotary functions that a forward calls."""
     names = forward.__code__.co_names
-    return [name for name in names if name.startswith("apply_rotary") and callable(forward.__globals__.get(name))]
+    return [name for name in names if "apply_rotary" in name and callable(forward.__globals__.get(name))]
+
+
+def relative_names(forward: types.FunctionType) -> list[str]:
+    """Names of the functions `(module, query, key, ...) -> (query, bias)` that a forward calls for a relative bias."""
+    names = forward.__code__.co_names
+    return [name for name in names if name.startswith("_apply_relative") and callable(forward.__globals__.get(name))]
 
 
 def names_used(forward: Any) -> set[str]:

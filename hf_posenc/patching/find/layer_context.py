@@ -8,6 +8,7 @@ from typing import Any
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.rotary_functions import (
+    grid_pairing,
     has_inverse_frequencies,
     has_layer_types,
     inverse_frequencies_of,
@@ -28,6 +29,10 @@ def build_context(stack: Stack, attention: FoundAttention) -> BuildContext:
         weight = table_weight(stack.tables[0].module)
         assert weight is not None
         max_positions = weight.shape[0] - table_origin(stack.tables[0].module)
+    if stack.grid is not None and stack.grid.tables:
+        max_positions = stack.grid.tables[0].weight.shape[0]
+    if stack.series is not None and stack.series.parameters:
+        max_positions = stack.series.parameters[0].weight.shape[0]
     deviation = getattr(config, "initializer_range", None) or getattr(config, "init_std", None)
     return BuildContext(
         hidden_size=stack.hidden_size,
@@ -47,6 +52,8 @@ def native_rotary_dim(stack: Stack, attention: FoundAttention) -> int | None:
     """The number of dimensions of a head that the architecture rotates in this layer; `None` if it rotates none."""
     if not attention.rotary_functions:
         return None
+    if stack.grid is not None:
+        return None  # Rotations on a grid use whole heads, and their modules have frequencies for one axis of several.
     own = getattr(attention.module, "rotary_dim", None)
     if not stack.rotaries:
         return own if isinstance(own, int) and own > 0 else None
@@ -57,18 +64,14 @@ def native_rotary_dim(stack: Stack, attention: FoundAttention) -> int | None:
     return 2 * int(inverse_frequencies_of(rotary, attention.layer_type).shape[-1])
 
 
-def with_layout(
-    config: SchemeConfig, stack: Stack, attention: FoundAttention, pairing_override: str | None
-) -> SchemeConfig:
+def with_layout(config: SchemeConfig, stack: Stack, attention: FoundAttention) -> SchemeConfig:
     """The config with every unset layout replaced by the pairing that the architecture was trained with."""
     children = config.children().items()
-    config = config.with_children(
-        {place: with_layout(child, stack, attention, pairing_override) for place, child in children}
-    )
+    config = config.with_children({place: with_layout(child, stack, attention) for place, child in children})
     if not config.leaves_layout_open:
         return config
     rotary: Any = config
-    return dataclasses.replace(rotary, layout=pairing_override or native_pairing(stack, attention) or "half")
+    return dataclasses.replace(rotary, layout=stack.architecture.pairing or native_pairing(stack, attention) or "half")
 
 
 def native_pairing(stack: Stack, attention: FoundAttention) -> str | None:
@@ -78,6 +81,8 @@ def native_pairing(stack: Stack, attention: FoundAttention) -> str | None:
     forward = inspect.unwrap(type(attention.module).forward)
     function = forward.__globals__[native_rotary_function(attention)]
     kind = "full"
+    if stack.grid is not None:
+        return grid_pairing(function)
     if stack.rotaries:
         rotary = stack.rotaries[0].module
         known = [attention.layer_type, *rotating_layer_types(rotary)]

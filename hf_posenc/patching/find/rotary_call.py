@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +18,11 @@ from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
 
+#: Names of arguments with complex phases.
+COMPLEX_NAMES = ("freqs_cis", "freqs_ci")
 _QUERY_NAMES = ("q", "xq", "query", "x", "tensor")
 _KEY_NAMES = ("k", "xk", "key")
+_VALUE_NAMES = frozenset(("v", "xv", "value"))
 _PROBE_DIM = 8
 _PROBE_HEADS = 3
 _PROBE_LENGTH = 2
@@ -31,14 +35,23 @@ class RotaryCall:
     Args:
         query_name: parameter that holds queries (or either of the two, where `key_name` is `None`).
         key_name: parameter that holds keys, or `None` for a function that takes one tensor at a time.
-        time_axis: axis of the tokens in those tensors unless the call says otherwise, 1 or 2.
+        time_axis: axis of the tokens in those tensors unless the call says otherwise, 1 or 2. Tensors without a batch
+            have one axis less.
         parameters: names of the function's parameters, in order.
+        phase_shape: number of axes of the phases, 2 without a batch, and of one of the tensors, as the function takes
+            them.
     """
 
     query_name: str
     key_name: str | None
     time_axis: int
     parameters: tuple[str, ...]
+    phase_shape: tuple[int, int] = (3, 4)
+
+    def phases(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The cosines, or complex phases, of one call."""
+        given = dict(zip(self.parameters, args, strict=False)) | kwargs
+        return next((given[name] for name in ("cos", *COMPLEX_NAMES) if name in given), None)
 
     def tensors(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None, int]:
         """The query, the key (or `None`) and the token axis of one call."""
@@ -49,7 +62,9 @@ class RotaryCall:
         given = dict(zip(self.parameters, args, strict=False)) | kwargs
         axis = self.time_axis
         if "unsqueeze_dim" in given:
-            axis = 2 if given["unsqueeze_dim"] in (1, -3) else 1
+            # The new axis is that of the heads: behind the tokens, or before them.
+            axes = given["cos"].dim() + 1 if isinstance(given.get("cos"), Tensor) else 4
+            axis = 1 if given["unsqueeze_dim"] % axes == axes - 2 else 2
         return given[self.query_name], given.get(self.key_name) if self.key_name else None, axis
 
 
@@ -69,11 +84,17 @@ def rotary_call(function: Callable[..., Any]) -> RotaryCall:
             f"of a query ({', '.join(_QUERY_NAMES)}), so its tensors cannot be recognised. Declare the architecture "
             "with hf_posenc.register_architecture."
         )
+    if not _VALUE_NAMES.isdisjoint(names):
+        raise UnsupportedError(
+            f"The rotary function {getattr(function, '__name__', function)}{signature} rotates values too, "
+            "which no scheme of this library does."
+        )
     key = next((name for name in _KEY_NAMES if name in names), None)
     if "unsqueeze_dim" in names:
         time_axis = 2 if signature.parameters["unsqueeze_dim"].default in (1, -3) else 1
-    elif "freqs_cis" in names:
-        time_axis = _complex_time_axis(function)
+    elif any(name in names for name in COMPLEX_NAMES) or {"cos", "sin"} <= set(names):
+        time_axis, *phase_shape = _observed_axes(function, names, query, key)
+        return RotaryCall(query, key, time_axis, tuple(names), (phase_shape[0], phase_shape[1]))
     elif names[:3] == ["tensor", "sin", "cos"]:
         time_axis = 1
     else:
@@ -84,13 +105,30 @@ def rotary_call(function: Callable[..., Any]) -> RotaryCall:
     return RotaryCall(query, key, time_axis, tuple(names))
 
 
-def _complex_time_axis(function: Callable[..., Any]) -> int:
-    frequencies = torch.ones(1, _PROBE_LENGTH, _PROBE_DIM // 2, dtype=torch.complex64)
-    for axis, shape in ((1, (1, _PROBE_LENGTH, _PROBE_HEADS)), (2, (1, _PROBE_HEADS, _PROBE_LENGTH))):
-        probe = torch.zeros(*shape, _PROBE_DIM)
+def _observed_axes(function: Callable[..., Any], names: list[str], query: str, key: str | None) -> tuple[int, int, int]:
+    """The axis of the tokens, and the numbers of axes of the phases and of a tensor, for which the function works.
+
+    The phases of the last token are zero, so its part of the result is zero, and only that part.
+    """
+    name = next((name for name in COMPLEX_NAMES if name in names), None)
+    for phase_axes, tensor_axes, axis, full in itertools.product((3, 2), (4, 3), (1, 2), (True, False)):
+        shape = (_PROBE_LENGTH, _PROBE_HEADS) if axis == 1 else (_PROBE_HEADS, _PROBE_LENGTH)
+        probe = torch.ones(*(1,) * (tensor_axes - 3), *shape, _PROBE_DIM)
+        width = _PROBE_DIM if full and name is None else _PROBE_DIM // 2
+        phases = torch.ones(*(1,) * (phase_axes - 2), _PROBE_LENGTH, width)
+        phases[..., -1, :] = 0
+        given: dict[str, Any] = {query: probe} | ({key: probe} if key else {})
+        given |= {"cos": phases, "sin": phases * 0} if name is None else {name: phases.to(torch.complex64)}
         try:
-            function(probe, probe, freqs_cis=frequencies)
-        except (RuntimeError, AssertionError):
+            found = function(**given)
+        except (RuntimeError, AssertionError, ValueError, IndexError):
             continue
-        return axis
-    raise UnsupportedError(f"The complex rotary function {function} accepts neither axis order of its tensors.")
+        first = found[0] if isinstance(found, tuple) else found
+        expected = probe.clone()
+        expected.select(axis - 4, -1).zero_()
+        if first.shape == probe.shape and torch.equal(first, expected):
+            return axis, phase_axes, tensor_axes
+    raise UnsupportedError(
+        f"The rotary function {getattr(function, '__name__', function)}({', '.join(names)}) accepts no known order of "
+        "the axes of its tensors. Declare the architecture with hf_posenc.register_architecture."
+    )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.find.rotary_call import rotary_call
+from hf_posenc.patching.find.rotary_call import COMPLEX_NAMES, rotary_call
 
 Layout = Literal["half", "half_reversed", "interleaved"]
 
@@ -122,19 +122,35 @@ def pairing(function: Callable[..., Any], output_kind: str) -> Layout:
     )
 
 
+def grid_pairing(function: Callable[..., Any]) -> Layout:
+    """Same as `pairing` for a function whose phases may be as wide as a head or half as wide.
+
+    Raises:
+        UnsupportedError: as in `pairing`.
+    """
+    try:
+        return pairing(function, "full")
+    except UnsupportedError:
+        return pairing(function, "half_width")
+
+
 def _probe(function: Callable[..., Any], output_kind: str, cosine: float, sine: float) -> Tensor:
     """`(head_dim, head_dim)`: column c is the image of unit vector c."""
     call = rotary_call(function)
     unit = torch.eye(_PROBE_DIM)
     # One token per unit vector. All tokens have the same phase, so their order does not matter.
+    phase_axes, tensor_axes = call.phase_shape
     tensor = unit.unsqueeze(0).unsqueeze(1 if call.time_axis == 2 else 2)
+    tensor = tensor if tensor_axes == 4 else tensor.squeeze(0)
     width = _PROBE_DIM // 2 if output_kind in ("half_width", "complex") else _PROBE_DIM
-    cos, sin = torch.full((1, _PROBE_DIM, width), cosine), torch.full((1, _PROBE_DIM, width), sine)
+    shape = (1, _PROBE_DIM, width)[3 - phase_axes :]
+    cos, sin = torch.full(shape, cosine), torch.full(shape, sine)
     arguments: dict[str, Any] = {call.query_name: tensor}
     if call.key_name:
         arguments[call.key_name] = tensor
-    if "freqs_cis" in call.parameters:
-        arguments["freqs_cis"] = torch.complex(cos, sin)
+    complex_name = next((name for name in COMPLEX_NAMES if name in call.parameters), None)
+    if complex_name is not None:
+        arguments[complex_name] = torch.complex(cos, sin)
     elif call.query_name == "tensor":
         arguments |= {"sin": sin[..., : _PROBE_DIM // 2], "cos": cos[..., : _PROBE_DIM // 2]}
     else:

@@ -71,7 +71,7 @@ def spectra_of(rotary: nn.Module, layer_type: str | None, parameters: Any, hidde
         One entry for each length. A module that does not store its original frequencies never changes them, and has a
         single entry.
     """
-    clone = _scratch_copy(rotary)
+    clone = scratch_copy(rotary)
     found = []
     for length in _lengths(rotary, layer_type, parameters):
         position_ids = torch.tensor([[length - 1]], device=hidden.device)
@@ -127,7 +127,7 @@ def _of_layer_type(rotary: nn.Module, name: str, layer_type: str | None, default
     return getattr(rotary, name, default) if value is None else value
 
 
-def _scratch_copy(module: nn.Module) -> nn.Module:
+def scratch_copy(module: nn.Module) -> nn.Module:
     """A copy of the module with cloned buffers, so that running it does not change the module."""
     clone = copy.copy(module)
     buffers = {name: None if buffer is None else buffer.clone() for name, buffer in module._buffers.items()}

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
+
+from hf_posenc.patching.find.grids.found import FoundGrid
+from hf_posenc.patching.find.relative import RelativeMechanism
+from hf_posenc.patching.find.series.found import FoundSeries
+
+if TYPE_CHECKING:
+    from hf_posenc.patching.find.architectures import Architecture
 
 #: A position table that is not added to hidden states: the module that holds it, and the name of the attribute.
 FixedTable = tuple[nn.Module, str]
@@ -30,6 +37,8 @@ class FoundAttention:
         head_dim: width of a head.
         layer_type: the layer's entry in `config.layer_types`, if there is one.
         causal: whether queries see only keys at or before them.
+        window: sizes of the windows of patches that it states, `(rows, columns)`.
+        relative: its relative mechanism, or `None`.
     """
 
     path: str
@@ -42,6 +51,8 @@ class FoundAttention:
     head_dim: int
     layer_type: str | None
     causal: bool
+    window: tuple[int, ...] | None = None
+    relative: RelativeMechanism | None = None
 
 
 @dataclass
@@ -61,10 +72,14 @@ class Stack:
         path: path below the patched model; empty for the model itself.
         module: the stack.
         hidden_size: width of the hidden states that the first layer receives.
+        part: the part of the model that it belongs to, such as "text".
+        architecture: the declaration of its architecture.
         attentions: its self-attention layers, in order.
         tables: its position tables.
         rotaries: its rotary modules.
         first_layer: the module whose input is the embedded sequence.
+        grid: the patch projection and the tables of a stack whose input is pixels; `None` for other stacks.
+        series: the position mechanisms of a stack that reads features; `None` for other stacks.
         skipped: attention-like modules that are not patched, with the reason (cross-attention).
     """
 
@@ -72,10 +87,14 @@ class Stack:
     path: str
     module: Any
     hidden_size: int
+    part: str
+    architecture: Architecture
     attentions: list[FoundAttention] = field(default_factory=list)
     tables: list[FoundModule] = field(default_factory=list)
     rotaries: list[FoundModule] = field(default_factory=list)
     first_layer: nn.Module | None = None
+    grid: FoundGrid | None = None
+    series: FoundSeries | None = None
     skipped: list[tuple[str, str]] = field(default_factory=list)
 
     @property
@@ -87,6 +106,20 @@ class Stack:
     def causal(self) -> bool:
         """Whether its attention is causal."""
         return all(attention.causal for attention in self.attentions)
+
+    def native_bias_table(self, attention: FoundAttention) -> Tensor | None:
+        """The native table of relative biases that one layer uses, or `None`."""
+        if self.grid is not None:
+            return next((bias.table for bias in self.grid.biases if bias.acts_on(attention.path)), None)
+        if attention.relative is not None:
+            return attention.relative.weight
+        return self.architecture.native_bias_table(self, attention)
+
+    @property
+    def mechanism(self) -> str | None:
+        """Name of a native mechanism in its attention that a patch silences, other than a rotation; or `None`."""
+        relative = (attention.relative for attention in self.attentions if attention.relative is not None)
+        return self.architecture.mechanism or next((found.description for found in relative), None)
 
     def layers(self) -> list[int]:
         """Indices of the layers that hold attention."""

@@ -10,9 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.find.architectures import architecture_of
 from hf_posenc.patching.find.sites import Stack
-from hf_posenc.patching.observe.short_runs import is_runnable, run_briefly, watched
+from hf_posenc.patching.observe.short_runs import is_runnable, run_briefly, subjects, watched
 from hf_posenc.patching.place.in_force import encodings
 from hf_posenc.patching.place.transaction import Transaction
 
@@ -36,16 +35,15 @@ def refuse_misread_causality(transaction: Transaction, stacks: list[Stack]) -> N
         UnsupportedError: if a stack that was classified as causal is bidirectional, or the other way round.
     """
     model = transaction.model
-    architecture = architecture_of(model.config)
-    doubtful = [stack for stack in stacks if architecture.causal is None and _disagrees_with_discovery(stack)]
+    doubtful = [stack for stack in stacks if stack.architecture.causal is None and _disagrees_with_discovery(stack)]
     if not doubtful or not is_runnable(model) or encodings(model):
         return
     with ExitStack() as hooks:
-        seen = [hooks.enter_context(watched(stack, architecture)) for stack in doubtful]
-        run_briefly(transaction, _TOKENS)
+        seen = [hooks.enter_context(watched(stack)) for stack in doubtful]
+        run_briefly(transaction, doubtful, _TOKENS)
         for name in _INPUTS:
-            with _other_last_token(model, name):
-                run_briefly(transaction, _TOKENS)
+            with _other_last_token(subjects(model, doubtful), name):
+                run_briefly(transaction, doubtful, _TOKENS)
     for stack, (_, _, results) in zip(doubtful, seen, strict=True):
         observed, first = _observed(results), stack.attentions[0]
         if observed is not None and observed != first.causal:
@@ -80,8 +78,8 @@ def _observed(results: list[Tensor]) -> bool | None:
 
 
 @contextmanager
-def _other_last_token(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Context manager in which the last token of one argument of the model is replaced by another token."""
+def _other_last_token(models: list[PreTrainedModel], name: str) -> Iterator[None]:
+    """Context manager in which the last token of one argument of the models is replaced by another token."""
 
     def exchange(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if name not in kwargs:
@@ -90,8 +88,9 @@ def _other_last_token(model: PreTrainedModel, name: str) -> Iterator[None]:
         tokens[:, -1] = tokens[:, 0]
         return args, kwargs | {name: tokens}
 
-    handle = model.register_forward_pre_hook(exchange, with_kwargs=True)
+    handles = [model.register_forward_pre_hook(exchange, with_kwargs=True) for model in models]
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.find.architectures import Architecture, architecture_of
 from hf_posenc.patching.find.sites import Stack
-from hf_posenc.patching.observe.short_runs import is_runnable, run_briefly, watched
+from hf_posenc.patching.observe.short_runs import is_runnable, run_briefly, subjects, watched
+from hf_posenc.patching.observe.swapped_patches import PatchSwap
+from hf_posenc.patching.place.encoding import for_stacks
 from hf_posenc.patching.place.in_force import encodings
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.schemes import NoneConfig
@@ -39,67 +41,136 @@ def refuse_hidden_positions(transaction: Transaction, stacks: list[Stack]) -> No
         UnsupportedError: if such a stack depends on the order of tokens.
     """
     model = transaction.model
-    architecture = architecture_of(model.config)
-    bare = [stack for stack in stacks if _nothing_found(stack, architecture)]
-    silenced = architecture.mechanism or architecture.rotary_method
+    bare = [stack for stack in stacks if _nothing_found(stack)]
+    silenced = [stack for stack in stacks if _is_silenced(stack)]
     if not (bare or silenced) or not is_runnable(model) or encodings(model):
         return
     if bare:
-        _refuse_order(transaction, bare, architecture, _undiscovered_message)
+        _refuse_uneven_embeddings(transaction, [stack for stack in bare if stack.series is not None])
+        _refuse_order(transaction, bare, _undiscovered_message)
     if silenced:
-        with transaction.installed(transaction.plan(NoneConfig(), stacks)):
-            _refuse_order(transaction, stacks, architecture, _silenced_message)
+        with transaction.installed(transaction.plan(for_stacks(model, NoneConfig(), stacks), stacks)):
+            _refuse_order(transaction, silenced, _silenced_message)
 
 
-def _refuse_order(
-    transaction: Transaction, stacks: list[Stack], architecture: Architecture, message: Callable[[Stack, str], str]
-) -> None:
+def _refuse_order(transaction: Transaction, stacks: list[Stack], message: Callable[[Stack, str], str]) -> None:
     with ExitStack() as hooks:
-        seen = [hooks.enter_context(watched(stack, architecture)) for stack in stacks]
-        run_briefly(transaction, len(_ORDER))
-        with _reordered(transaction.model):
-            run_briefly(transaction, len(_ORDER))
+        seen = [hooks.enter_context(watched(stack)) for stack in stacks]
+        run_briefly(transaction, stacks, len(_ORDER))
+        swaps = {stack.name: PatchSwap() for stack in stacks if stack.grid is not None}
+        with _reordered(subjects(transaction.model, stacks), stacks, swaps), _reordered_embeddings(stacks):
+            run_briefly(transaction, stacks, len(_ORDER))
     for stack, (embedded, attended, results) in zip(stacks, seen, strict=True):
-        if _differ(embedded):
+        if stack.grid is not None and stack.grid.projection is None:
+            continue  # The patches of this stack cannot be swapped.
+        order = _ORDER
+        if stack.grid is not None:
+            tokens = embedded[0].shape[1] if embedded else 0
+            order = swaps[stack.name].order(tokens, stack.grid.suffix_tokens)
+        elif stack.series is not None:
+            order = _before_the_last(embedded[0].shape[1] if embedded else 0)
+        if stack.series is None and _differ(embedded, order):
             raise UnsupportedError(message(stack, "the input of its first layer depends on the position of tokens"))
-        if _differ(attended) or _has_convolution(stack):
+        if _differ(attended, order) or _has_convolution(stack):
             continue
         last = [result[:, -1:] for result in results]
         if len(last) == 2 and _distance(*last) > 0:
             raise UnsupportedError(message(stack, "the output of its first attention layer depends on token order"))
 
 
+def _is_silenced(stack: Stack) -> bool:
+    """Whether a mechanism is disabled that is neither a table nor a rotary function."""
+    declared = stack.mechanism or stack.architecture.rotary_method
+    return bool(declared or (stack.grid is not None and stack.grid.biases))
+
+
+def _refuse_uneven_embeddings(transaction: Transaction, stacks: list[Stack]) -> None:
+    """Refuses stacks that give equal frames of a series unequal embeddings.
+
+    Convolutions see the frames around a token, so tokens cannot be swapped. In the middle of a constant series all
+    tokens are equal unless a position is added to them.
+    """
+    if not stacks:
+        return
+    with ExitStack() as hooks:
+        seen = [hooks.enter_context(watched(stack)) for stack in stacks]
+        run_briefly(transaction, stacks, len(_ORDER), constant=True)
+    for stack, (embedded, _, _) in zip(stacks, seen, strict=True):
+        if embedded and embedded[0].shape[1] > 2:
+            middle = embedded[0].shape[1] // 2
+            if _distance(embedded[0][:, middle], embedded[0][:, middle - 1]) > 0:
+                raise UnsupportedError(
+                    _undiscovered_message(stack, "the input of its first layer depends on the position of tokens")
+                )
+
+
 def _has_convolution(stack: Stack) -> bool:
     modules = stack.attentions[0].module.modules()
-    return any(isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1 for module in modules)
+    return any(isinstance(module, nn.Conv1d | nn.Conv2d) and module.kernel_size[0] > 1 for module in modules)
 
 
-def _nothing_found(stack: Stack, architecture: Architecture) -> bool:
+def _nothing_found(stack: Stack) -> bool:
     rotates = stack.rotaries or any(attention.rotary_functions for attention in stack.attentions)
-    declared = architecture.mechanism or architecture.rotary_method or architecture.native
-    return not (rotates or stack.tables or declared)
+    architecture = stack.architecture
+    declared = stack.mechanism or architecture.rotary_method or architecture.native
+    tables = stack.tables or (stack.grid is not None and (stack.grid.tables or stack.grid.biases))
+    of_series = stack.series is not None and stack.series.has_sites
+    return not (rotates or tables or declared or of_series)
 
 
 @contextmanager
-def _reordered(model: PreTrainedModel) -> Iterator[None]:
-    """Context manager in which the first two tokens of every call are swapped."""
+def _reordered(models: list[PreTrainedModel], stacks: list[Stack], swaps: dict[str, PatchSwap]) -> Iterator[None]:
+    """Context manager in which the first two tokens, or patches, of every call are swapped."""
 
     def reorder(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         tokens = {name: kwargs[name][:, _ORDER] for name in ("input_ids", "decoder_input_ids") if name in kwargs}
         return args, kwargs | tokens
 
-    handle = model.register_forward_pre_hook(reorder, with_kwargs=True)
+    handles = [model.register_forward_pre_hook(reorder, with_kwargs=True) for model in models]
+    for stack in stacks:
+        if stack.grid is not None and stack.grid.projection is not None:
+            handles.append(stack.grid.projection.register_forward_hook(swaps[stack.name]))
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
-def _differ(inputs: list[Tensor]) -> bool:
+@contextmanager
+def _reordered_embeddings(stacks: list[Stack]) -> Iterator[None]:
+    """Context manager in which two embeddings of stacks that read features are swapped."""
+
+    def reorder(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        if args and isinstance(args[0], Tensor):
+            return (_swapped(args[0]), *args[1:]), kwargs
+        name = next(name for name, value in kwargs.items() if isinstance(value, Tensor))
+        return args, kwargs | {name: _swapped(kwargs[name])}
+
+    layers = [stack.first_layer for stack in stacks if stack.series is not None and stack.first_layer is not None]
+    handles = [layer.register_forward_pre_hook(reorder, with_kwargs=True) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _swapped(embeddings: Tensor) -> Tensor:
+    """`(..., length, hidden)` with two tokens swapped."""
+    return embeddings[..., _before_the_last(embeddings.shape[-2]), :]
+
+
+def _before_the_last(tokens: int) -> list[int]:
+    """The order in which the two tokens before the last are swapped. The last one sees both in any window."""
+    return [*range(tokens - 3), tokens - 2, tokens - 3, tokens - 1] if tokens > 2 else [*range(tokens)]
+
+
+def _differ(inputs: list[Tensor], order: list[int]) -> bool:
     """Whether the vectors of the same tokens differ between the two calls."""
     # Some architectures prepend their own tokens.
-    own = [tensor[:, -len(_ORDER) :] for tensor in inputs]
-    return len(own) == 2 and _distance(own[0][:, _ORDER], own[1]) > 0
+    own = [tensor[:, -len(order) :] for tensor in inputs]
+    return len(own) == 2 and own[0].shape[1] == len(order) and _distance(own[0][:, order], own[1]) > 0
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
@@ -110,7 +181,7 @@ def _distance(one: Tensor, other: Tensor) -> float:
 
 
 def _undiscovered_message(stack: Stack, what: str) -> str:
-    words = stack.module.get_input_embeddings()
+    words = _token_embeddings(stack.module)
     tables = [
         path
         for path, module in stack.module.named_modules()
@@ -125,10 +196,21 @@ def _undiscovered_message(stack: Stack, what: str) -> str:
     )
 
 
+def _token_embeddings(module: PreTrainedModel) -> nn.Module | None:
+    """The token embeddings of a stack; `None` if it reads none."""
+    if "input_ids" not in inspect.signature(type(module).forward).parameters:
+        return None
+    try:
+        embeddings: nn.Module | None = module.get_input_embeddings()
+    except NotImplementedError:  # The architecture does not say which module they are.
+        return None
+    return embeddings
+
+
 def _silenced_message(stack: Stack, what: str) -> str:
     model_type = stack.config.model_type
     return (
-        f"The {architecture_of(stack.config).mechanism or 'rotation'} of this {type(stack.module).__name__} "
+        f"The {stack.mechanism or 'rotation'} of this {type(stack.module).__name__} "
         f"({model_type}) was disabled, but {what} nevertheless: transformers {transformers.__version__} computes it in "
         "a place unknown to hf_posenc, and it would remain active next to any scheme. Use a version of transformers "
         "that hf_posenc was tested with, or declare how to disable it with "

@@ -8,8 +8,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import PositionEncodingError
-from hf_posenc.patching.find.architectures import architecture_of
-from hf_posenc.patching.find.discovery import find_stacks
+from hf_posenc.patching.find.discovery import find_stacks, model_parts
+from hf_posenc.patching.find.grids.biases import FoundBias
+from hf_posenc.patching.find.grids.found import GridTable
 from hf_posenc.patching.find.layer_context import native_pairing, native_rotary_dim
 from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.find.tables import table_origin, table_weight
@@ -23,7 +24,8 @@ class StackInspection:
     """One stack of attention layers.
 
     Args:
-        name: "encoder", "decoder" or "model".
+        name: "encoder", "decoder", "model", or the path of the stack in a composite model.
+        part: the part of the model that it belongs to, such as "text".
         module_class: class of the stack.
         causal: whether its attention is causal.
         layers: indices of the layers with self-attention.
@@ -37,6 +39,7 @@ class StackInspection:
     """
 
     name: str
+    part: str
     module_class: str
     causal: bool
     layers: list[int]
@@ -56,10 +59,13 @@ class Inspection:
     Args:
         model_class: class of the model.
         model_type: its config's model type.
-        native: the native scheme, as a dictionary, or the reason why no scheme describes it.
+        native: the native scheme of the part that `patch_model` patches by default, as a dictionary, or the reason why
+            no scheme describes it.
         in_force: the scheme that the model is patched with, as a dictionary; `None` for a stock model.
         stacks: one entry per stack of attention layers.
         context: a description of the model's stated context length and of the longest sequence it accepts.
+        other_parts: for every other part of a composite model, its native scheme as a dictionary, or the reason why no
+            scheme describes it or can replace it.
     """
 
     model_class: str
@@ -68,6 +74,7 @@ class Inspection:
     in_force: dict[str, Any] | None
     stacks: list[StackInspection]
     context: str = ""
+    other_parts: dict[str, dict[str, Any] | str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary."""
@@ -75,13 +82,14 @@ class Inspection:
 
     def __str__(self) -> str:
         lines = [f"{self.model_class} ({self.model_type})", f"  native scheme: {self.native}"]
+        lines.extend(f"  native scheme of part {name!r}: {native}" for name, native in self.other_parts.items())
         if self.in_force is not None:
             lines.append(f"  patched with: {self.in_force}")
         lines.append(f"  context: {self.context}")
         for stack in self.stacks:
             kind = "causal" if stack.causal else "bidirectional"
             lines.append(
-                f"  {stack.name} ({stack.module_class}, {kind}): {len(stack.layers)} attention layers, "
+                f"  {stack.name} ({stack.module_class}, {stack.part}, {kind}): {len(stack.layers)} attention layers, "
                 f"{stack.num_heads} heads of {stack.head_dim}"
             )
             lines.append(f"    attention: {stack.attention}")
@@ -101,16 +109,33 @@ def inspect_model(model: PreTrainedModel) -> Inspection:
     in_force = None if encoding is None else encoding.config.to_dict()
     with transaction.suspended() as target:
         found = find_stacks(target)
-        stacks = [_inspect_stack(stack) for stack in found]
         context = _stock_context(target, found) if encoding is None else str(encoding.lengths)
-        try:
-            native: dict[str, Any] | str = native_scheme(target).to_dict()
-        except PositionEncodingError as error:
-            native = str(error)
-        return Inspection(type(target).__name__, target.config.model_type, native, in_force, stacks, context)
+        native = _native(target, found[0].part)
+        others: dict[str, dict[str, Any] | str] = {}
+        for part in model_parts(target):
+            if part == found[0].part:
+                continue
+            try:
+                found.extend(find_stacks(target, [part]))
+                others[part] = _native(target, part)
+            except PositionEncodingError as error:
+                others[part] = str(error)
+        stacks = [_inspect_stack(stack) for stack in found]
+        return Inspection(type(target).__name__, target.config.model_type, native, in_force, stacks, context, others)
+
+
+def _native(model: PreTrainedModel, part: str) -> dict[str, Any] | str:
+    try:
+        return native_scheme(model, part=part).to_dict()
+    except PositionEncodingError as error:
+        return str(error)
 
 
 def _stock_context(model: PreTrainedModel, stacks: list[Stack]) -> str:
+    if all(stack.grid is not None for stack in stacks):
+        sizes = {stack.grid.native for stack in stacks if stack.grid is not None and stack.grid.native is not None}
+        known = [f"{' x '.join(map(str, native))} patches at the image size in the config" for native in sorted(sizes)]
+        return "; ".join(["follows from the size of the input", *known])
     native = native_length(model, stacks)
     if native is None:
         return "no stated length"
@@ -123,6 +148,7 @@ def _inspect_stack(stack: Stack) -> StackInspection:
     reach = "attention interface" if first.uses_interface else "own scores, reached while its forward runs"
     found = StackInspection(
         name=stack.name,
+        part=stack.part,
         module_class=type(stack.module).__name__,
         causal=stack.causal,
         layers=stack.layers(),
@@ -135,10 +161,11 @@ def _inspect_stack(stack: Stack) -> StackInspection:
     rotating = next((attention for attention in stack.attentions if attention.rotary_functions), None)
     if rotating is not None:
         modules = ", ".join(rotary.path for rotary in stack.rotaries) or "no module"
-        found.rotary.append(
-            f"{modules} -> {', '.join(functions)}: {native_rotary_dim(stack, rotating)} of {rotating.head_dim} "
-            f"dimensions, {native_pairing(stack, rotating)} pairing"
-        )
+        width = native_rotary_dim(stack, rotating)
+        # The width of a rotation on a grid is not known.
+        dimensions = "" if width is None else f"{width} of {rotating.head_dim} dimensions, "
+        pairing = native_pairing(stack, rotating)
+        found.rotary.append(f"{modules} -> {', '.join(functions)}: {dimensions}{pairing or 'unknown'} pairing")
     for table in stack.tables:
         weight = table_weight(table.module)
         assert weight is not None
@@ -146,7 +173,23 @@ def _inspect_stack(stack: Stack) -> StackInspection:
             f"{table.path} ({type(table.module).__name__}): {weight.shape[0]} x {weight.shape[1]}, first token in row "
             f"{table_origin(table.module)}"
         )
-    architecture = architecture_of(stack.config)
-    if architecture.mechanism:
-        found.biases.append(architecture.mechanism)
+    if stack.grid is not None:
+        found.tables.extend(_grid_table(table) for table in stack.grid.tables)
+        found.biases.extend(_grid_biases(stack.grid.biases))
+    if stack.mechanism:
+        found.biases.append(stack.mechanism)
     return found
+
+
+def _grid_biases(biases: list[FoundBias]) -> list[str]:
+    """A line for each kind of mechanism, with the place of the first."""
+    kinds: dict[str, list[FoundBias]] = {}
+    for bias in biases:
+        kinds.setdefault(bias.kind, []).append(bias)
+    return [f"{alike[0]}" + (f", and {len(alike) - 1} more" if len(alike) > 1 else "") for alike in kinds.values()]
+
+
+def _grid_table(table: GridTable) -> str:
+    rows, columns = table.weight.shape
+    first = f", first patch in row {table.prefix_rows}" if table.prefix_rows else ""
+    return f"{table.full_name} ({type(table.module).__name__}): {rows} x {columns}, over the patches{first}"

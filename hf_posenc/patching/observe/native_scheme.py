@@ -10,16 +10,21 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
-from hf_posenc.patching.find.architectures import Architecture, architecture_of
 from hf_posenc.patching.find.discovery import find_stacks
 from hf_posenc.patching.find.layer_context import build_context
+from hf_posenc.patching.find.rotary_axes import frequencies_by_axis
 from hf_posenc.patching.find.rotary_functions import pairing, rotary_output
 from hf_posenc.patching.find.rotary_spectra import describes, phases_of, spectra_of
 from hf_posenc.patching.find.sites import FoundAttention, FoundModule, Stack
 from hf_posenc.patching.find.tables import table_origin, table_weight
 from hf_posenc.patching.observe.causality import refuse_misread_causality
 from hf_posenc.patching.observe.fixed_tables import check_fixed_tables, reproduces
+from hf_posenc.patching.observe.grids.native_biases import grid_bias_scheme
+from hf_posenc.patching.observe.grids.native_rotations import grid_rotation_scheme
+from hf_posenc.patching.observe.grids.native_tables import grid_table_scheme
 from hf_posenc.patching.observe.hidden_positions import refuse_hidden_positions
+from hf_posenc.patching.observe.multimodal_rotations import multimodal_scheme
+from hf_posenc.patching.observe.native_series import series_schemes
 from hf_posenc.patching.observe.rotations import Rotation, observe_rotations
 from hf_posenc.patching.observe.verify_native import verify_native
 from hf_posenc.patching.place.transaction import Transaction
@@ -35,13 +40,17 @@ from hf_posenc.schemes import (
 from hf_posenc.schemes.config import SchemeConfig
 
 
-def native_scheme(model: PreTrainedModel) -> SchemeConfig:
-    """The scheme of a stock model, with its parameters.
+def native_scheme(model: PreTrainedModel, *, part: str | None = None) -> SchemeConfig:
+    """The scheme of a stock model, or of one part of a composite model, with its parameters.
 
     `patch_model(model, native_scheme(model))` reproduces the stock outputs. To verify this, a rotary model is run once
     on three tokens, and a model with a declared mechanism twice on eight tokens: unchanged, and with the scheme in
     place. Every row of a sinusoidal table is compared with its formula. A stack in which no mechanism is found is run
     twice on three tokens, in two orders. For a patched model, the scheme of the underlying stock model is returned.
+
+    Args:
+        model: a transformers model, or a PEFT model around one.
+        part: the part of a composite model; by default the one that `patch_model` patches by default.
 
     Raises:
         UnsupportedError: if the architecture cannot be patched, if no scheme describes its mechanism, or if the
@@ -49,37 +58,43 @@ def native_scheme(model: PreTrainedModel) -> SchemeConfig:
     """
     transaction = Transaction(model)
     with transaction.suspended() as target:
-        stacks = find_stacks(target)
+        stacks = find_stacks(target, None if part is None else [part])
         refuse_misread_causality(transaction, stacks)
         refuse_hidden_positions(transaction, stacks)
-        architecture = architecture_of(target.config)
         rotating = any(attention.rotary_functions for stack in stacks for attention in stack.attentions)
         rotations = observe_rotations(transaction, stacks) if rotating else {}
-        schemes = [_stack_scheme(stack, architecture, rotations) for stack in stacks]
+        schemes = [
+            _stack_scheme(stack, rotations) if stack.grid is None else _grid_scheme(transaction, stack, rotations)
+            for stack in stacks
+        ]
         if any(scheme != schemes[0] for scheme in schemes):
             raise UnsupportedError(
                 f"The stacks of {type(target).__name__} have different position encodings "
                 f"({'; '.join(f'{s.name}: {c}' for s, c in zip(stacks, schemes, strict=True))}), which a single config "
                 "cannot describe."
             )
-        if architecture.native is not None:
+        observed = any(stack.architecture.native or stack.grid or stack.mechanism for stack in stacks)
+        if observed:
             # Phases and tables were compared by value, but a declaration depends only on the name of the architecture.
             verify_native(transaction, schemes[0], stacks)
-            if architecture.fixed_tables is not None:
-                for stack in stacks:
-                    check_fixed_tables(architecture.fixed_tables(stack), stack)
+        for stack in stacks:
+            if stack.architecture.fixed_tables is not None:
+                check_fixed_tables(stack.architecture.fixed_tables(stack), stack)
     return schemes[0]
 
 
-def _stack_scheme(stack: Stack, architecture: Architecture, rotations: dict[str, Rotation]) -> SchemeConfig:
+def _stack_scheme(stack: Stack, rotations: dict[str, Rotation]) -> SchemeConfig:
+    architecture = stack.architecture
     if architecture.mechanism or architecture.rotary_method:
-        declared = _declared(stack, architecture)
+        declared = _declared(stack)
         if declared is not None:
             return declared
-    additive = [_table_scheme(table) for table in stack.tables]
-    layers = {
-        attention.layer: _rotation_scheme(stack, attention, architecture, rotations) for attention in stack.attentions
-    }
+    if len(stack.tables) > 1:
+        raise _several_tables(stack, [table.path for table in stack.tables])
+    additive = [_table_scheme(table, stack) for table in stack.tables]
+    if stack.series is not None:
+        additive.extend(series_schemes(stack))
+    layers = {attention.layer: _rotation_scheme(stack, attention, rotations) for attention in stack.attentions}
     distinct = set(layers.values())
     if len(distinct) == 1:
         return _composed([*additive, next(iter(distinct))])
@@ -89,7 +104,37 @@ def _stack_scheme(stack: Stack, architecture: Architecture, rotations: dict[str,
     )
 
 
-def _declared(stack: Stack, architecture: Architecture) -> SchemeConfig | None:
+def _several_tables(stack: Stack, names: list[str]) -> UnsupportedError:
+    return UnsupportedError(
+        f"{type(stack.module).__name__} adds several position tables ({', '.join(names)}), which a single scheme "
+        "cannot describe. Any scheme can replace them, and unpatch_model restores them."
+    )
+
+
+def _grid_scheme(transaction: Transaction, stack: Stack, rotations: dict[str, Rotation]) -> SchemeConfig:
+    """The scheme of a stack whose input is pixels: its tables, its biases and its rotations."""
+    grid = stack.grid
+    assert grid is not None
+    found: list[SchemeConfig] = []
+    if len(grid.tables) > 1:
+        raise _several_tables(stack, [table.full_name for table in grid.tables])
+    found.extend(grid_table_scheme(table, grid) for table in grid.tables)
+    bias = grid_bias_scheme(stack)
+    if bias is not None:
+        found.append(bias)
+    rotated = [
+        (attention, rotations[path])
+        for attention in stack.attentions
+        if (path := f"{stack.name}:{attention.path}") in rotations
+    ]
+    if rotated:
+        # All layers of a vision model receive the same phases; the comparison of outputs would show if they do not.
+        found.append(grid_rotation_scheme(transaction, stack, *rotated[0]))
+    return _composed(found)
+
+
+def _declared(stack: Stack) -> SchemeConfig | None:
+    architecture = stack.architecture
     if architecture.native is None:
         raise UnsupportedError(
             f"The native mechanism of {type(stack.module).__name__} ({architecture.mechanism or 'undeclared'}) is not "
@@ -105,28 +150,37 @@ def _composed(parts: list[SchemeConfig]) -> SchemeConfig:
     return acting[0] if len(acting) == 1 else ComposedConfig(parts=tuple(acting))
 
 
-def _table_scheme(table: FoundModule) -> SchemeConfig:
+def _table_scheme(table: FoundModule, stack: Stack) -> SchemeConfig:
     weight = table_weight(table.module)
     assert weight is not None
     origin = table_origin(table.module)
     rows = weight.detach().float()
-    # A frozen table may have been computed from a formula. A trainable table counts as learned, whatever its values.
-    if not weight.requires_grad or isinstance(weight, nn.Parameter) is False:
+    # A frozen table may have been computed from a formula. A trainable table counts as learned, whatever its values,
+    # except in Whisper's encoder, whose frozen table is trainable after `from_pretrained`.
+    frozen = not weight.requires_grad or isinstance(weight, nn.Parameter) is False
+    if frozen or (stack.series is not None and stack.series.fixed_input is not None):
         for frequencies in ("vaswani", "tensor2tensor"):
             for layout in ("interleaved", "concatenated"):
                 config = SinusoidalConfig(frequencies=frequencies, layout=layout, offset=origin)
-                if weight.device.type != "meta" and reproduces(config, rows, origin):
+                rounding = 0.0 if weight.dtype == torch.float32 else torch.finfo(weight.dtype).eps
+                if weight.device.type != "meta" and reproduces(config, rows, origin, rounding=rounding):
                     return config
     return LearnedConfig(num_positions=weight.shape[0] - origin, offset=origin)
 
 
-def _rotation_scheme(
-    stack: Stack, attention: FoundAttention, architecture: Architecture, rotations: dict[str, Rotation]
-) -> SchemeConfig:
+def _rotation_scheme(stack: Stack, attention: FoundAttention, rotations: dict[str, Rotation]) -> SchemeConfig:
+    if attention.relative is not None and attention.relative.scheme is None:
+        raise UnsupportedError(
+            f"{attention.path} of this {type(stack.module).__name__} rotates its input before queries and keys are "
+            "projected, so its logits depend on more than distances. No scheme of this library does this. Any scheme "
+            "can replace it, and unpatch_model restores it."
+        )
+    if attention.relative is not None and attention.relative.scheme is not None:
+        return attention.relative.scheme
     rotation = rotations.get(f"{stack.name}:{attention.path}")
     if rotation is None:
         return NoneConfig()
-    declared = None if architecture.native is None else architecture.native(stack)
+    declared = None if stack.architecture.native is None else stack.architecture.native(stack)
     if declared is not None:
         return declared
     rotary, layer_type = _source(stack, rotation, attention.layer_type)
@@ -164,6 +218,9 @@ def _rotary_config(
     # The config of the module takes precedence, because that of the stack may have been replaced.
     source = next(one for one in (getattr(rotary, "config", None), stack.config) if one is not None)
     parameters = _parameters_of(source, layer_type)
+    by_axis = frequencies_by_axis(rotary, layer_type, layout)
+    if by_axis is not None:
+        return multimodal_scheme(by_axis, parameters, layout, stack)
     spectra = spectra_of(rotary, layer_type, parameters, rotation.phases.real)
     config = _from_parameters(source, parameters, width, layout)
     if config is not None and describes(config, spectra, context):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.forward_code import rebind
+from hf_posenc.patching.find.rotary_call import COMPLEX_NAMES
 from hf_posenc.patching.find.sites import FoundAttention, Stack
 from hf_posenc.patching.observe.short_runs import is_runnable, run_briefly
 from hf_posenc.patching.place.journal import Journal
@@ -55,7 +56,7 @@ def observe_rotations(transaction: Transaction, stacks: list[Stack]) -> dict[str
                 if attention.rotary_functions:
                     path = f"{stack.name}:{attention.path}"
                     journal.set_forward(attention.module, _recorder(attention, path, seen))
-        run_briefly(transaction, _TOKENS)
+        run_briefly(transaction, stacks, _TOKENS)
     finally:
         # Inlined, because an interrupt may arrive between the call of a function and its first line.
         try:
@@ -79,7 +80,7 @@ def _recording(function: Any, path: str, seen: dict[str, Rotation]) -> Any:
 
     def record(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
-        phases = given.get("cos", given.get("freqs_cis"))
+        phases = next((given[name] for name in ("cos", *COMPLEX_NAMES) if name in given), None)
         if isinstance(phases, Tensor):
             seen.setdefault(path, Rotation(function, phases.detach()))
         return function(*args, **kwargs)

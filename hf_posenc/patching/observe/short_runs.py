@@ -1,4 +1,4 @@
-"""Short runs of a stock model on a few tokens, recording the inputs and outputs of its stacks."""
+"""Short runs of a stock model, or of one of its parts, on a few tokens."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_posenc.patching.find.architectures import Architecture
+from hf_posenc.errors import PositionEncodingError, UnsupportedError
+from hf_posenc.patching.find.discovery import model_parts
+from hf_posenc.patching.find.model_parts import reads_features, reads_pixels
 from hf_posenc.patching.find.sites import Stack
+from hf_posenc.patching.observe.images import pixels
+from hf_posenc.patching.observe.series import cross_attention_width, embeddings, series
 from hf_posenc.patching.place.transaction import Transaction
 
 #: For one stack, one tensor per call: inputs of the first layer, and inputs and outputs of the first attention module.
@@ -26,16 +30,22 @@ def is_runnable(model: nn.Module) -> bool:
 
 
 @contextmanager
-def watched(stack: Stack, architecture: Architecture) -> Iterator[Seen]:
+def watched(stack: Stack) -> Iterator[Seen]:
     """Records the inputs of the first layer, and inputs and outputs of the first attention module, batch first."""
     embedded, attended, results = seen = ([], [], [])  # type: Seen
 
     def note(kept: list[Tensor], values: Any) -> None:
-        tensor = next((value for value in values if isinstance(value, Tensor) and value.dim() == 3), None)
+        axes = (3,) if stack.grid is None else (2, 3, 4)
+        tensor = next((value for value in values if isinstance(value, Tensor) and value.dim() in axes), None)
+        if tensor is not None and tensor.dim() != 3:
+            # Patches of several images in one row, or rows and columns on axes of their own.
+            if tensor.dim() == 4 and tensor.shape[1] == stack.hidden_size != tensor.shape[3]:
+                tensor = tensor.movedim(1, 3)
+            tensor = tensor.unsqueeze(0) if tensor.dim() == 2 else tensor.flatten(1, 2)
         if tensor is not None:
-            if architecture.channels_first:
+            if stack.architecture.channels_first:
                 tensor = tensor.transpose(1, 2)
-            kept.append((tensor.transpose(0, 1) if architecture.time_major else tensor).detach())
+            kept.append((tensor.transpose(0, 1) if stack.architecture.time_major else tensor).detach())
 
     def note_input(kept: list[Tensor]) -> Any:
         return lambda module, args, kwargs: note(kept, (*args, *kwargs.values()))
@@ -58,25 +68,99 @@ def watched(stack: Stack, architecture: Architecture) -> Iterator[Seen]:
             handle.remove()
 
 
-def run_briefly(transaction: Transaction, length: int) -> Any:
-    """Runs the model on a few tokens in evaluation mode, and restores the mode of its modules."""
+def subjects(model: PreTrainedModel, stacks: list[Stack]) -> list[PreTrainedModel]:
+    """The modules that are run to observe some stacks.
+
+    A composite model would need images or audio, so each stack of its part is run on its own. So are stacks that read
+    features, and vision encoders inside a model with a head or a decoder.
+    """
+    inside = any(stack.grid is not None and stack.module is not model for stack in stacks)
+    alone = inside or len(model_parts(model)) > 1 or any(stack.series is not None for stack in stacks)
+    return [stack.module for stack in stacks] if alone else [model]
+
+
+def run_briefly(transaction: Transaction, stacks: list[Stack], length: int, *, constant: bool = False) -> list[Any]:
+    """Runs stacks on a few tokens in evaluation mode, and restores the mode of the model's modules.
+
+    Args:
+        transaction: the transaction of the model.
+        stacks: the stacks.
+        length: number of tokens. Stacks that read features get a series of a fixed length instead.
+        constant: whether all frames of such a series are equal.
+
+    Returns:
+        The output of every subject.
+
+    Raises:
+        UnsupportedError: if it is unknown what a subject reads, or it fails.
+    """
     model = transaction.model
     training = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
-        with torch.no_grad():
-            return model(**_tokens(model, transaction.device, length))
+        # Models that draw random numbers, such as the patches that MAE drops, draw the same ones in every run.
+        with torch.no_grad(), seeded(transaction.device):
+            return [_run(one, transaction.device, length, constant) for one in subjects(model, stacks)]
     finally:
         for module, mode in training:
             module.training = mode
 
 
-def _tokens(model: PreTrainedModel, device: torch.device, length: int) -> dict[str, Any]:
+def _run(module: PreTrainedModel, device: torch.device, length: int, constant: bool) -> Any:
+    arguments = _inputs(module, device, length, constant)
+    try:
+        return module(**arguments)
+    except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
+        # What an architecture requires beyond its tokens is unknown, so are its errors.
+        if isinstance(error, PositionEncodingError):
+            raise
+        raise UnsupportedError(
+            f"{type(module).__name__} could not be run on a few tokens to find out how it uses positions. With "
+            f"{', '.join(arguments)} it failed: {type(error).__name__}: {error}"
+        ) from error
+
+
+@contextmanager
+def seeded(device: torch.device) -> Iterator[None]:
+    """Context manager with a fixed random seed, which restores the state of the caller's generators."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(0)
+        yield
+
+
+def _inputs(module: PreTrainedModel, device: torch.device, length: int, constant: bool) -> dict[str, Any]:
+    parameters = inspect.signature(type(module).forward).parameters
+    if reads_pixels(module):
+        images = pixels(module, device)
+        missing = [
+            name
+            for name, parameter in list(parameters.items())[1:]
+            if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        ]
+        if not set(missing) <= set(images):
+            raise UnsupportedError(
+                f"{type(module).__name__} cannot be run to find out how it uses positions: the meaning of its "
+                f"arguments {', '.join(sorted(set(missing) - set(images)))} is unknown."
+            )
+        return images
+    if reads_features(module):
+        return series(module, device, constant=constant)
+    embedded = next((name for name in ("inputs_embeds", "hidden_states") if name in parameters), None)
+    if "input_ids" not in parameters and embedded is not None:
+        return {embedded: embeddings(module, device, length)}
+    if "input_ids" not in parameters:
+        raise UnsupportedError(
+            f"{type(module).__name__} does not take token ids, so it cannot be run to find out how it uses positions "
+            f"(its arguments: {', '.join(list(parameters)[1:8])})."
+        )
     tokens = torch.arange(5, 5 + length, device=device).unsqueeze(0)
     given: dict[str, Any] = {"input_ids": tokens}
-    parameters = inspect.signature(type(model).forward).parameters
     if "use_cache" in parameters:
         given["use_cache"] = False
-    if getattr(model.config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
+    width = cross_attention_width(module) if "encoder_hidden_states" in parameters else None
+    if width is not None:
+        given["encoder_hidden_states"] = embeddings(module, device, length, width)
+    if getattr(module.config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
         given["decoder_input_ids"] = tokens
     return given

@@ -9,9 +9,9 @@ import transformers
 from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.find.architectures import architecture_of
 from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.observe.short_runs import is_runnable, run_briefly
+from hf_posenc.patching.place.encoding import for_stacks
 from hf_posenc.patching.place.in_force import encodings
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.schemes.config import SchemeConfig
@@ -56,11 +56,13 @@ def verify_adopted_tables(transaction: Transaction, stacks: list[Stack]) -> None
         UnsupportedError: if the outputs differ.
     """
     model = transaction.model
-    architecture = architecture_of(model.config)
-    if architecture.bias_table is None or architecture.native is None or encodings(model):
+    declared = [stack for stack in stacks if stack.architecture.bias_table is not None]
+    native = {stack.architecture.native(stack) for stack in declared if stack.architecture.native is not None}
+    if encodings(model):
         return
-    for config in {architecture.native(stack) for stack in stacks}:
-        difference = None if config is None else _difference(transaction, config, stacks)
+    for config in native - {None}:
+        assert config is not None
+        difference = _difference(transaction, config, stacks)
         if difference is not None:
             raise UnsupportedError(
                 f"This {type(model).__name__} does not compute the same as {config} with its bias tables: the outputs "
@@ -74,16 +76,25 @@ def _difference(transaction: Transaction, config: SchemeConfig, stacks: list[Sta
     """The difference of the outputs relative to their size; `None` if it is within the tolerance."""
     if not is_runnable(transaction.model):
         return None
-    stock = _outputs(transaction)
+    stock = _outputs(transaction, stacks)
+    whole = for_stacks(transaction.model, config, stacks)
     # Building a part draws its initial weights. The caller's random generator must keep its state.
-    with torch.random.fork_rng(devices=[]), transaction.installed(transaction.plan(config, stacks)):
-        replaced = _outputs(transaction)
+    with torch.random.fork_rng(devices=[]), transaction.installed(transaction.plan(whole, stacks)):
+        replaced = _outputs(transaction, stacks)
     difference = float((replaced - stock).abs().max() / stock.abs().max().clamp(min=1.0))
     return None if difference <= _TOLERANCE.get(transaction.model.dtype, _HALF_TOLERANCE) else difference
 
 
-def _outputs(transaction: Transaction) -> Tensor:
-    result: Any = run_briefly(transaction, _TOKENS)
-    logits = result.get("logits")
-    found: Tensor = (result[0] if logits is None else logits).float()
-    return found
+def _outputs(transaction: Transaction, stacks: list[Stack]) -> Tensor:
+    found = []
+    for result in run_briefly(transaction, stacks, _TOKENS):
+        logits = result.get("logits") if hasattr(result, "get") else None
+        found.append(_first_tensor(result if logits is None else logits).float().flatten())
+    return torch.cat(found)
+
+
+def _first_tensor(output: Any) -> Tensor:
+    """The first tensor of an output, which some models nest in tuples."""
+    while not isinstance(output, Tensor):
+        output = output[0]
+    return output

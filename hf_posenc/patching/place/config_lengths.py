@@ -15,6 +15,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from hf_posenc.entry import ATTRIBUTE, read_fields
+from hf_posenc.patching.find.series.found import SOURCE_LENGTH
 from hf_posenc.schemes.reach import Reach
 
 #: The field of an entry with the native lengths, `{"max_position_embeddings": 512}`; a dot separates sub-configs.
@@ -28,7 +29,10 @@ NAMES = (
     "model_max_length",
     "max_encoder_position_embeddings",
     "max_decoder_position_embeddings",
+    "max_target_positions",
 )
+#: Names for the length of an encoder that reads features.
+SOURCE_NAMES = (SOURCE_LENGTH,)
 
 
 @dataclass
@@ -43,6 +47,7 @@ class Lengths:
             (RoBERTa: 514 rows for 512 tokens).
         chosen: the length that the user has chosen, or `None`. The current length is shorter if the scheme cannot
             encode the chosen one.
+        names: the names in the config under which it is stated, as in `find_lengths`.
     """
 
     native: int | None
@@ -50,6 +55,7 @@ class Lengths:
     reach: Reach
     rows_before: int = 0
     chosen: int | None = None
+    names: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         current = "no stated length" if self.current is None else f"{self.current} tokens"
@@ -58,7 +64,9 @@ class Lengths:
         return f"{current}{native}; the scheme supports {longest}"
 
 
-def find_lengths(config: PreTrainedConfig, stack_configs: Iterable[Any] = ()) -> dict[str, int]:
+def find_lengths(
+    config: PreTrainedConfig, stack_configs: Iterable[Any] = (), names: Iterable[str] = NAMES
+) -> dict[str, int]:
     """The lengths in a config by name, including those of sub-configs that a stack uses."""
     used = [id(found) for found in stack_configs]
     owners = {"": config} | {
@@ -69,7 +77,7 @@ def find_lengths(config: PreTrainedConfig, stack_configs: Iterable[Any] = ()) ->
     return {
         path + name: owner.__dict__[name]
         for path, owner in owners.items()
-        for name in NAMES
+        for name in names
         if type(owner.__dict__.get(name)) is int and owner.__dict__[name] > 0
     }
 

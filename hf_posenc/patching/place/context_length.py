@@ -6,19 +6,23 @@ import warnings
 from typing import Any, TypeVar
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.find.discovery import model_parts
+from hf_posenc.patching.find.model_parts import VISION, check_part, default_part
 from hf_posenc.patching.place.encoding import PositionEncoding
 from hf_posenc.patching.place.in_force import current_encoding
-from hf_posenc.patching.place.lengths import set_length
+from hf_posenc.patching.place.lengths import lengths_of, set_length
 from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.patching.place.scheme_name import update_length_in_names
+from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.rotary.rope import RotaryMap
 
 ModelType = TypeVar("ModelType", bound=nn.Module)
 
 
-def extend_context(model: ModelType, tokenizer: Any = None, *, length: int) -> ModelType:
+def extend_context(model: ModelType, tokenizer: Any = None, *, length: int, part: str | None = None) -> ModelType:
     """Sets the context length of a patched model and its tokenizer. In place.
 
     The config of a model that was patched with a scheme for longer sequences still contains the length of the stock
@@ -40,13 +44,16 @@ def extend_context(model: ModelType, tokenizer: Any = None, *, length: int) -> M
         tokenizer: the model's tokenizer, or a processor that holds it. If you pass none, set its `model_max_length` to
             the same length yourself, because most tokenizers truncate at theirs.
         length: number of tokens, including special tokens. May be shorter than before.
+        part: the part whose length it is. By default the one whose length is that of the model: the text part, if there
+            is one. The encoder of Whisper is the part "audio"; its tokens are 20 ms long.
 
     Returns:
         The model.
 
     Raises:
         SequenceLengthError: if the scheme or the architecture cannot encode that many tokens.
-        UnsupportedError: if the model is not patched.
+        UnknownNameError: for a part that the model does not have.
+        UnsupportedError: if the model is not patched, if the part reads images, or if it has its native positions.
         ValueError: if the length is not a positive integer.
         TypeError: if the tokenizer has no `model_max_length`.
     """
@@ -55,8 +62,7 @@ def extend_context(model: ModelType, tokenizer: Any = None, *, length: int) -> M
     if encoding is None:
         raise UnsupportedError(
             f"This {type(target).__name__} is not patched, so its length is that of the stock architecture and cannot "
-            "be changed. Call patch_model(model, scheme) first. "
-            'patch_model(model, "native") keeps the encoding of a rotary model.'
+            f"be changed. {_patch_first(target, part)}"
         )
     if isinstance(length, bool) or not isinstance(length, int) or length < 1:
         raise ValueError(f"length is {length!r}; expected a positive integer, the number of tokens.")
@@ -66,25 +72,59 @@ def extend_context(model: ModelType, tokenizer: Any = None, *, length: int) -> M
             f"{type(tokenizer).__name__} has no model_max_length; expected a transformers tokenizer, or a processor "
             "that holds one."
         )
-    set_length(encoding, target, length)
+    _refuse_other_parts(encoding, target, part)
+    set_length(encoding, target, length, part)
     update_length_in_names(encoding)
     if holder is not None:
         holder.model_max_length = length
-    _warn_if_extrapolating(encoding, length)
+    _warn_if_extrapolating(encoding, target, length, part)
     return model
 
 
-def _warn_if_extrapolating(encoding: PositionEncoding, length: int) -> None:
+def _patch_first(target: PreTrainedModel, part: str | None) -> str:
+    parts = model_parts(target)
+    if len(parts) == 1:
+        return (
+            'Call patch_model(model, scheme) first. patch_model(model, "native") keeps the encoding of a rotary model.'
+        )
+    own = default_part(target, parts) if part is None else check_part(part, parts, target)
+    return (
+        f"Call patch_model(model, scheme, part={own!r}) first, and pass the same part= here. This model has the parts "
+        f"{', '.join(map(repr, parts))}."
+    )
+
+
+def _refuse_other_parts(encoding: PositionEncoding, target: PreTrainedModel, part: str | None) -> None:
+    """Refuses a part on whose context length the scheme has no effect."""
+    main = default_part(target, model_parts(target)) if part is None else part
+    if main == VISION:
+        raise UnsupportedError(
+            f"The {main} part of {type(target).__name__} reads images, so it has no context length in tokens. The "
+            "number of patches follows from the size of an image: pass larger images, with "
+            "interpolate_pos_encoding=True if the forward of the model takes it."
+        )
+    assert encoding.report is not None
+    patched = list(dict.fromkeys(stack.part for stack in encoding.report.stacks))
+    if part is None and main not in patched:
+        raise UnsupportedError(
+            f"The context length of this {type(target).__name__} is that of its {main} part, which has its native "
+            f"positions (patched: {', '.join(patched)}). Call patch_model(model, scheme) for the {main} part first."
+        )
+
+
+def _warn_if_extrapolating(encoding: PositionEncoding, model: PreTrainedModel, length: int, part: str | None) -> None:
     """Warns if a plain rotation is used beyond the length that it was trained or scaled for."""
-    native = encoding.lengths.native if encoding.lengths is not None else None
+    lengths, _ = lengths_of(encoding, model, part)
+    native = lengths.native
     # Other maps, and maps with a bias that corrects distant pairs, extrapolate differently.
-    plain = [part for part in encoding.parts() if type(part) is RotaryMap and not part.mapped_again]
+    stacks = [stack.name for stack in encoding.report.stacks if part in (None, stack.part)] if encoding.report else None
+    plain = [part for part in encoding.parts(stacks) if type(part) is RotaryMap and not part.mapped_again]
     known = max((part.length_reach.made_for or native or length for part in plain), default=length)
     if known < length:
         warnings.warn(
-            f"The rotation of {encoding.config.name!r} was made for {known} tokens. With {length} tokens, the model "
-            "encounters angles that it was not trained on. Scalings for longer sequences are YarnScaling, NtkScaling, "
-            "LinearScaling, DynamicScaling and LongRopeScaling, for example RopeConfig(theta=..., "
+            f"The rotation of {scheme_label(encoding.config)!r} was made for {known} tokens. With {length} tokens, the "
+            "model encounters angles that it was not trained on. Scalings for longer sequences are YarnScaling, "
+            "NtkScaling, LinearScaling, DynamicScaling and LongRopeScaling, for example RopeConfig(theta=..., "
             f"scaling=YarnScaling(factor={length / (native or known):g}, original_max_positions={native or known})).",
             UserWarning,
             stacklevel=3,

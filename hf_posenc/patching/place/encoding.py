@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from hf_posenc.entry import MARK
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.find.architectures import Architecture
+from hf_posenc.patching.find.discovery import model_parts
 from hf_posenc.patching.find.fingerprint import Sample
+from hf_posenc.patching.find.rotary_axes import reads_axes
 from hf_posenc.patching.find.sites import AddedModule, Stack
 from hf_posenc.patching.find.tables import table_origin
 from hf_posenc.patching.place.config_lengths import Lengths
@@ -19,6 +22,7 @@ from hf_posenc.patching.place.journal import Journal
 from hf_posenc.patching.place.mark import NOT_STRICT, disagreement, mark_of, marked_scheme, placed_mark
 from hf_posenc.patching.place.report import PatchReport
 from hf_posenc.patching.place.stack_encoding import StackEncoding
+from hf_posenc.schemes.arrangement.of_parts import PartsConfig, of_parts
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.parts import Part
 from hf_posenc.schemes.reach import Reach, shortest
@@ -31,6 +35,8 @@ class PositionEncoding(AddedModule):
         config: the scheme in force.
         report: what was replaced and what was placed.
         lengths: the sequence lengths of the model; set while the scheme is in place.
+        other_lengths: those of other parts whose length the config states (the encoder of Whisper), by name of the
+            part; set while the scheme is in place.
         base_weights: a few values of the base model's weights, recorded when a scheme was first placed in it.
         stacks: the parts, by name of the stack.
     """
@@ -40,18 +46,28 @@ class PositionEncoding(AddedModule):
         self.config = config
         self.report: PatchReport | None = None
         self.lengths: Lengths | None = None
+        self.other_lengths: dict[str, Lengths] = {}
         self.base_weights: dict[str, Sample] = {}
         self.stacks = nn.ModuleDict(stacks)
         self.journal = Journal()
 
-    def parts(self) -> list[Part]:
-        """The parts in use, without duplicates. A part that contains others is listed in their place."""
-        found = [part for stack in self.stacks.values() for part in cast("StackEncoding", stack).acting_parts()]
+    def parts(self, stacks: Collection[str] | None = None) -> list[Part]:
+        """The parts in use, without duplicates. A part that contains others is listed in their place.
+
+        Args:
+            stacks: names of stacks; all by default.
+        """
+        chosen = [stack for name, stack in self.stacks.items() if stacks is None or name in stacks]
+        found = [part for stack in chosen for part in cast("StackEncoding", stack).acting_parts()]
         return list({id(part): part for part in found}.values())
 
-    def reach(self) -> Reach:
-        """The longest sequence that the scheme can encode, and the length it was made for."""
-        return shortest(part.length_reach for part in self.parts())
+    def reach(self, stacks: Collection[str] | None = None) -> Reach:
+        """The longest sequence that the scheme can encode, and the length it was made for.
+
+        Args:
+            stacks: names of stacks; all by default.
+        """
+        return shortest(part.length_reach for part in self.parts(stacks))
 
     def extra_repr(self) -> str:
         """The scheme, for `print(model)`."""
@@ -136,25 +152,51 @@ def parameter_count(module: nn.Module) -> int:
 
 
 def build_encoding(
-    config: SchemeConfig, stacks: list[Stack], architecture: Architecture, device: torch.device | None = None
+    config: SchemeConfig,
+    stacks: list[Stack],
+    device: torch.device | None = None,
+    kept: Mapping[str, StackEncoding] | None = None,
 ) -> PositionEncoding:
     """Builds the parts of a scheme for every stack.
 
     Args:
-        config: the scheme.
+        config: the scheme, or the scheme of each part of the model.
         stacks: the stacks in which it will be placed.
-        architecture: the declaration for the model.
         device: where parts are built; `None` for torch's default device. On the meta device, parameters have names and
             shapes but no memory.
+        kept: the parts of another encoding that are used again, by name of the stack.
 
     Raises:
         RuntimeError: on the meta device, for a scheme from outside this package that reads its parameters while it is
             built.
     """
-    built = {stack.name: StackEncoding(config, stack, architecture.pairing, device) for stack in stacks}
+    built = dict(kept or {})
     for stack in stacks:
-        runtime = built[stack.name].runtime
+        if stack.name in built:
+            continue
+        placed = built[stack.name] = StackEncoding(scheme_of(config, stack.part), stack, device)
+        runtime = placed.runtime
         runtime.slots.rows_before = max((table_origin(table.module) for table in stack.tables), default=0)
-        runtime.time_major = architecture.time_major
-        runtime.channels_first = architecture.channels_first
-    return PositionEncoding(config, built)
+        runtime.grid = stack.grid
+        runtime.reads_features = stack.series is not None
+        runtime.makes_coordinates = any(reads_axes(rotary.module) for rotary in stack.rotaries)
+        runtime.time_major = stack.architecture.time_major
+        runtime.channels_first = stack.architecture.channels_first
+    return PositionEncoding(config, {stack.name: built[stack.name] for stack in stacks})
+
+
+def scheme_of(config: SchemeConfig, part: str) -> SchemeConfig:
+    """The scheme of one part of a model."""
+    return config.by_part()[part] if isinstance(config, PartsConfig) else config
+
+
+def for_stacks(model: PreTrainedModel, config: SchemeConfig, stacks: list[Stack]) -> SchemeConfig:
+    """The config that gives some stacks of a model one scheme, and leaves its other parts alone."""
+    if len(model_parts(model)) == 1:
+        return config
+    return of_parts({stack.part: config for stack in stacks})
+
+
+def parts_named(config: SchemeConfig) -> tuple[str, ...] | None:
+    """The parts of a composite model that have a scheme; `None` if the config does not name parts."""
+    return config.names if isinstance(config, PartsConfig) else None

@@ -8,11 +8,14 @@ from collections.abc import Mapping
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
-from hf_posenc.patching.find.architectures import architecture_of
+from hf_posenc.patching.find.discovery import model_parts
 from hf_posenc.patching.find.layer_context import build_context
+from hf_posenc.patching.find.model_parts import VISION, check_part, default_part
 from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.find.tables import table_origin, table_weight
 from hf_posenc.patching.place.config_lengths import (
+    NAMES,
+    SOURCE_NAMES,
     Lengths,
     find_lengths,
     native_lengths,
@@ -20,15 +23,19 @@ from hf_posenc.patching.place.config_lengths import (
     write_lengths,
 )
 from hf_posenc.patching.place.encoding import PositionEncoding
+from hf_posenc.patching.place.journal import is_set
 from hf_posenc.schemes import from_rope_parameters
 from hf_posenc.schemes.reach import Reach, shortest
+
+#: Lengths of which modules keep a copy.
+_COPIED = ("max_source_positions", "max_target_positions")
 
 
 def native_length(model: PreTrainedModel, stacks: list[Stack]) -> int | None:
     """The length of a stock model: that of its shortest table, or else the shortest in its config."""
     known = [build_context(stack, stack.attentions[0]).max_positions for stack in stacks]
     stated = [length for length in known if length is not None]
-    return min(stated or _stated(model, stacks).values(), default=None)
+    return min(stated or _stated(model, stacks).values(), default=None) if stacks else None
 
 
 def initialize_lengths(encoding: PositionEncoding, model: PreTrainedModel, stacks: list[Stack]) -> None:
@@ -36,44 +43,83 @@ def initialize_lengths(encoding: PositionEncoding, model: PreTrainedModel, stack
 
     This is the length that the user has chosen; otherwise the length that the scheme was made for, if it is longer than
     the native length; otherwise the native length. It never exceeds the longest sequence that the scheme can encode.
+    An encoder that reads features beside another part has a length of its own.
     """
-    stated, before = _stated(model, stacks), encoding.lengths
+    others = _other_parts(model, stacks)
+    own = _with_lengths(model, stacks)
+    remember_lengths(model.config, _stated(model, own))
+    for stated in (_stated(model, found) for found in others.values()):
+        remember_lengths(model.config, native_lengths(model.config) | stated)
+    before, encoding.other_lengths = encoding.other_lengths, {}
+    for part, found in others.items():
+        _initialize(encoding, model, found, before.get(part), part)
+    _initialize(encoding, model, own, encoding.lengths, None)
+
+
+def _initialize(
+    encoding: PositionEncoding, model: PreTrainedModel, stacks: list[Stack], before: Lengths | None, part: str | None
+) -> None:
+    stated = _stated(model, stacks)
     native = native_length(model, stacks)
-    reach = encoding.reach()
-    reason = architecture_of(model.config).fixed_length
+    reach = encoding.reach([stack.name for stack in stacks])
+    reason = next((stack.architecture.fixed_length for stack in stacks if stack.architecture.fixed_length), None)
     if reason is not None and native is not None:
         reach = shortest((reach, Reach(native, f"of {model.config.model_type}: {reason}. No scheme changes that.")))
-    lengths = Lengths(native, native, reach, _rows_before(stacks, stated))
-    remember_lengths(model.config, stated)
+    lengths = Lengths(native, native, reach, _rows_before(stacks, stated), names=tuple(stated))
     wanted = native
     if before is not None and before.chosen is not None:
         wanted = lengths.chosen = before.chosen
     elif (
         native is not None
         and reach.made_for is not None
-        and reach.made_for not in _native_scaled_lengths(model, native)
+        and reach.made_for not in _native_scaled_lengths(stacks, native)
     ):
         wanted = max(native, reach.made_for)
-    _write(encoding, model, lengths, None if wanted is None else _within(reach, wanted))
+    _write(encoding, model, lengths, None if wanted is None else _within(reach, wanted), part)
 
 
-def set_length(encoding: PositionEncoding, model: PreTrainedModel, length: int) -> None:
+def lengths_of(encoding: PositionEncoding, model: PreTrainedModel, part: str | None) -> tuple[Lengths, str | None]:
+    """The lengths of a part, and its name if it is not the one that a model's length refers to.
+
+    Raises:
+        UnknownNameError: for a part that the model does not have.
+        UnsupportedError: if the part is not patched, or has no length in the config.
+    """
+    known = model_parts(model)
+    assert encoding.lengths is not None
+    main = default_part(model, known)
+    if part is None or check_part(part, known, model) == main:
+        return encoding.lengths, None
+    if part in encoding.other_lengths:
+        return encoding.other_lengths[part], part
+    patched = {stack.part for stack in encoding.report.stacks} if encoding.report is not None else set()
+    reason = "its config states no length for it" if part in patched else "it is not patched"
+    raise UnsupportedError(f"The length of the part {part!r} of this {type(model).__name__} cannot be set: {reason}.")
+
+
+def set_length(encoding: PositionEncoding, model: PreTrainedModel, length: int, part: str | None = None) -> None:
     """Writes a length to the config, the generation config and the report of a patched model.
+
+    Args:
+        encoding: the encoding in force.
+        model: the model.
+        length: number of tokens.
+        part: the part whose length it is; by default the one that a model's length refers to.
 
     Raises:
         SequenceLengthError: if the scheme cannot encode this length.
+        UnsupportedError: if the part has no length that can be set.
     """
-    assert encoding.lengths is not None
-    reach = encoding.lengths.reach
+    before, part = lengths_of(encoding, model, part)
+    reach = before.reach
     if reach.length is not None and length > reach.length:
         raise SequenceLengthError(
             f"A context of {length} tokens is longer than the {reach.length} positions {reach.remedy}"
         )
-    before = encoding.lengths
     try:
-        _write(encoding, model, dataclasses.replace(before, chosen=length), length)
+        _write(encoding, model, dataclasses.replace(before, chosen=length), length, part)
     except BaseException:
-        _write(encoding, model, before, before.current)
+        _write(encoding, model, before, before.current, part)
         raise
 
 
@@ -97,12 +143,13 @@ def apply_stated_lengths(encoding: PositionEncoding, model: PreTrainedModel, sta
         SequenceLengthError: if the scheme cannot encode the length.
     """
     assert encoding.lengths is not None
-    native = native_lengths(model.config)
-    changed = [length for path, length in stated.items() if length != native.get(path)]
-    if stated:
-        length = (changed or list(stated.values()))[0] - encoding.lengths.rows_before
-        if length != encoding.lengths.current:
-            set_length(encoding, model, length)
+    for part, lengths in ((None, encoding.lengths), *encoding.other_lengths.items()):
+        own = {path: length for path, length in stated.items() if path in lengths.names}
+        changed = [length for path, length in own.items() if length != native_lengths(model.config).get(path)]
+        if own:
+            length = (changed or list(own.values()))[0] - lengths.rows_before
+            if length != lengths.current:
+                set_length(encoding, model, length, part)
 
 
 def record_generation_length(encoding: PositionEncoding, model: PreTrainedModel) -> None:
@@ -115,23 +162,54 @@ def record_generation_length(encoding: PositionEncoding, model: PreTrainedModel)
         encoding.journal.set(generation_config, "max_length", lengths.current)
 
 
+def _with_lengths(model: PreTrainedModel, stacks: list[Stack]) -> list[Stack]:
+    """The stacks whose lengths are those of the model: not the vision part, nor another part beside the text."""
+    main = default_part(model, model_parts(model))
+    return [stack for stack in stacks if stack.part == main and main != VISION]
+
+
+def _other_parts(model: PreTrainedModel, stacks: list[Stack]) -> dict[str, list[Stack]]:
+    """The stacks of other parts that read features and whose length the config states, by name of the part."""
+    main = default_part(model, model_parts(model))
+    found: dict[str, list[Stack]] = {}
+    for stack in stacks:
+        if stack.part != main and stack.series is not None and _stated(model, [stack]):
+            found.setdefault(stack.part, []).append(stack)
+    return found
+
+
 def _within(reach: Reach, length: int) -> int:
     return length if reach.length is None else max(min(length, reach.length), 1)
 
 
-def _write(encoding: PositionEncoding, model: PreTrainedModel, lengths: Lengths, length: int | None) -> None:
+def _write(
+    encoding: PositionEncoding,
+    model: PreTrainedModel,
+    lengths: Lengths,
+    length: int | None,
+    part: str | None = None,
+) -> None:
     """Writes a length everywhere. The encoding is updated last, so that an interrupted call can be repeated."""
     if length is not None:
         _write_configs(encoding, model, lengths, length)
-    encoding.lengths = dataclasses.replace(lengths, current=length)
+    written = dataclasses.replace(lengths, current=length)
+    if part is None:
+        encoding.lengths = written
+    else:
+        encoding.other_lengths[part] = written
     if encoding.report is not None:
-        encoding.report.context = str(encoding.lengths)
+        others = [f"{name}: {other}" for name, other in encoding.other_lengths.items()]
+        own = (
+            [str(encoding.lengths)] if encoding.lengths is not None and (encoding.lengths.native or not others) else []
+        )
+        encoding.report.context = "; ".join([*own, *others])
 
 
 def _write_configs(encoding: PositionEncoding, model: PreTrainedModel, lengths: Lengths, length: int) -> None:
-    native = native_lengths(model.config)
+    native = {path: known for path, known in native_lengths(model.config).items() if path in lengths.names}
     # If the model has its native length again, every name gets its native value. These may differ from each other.
     stated = native if length == lengths.native else dict.fromkeys(native, length + lengths.rows_before)
+    _write_attributes(encoding, model, native, stated)
     write_lengths(model.config, stated)
     generation_config = getattr(model, "generation_config", None)
     # In most generation configs, `max_length` limits the output. If it equals the length of the model, it follows it.
@@ -140,8 +218,26 @@ def _write_configs(encoding: PositionEncoding, model: PreTrainedModel, lengths: 
         encoding.journal.set(generation_config, "max_length", length)
 
 
+def _write_attributes(
+    encoding: PositionEncoding, model: PreTrainedModel, native: Mapping[str, int], stated: Mapping[str, int]
+) -> None:
+    """Writes a length to modules that keep a copy of it. Whisper refuses longer labels by its own copy."""
+    for path, length in stated.items():
+        name = path.rpartition(".")[-1]
+        if name not in _COPIED:
+            continue
+        for module in model.modules():
+            own = module.__dict__.get(name)
+            if type(own) is int and own != length and (own == native[path] or is_set(encoding.journal, module, name)):
+                encoding.journal.set(module, name, length)
+
+
 def _stated(model: PreTrainedModel, stacks: list[Stack]) -> dict[str, int]:
-    return find_lengths(model.config, [stack.config for stack in stacks])
+    if not stacks:
+        return {}
+    names = SOURCE_NAMES if all(stack.series is not None for stack in stacks) else NAMES
+    configs = [stack.config for stack in stacks]
+    return find_lengths(model.config, configs, names) or find_lengths(model.config, configs, NAMES)
 
 
 def _rows_before(stacks: list[Stack], stated: Mapping[str, int]) -> int:
@@ -153,12 +249,12 @@ def _rows_before(stacks: list[Stack], stated: Mapping[str, int]) -> int:
     return 0
 
 
-def _native_scaled_lengths(model: PreTrainedModel, native: int) -> set[int | None]:
+def _native_scaled_lengths(stacks: list[Stack], native: int) -> set[int | None]:
     """The lengths that the RoPE scalings of the stock config were made for, which may exceed its stated length."""
-    parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    stated = [getattr(stack.config, "rope_parameters", None) or {} for stack in stacks]
+    nested = [value for parameters in stated for value in parameters.values() if isinstance(value, dict)]
     found: set[int | None] = set()
-    for flat in nested or [parameters]:
+    for flat in nested or stated:
         try:
             scaling = getattr(from_rope_parameters(flat, native), "scaling", None)
         except (UnsupportedError, ValueError):

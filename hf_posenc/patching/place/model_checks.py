@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from typing import Any
 
@@ -25,7 +24,6 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
     base: Any = getattr(model, "get_base_model", None)
     inner = model if base is None else base()
     if isinstance(inner, PreTrainedModel):
-        _refuse_other_modalities(inner)
         _refuse_part(inner)
         _refuse_recomputed_queries(inner)
     else:
@@ -36,55 +34,17 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
     return inner
 
 
-def _refuse_other_modalities(model: PreTrainedModel) -> None:
-    """Refuses models with inputs other than text: pixels and frames have other positions than tokens."""
-    name = type(model).__name__
-    takes = _other_input(model)
-    if takes:
-        raise UnsupportedError(
-            f"{name} takes {takes} instead of input_ids, but the schemes of this library encode positions of text "
-            "tokens. Patch a text-only model."
-        )
-    parts = _other_modalities(model.config)
-    if parts:
-        raise UnsupportedError(
-            f"{name} combines several modalities ({', '.join(parts)}), whose tokens have positions on more than one "
-            "axis. Patch a text-only model."
-        )
-
-
-def _other_input(model: PreTrainedModel) -> str:
-    """The name of a model's input if that is not token ids; empty for a text model."""
-    if model.main_input_name != "input_ids":
-        return str(model.main_input_name)
-    names = [list(inspect.signature(type(one).forward).parameters) for one in (model, model.base_model)]
-    return "" if any("input_ids" in own for own in names) else names[0][1]
-
-
-def _other_modalities(config: Any) -> list[str]:
-    """Names of the configs of parts that are not text."""
-    return [
-        name for name in ("vision_config", "audio_config", "speech_config") if getattr(config, name, None) is not None
-    ]
-
-
 def _refuse_part(model: PreTrainedModel) -> None:
     """Refuses encoders and decoders that cannot be saved separately, because transformers does not export them."""
     import transformers
-    from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-    name, config = type(model).__name__, model.config
+    name = type(model).__name__
     if not type(model).__module__.startswith("transformers.models.") or hasattr(transformers, name):
         return
-    lost = f"{name} is a part of a model and is saved with it, so a scheme in this part alone would be lost. "
-    whole: Any = MODEL_MAPPING.get(type(config), None)
-    if getattr(whole, "main_input_name", "") == "input_ids" and not _other_modalities(config):
-        raise UnsupportedError(f"{lost}Patch the whole model (`layers=` and `elsewhere=` choose layers).")
-    takes = getattr(whole, "main_input_name", "input_ids")
-    owner = "it combines several modalities" if takes == "input_ids" else f"it takes {takes}"
     raise UnsupportedError(
-        f"{lost}The whole model cannot be patched either ({owner}): the schemes of this library encode positions of "
-        "text tokens. Patch a text-only model."
+        f"{name} is a part of a model and is saved with it, so a scheme in this part alone would be lost. Patch the "
+        "whole model (`layers=` and `elsewhere=` choose layers; in a model of several modalities, `part=` chooses the "
+        "part)."
     )
 
 

@@ -17,7 +17,7 @@ from torch import nn
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.table_site import TableSite
 from hf_posenc.patching.find.architectures import architecture_of
-from hf_posenc.patching.find.discovery import self_attentions, tables
+from hf_posenc.patching.find.discovery import grid_table_owners, self_attentions, tables
 
 
 class SiteWatch:
@@ -68,7 +68,8 @@ class SiteWatch:
         architecture = architecture_of(self.stack.config)
         attentions = list(self_attentions(self.stack, architecture))
         found_tables = list(tables(self.stack, architecture))
-        bare = [(path, module) for path, module in attentions if not _has_forward(module)]
+        owners = list(grid_table_owners(self.stack))
+        bare = [(path, module) for path, module in (*attentions, *owners) if not _has_forward(module)]
         bare += [(path, module) for path, module in found_tables if not _has_table_site(module)]
         if bare:
             path, module = bare[0]
@@ -79,7 +80,7 @@ class SiteWatch:
                 "positions. Call patch_model again. This initialises the parameters of the scheme: if they were "
                 "trained, save model.position_encoding.state_dict() before, and load it afterwards."
             )
-        self._remember([module for _, module in attentions], [module for _, module in found_tables])
+        self._remember([module for _, module in attentions], [module for _, module in (*found_tables, *owners)])
         return ""
 
     def _is_unchanged(self) -> bool:

@@ -16,6 +16,7 @@ from hf_posenc.patching.call.runtime import StackRuntime
 from hf_posenc.patching.find.layer_context import build_context, with_layout
 from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.find.tables import table_origin, table_weight
+from hf_posenc.patching.place.raster_order import order_readers
 from hf_posenc.schemes import LayeredConfig
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.parts import (
@@ -42,7 +43,6 @@ class StackEncoding(nn.Module):
     Args:
         config: the scheme, or a schedule of schemes.
         stack: the stack in which it is placed.
-        pairing_override: the pairing of the architecture's rotary method, if it has one instead of a function.
         device: device on which parts are built; `None` for torch's default device.
 
     Raises:
@@ -53,28 +53,32 @@ class StackEncoding(nn.Module):
         self,
         config: SchemeConfig,
         stack: Stack,
-        pairing_override: str | None = None,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
         self._device = device
+        #: Whether the tokens of the stack are patches of images.
+        self.on_grid = stack.grid is not None
         self.runtime = StackRuntime()
         self.groups = nn.ModuleList()
         self.additive: AdditiveEncoding | None = None
         self.layers: list[LayerEncoding] = []
+        #: The native weights that parts took over when they were first placed; `None` before that.
+        self.adopted: list[str] | None = None
         self._built: dict[Hashable, SchemeParts] = {}
-        self._build(config, stack, pairing_override)
+        self._build(config, stack)
 
-    def _build(self, config: SchemeConfig, stack: Stack, pairing_override: str | None) -> None:
+    def _build(self, config: SchemeConfig, stack: Stack) -> None:
         additive_layers: dict[SchemeConfig, AdditiveEncoding | None] = {}
         for attention in stack.attentions:
             layer_config = config
             if isinstance(config, LayeredConfig):
                 layer_config = config.for_layer(attention.layer, attention.layer_type)
             context = build_context(stack, attention)
-            layer_config = with_layout(layer_config, stack, attention, pairing_override)
+            layer_config = with_layout(layer_config, stack, attention)
             parts = self._parts(layer_config, context, attention.path)
             _refuse_unsuited(attention.module, parts)
+            _refuse_in_layers(stack, parts)
             additive_layers.setdefault(layer_config, parts.additive)
             self.layers.append(
                 LayerEncoding(
@@ -99,6 +103,10 @@ class StackEncoding(nn.Module):
             yield self.additive
         for layer in self.layers:
             yield from (part for part in (layer.query_key_map, layer.logit_bias, layer.logit_scale) if part is not None)
+
+    def in_raster_order(self) -> list[str]:
+        """What the parts in use do that read the order of patches, in a stack whose input is pixels."""
+        return order_readers(self.acting_parts()) if self.on_grid else []
 
     def _parts(self, config: SchemeConfig, context: BuildContext, path: str, side: str = "") -> SchemeParts:
         """The parts at one layer: those of an earlier layer, unless the scheme has separate parts in every layer.
@@ -142,7 +150,7 @@ class StackEncoding(nn.Module):
                     "the schedule gives them different ones."
                 )
 
-    def adopt(self, stack: Stack, native_bias: Any) -> list[str]:
+    def adopt(self, stack: Stack) -> list[str]:
         """Copies native weights into parts that can use them; returns what was adopted."""
         adopted = []
         if self.additive is not None and stack.tables:
@@ -152,8 +160,18 @@ class StackEncoding(nn.Module):
             skip = max(table_origin(table.module) - offset, 0)
             if weight is not None and weight.device.type != "meta" and self.additive.adopt(weight[skip:]):
                 adopted.append(f"additive: {table.path}")
+        if self.additive is not None and stack.grid is not None and stack.grid.tables:
+            native_table = stack.grid.tables[0]
+            others = native_table.prefix_rows + stack.grid.suffix_tokens
+            weight = native_table.in_order_of_tokens(others) if self.additive.reads_coordinates else native_table.weight
+            if weight.device.type != "meta" and self.additive.adopt(weight):
+                adopted.append(f"additive: {native_table.full_name}")
+        if self.additive is not None and stack.series is not None and stack.series.parameters and not stack.tables:
+            parameter = stack.series.parameters[0]
+            if parameter.weight.device.type != "meta" and self.additive.adopt(parameter.weight):
+                adopted.append(f"additive: {parameter.full_name}")
         for attention, layer in zip(stack.attentions, self.layers, strict=True):
-            native = native_bias(stack, attention)
+            native = stack.native_bias_table(attention)
             if layer.logit_bias is None or native is None or native.device.type == "meta":
                 continue
             if layer.logit_bias.adopt(native):
@@ -217,6 +235,20 @@ def _check_bias(bias: DistanceBias) -> None:
         raise ValueError(
             f"{type(bias).__name__}.forward returned the shape {found} for distances of the shape "
             f"{tuple(distance.shape)}; expected (heads, {len(distance)}), one value per head and distance."
+        )
+
+
+def _refuse_in_layers(stack: Stack, parts: SchemeParts) -> None:
+    """Refuses parts in the attention layers of an architecture that can only take vectors.
+
+    Raises:
+        UnsupportedError: with the reason.
+    """
+    reason = stack.architecture.additive_only
+    if reason is not None and any(part is not parts.additive for part in parts):
+        raise UnsupportedError(
+            f"{type(stack.module).__name__} ({stack.config.model_type}) can only take additive schemes, or 'none': "
+            f"{reason}"
         )
 
 

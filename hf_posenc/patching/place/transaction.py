@@ -5,8 +5,9 @@ After an error or an interrupt, the model has either the complete old encoding o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,10 +15,9 @@ from transformers import PreTrainedModel
 
 from hf_posenc.patching.call.placed_forward import refuse_foreign_forward
 from hf_posenc.patching.call.recomputation import unwrap_checkpointing
-from hf_posenc.patching.find.architectures import architecture_of
-from hf_posenc.patching.find.discovery import find_stacks
+from hf_posenc.patching.find.discovery import find_stacks, model_parts
 from hf_posenc.patching.find.fingerprint import samples
-from hf_posenc.patching.find.sites import FoundAttention, FoundModule, Stack
+from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.place.config_entry import attach_entry, detach_entry
 from hf_posenc.patching.place.continuous_batching import (
     CheckedContinuousBatching,
@@ -29,6 +29,7 @@ from hf_posenc.patching.place.encoding import (
     build_encoding,
     is_length_dependent,
     parameter_count,
+    parts_named,
 )
 from hf_posenc.patching.place.generation import CheckedGenerate
 from hf_posenc.patching.place.head_shards import split_heads
@@ -39,7 +40,9 @@ from hf_posenc.patching.place.model_checks import refuse_late_parameters, unwrap
 from hf_posenc.patching.place.report import PatchReport
 from hf_posenc.patching.place.scheme_name import mark_names
 from hf_posenc.patching.place.stack_encoding import StackEncoding
+from hf_posenc.schemes.arrangement.of_parts import PartsConfig
 from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.labels import scheme_label
 
 ATTRIBUTE = "position_encoding"
 
@@ -76,15 +79,21 @@ class Transaction:
         first = next(self.model.parameters(), None)
         return torch.device("cpu") if first is None else first.device
 
-    def plan(self, config: SchemeConfig, stacks: list[Stack] | None = None) -> PositionEncoding:
+    def plan(
+        self,
+        config: SchemeConfig,
+        stacks: list[Stack] | None = None,
+        kept: Mapping[str, StackEncoding] | None = None,
+    ) -> PositionEncoding:
         """Builds the parts of a scheme, on the model's device and in its dtype. The model is not changed.
 
         Args:
-            config: the scheme.
-            stacks: the model's stacks; found again if not given.
+            config: the scheme, or the scheme of each part of the model.
+            stacks: the stacks of those parts; found again if not given.
+            kept: parts of the encoding in force that are used again, by name of the stack.
         """
-        stacks = find_stacks(self.model) if stacks is None else stacks
-        encoding = build_encoding(config, stacks, architecture_of(self.model.config))
+        stacks = find_stacks(self.model, parts_named(config)) if stacks is None else stacks
+        encoding = build_encoding(config, stacks, kept=kept)
         parameters = (parameter for parameter in self.model.parameters() if parameter.is_floating_point())
         reference = next(parameters, None)
         encoding.to(device=self.device, dtype=None if reference is None else reference.dtype)
@@ -100,7 +109,7 @@ class Transaction:
         self.refuse_running_batches()
         refuse_late_parameters(self.model, encoding)
         before = self.encoding
-        self._refuse_foreign_forwards()
+        self._refuse_foreign_forwards(encoding)
         try:
             self._replace_encoding(encoding)
         except BaseException:
@@ -133,7 +142,7 @@ class Transaction:
             yield
             return
         self.refuse_running_batches()
-        self._refuse_foreign_forwards()
+        self._refuse_foreign_forwards(before if encoding is None else encoding)
         try:
             self._replace_encoding(encoding)
             yield
@@ -164,14 +173,18 @@ class Transaction:
         """
         refuse_running_batches(self.model)
 
-    def _refuse_foreign_forwards(self) -> None:
+    def _refuse_foreign_forwards(self, encoding: PositionEncoding | None) -> None:
         """Refuses a model in which another library has replaced a forward that an encoding has to replace.
 
         Raises:
             UnsupportedError: with the name of the module.
         """
-        for stack in find_stacks(self.model):
-            sites: list[FoundAttention | FoundModule] = [*stack.attentions, *stack.rotaries, *stack.tables]
+        for stack in [] if encoding is None else find_stacks(self.model, parts_named(encoding.config)):
+            sites: list[Any] = [*stack.attentions, *stack.rotaries, *stack.tables]
+            if stack.grid is not None:
+                sites.extend(stack.grid.sites())
+            if stack.series is not None:
+                sites.extend([*stack.series.vectors, *stack.series.parameters])
             for found in sites:
                 refuse_foreign_forward(found.module, f"{stack.path}.{found.path}".lstrip("."))
 
@@ -189,7 +202,7 @@ class Transaction:
         The model is marked as patched before the first change takes effect.
         """
         model, journal = self.model, encoding.journal
-        stacks, architecture = find_stacks(model), architecture_of(model.config)
+        stacks = find_stacks(model, parts_named(encoding.config))
         base = model.base_model
         encoding.__dict__["holder"] = base
         base.add_module(ATTRIBUTE, encoding)
@@ -197,17 +210,19 @@ class Transaction:
         attach_entry(model.config, encoding.config.to_dict())
         if base is not model:
             journal.set(model, ATTRIBUTE, encoding)
-        before = {} if encoding.report is None else {report.name: report.adopted for report in encoding.report.stacks}
         reports = []
         for stack in stacks:
             placed = encoding.stacks[stack.name]
             assert isinstance(placed, StackEncoding)
-            first = encoding.report is None
-            adopted = placed.adopt(stack, architecture.native_bias_table) if first else before[stack.name]
-            report = install_stack(stack, placed, architecture, journal)
-            report.adopted = adopted
+            if placed.adopted is None:
+                placed.adopted = placed.adopt(stack)
+            report = install_stack(stack, placed, journal)
+            report.adopted = placed.adopted
             reports.append(report)
-        encoding.report = PatchReport(encoding.config.name, type(model).__name__, parameter_count(encoding), reports)
+        untouched = [part for part in model_parts(model) if part not in {stack.part for stack in stacks}]
+        encoding.report = PatchReport(
+            _report_name(encoding.config), type(model).__name__, parameter_count(encoding), reports, untouched
+        )
         split_heads(encoding, model)
         initialize_lengths(encoding, model, stacks)
         encoding.base_weights = encoding.base_weights or samples(model, read_offloaded=False)
@@ -221,12 +236,17 @@ class Transaction:
         encoding.train(model.training)
 
 
+def _report_name(config: SchemeConfig) -> str:
+    return scheme_label(config) if isinstance(config, PartsConfig) else config.name
+
+
 def _remove_encoding(encoding: PositionEncoding) -> None:
     """Reverts every change that an encoding has made. After an interrupt, a second call finishes it."""
     for stack in encoding.stacks.values():
         assert isinstance(stack, StackEncoding)
         stack.runtime.slots.restore()
         stack.runtime.watch = stack.runtime.pages = stack.runtime.replicas = None
+        stack.runtime.input_view = None
     encoding.journal.undo()
     holder, config = encoding.__dict__.get("holder"), encoding.__dict__.get("model_config")
     if config is not None:

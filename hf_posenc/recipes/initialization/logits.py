@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.patching.call.layer_call import LayerEncoding
+from hf_posenc.patching.find.discovery import find_stacks, model_parts
+from hf_posenc.patching.find.model_parts import TEXT
 from hf_posenc.patching.place.encoding import PositionEncoding
-from hf_posenc.patching.place.stack_encoding import StackEncoding
+from hf_posenc.patching.place.part_in_force import stacks_in_part
 from hf_posenc.schemes.logits import pairwise_bias, positional_logits
 from hf_posenc.schemes.parts import LogitBias, PairwiseBias, QueryKeyMap, SchemeParts
 from hf_posenc.schemes.positions import AttentionPairs, Positions
@@ -83,9 +86,20 @@ class _RecordingBias(PairwiseBias):
         return pairs.query.new_zeros(1, heads, 1, 1).float().expand(-1, -1, queries, pairs.key.shape[-2])
 
 
-def layers_of(encoding: PositionEncoding) -> list[LayerEncoding]:
-    """Returns the layers of all stacks, in order."""
-    return [layer for stack in encoding.stacks.values() for layer in cast("StackEncoding", stack).layers]
+def layers_of(encoding: PositionEncoding, part: str) -> list[LayerEncoding]:
+    """Returns the layers of all stacks of a part of a model, in order. The encoding is or was in force."""
+    return [layer for stack in stacks_in_part(encoding, part).values() for layer in stack.layers]
+
+
+def readers_of(model: PreTrainedModel, part: str) -> list[nn.Module]:
+    """Returns the modules that run a part of a model on token ids: the whole model, or the stacks of one part of it.
+
+    The list is empty for a part that does not read token ids.
+    """
+    stacks = [stack.module for stack in find_stacks(model, [part])]
+    found = [model] if len(model_parts(model)) == 1 else stacks
+    reads_ids = all("input_ids" in inspect.signature(type(module).forward).parameters for module in (*found, *stacks))
+    return found if reads_ids else []
 
 
 @contextmanager
@@ -103,26 +117,37 @@ def _recording(layers: list[LayerEncoding]) -> Iterator[list[tuple[_RecordingMap
 
 
 @torch.no_grad()
-def recorded_heads(model: PreTrainedModel, encoding: PositionEncoding, sample: Tensor) -> list[LayerHeads]:
-    """Runs a patched model on a sample and returns the inputs of every layer's logits.
+def recorded_heads(
+    model: PreTrainedModel, encoding: PositionEncoding, sample: Tensor, part: str = TEXT
+) -> list[LayerHeads]:
+    """Runs a part of a patched model on a sample and returns the inputs of the logits of each of its layers.
 
     Args:
         model: patched with `encoding`. Dropout is disabled during the run, and the mode is restored.
         encoding: the current encoding.
         sample: `(batch, length)` token ids without padding.
+        part: a part that reads token ids.
     """
-    inputs = {"input_ids": sample} | ({"decoder_input_ids": sample} if model.config.is_encoder_decoder else {})
     training = model.training
     model.eval()
     try:
-        with _recording(layers_of(encoding)) as recorders:
-            model(**inputs, **({"use_cache": False} if hasattr(model.config, "use_cache") else {}))
+        with _recording(layers_of(encoding, part)) as recorders:
+            for module in readers_of(model, part):
+                module(**_inputs_of(module, sample))
     finally:
         model.train(training)
     return [
         LayerHeads(one.query, one.key, bias.pairs.keys, bias.pairs.scaling, bias.pairs.hidden_states)
         for one, bias in recorders
     ]
+
+
+def _inputs_of(module: nn.Module, sample: Tensor) -> dict[str, Any]:
+    known = inspect.signature(type(module).forward).parameters
+    inputs: dict[str, Any] = {"input_ids": sample}
+    if "decoder_input_ids" in known:
+        inputs["decoder_input_ids"] = sample
+    return inputs | ({"use_cache": False} if hasattr(module.config, "use_cache") else {})
 
 
 @torch.no_grad()

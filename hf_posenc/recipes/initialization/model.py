@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.patching.call.layer_call import LayerEncoding
 from hf_posenc.patching.place.encoding import PositionEncoding
-from hf_posenc.patching.place.stack_encoding import StackEncoding
+from hf_posenc.patching.place.part_in_force import stacks_in_part
 from hf_posenc.patching.place.transaction import Transaction
-from hf_posenc.recipes.initialization.logits import LayerHeads, layers_of, mean_logits, recorded_heads
+from hf_posenc.recipes.initialization.logits import LayerHeads, layers_of, mean_logits, readers_of, recorded_heads
 from hf_posenc.recipes.initialization.parts import (
     Fit,
     fit_additive,
@@ -37,8 +37,9 @@ def fit_encoding(
     new: PositionEncoding,
     sample: Tensor | None,
     table_extension: str | None,
+    part: str,
 ) -> list[Fit]:
-    """Fits all parts that can be fitted.
+    """Fits everything that can be fitted in one part of a model.
 
     Args:
         model: patched with `new`.
@@ -46,17 +47,26 @@ def fit_encoding(
         new: the encoding to fit, or a blend, of which the new parts are fitted.
         sample: `(batch, length)` token ids without padding; needed to fit a bias.
         table_extension: see `extended_rows`.
+        part: the part of the model whose scheme differs between them.
 
     Raises:
-        ValueError: if a bias is to be fitted and the sample is missing or invalid.
+        ValueError: if a bias is to be fitted and the sample is missing or invalid, or for a sample of a part that does
+            not read token ids.
     """
     fits: list[Fit] = []
-    for name, stack in new.stacks.items():
-        additive, previous = _new(stack.additive), cast("StackEncoding", old.stacks[name]).additive
-        if is_trained(additive):
+    readers = readers_of(model, part)
+    if sample is not None and not readers:
+        raise ValueError(
+            f"The {part} part of {type(model).__name__} does not read token ids, so `sample` cannot be run there, and "
+            "biases are not fitted. Leave `sample` out: they start as in patch_model."
+        )
+    stacks, old_stacks = stacks_in_part(new, part), stacks_in_part(old, part)
+    for name, stack in stacks.items():
+        additive, previous = _new(stack.additive), old_stacks[name].additive
+        if is_trained(additive) and not _on_a_grid(additive, previous):
             where = f"additive of {name}"
             fits.append(fit_additive(additive, previous, _positions_of(previous), table_extension, where))
-    old_layers, new_layers = layers_of(old), layers_of(new)
+    old_layers, new_layers = layers_of(old, part), layers_of(new, part)
     length = _POSITIONS if sample is None else sample.shape[-1]
     for scale, layers in _shared(new_layers, "logit_scale"):
         if is_trained(scale):
@@ -64,9 +74,9 @@ def fit_encoding(
             fits.append(fit_scale(scale, old_scale, length, f"logit_scale of {_layers(layers)}"))
     biases = [(bias, layers) for bias, layers in _shared(new_layers, "logit_bias") if is_fittable_bias(bias)]
     acts = any(part is not None for layer in old_layers for part in _parts(layer))
-    if biases and (acts or _adds(old)):
+    if biases and readers and (acts or _adds(old, part)):
         sample = _checked(sample).to(next(model.parameters()).device)
-        targets = _bias_targets(model, old, new, sample)
+        targets = _bias_targets(model, old, new, sample, part)
         for bias, layers in biases:
             where = f"logit_bias of {_layers(layers)}"
             fits.append(fit_bias(bias, [targets[layer] for layer in layers], sample.shape[-1], where))
@@ -82,8 +92,14 @@ def _parts(layer: LayerEncoding) -> list[Any]:
     return [layer.query_key_map, layer.logit_bias, layer.logit_scale]
 
 
-def _adds(encoding: PositionEncoding) -> bool:
-    return any(stack.additive is not None for stack in encoding.stacks.values())
+def _adds(encoding: PositionEncoding, part: str) -> bool:
+    return any(stack.additive is not None for stack in stacks_in_part(encoding, part).values())
+
+
+def _on_a_grid(*additives: AdditiveEncoding | None) -> bool:
+    """Whether vectors belong to places on a grid, which a range of positions does not contain."""
+    modules = [module for additive in additives if additive is not None for module in additive.modules()]
+    return any(getattr(module, "reads_coordinates", False) for module in modules)
 
 
 def _positions_of(additive: AdditiveEncoding | None) -> int:
@@ -126,35 +142,36 @@ def _checked(sample: Tensor | None) -> Tensor:
     return sample
 
 
-def _bias_targets(model: PreTrainedModel, old: PositionEncoding, new: PositionEncoding, sample: Tensor) -> list[Tensor]:
+def _bias_targets(
+    model: PreTrainedModel, old: PositionEncoding, new: PositionEncoding, sample: Tensor, part: str
+) -> list[Tensor]:
     """Computes the target of every layer's bias: the mean logits by distance of the old scheme minus those of the new
     scheme without its bias. Afterwards the model is patched with `new`.
     """
     with Transaction(model).installed(old):
-        before = recorded_heads(model, old, sample)
-    after = _heads_without_bias(model, new, sample) if _adds(old) else before
+        before = recorded_heads(model, old, sample, part)
+    after = _heads_without_bias(model, new, sample, part) if _adds(old, part) else before
     return [
         mean_logits(SchemeParts(None, *_parts(layer)), heads, layer.causal)
         - mean_logits(SchemeParts(None, _new(own.query_key_map), None, _new(own.logit_scale)), unbiased, layer.causal)
-        for layer, heads, own, unbiased in zip(layers_of(old), before, layers_of(new), after, strict=True)
+        for layer, heads, own, unbiased in zip(layers_of(old, part), before, layers_of(new, part), after, strict=True)
     ]
 
 
-def _heads_without_bias(model: PreTrainedModel, new: PositionEncoding, sample: Tensor) -> list[LayerHeads]:
+def _heads_without_bias(model: PreTrainedModel, new: PositionEncoding, sample: Tensor, part: str) -> list[LayerHeads]:
     """Records the heads of layers under the new scheme, without its biases."""
-    layers = layers_of(new)
+    layers = layers_of(new, part)
     biases = [layer.logit_bias for layer in layers]
-    stacks = [cast("StackEncoding", stack) for stack in new.stacks.values()]
-    parts: list[nn.Module | None] = [stack.additive for stack in stacks]
-    parts += [part for layer in layers for part in (layer.query_key_map, layer.logit_scale)]
-    blends = [part for part in parts if isinstance(part, BlendedPart)]
+    parts: list[nn.Module | None] = [stack.additive for stack in stacks_in_part(new, part).values()]
+    parts += [one for layer in layers for one in (layer.query_key_map, layer.logit_scale)]
+    blends = [one for one in parts if isinstance(one, BlendedPart)]
     strengths = [blend.strength for blend in blends]
     try:
         for blend in blends:
             blend.strength = 1.0
         for layer in layers:
             layer.logit_bias = None
-        return recorded_heads(model, new, sample)
+        return recorded_heads(model, new, sample, part)
     finally:
         for blend, strength in zip(blends, strengths, strict=True):
             blend.strength = strength

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,12 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.schemes.additive.learned_grid import LearnedGridEncoding
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.grids import check_grid
 from hf_posenc.schemes.limits import MOST_ROWS
 from hf_posenc.schemes.parts import AdditiveEncoding, SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.reach import Reach
 from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.resizing import Resizing
 from hf_posenc.schemes.validation import check_choice, check_integer, whole_positions
 
 
@@ -120,12 +124,30 @@ class LearnedConfig(SchemeConfig):
     Rows that are not used in training keep their random initialization, so a model trained on short sequences has not
     learned later positions.
 
+    With a `grid`, a token has the row of its place (ViT, arXiv:2010.11929)::
+
+        PE(row, column) = W[num_prefix_tokens + row * columns + column]
+
+    and the tokens without a place (class and register tokens) have the first `num_prefix_tokens` rows, in their order;
+    further ones get zeros. If the grid of a call has another size, the rows of the grid are resized to it, as
+    `interpolate_pos_encoding` of transformers does. In a model without coordinates, the tokens fill the grid row by
+    row.
+
     Args:
         num_positions: number of positions with a row, at most 2**20; `None` takes the model's own length.
         offset: number of rows before the row of position 0: 2 in OPT and BART, `padding_idx + 1` in RoBERTa. Padding
             tokens use these rows. At most 2**20.
         extension: past the table, "error" raises `SequenceLengthError`; "interpolate" stretches the rows linearly over
-            the length of the sequence (position interpolation, arXiv:2306.15595, for tables).
+            the length of the sequence (position interpolation, arXiv:2306.15595, for tables). A grid has its own
+            option for this.
+        grid: (rows, columns) or (frames, rows, columns) of a table over a grid, instead of `num_positions`.
+        num_prefix_tokens: number of rows for tokens without a place; only with a grid.
+        interpolation: how the rows of a grid are resized: "bicubic" (ViT, DINOv2), "bilinear" (SigLIP 2), "nearest"
+            (Idefics 2), or "none", which uses the first rows and columns and refuses larger grids. A bicubic table of
+            three axes is resized frame by frame, for the same number of frames.
+        antialias: whether resizing to a smaller grid averages (SigLIP 2, DINOv2 with registers).
+        align_corners: whether the corners of both grids coincide when they are resized, instead of their outer edges
+            (Qwen3-VL).
     """
 
     name: ClassVar[str] = "learned"
@@ -133,11 +155,45 @@ class LearnedConfig(SchemeConfig):
     num_positions: int | None = None
     offset: int = 0
     extension: str = "error"
+    grid: tuple[int, ...] | None = None
+    num_prefix_tokens: int = 0
+    interpolation: str = "bicubic"
+    antialias: bool = False
+    align_corners: bool = False
 
     def __post_init__(self) -> None:
         check_integer(self, "num_positions", minimum=1, maximum=MOST_ROWS, optional=True)
         check_integer(self, "offset", minimum=0, maximum=MOST_ROWS)
         check_choice(self, "extension", ("error", "interpolate"))
+        check_integer(self, "num_prefix_tokens", minimum=0, maximum=MOST_ROWS)
+        if self.grid is not None:
+            check_grid(self, least=2, most=3)
+        self._resizing.check(self, 0 if self.grid is None else len(self.grid))
+        if self.grid is not None:
+            self._check_against_grid(
+                ("num_positions", "offset", "extension"), "is for a table over the order of tokens"
+            )
+            if math.prod(self.grid) > MOST_ROWS:
+                raise ValueError(
+                    f"LearnedConfig.grid is {self.grid}, {math.prod(self.grid)} places; a table has at most "
+                    f"{MOST_ROWS} rows. Give a smaller grid; its rows are resized to larger ones."
+                )
+        else:
+            options = ("num_prefix_tokens", "interpolation", "antialias", "align_corners")
+            self._check_against_grid(options, "is for a table over a grid")
+
+    def _check_against_grid(self, options: tuple[str, ...], purpose: str) -> None:
+        for option in options:
+            value = getattr(self, option)
+            if value != getattr(type(self), option):
+                raise ValueError(
+                    f"LearnedConfig.{option} is {value!r}, which {purpose}, but grid is {self.grid}. Leave one of them "
+                    "out."
+                )
+
+    @property
+    def _resizing(self) -> Resizing:
+        return Resizing(self.interpolation, self.antialias, self.align_corners)
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds an additive encoding.
@@ -146,6 +202,12 @@ class LearnedConfig(SchemeConfig):
             ValueError: if neither the config nor the model specifies the number of positions, or the model specifies
                 more than 2**20.
         """
+        if self.grid is not None:
+            return SchemeParts(
+                additive=LearnedGridEncoding(
+                    context.hidden_size, self.grid, self.num_prefix_tokens, self._resizing, context.initializer_range
+                )
+            )
         num_positions = self.num_positions if self.num_positions is not None else context.max_positions
         if num_positions is None:
             raise ValueError(

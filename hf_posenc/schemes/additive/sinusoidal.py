@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.device_constant import DeviceConstant
+from hf_posenc.schemes.grids import check_axes, places, share_of_axes
 from hf_posenc.schemes.parts import AdditiveEncoding, SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import check_base, check_choice, check_integer, check_strength
+from hf_posenc.schemes.validation import check_base, check_boolean, check_choice, check_integer, check_strength
 
 
 class SinusoidalEncoding(AdditiveEncoding):
@@ -33,8 +34,12 @@ class SinusoidalEncoding(AdditiveEncoding):
 
     def forward(self, positions: Positions) -> Tensor:
         """Returns `(batch or 1, query_len, hidden)` in float32; padding gets zeros."""
-        device = positions.ids.device
-        ids = positions.ids + self.config.offset
+        return self.vectors(positions.ids).masked_fill((positions.ids < 0).unsqueeze(-1), 0.0)
+
+    def vectors(self, positions: Tensor) -> Tensor:
+        """Returns `(*positions.shape, hidden)` in float32."""
+        device = positions.device
+        ids = positions + self.config.offset
         if self.config.frequencies == "vaswani":
             # Full turns are removed in float64, because float32 angles are off by 1e-4 at position 4096.
             where = torch.device("cpu") if device.type == "mps" else device
@@ -45,9 +50,7 @@ class SinusoidalEncoding(AdditiveEncoding):
             angles = ids.unsqueeze(-1).float() * self._frequencies.on(device)
         sines, cosines = angles.sin(), angles.cos()
         vectors = self._lay_out(sines, cosines[..., : self.hidden_size // 2])
-        if self.config.scale != 1.0:
-            vectors = vectors * self.config.scale
-        return vectors.masked_fill((positions.ids < 0).unsqueeze(-1), 0.0)
+        return vectors if self.config.scale == 1.0 else vectors * self.config.scale
 
     def _lay_out(self, sines: Tensor, cosines: Tensor) -> Tensor:
         """Arranges sines and cosines to `(..., hidden)`; an odd size has an additional sine, or a zero at the end."""
@@ -58,6 +61,40 @@ class SinusoidalEncoding(AdditiveEncoding):
         paired = torch.stack((sines[..., :count], cosines), dim=-1).flatten(-2)
         vectors = torch.cat((paired, sines[..., count:]), dim=-1)
         return torch.nn.functional.pad(vectors, (0, self.hidden_size - vectors.shape[-1]))
+
+
+class GridSinusoidalEncoding(AdditiveEncoding):
+    """The vectors of the coordinates of a token, one after the other; 0 for tokens without a place.
+
+    Args:
+        hidden_size: width of the vectors.
+        config: the variant.
+    """
+
+    reads_coordinates = True
+
+    def __init__(self, hidden_size: int, config: SinusoidalConfig) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        self.axes = config.axes
+        self.order = list(range(config.axes))[:: -1 if config.columns_first else 1]
+        widths = [2 * pairs for pairs in share_of_axes(hidden_size // 2, config.axes)]
+        self.of_axes = [SinusoidalEncoding(width, config) for width in widths]
+
+    def forward(self, positions: Positions) -> Tensor:
+        """Returns `(batch or 1, query_len, hidden)` in float32; padding gets zeros.
+
+        Raises:
+            ValueError: if the model passed no coordinates, or those of another number of axes.
+        """
+        where = places(positions, self.axes, SinusoidalConfig.name)
+        parts = [one.vectors(where.coordinates[axis]) for one, axis in zip(self.of_axes, self.order, strict=True)]
+        vectors = torch.cat(parts, dim=-1)
+        without = positions.ids < 0
+        if where.placed is not None:
+            without = without | ~where.placed
+        vectors = vectors.masked_fill(without.unsqueeze(-1), 0.0)
+        return nn.functional.pad(vectors, (0, self.hidden_size - vectors.shape[-1]))
 
 
 @register_scheme
@@ -81,6 +118,14 @@ class SinusoidalConfig(SchemeConfig):
     "tensor2tensor"  "interleaved"   none, given for completeness
     ===============  ==============  ==================================================
 
+    With two or three `axes`, each coordinate of a token on a grid has such a vector of its own, of half or a third of
+    the width, and the vectors are concatenated (MoCo v3, arXiv:2104.02057; MAE, arXiv:2111.06377)::
+
+        PE(row, column) = [PE(row), PE(column)]
+
+    A token without a place (class and register tokens) gets zeros. Pairs of components that do not divide evenly go to
+    the first axes. MAE and AIMv2 have `axes=2, layout="concatenated", columns_first=True`; RT-DETR has rows first.
+
     Args:
         frequencies: "vaswani", `base**(-2m / hidden)`; or "tensor2tensor", `base**(-m / (hidden // 2 - 1))`. For an odd
             hidden size, "vaswani" has one more sine and "tensor2tensor" a zero at the end.
@@ -88,6 +133,8 @@ class SinusoidalConfig(SchemeConfig):
         base: the longest wavelength is about `2 pi base`.
         scale: factor of the vectors, not 0.
         offset: added to the position; fairseq's descendants (M2M100) start at 2.
+        axes: 1 for the order of the tokens, 2 for (row, column), 3 for (frame, row, column) of the model.
+        columns_first: whether the last axis has the first components; only with several axes.
     """
 
     name: ClassVar[str] = "sinusoidal"
@@ -97,6 +144,8 @@ class SinusoidalConfig(SchemeConfig):
     base: float = 10000.0
     scale: float = 1.0
     offset: int = 0
+    axes: int = 1
+    columns_first: bool = False
 
     def __post_init__(self) -> None:
         check_choice(self, "frequencies", ("vaswani", "tensor2tensor"))
@@ -104,6 +153,13 @@ class SinusoidalConfig(SchemeConfig):
         check_base(self, "base")
         check_strength(self, "scale")
         check_integer(self, "offset", minimum=0)
+        check_axes(self)
+        check_boolean(self, "columns_first")
+        if self.columns_first and self.axes == 1:
+            raise ValueError(
+                "SinusoidalConfig.columns_first is True, but with axes=1 there are no columns. Leave it out, or give "
+                "axes=2."
+            )
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds an additive encoding.
@@ -111,13 +167,14 @@ class SinusoidalConfig(SchemeConfig):
         Raises:
             ValueError: if the hidden size is too small for the frequencies.
         """
-        smallest = 4 if self.frequencies == "tensor2tensor" else 2
+        smallest = (4 if self.frequencies == "tensor2tensor" else 2) * self.axes
         if context.hidden_size < smallest:
             raise ValueError(
-                f"SinusoidalConfig with frequencies={self.frequencies!r} needs a hidden size of at least {smallest}, "
-                f"got {context.hidden_size}."
+                f"SinusoidalConfig with frequencies={self.frequencies!r} and axes={self.axes} needs a hidden size of "
+                f"at least {smallest}, got {context.hidden_size}."
             )
-        return SchemeParts(additive=SinusoidalEncoding(context.hidden_size, self))
+        encoding = SinusoidalEncoding if self.axes == 1 else GridSinusoidalEncoding
+        return SchemeParts(additive=encoding(context.hidden_size, self))
 
 
 def _frequencies(hidden_size: int, config: SinusoidalConfig) -> Tensor:

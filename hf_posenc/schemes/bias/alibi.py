@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.device_constant import DeviceConstant
-from hf_posenc.schemes.parts import DistanceBias, SchemeParts
+from hf_posenc.schemes.grids import check_axes, distances_by_axis, places, zero_unless_both_placed
+from hf_posenc.schemes.parts import DistanceBias, LogitBias, PairwiseBias, SchemeParts
+from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import check_boolean, check_choice
 
@@ -34,28 +36,23 @@ def alibi_slopes(num_heads: int) -> list[float]:
     return slopes + between[: num_heads - lower]
 
 
-class AlibiBias(DistanceBias):
-    """`-slope * |distance|` per head, in both directions or in one.
+class AlibiSlopes(LogitBias):
+    """The slope of each head, fixed or learned.
 
     Args:
-        num_heads: number of query heads.
-        asymmetric: the first `ceil(heads / 2)` heads attend to the left and the others to the right.
+        slopes: of the heads.
         learnable: whether the slopes are trained. They are stored as logarithms so that they stay positive.
     """
 
     # Weight decay would pull the logarithms to 0 and every slope to 1, which restricts attention to the nearest tokens.
     no_weight_decay = frozenset({"log_slopes"})
 
-    def __init__(self, num_heads: int, asymmetric: bool, learnable: bool) -> None:
+    def __init__(self, slopes: list[float], learnable: bool) -> None:
         super().__init__()
-        self.num_left = (num_heads + 1) // 2 if asymmetric else None
-        slopes = alibi_slopes(num_heads)
-        if self.num_left is not None:
-            slopes = alibi_slopes(self.num_left) + alibi_slopes(num_heads - self.num_left)
         self._initial_slopes = DeviceConstant(torch.tensor(slopes, dtype=torch.float32, device="cpu"))
         self.log_slopes: nn.Parameter | None = None
         if learnable:
-            self.log_slopes = nn.Parameter(torch.empty(num_heads))
+            self.log_slopes = nn.Parameter(torch.empty(len(slopes)))
             self.reset_parameters()
 
     @torch.no_grad()
@@ -67,14 +64,35 @@ class AlibiBias(DistanceBias):
     @property
     def slopes(self) -> Tensor:
         """Returns the current slopes, `(heads,)` float32, on the device of the parameter or on the CPU."""
+        return self.slopes_on(torch.device("cpu"))
+
+    def slopes_on(self, device: torch.device) -> Tensor:
+        """Returns the current slopes, `(heads,)` float32; fixed ones are on `device`."""
         if self.log_slopes is not None:
             return self.log_slopes.float().exp()
-        return self._initial_slopes.on(torch.device("cpu"))
+        return self._initial_slopes.on(device)
+
+
+class AlibiBias(AlibiSlopes, DistanceBias):
+    """`-slope * |distance|` per head, in both directions or in one.
+
+    Args:
+        num_heads: number of query heads.
+        asymmetric: the first `ceil(heads / 2)` heads attend to the left and the others to the right.
+        learnable: as in `AlibiSlopes`.
+    """
+
+    def __init__(self, num_heads: int, asymmetric: bool, learnable: bool) -> None:
+        num_left = (num_heads + 1) // 2 if asymmetric else None
+        slopes = alibi_slopes(num_heads)
+        if num_left is not None:
+            slopes = alibi_slopes(num_left) + alibi_slopes(num_heads - num_left)
+        super().__init__(slopes, learnable)
+        self.num_left = num_left
 
     def forward(self, distance: Tensor) -> Tensor:
         """Returns `(heads, *distance.shape)` in float32."""
-        slopes = self.slopes if self.log_slopes is not None else self._initial_slopes.on(distance.device)
-        bias = -distance.abs().float() * slopes.view(-1, *(1 for _ in distance.shape))
+        bias = -distance.abs().float() * self.slopes_on(distance.device).view(-1, *(1 for _ in distance.shape))
         if self.num_left is None:
             return bias
         left = bias[: self.num_left].masked_fill(distance > 0, AWAY_BIAS)
@@ -85,9 +103,36 @@ class AlibiBias(DistanceBias):
         """Returns `(heads,)` float32, or `None` for the asymmetric form, in which half of the heads do not see earlier
         keys.
         """
-        if self.num_left is not None:
-            return None
-        return self.slopes if self.log_slopes is not None else self._initial_slopes.on(device)
+        return None if self.num_left is not None else self.slopes_on(device)
+
+
+class GridAlibiBias(AlibiSlopes, PairwiseBias):
+    """`-slope * distance` per head, with the Euclidean distance of two places; 0 for tokens without a place.
+
+    Args:
+        num_heads: number of query heads.
+        axes: number of axes of the grid.
+        learnable: as in `AlibiSlopes`.
+    """
+
+    reads_coordinates = True
+    reads_later_keys = False
+
+    def __init__(self, num_heads: int, axes: int, learnable: bool) -> None:
+        super().__init__(alibi_slopes(num_heads), learnable)
+        self.axes = axes
+
+    def forward(self, pairs: AttentionPairs) -> Tensor:
+        """Returns `(batch or 1, heads, query_len, key_len)` in float32.
+
+        Raises:
+            ValueError: if the model passed no coordinates, or those of another number of axes.
+        """
+        where = places(pairs.keys, self.axes, AlibiConfig.name)
+        # Squares of whole numbers are exact in float32 up to a distance of 4096 on each axis.
+        steps = distances_by_axis(where, pairs).float().square().sum(0).sqrt()
+        bias = -steps.unsqueeze(1) * self.slopes_on(steps.device).view(-1, 1, 1)
+        return zero_unless_both_placed(bias, where, pairs)
 
 
 @register_scheme
@@ -104,22 +149,38 @@ class AlibiConfig(SchemeConfig):
     heads attend only to the left and the others only to the right. A key on the other side of the query gets a bias of
     -10000, every token sees itself, and each half has the slopes of an ALiBi with that many heads.
 
+    With `axes=2` the distance is that of two patches in the plane (2D-ALiBi of CROMA, arXiv:2311.00566)::
+
+        bias(i, j) = -slope_h * sqrt((row_j - row_i)**2 + (column_j - column_i)**2)
+
+    and with `axes=3` the frame is a third coordinate. The bias of a token without a place (a class or register token)
+    and any other is 0. CROMA has no such tokens.
+
     Args:
         variant: "auto" is "causal" in a causal model and "symmetric" in a bidirectional model. "causal" requires a
             causal model and "asymmetric" a bidirectional one.
         learnable: trains the slopes, as logarithms and without weight decay, starting from the fixed slopes. Fixed
             slopes are float32 in any model. Learned slopes have the dtype of the model, and bfloat16 rounds the
             logarithms of small slopes by up to 1.6 %. To train them, keep the model's parameters in float32 (autocast).
+        axes: 1 for the order of the tokens, 2 for (row, column), 3 for (frame, row, column) of the model. Several axes
+            have only the variants "auto" and "symmetric".
     """
 
     name: ClassVar[str] = "alibi"
 
     variant: str = "auto"
     learnable: bool = False
+    axes: int = 1
 
     def __post_init__(self) -> None:
         check_choice(self, "variant", ("auto", "causal", "symmetric", "asymmetric"))
         check_boolean(self, "learnable")
+        check_axes(self)
+        if self.axes > 1 and self.variant in ("causal", "asymmetric"):
+            raise ValueError(
+                f"AlibiConfig.variant is {self.variant!r}, which is about earlier and later tokens, but on {self.axes} "
+                "axes no token is earlier than another. Use 'symmetric' or 'auto', or axes=1."
+            )
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds a logit bias.
@@ -140,4 +201,6 @@ class AlibiConfig(SchemeConfig):
             )
         if self.variant == "asymmetric" and context.num_heads < 2:
             raise ValueError("AlibiConfig.variant is 'asymmetric', which needs at least 2 heads. Use 'symmetric'.")
+        if self.axes > 1:
+            return SchemeParts(logit_bias=GridAlibiBias(context.num_heads, self.axes, self.learnable))
         return SchemeParts(logit_bias=AlibiBias(context.num_heads, self.variant == "asymmetric", self.learnable))

@@ -59,6 +59,14 @@ class ShawBias(PairwiseBias):
         """Draws every entry from N(0, initializer_range)."""
         nn.init.normal_(self.weight, std=self.initializer_range)
 
+    @torch.no_grad()
+    def adopt(self, native: Tensor) -> bool:
+        """Copies a stock table `(distances, head_dim)` of the same shape, that of the furthest earlier key first."""
+        if native.shape != self.weight.shape:
+            return False
+        self.weight.copy_(native)
+        return True
+
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, query_len, key_len)` in float32.
 

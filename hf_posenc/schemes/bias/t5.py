@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,10 +12,21 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.grids import (
+    check_axes,
+    distances_by_axis,
+    entries_of_pairs,
+    places,
+    zero_unless_both_placed,
+)
 from hf_posenc.schemes.limits import MOST_DISTANCES
-from hf_posenc.schemes.parts import DistanceBias, SchemeParts
+from hf_posenc.schemes.parts import DistanceBias, PairwiseBias, SchemeParts
+from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import check_boolean, check_choice, check_integer, whole_positions
+
+#: Up to this `max_distance`, the buckets of all distances along an axis are computed, and not those of all pairs.
+_LISTED = 4096
 
 
 def relative_position_bucket(distance: Tensor, num_buckets: int, max_distance: int, bidirectional: bool) -> Tensor:
@@ -94,6 +106,60 @@ class T5Bias(DistanceBias):
         return True
 
 
+class GridT5Bias(PairwiseBias):
+    """The sum of one trainable number per axis, bucket and head; 0 for tokens without a place.
+
+    Args:
+        num_heads: number of query heads.
+        axes: number of axes of the grid.
+        num_buckets: number of buckets of an axis, half of them for each direction.
+        max_distance: the distance from which on all keys share one bucket.
+        initializer_range: standard deviation of new entries.
+    """
+
+    reads_coordinates = True
+    reads_later_keys = False
+    whole_positions = True
+
+    def __init__(
+        self, num_heads: int, axes: int, num_buckets: int, max_distance: int, initializer_range: float
+    ) -> None:
+        super().__init__()
+        self.axes = axes
+        self.num_buckets = num_buckets
+        self.max_distance = max_distance
+        self.initializer_range = initializer_range
+        self.weight = nn.Parameter(torch.empty(axes, num_buckets, num_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws every entry from N(0, initializer_range)."""
+        nn.init.normal_(self.weight, std=self.initializer_range)
+
+    def forward(self, pairs: AttentionPairs) -> Tensor:
+        """Returns `(batch or 1, heads, query_len, key_len)` in float32.
+
+        Raises:
+            ValueError: if the model passed no coordinates, those of another number of axes, or no integers.
+        """
+        where = places(pairs.keys, self.axes, T5Config.name)
+        whole_positions(where.coordinates, T5Config.name)
+        of_axes = [self._of_axis(*one) for one in zip(distances_by_axis(where, pairs), self.weight, strict=True)]
+        bias = functools.reduce(torch.add, of_axes)
+        return zero_unless_both_placed(bias, where, pairs)
+
+    def _of_axis(self, distance: Tensor, table: Tensor) -> Tensor:
+        """`(batch or 1, heads, query_len, key_len)` float32 of the distances along one axis."""
+        farthest = self.max_distance
+        if farthest > _LISTED:
+            buckets = relative_position_bucket(distance, self.num_buckets, farthest, bidirectional=True)
+            return entries_of_pairs(table.float(), buckets)
+        # A row for each distance: fewer than pairs, and all that are farther have the bucket of the farthest.
+        each = torch.arange(-farthest, farthest + 1, device=distance.device)
+        rows = table[relative_position_bucket(each, self.num_buckets, farthest, bidirectional=True)].float()
+        return entries_of_pairs(rows, distance.clamp(-farthest, farthest) + farthest)
+
+
 @register_scheme
 @dataclass(frozen=True)
 class T5Config(SchemeConfig):
@@ -109,6 +175,13 @@ class T5Config(SchemeConfig):
     not divide its logits by `sqrt(head_dim)`; patched models keep the factor of their architecture. New entries have
     the standard deviation of the model's own weights; T5 uses a larger one, see `initialization`.
 
+    With two or three `axes`, the bias of two patches is the sum of one table for each axis, with buckets of the
+    distance along it in both directions (the spatial bias of LayoutLMv2 and v3, arXiv:2012.14740)::
+
+        bias(i, j) = W[0, bucket(row_j - row_i), h] + W[1, bucket(column_j - column_i), h]
+
+    The bias of a token without a place (a class or register token) and any other is 0.
+
     Args:
         num_buckets: number of buckets, at most 2**16; must be even if directions have separate buckets.
         max_distance: the distance in tokens from which on all keys share one bucket.
@@ -117,6 +190,8 @@ class T5Config(SchemeConfig):
         shared: whether all layers share one table, as in T5; with `False` every layer has its own, as in UMT5.
         initialization: standard deviation of a new table: "model" takes the `initializer_range` of the model's config,
             "t5" takes `hidden_size ** -0.5` as T5 does (0.04 to 0.09 for hidden sizes of 512 and 128).
+        axes: 1 for the order of the tokens, 2 for (row, column), 3 for (frame, row, column) of the model. Several axes
+            are bidirectional in every model.
     """
 
     name: ClassVar[str] = "t5"
@@ -126,6 +201,7 @@ class T5Config(SchemeConfig):
     bidirectional: bool | None = None
     shared: bool = True
     initialization: str = "model"
+    axes: int = 1
 
     def __post_init__(self) -> None:
         check_choice(self, "initialization", ("model", "t5"))
@@ -133,8 +209,14 @@ class T5Config(SchemeConfig):
         check_integer(self, "max_distance", minimum=2)
         check_boolean(self, "bidirectional", optional=True)
         check_boolean(self, "shared")
-        if self.bidirectional is not None:
-            self._check_buckets(self.bidirectional)
+        check_axes(self)
+        if self.axes > 1 and self.bidirectional is False:
+            raise ValueError(
+                f"T5Config.bidirectional is False, but on {self.axes} axes no token is earlier than another. Leave it "
+                "out, or use axes=1."
+            )
+        if self.axes > 1 or self.bidirectional is not None:
+            self._check_buckets(self.axes > 1 or self.bidirectional is True)
 
     @property
     def per_layer(self) -> bool:  # type: ignore[override]
@@ -153,9 +235,13 @@ class T5Config(SchemeConfig):
                 "T5Config.bidirectional is False, which puts all later keys into the bucket of distance 0, but this "
                 "model is bidirectional and attends to them. Omit it, or give True."
             )
+        deviation = context.hidden_size**-0.5 if self.initialization == "t5" else context.initializer_range
+        if self.axes > 1:
+            return SchemeParts(
+                logit_bias=GridT5Bias(context.num_heads, self.axes, self.num_buckets, self.max_distance, deviation)
+            )
         bidirectional = self.bidirectional if self.bidirectional is not None else not context.causal
         self._check_buckets(bidirectional)
-        deviation = context.hidden_size**-0.5 if self.initialization == "t5" else context.initializer_range
         return SchemeParts(
             logit_bias=T5Bias(context.num_heads, self.num_buckets, self.max_distance, bidirectional, deviation)
         )

@@ -64,6 +64,18 @@ class TransformerXLBias(PairwiseBias):
         for parameter in (self.content_bias, self.position_bias, self.position_projection):
             nn.init.normal_(parameter, std=self.initializer_range)
 
+    @torch.no_grad()
+    def adopt(self, native: Tensor) -> bool:
+        """Copies stock weights `(heads * head_dim, hidden + 2)`: the projection, the content and the position bias."""
+        hidden = self.position_projection.shape[1]
+        if native.shape != (self.position_projection.shape[0], hidden + 2):
+            return False
+        projection, content, position = native.split([hidden, 1, 1], dim=1)
+        self.position_projection.copy_(projection)
+        self.content_bias.copy_(content.view_as(self.content_bias))
+        self.position_bias.copy_(position.view_as(self.position_bias))
+        return True
+
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, query_len, key_len)` in float32.
 

@@ -68,12 +68,16 @@ class PositionMap(nn.Module):
         """
 
     def renumber(self, positions: Positions) -> Positions:
-        """The same tokens with new positions. Coordinates are mapped axis by axis; lengths still count tokens."""
+        """The same tokens with new positions. Coordinates are mapped axis by axis; lengths still count tokens.
+
+        The size of a grid is then unknown, because the map says where tokens are and not where they could be.
+        """
         coordinates = positions.coordinates
         if coordinates is not None:
             axes = [dataclasses.replace(positions, ids=axis, coordinates=None) for axis in coordinates.unbind(0)]
             coordinates = torch.stack([self(axis) for axis in axes])
-        return dataclasses.replace(positions, ids=self(positions), coordinates=coordinates)
+        ids = self(positions)
+        return dataclasses.replace(positions, ids=ids, coordinates=coordinates, extents=None, grid=None)
 
 
 class _MappedPart(Part, Generic[PartType]):

@@ -80,7 +80,8 @@ class RandomizedMap(PositionMap):
         table, coordinates = self.table(positions), positions.coordinates
         if coordinates is not None:
             coordinates = torch.stack([self._look_up(table, axis) for axis in coordinates.unbind(0)])
-        return dataclasses.replace(positions, ids=self._look_up(table, positions.ids), coordinates=coordinates)
+        ids = self._look_up(table, positions.ids)
+        return dataclasses.replace(positions, ids=ids, coordinates=coordinates, extents=None, grid=None)
 
     def table(self, positions: Positions) -> Tensor:
         """Returns the new position of each old one, `(batch or 1, max_position)`, drawn for the last position of each

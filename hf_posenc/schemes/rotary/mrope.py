@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,14 +10,62 @@ import torch
 from torch import Tensor
 
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.grids import Places
 from hf_posenc.schemes.parts import SchemeParts
+from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.rotary.rope import check_rotary_options, resolve_rotary_dim
+from hf_posenc.schemes.rotary.rope import check_rotary_options, key_heads, resolve_rotary_dim
 from hf_posenc.schemes.rotary.rope_nd import CoordinateRotaryMap
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
-from hf_posenc.schemes.validation import check_boolean, check_integers
+from hf_posenc.schemes.validation import LARGEST_FREQUENCY, check_boolean, check_integers, check_numbers
 
 AXES = ("time", "height", "width")
+
+
+class MRopeMap(CoordinateRotaryMap):
+    """A `CoordinateRotaryMap` on the diagonal for text, with or without the spatial reset of images.
+
+    Args:
+        frequencies: as in `CoordinateRotaryMap`.
+        layout: as in `RotaryMap`.
+        spatial_reset: whether height and width start at 0 in each image.
+    """
+
+    def __init__(self, frequencies: Tensor, layout: str, spatial_reset: bool) -> None:
+        super().__init__(frequencies, layout, MRopeConfig.name)
+        self.spatial_reset = spatial_reset
+
+    def places(self, positions: Positions) -> Places:
+        """Returns the caller's coordinates, or `t = h = w = p`."""
+        where = super().places(positions)
+        if not self.spatial_reset or positions.coordinates is None:
+            return where
+        return dataclasses.replace(where, coordinates=reset_images(where.coordinates, positions.ids >= 0))
+
+
+def reset_images(coordinates: Tensor, real: Tensor) -> Tensor:
+    """Counts the height and width of each image from 0.
+
+    Args:
+        coordinates: `(3, batch or 1, length)`, time, height and width.
+        real: `(batch or 1, length)` bool, false for padding.
+
+    Returns:
+        The same with new heights and widths of images. A token belongs to an image if its coordinates differ, or those
+        of a neighbour at the same time do: the first patch of an image has three equal coordinates, like text.
+    """
+    time = coordinates[0]
+    differs = ((coordinates[1:] != time).any(0)) & real
+    same_time = (time[:, 1:] == time[:, :-1]) & real[:, 1:] & real[:, :-1]
+    edge = torch.zeros_like(differs[:, :1])
+    after = torch.cat((same_time & differs[:, 1:], edge), dim=-1)
+    before = torch.cat((edge, same_time & differs[:, :-1]), dim=-1)
+    image = (differs | after | before) & real
+    begins = image & ~torch.cat((edge, image[:, :-1]), dim=-1)
+    slots = torch.arange(image.shape[-1], device=image.device)
+    first = torch.where(begins, slots, 0).cummax(-1).values
+    starts = coordinates[1:].gather(-1, first.expand_as(coordinates[1:]))
+    return torch.cat((time.unsqueeze(0), torch.where(image, coordinates[1:] - starts, coordinates[1:])))
 
 
 @register_scheme
@@ -34,13 +83,32 @@ class MRopeConfig(SchemeConfig):
     length)`. For text, and if no coordinates are passed, `t = h = w = p`, which is exactly RoPE. The paper specifies
     neither sections nor a base. The defaults are those of the released models, scaled to the width of a head.
 
+    With `by_head` (MHRoPE, arXiv:2510.23095), each axis has whole key heads instead of pairs, so that every axis has
+    the full spectrum: in the heads of axis `a`, pair `m` turns by `P_a theta**(-2m / rotary_dim)`. Key heads past the
+    sections are not rotated.
+
+    With `spatial_reset` (the same paper), height and width start at 0 in each image, while time goes on. If the first
+    patch of an image is at `(o, o, o)`, its patches are read as::
+
+        (t, h, w) -> (t, h - o, w - o)
+
+    Text keeps its positions, also after the image, where the model continues from the largest coordinate of the image
+    plus 1. So decoding continues on the time axis as without the reset. Images are recognised by coordinates that
+    differ between axes, so the paper's reset of a video with timestamps between its frames (Qwen3-VL) applies to each
+    frame, and an image of a single patch is not told from text. A call must contain an image as a whole.
+
     Args:
         theta: the base; the released models have 1e6.
         sections: numbers of pairs of time, height and width, with the sum `rotary_dim / 2`. `None` is `(16, 24, 24)` of
             64, or `(24, 20, 20)` interleaved, in proportion.
+            With `by_head`, numbers of key heads, with at most their sum; `None` is `(2, 3, 3)` of 8, in proportion.
         interleaved: whether the axes are interleaved instead of contiguous.
         rotary_dim: how many leading dimensions of a head are rotated, as in `RopeConfig`.
         layout: the pairing, as in `RopeConfig`.
+        by_head: whether each axis has whole heads instead of pairs.
+        spatial_reset: whether height and width are counted from 0 in each image.
+        axes: the axis of every pair (0 time, 1 height, 2 width), instead of `sections`; for models with another order.
+        inverse_frequencies: the frequency of every pair in radians per position, instead of `theta`.
     """
 
     name: ClassVar[str] = "mrope"
@@ -50,12 +118,38 @@ class MRopeConfig(SchemeConfig):
     interleaved: bool = False
     rotary_dim: int | None = None
     layout: str = "auto"
+    by_head: bool = False
+    spatial_reset: bool = False
+    axes: tuple[int, ...] | None = None
+    inverse_frequencies: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         check_rotary_options(self)
         check_boolean(self, "interleaved")
+        check_boolean(self, "by_head")
+        check_boolean(self, "spatial_reset")
+        if self.by_head and self.interleaved:
+            raise ValueError(
+                "MRopeConfig has both by_head and interleaved: whole heads belong to an axis, so there are no pairs to "
+                "interleave. Give one of them."
+            )
         if self.sections is not None:
             check_integers(self, "sections", minimum=0, least=len(AXES), most=len(AXES))
+        if self.inverse_frequencies is not None:
+            check_numbers(self, "inverse_frequencies", minimum=0, maximum=LARGEST_FREQUENCY)
+        if self.axes is not None:
+            self._check_axes()
+
+    def _check_axes(self) -> None:
+        check_integers(self, "axes", minimum=0, least=1)
+        assert self.axes is not None
+        if max(self.axes) >= len(AXES):
+            raise ValueError(f"MRopeConfig.axes is {self.axes}; expected 0 (time), 1 (height) or 2 (width) per pair.")
+        if self.sections is not None or self.interleaved or self.by_head:
+            raise ValueError(
+                "MRopeConfig.axes states the axis of every pair, so `sections`, `interleaved` and `by_head` cannot be "
+                "combined with it. Leave them out."
+            )
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds a query-key map.
@@ -64,19 +158,66 @@ class MRopeConfig(SchemeConfig):
             ValueError: if the rotary width is odd or does not fit the head, or the sections do not fit it.
         """
         rotary_dim = resolve_rotary_dim(self, self.rotary_dim, context)
-        pairs = rotary_dim // 2
+        spectrum = self._spectrum(rotary_dim)
+        if self.by_head:
+            frequencies = self._of_heads(key_heads(context)).unsqueeze(-1) * spectrum
+        else:
+            axis = self.axis_of_pair(rotary_dim // 2)
+            frequencies = torch.nn.functional.one_hot(axis, len(AXES)).T.float() * spectrum
+        return SchemeParts(query_key_map=MRopeMap(frequencies, self.layout, self.spatial_reset))
+
+    def _spectrum(self, rotary_dim: int) -> Tensor:
+        """`(rotary_dim / 2,)` float32."""
+        if self.inverse_frequencies is None:
+            return rope_inverse_frequencies(self.theta, rotary_dim)
+        if 2 * len(self.inverse_frequencies) != rotary_dim:
+            raise ValueError(
+                f"MRopeConfig.inverse_frequencies has {len(self.inverse_frequencies)} frequencies, but {rotary_dim} "
+                f"rotated dimensions need {rotary_dim // 2}."
+            )
+        return torch.tensor(self.inverse_frequencies, dtype=torch.float32, device="cpu")
+
+    def _of_heads(self, heads: int) -> Tensor:
+        """`(axes, heads)`: 1 where a key head belongs to an axis."""
+        sections = self.sections if self.sections is not None else default_head_sections(heads)
+        if sum(sections) > heads or min(sections) < 0 or sum(sections) == 0:
+            raise ValueError(
+                f"MRopeConfig.sections is {sections}, {sum(sections)} heads, but this model has {heads} key heads. Use "
+                f"sections that sum to {heads}, for example {default_head_sections(max(heads, len(AXES)))}."
+            )
+        owned = torch.zeros(len(AXES), heads, dtype=torch.float32, device="cpu")
+        start = 0
+        for axis, count in enumerate(sections):
+            owned[axis, start : start + count] = 1.0
+            start += count
+        return owned
+
+    def _sections_of_pairs(self, pairs: int) -> tuple[int, ...]:
         sections = self.sections if self.sections is not None else default_sections(pairs, self.interleaved)
         if sum(sections) != pairs:
             raise ValueError(
-                f"MRopeConfig.sections is {sections}, {sum(sections)} pairs, but {rotary_dim} rotated dimensions have "
+                f"MRopeConfig.sections is {sections}, {sum(sections)} pairs, but {2 * pairs} rotated dimensions have "
                 f"{pairs}. Use sections that sum to {pairs}, for example {default_sections(pairs, self.interleaved)}."
             )
-        axis = torch.tensor(self._axis_of_pair(sections), device="cpu")
-        owned = torch.nn.functional.one_hot(axis, len(AXES)).T.float()
-        frequencies: Tensor = owned * rope_inverse_frequencies(self.theta, rotary_dim)
-        return SchemeParts(query_key_map=CoordinateRotaryMap(frequencies, self.layout, self.name))
+        return sections
 
-    def _axis_of_pair(self, sections: tuple[int, ...]) -> list[int]:
+    def axis_of_pair(self, pairs: int) -> Tensor:
+        """`(pairs,)` int64: 0, 1 or 2 for time, height or width.
+
+        Raises:
+            ValueError: if the options do not fit this number of pairs.
+        """
+        return torch.tensor(self._axis_of_pair(pairs), device="cpu")
+
+    def _axis_of_pair(self, pairs: int) -> list[int]:
+        if self.axes is not None:
+            if len(self.axes) != pairs:
+                raise ValueError(
+                    f"MRopeConfig.axes has the axes of {len(self.axes)} pairs, but {2 * pairs} rotated dimensions have "
+                    f"{pairs}."
+                )
+            return list(self.axes)
+        sections = self._sections_of_pairs(pairs)
         if not self.interleaved:
             return [axis for axis, size in enumerate(sections) for _ in range(size)]
         turns = [pair % len(AXES) for pair in range(sum(sections))]
@@ -98,3 +239,19 @@ def default_sections(pairs: int, interleaved: bool) -> tuple[int, int, int]:
     time = pairs // 4
     height = (pairs - time + 1) // 2
     return time, height, pairs - time - height
+
+
+def default_head_sections(heads: int) -> tuple[int, int, int]:
+    """Scales the sections of MHRoPE's authors, 2, 3 and 3 of 8 key heads.
+
+    Raises:
+        ValueError: if there are fewer heads than axes.
+    """
+    if heads < len(AXES):
+        raise ValueError(
+            f"MRopeConfig.by_head gives each of {len(AXES)} axes a key head, but this model has {heads}. Use "
+            "interleaved=True, which needs a single head, or sections for the axes that shall have one."
+        )
+    time = max(heads // 4, 1)
+    height = (heads - time + 1) // 2
+    return time, height, heads - time - height

@@ -4,33 +4,42 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.grids import Places, check_grid, places
 from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.rotary.grids import check_grid, given_coordinates, grid_coordinates
+from hf_posenc.schemes.rotary.nd_frequencies import axial_frequencies, golden_frequencies, random_rotation
 from hf_posenc.schemes.rotary.rope import ROPE_LAYOUTS, RotaryMap, check_rotary_dim, key_heads, resolve_rotary_dim
-from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
+from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors
 from hf_posenc.schemes.validation import check_base, check_boolean, check_choice, check_integer
 
-ASSIGNMENTS = ("block", "split", "interleaved", "mixed")
+ASSIGNMENTS = ("block", "split", "interleaved", "alternating", "golden", "mixed")
+#: "half_by_axis" pairs dimensions within the block of each axis.
+ND_LAYOUTS = (*ROPE_LAYOUTS, "half_by_axis")
 AXIAL_THETA, MIXED_THETA = 100.0, 10.0
 
 
 class CoordinateRotaryMap(RotaryMap):
     """Rotates each pair by the inner product of the token's coordinates and the pair's frequencies.
 
+    Tokens without a place are not rotated.
+
     Args:
-        frequencies: `(axes, rotary_dim / 2)` float32, radians per step along each axis.
-        layout: as in `RotaryMap`.
+        frequencies: `(axes, rotary_dim / 2)` float32, radians per step along each axis; `(axes, key_value_heads,
+            rotary_dim / 2)` if heads differ.
+        layout: as in `RotaryMap`, or "half_by_axis".
         scheme: name of the scheme, for error messages.
         grid: the grid that tokens without coordinates fill; `None` places them on the diagonal, at `(p, p, ...)`.
         num_prefix_tokens: number of tokens before the grid.
+        origin: added to every coordinate.
+        normalized: whether coordinates are read as `2 pi` times a number from -1 to 1 over the grid.
     """
 
     reads_coordinates = True
@@ -42,27 +51,107 @@ class CoordinateRotaryMap(RotaryMap):
         scheme: str,
         grid: tuple[int, ...] | None = None,
         num_prefix_tokens: int = 0,
+        origin: int = 0,
+        normalized: bool = False,
     ) -> None:
-        super().__init__(frequencies, layout)
+        super().__init__(frequencies, "half" if layout == "half_by_axis" else layout)
         self.axes = frequencies.shape[0]
+        self.whole_heads = frequencies.ndim == 3
         self.scheme = scheme
         self.grid = grid
         self.num_prefix_tokens = num_prefix_tokens
+        self.origin = origin
+        self.normalized = normalized
+        # Without the sizes of the grid, the number of rows follows from the length.
+        self.length_dependent = normalized
+        self.blocks = self.axes if layout == "half_by_axis" else 1
 
-    def coordinates(self, positions: Positions) -> Tensor:
-        """Returns the caller's coordinates, or the token's place in the grid, `(axes, batch or 1, length)`."""
-        given = given_coordinates(positions, self.axes, self.scheme)
-        if given is not None:
-            return given
-        if self.grid is None:
-            return positions.ids.expand(self.axes, *positions.ids.shape)
-        return grid_coordinates(positions.ids, self.grid, self.num_prefix_tokens)
+    def check_cache(self, cached_length: int, total_length: int) -> None:
+        """Refuses a cache if coordinates are divided by the size of a grid that grows with it."""
+        if self.normalized and cached_length > 0:
+            raise UnsupportedError(
+                f"The {self.scheme!r} of this model reads coordinates relative to the size of the grid, which grows "
+                f"from {cached_length} to {total_length} tokens. Use use_cache=False, or coordinates='index'."
+            )
+
+    def places(self, positions: Positions) -> Places:
+        """Returns the caller's coordinates, or the token's place in the grid or on the diagonal."""
+        if self.grid is None and positions.coordinates is None:
+            return Places(positions.ids.expand(self.axes, *positions.ids.shape))
+        return places(positions, self.axes, self.scheme, self.grid or (1,), self.num_prefix_tokens)
+
+    def coordinates(self, positions: Positions) -> tuple[Tensor, Tensor | None]:
+        """Returns the coordinates as the rotation reads them, `(axes, batch or 1, length)` float32, and which tokens
+        have a place, `(batch or 1, length)` bool or `None` for all.
+        """
+        where = self.places(positions)
+        if not self.normalized:
+            coordinates = where.coordinates.float()
+            return coordinates + self.origin if self.origin else coordinates, where.placed
+        extents = where.extents if where.extents is not None else self._extents(positions)
+        centres = (where.coordinates.float() + 0.5) / extents.clamp(min=1)
+        return 2 * math.pi * (2.0 * centres - 1.0), where.placed
+
+    def _extents(self, positions: Positions) -> Tensor:
+        """`(axes, batch or 1, 1)`: the grid that a sequence fills, with as many rows as it needs."""
+        if positions.coordinates is not None or self.grid is None:
+            raise ValueError(
+                f"The scheme {self.scheme!r} divides coordinates by the size of the grid, but the size of the grid of "
+                "these tokens is unknown. Use coordinates='index'."
+            )
+        row = math.prod(self.grid)
+        lengths = (positions.lengths - self.num_prefix_tokens).clamp(min=1)
+        rows = torch.div(lengths + row - 1, row, rounding_mode="floor")
+        return torch.stack([rows, *(torch.full_like(rows, size) for size in self.grid)])
+
+    def frequencies_on(self, device: torch.device) -> Tensor:
+        """The frequencies in float32, `(axes, heads, pairs)` if heads differ, else `(axes, pairs)`."""
+        return self._constants.on(device)
 
     def angles(self, positions: Positions) -> Tensor:
-        """`(batch or 1, length, rotary_dim / 2)` float32."""
-        frequencies = self._constants.on(positions.ids.device)
+        """`(batch or 1, length, rotary_dim / 2)` float32, with `key_value_heads` before the last axis if per head."""
+        coordinates, placed = self.coordinates(positions)
+        frequencies = self.frequencies_on(coordinates.device)
+        coordinates = coordinates[(..., *(None for _ in frequencies.shape[1:]))]
         # A frequency of zero adds exactly zero, so an axis with its own pairs rotates as in one dimension.
-        return (self.coordinates(positions).unsqueeze(-1).float() * frequencies[:, None, None]).sum(0)
+        angles = coordinates[0] * frequencies[0]
+        for axis in range(1, self.axes):
+            angles = angles + coordinates[axis] * frequencies[axis]
+        if placed is None:
+            return angles
+        return angles.where(placed[(..., *(None for _ in frequencies.shape[1:]))], 0.0)
+
+    def for_both_of_pair(self, values: Tensor) -> Tensor:
+        """Repeats a value per pair for both dimensions of the pair."""
+        if self.blocks == 1:
+            return super().for_both_of_pair(values)
+        blocks = values.unflatten(-1, (self.blocks, -1))
+        return torch.cat((blocks, blocks), dim=-1).flatten(-2)
+
+    def prepared(self, phases: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+        """Returns the factors of queries and of keys, in the dtype of the heads."""
+        if self.blocks == 1:
+            return super().prepared(phases, dtype)
+        return super().prepared(tuple(self._blocks_as_tokens(phase) for phase in phases), dtype)
+
+    def map_query(self, query: Tensor, phases: tuple[Any, ...]) -> Tensor:
+        """Rotates queries `(batch, heads, query_len, head_dim)`; same shape and dtype."""
+        if self.blocks == 1:
+            return super().map_query(query, phases)
+        if not isinstance(phases[0], RotationFactors):
+            phases = self.prepared(phases, query.dtype)
+        # Each block of a head is rotated like a head of its own.
+        turned = super().map_query(self._blocks_as_tokens(query[..., : self.rotary_dim]), phases)
+        turned = turned.unflatten(-2, (-1, self.blocks)).flatten(-2)
+        return torch.cat((turned, query[..., self.rotary_dim :]), dim=-1)
+
+    def map_key(self, key: Tensor, phases: tuple[Any, ...]) -> Tensor:
+        """Rotates keys `(batch, key_value_heads, query_len, head_dim)`; same shape and dtype."""
+        return super().map_key(key, phases) if self.blocks == 1 else self.map_query(key, phases)
+
+    def _blocks_as_tokens(self, x: Tensor) -> Tensor:
+        """`(..., length, width)` to `(..., length * blocks, width / blocks)`."""
+        return x.unflatten(-1, (self.blocks, -1)).flatten(-3, -2)
 
 
 class MixedRotaryMap(CoordinateRotaryMap):
@@ -73,16 +162,13 @@ class MixedRotaryMap(CoordinateRotaryMap):
             initialization.
         num_heads: number of heads with their own frequencies: the number of key heads, or 1 if heads share them.
         layout: as in `RotaryMap`.
-        grid: as in `CoordinateRotaryMap`.
-        num_prefix_tokens: as in `CoordinateRotaryMap`.
+        **options: of `CoordinateRotaryMap`.
     """
 
     no_weight_decay = frozenset({"frequencies"})
 
-    def __init__(
-        self, frequencies: Tensor, num_heads: int, layout: str, grid: tuple[int, ...], num_prefix_tokens: int
-    ) -> None:
-        super().__init__(frequencies, layout, "rope_nd", grid, num_prefix_tokens)
+    def __init__(self, frequencies: Tensor, num_heads: int, layout: str, **options: Any) -> None:
+        super().__init__(frequencies, layout, "rope_nd", **options)
         self.whole_heads = num_heads > 1
         self.frequencies = nn.Parameter(torch.empty(self.axes, num_heads, frequencies.shape[-1]))
         self.reset_parameters()
@@ -91,14 +177,13 @@ class MixedRotaryMap(CoordinateRotaryMap):
     def reset_parameters(self) -> None:
         """Rotates the axial frequencies of every head in a random direction."""
         axial = self._constants.on(torch.device("cpu"))
-        turned = [_random_rotation(self.axes) @ axial for _ in range(self.frequencies.shape[1])]
+        turned = [random_rotation(self.axes) @ axial for _ in range(self.frequencies.shape[1])]
         self.frequencies.copy_(torch.stack(turned, dim=1))
 
-    def angles(self, positions: Positions) -> Tensor:
-        """`(batch or 1, length, rotary_dim / 2)` float32, with `key_value_heads` before the last axis if per head."""
-        coordinates = self.coordinates(positions)[..., None, None].float()
-        angles = (coordinates * self.frequencies.float()[:, None, None]).sum(0)
-        return angles if self.whole_heads else angles.squeeze(-2)
+    def frequencies_on(self, device: torch.device) -> Tensor:
+        """The learned frequencies in float32."""
+        frequencies = self.frequencies.float()
+        return frequencies if self.whole_heads else frequencies.squeeze(1)
 
 
 @register_scheme
@@ -110,34 +195,49 @@ class RopeNdConfig(SchemeConfig):
 
         angle_m = sum_a P_a F[a, m]            F of shape (axes, rotary_dim / 2)
 
-    so that a logit depends only on coordinate differences. With `n` pairs per axis, `F` is:
+    so that a logit depends only on coordinate differences. Tokens without a place (class and register tokens) are not
+    rotated. With `n` pairs per axis, `F` is:
 
     =============  ====================================================================================
     assignment     F
     =============  ====================================================================================
     "block"        each axis has a block of pairs with its own full spectrum `theta**(-m / n)`
-                   (RoPE-Axial; the vision towers of Qwen2-VL and Llama 4)
+                   (RoPE-Axial; the vision towers of Qwen2-VL, Llama 4, DINOv3, SAM 2, Gemma 4)
     "split"        blocks too, but axis `a` gets frequency `a`, `a + axes`, ... of the one spectrum of RoPE (Pixtral)
     "interleaved"  the frequencies of "split", in the order of RoPE: pair `m` belongs to axis `m mod axes`
+    "alternating"  the frequencies of "block", in the order of "interleaved" (Kimi K2.5)
+    "golden"       `theta**(-m / pairs)` times a unit vector, of which no two agree (jerryxio.ng/posts/nd-rope)
     "mixed"        all learned, per layer (RoPE-Mixed): initialised as "block", rotated in a random direction
     =============  ====================================================================================
 
-    Pairs that do not divide evenly go to the first axes. Coordinates are the `position_ids` of several axes that the
-    model passes, or otherwise the token's place in the grid: with `grid=(width,)` token `p` is at `(p // width, p mod
-    width)`. The paper's mixed frequencies differ between heads. Here query heads that share a key head share its
-    frequencies, because otherwise logits would not be relative. The official code orders the axes as x, y; here the
-    caller chooses the order. Learned frequencies are rounded when a model is cast to a 16-bit dtype: one part in 512 in
-    bfloat16, a tenth of a radian at coordinate 50.
+    The unit vectors of "golden" are numbered through all pairs of the first head, then of the second, and so on. In two
+    dimensions, vector `i` is at `i` times the golden angle, `pi (3 - sqrt(5))`. In three dimensions it is, as in the
+    author's code, the direction of three normal quantiles of `i g**-1`, `i g**-2` and `i g**-3` modulo 1 (counted
+    from `i = 1`), where `g**4 = g + 1`. Both sequences cover all directions evenly, however long they are.
+
+    Pairs that do not divide evenly go to the first axes. Coordinates are those of the model: the place of a patch,
+    (row, column) or (frame, row, column), or `position_ids` of several axes. A model without coordinates places token
+    `p` in a grid: with `grid=(width,)` at `(p // width, p mod width)`. The paper's mixed frequencies differ between
+    heads. Here query heads that share a key head share its frequencies, because otherwise logits would not be relative.
+    The official code orders the axes as x, y; `columns_first` does so here. Learned frequencies are rounded when a
+    model is cast to a 16-bit dtype: one part in 512 in bfloat16, a tenth of a radian at coordinate 50. The random
+    shifts, jitters and rescalings of coordinates with which DINOv3 was trained are not part of the scheme.
 
     Args:
         theta: the base; `None` takes the paper's, 100, or 10 for "mixed".
-        grid: one or two sizes in tokens, of all axes except the first: `(width,)` or `(height, width)`. The default
-            fits a ViT with 224 pixels in patches of 16.
+        grid: one or two sizes in tokens, of all axes except the first: `(width,)` or `(height, width)`. Their number
+            sets the number of axes. Coordinates of the model replace the grid. The default fits a ViT with 224 pixels
+            in patches of 16.
         assignment: how pairs are assigned to axes.
-        per_head: for "mixed", whether every key head learns its own frequencies.
+        per_head: whether every key head learns its own frequencies ("mixed"), or has its own directions ("golden").
         num_prefix_tokens: number of tokens before the grid, such as a class token; they are not rotated.
         rotary_dim: how many leading dimensions of a head are rotated, as in `RopeConfig`.
-        layout: the pairing, as in `RopeConfig`.
+        layout: the pairing, as in `RopeConfig`, or "half_by_axis", which pairs dimensions as "half" within the block of
+            each axis (Gemma 4's vision tower).
+        coordinates: "index" counts places; "normalized" reads place `i` of `n` as `2 pi (2 (i + 1/2) / n - 1)`, so that
+            images of all resolutions have the same range (DINOv3).
+        origin: the index of the first place; 1 in Llama 4, whose class token is at angle 0.
+        columns_first: whether pairs are assigned to the last axis first (Llama 4, Kimi K2.5).
     """
 
     name: ClassVar[str] = "rope_nd"
@@ -149,6 +249,9 @@ class RopeNdConfig(SchemeConfig):
     num_prefix_tokens: int = 0
     rotary_dim: int | None = None
     layout: str = "auto"
+    coordinates: str = "index"
+    origin: int = 0
+    columns_first: bool = False
 
     def __post_init__(self) -> None:
         check_base(self, "theta", optional=True)
@@ -157,16 +260,24 @@ class RopeNdConfig(SchemeConfig):
         check_boolean(self, "per_head")
         check_integer(self, "num_prefix_tokens", minimum=0)
         check_rotary_dim(self)
-        check_choice(self, "layout", ROPE_LAYOUTS)
-        if self.assignment != "mixed" and not self.per_head:
+        check_choice(self, "layout", ND_LAYOUTS)
+        check_choice(self, "coordinates", ("index", "normalized"))
+        check_integer(self, "origin", minimum=0)
+        check_boolean(self, "columns_first")
+        if self.assignment not in ("mixed", "golden") and not self.per_head:
             raise ValueError(
-                f"RopeNdConfig.per_head is False, which shares learned frequencies between heads, but those of the "
+                f"RopeNdConfig.per_head is False, which shares frequencies between heads, but those of the "
                 f"assignment {self.assignment!r} are fixed, and the same for all. Leave it out, or use 'mixed'."
             )
-        if len(self.grid) > 2:
+        if self.layout == "half_by_axis" and self.assignment != "block":
             raise ValueError(
-                f"RopeNdConfig.grid is {self.grid}, which makes {len(self.grid) + 1} axes; expected one size for two "
-                "axes or two sizes for three."
+                f"RopeNdConfig.layout is 'half_by_axis', which pairs dimensions within the block of an axis, but the "
+                f"assignment {self.assignment!r} has no such blocks. Use the assignment 'block', or another layout."
+            )
+        if self.origin and self.coordinates == "normalized":
+            raise ValueError(
+                f"RopeNdConfig.origin is {self.origin}, but normalized coordinates are not counted. Leave it out, or "
+                "use coordinates='index'."
             )
 
     @property
@@ -187,51 +298,26 @@ class RopeNdConfig(SchemeConfig):
                 f"RopeNdConfig rotates {rotary_dim // 2} pairs of dimensions, fewer than its {axes} axes. Give "
                 f"rotary_dim={2 * axes} or more, or a grid of fewer axes."
             )
+        if self.layout == "half_by_axis" and rotary_dim % (2 * axes):
+            raise ValueError(
+                f"RopeNdConfig.layout is 'half_by_axis', which needs equal blocks for {axes} axes, but {rotary_dim} "
+                f"dimensions are rotated. Give rotary_dim={rotary_dim // (2 * axes) * 2 * axes}, or another layout."
+            )
         mixed = self.assignment == "mixed"
         theta = self.theta if self.theta is not None else MIXED_THETA if mixed else AXIAL_THETA
-        frequencies = axial_frequencies(theta, rotary_dim, axes, "block" if mixed else self.assignment)
-        if mixed:
-            num_heads = key_heads(context) if self.per_head else 1
-            part = MixedRotaryMap(frequencies, num_heads, self.layout, self.grid, self.num_prefix_tokens)
-            return SchemeParts(query_key_map=part)
-        return SchemeParts(
-            query_key_map=CoordinateRotaryMap(frequencies, self.layout, self.name, self.grid, self.num_prefix_tokens)
-        )
-
-
-def axial_frequencies(theta: float, rotary_dim: int, axes: int, assignment: str) -> Tensor:
-    """Returns `(axes, rotary_dim / 2)` float32 with one nonzero entry per column.
-
-    Args:
-        theta: the base.
-        rotary_dim: number of rotated dimensions.
-        axes: number of axes, at most the number of pairs.
-        assignment: "block", "split" or "interleaved", as in `RopeNdConfig`.
-    """
-    pairs = rotary_dim // 2
-    owned = [torch.arange(axis, pairs, axes, device="cpu") for axis in range(axes)]
-    frequencies = torch.zeros(axes, pairs, dtype=torch.float32, device="cpu")
-    spectrum = rope_inverse_frequencies(theta, rotary_dim)
-    start = 0
-    for axis, columns in enumerate(owned):
-        block = slice(start, start + len(columns))
-        if assignment == "interleaved":
-            frequencies[axis, columns] = spectrum[columns]
-        elif assignment == "split":
-            frequencies[axis, block] = spectrum[columns]
+        heads = key_heads(context) if self.per_head else 1
+        if self.assignment == "golden":
+            frequencies = golden_frequencies(theta, rotary_dim, axes, heads)
         else:
-            frequencies[axis, block] = rope_inverse_frequencies(theta, 2 * len(columns))
-        start += len(columns)
-    return frequencies
-
-
-def _random_rotation(axes: int) -> Tensor:
-    """Draws a uniformly random rotation matrix, `(axes, axes)` float32 on the CPU."""
-    if axes == 2:
-        angle = float(torch.rand((), dtype=torch.float32, device="cpu")) * 2 * math.pi
-        rows = [[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]]
-        return torch.tensor(rows, dtype=torch.float32, device="cpu")
-    orthogonal, triangular = torch.linalg.qr(torch.randn(axes, axes, dtype=torch.float32, device="cpu"))
-    orthogonal = orthogonal * triangular.diagonal().sign()
-    orthogonal[:, 0] *= torch.linalg.det(orthogonal).sign()
-    return orthogonal
+            frequencies = axial_frequencies(theta, rotary_dim, axes, "block" if mixed else self.assignment)
+        if self.columns_first:
+            frequencies = frequencies.flip(0)
+        options: dict[str, Any] = {
+            "grid": self.grid,
+            "num_prefix_tokens": self.num_prefix_tokens,
+            "origin": self.origin,
+            "normalized": self.coordinates == "normalized",
+        }
+        if mixed:
+            return SchemeParts(query_key_map=MixedRotaryMap(frequencies, heads, self.layout, **options))
+        return SchemeParts(query_key_map=CoordinateRotaryMap(frequencies, self.layout, self.name, **options))

@@ -6,6 +6,7 @@ how to silence a mechanism that is neither a rotary function nor a table, how to
 
 from __future__ import annotations
 
+from hf_posenc.patching.find.architectures.audio import declare_audio_architectures
 from hf_posenc.patching.find.architectures.declaration import (
     Architecture,
     Silencer,
@@ -13,7 +14,10 @@ from hf_posenc.patching.find.architectures.declaration import (
     register_architecture,
 )
 from hf_posenc.patching.find.architectures.stock import declare_stock_architectures
+from hf_posenc.patching.find.architectures.vision import declare_vision_architectures
 
 declare_stock_architectures()
+declare_vision_architectures()
+declare_audio_architectures()
 
 __all__ = ["Architecture", "Silencer", "architecture_of", "register_architecture"]

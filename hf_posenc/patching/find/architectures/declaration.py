@@ -26,6 +26,7 @@ class Architecture:
     Args:
         unsupported: why no scheme can be placed, or `None`. May be a function of the config.
         attention_classes: class names of its self-attention modules, if they cannot be recognised.
+        left_alone: path of attention below the stack that keeps its native positions, as a regular expression, and why.
         tables: paths of its position tables below the stack, if they cannot be recognised by name.
         causal: whether its attention is causal, if neither its modules nor its config show it. May be a function of the
             config.
@@ -45,11 +46,15 @@ class Architecture:
             first).
         bias_table: the native `(buckets, heads)` table of relative biases that a layer uses, or `None`.
         kept: native position-dependent behaviour that remains active under every scheme, for the report.
+        suffix_tokens: number of tokens without a place on the grid that follow the patches of an image. May be a
+            function of the config.
+        additive_only: why a scheme can have no part in its attention layers; `None` if it can.
         fixed_length: why it accepts no sequence beyond its native length under any scheme; `None` if it does.
     """
 
     unsupported: str | Callable[[Any], str | None] | None = None
     attention_classes: tuple[str, ...] = ()
+    left_alone: tuple[str, str] | None = None
     tables: tuple[str, ...] = ()
     causal: bool | Callable[[Any], bool] | None = None
     table_is_rotary: bool = False
@@ -67,6 +72,8 @@ class Architecture:
     bias_table: Callable[[Stack, FoundAttention], Tensor | None] | None = None
     kept: tuple[str, ...] = field(default_factory=tuple)
     fixed_length: str | None = None
+    suffix_tokens: int | Callable[[Any], int] = 0
+    additive_only: str | None = None
 
     def native_bias_table(self, stack: Stack, attention: FoundAttention) -> Tensor | None:
         """The native table of relative biases that one layer uses, or `None`."""

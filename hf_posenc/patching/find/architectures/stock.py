@@ -205,7 +205,18 @@ def declare_stock_architectures() -> None:
         native=_relative_table,
         bias_table=_relative_bias_table,
     )
-    register_architecture("t5", "mt5", "umt5", "switch_transformers", "udop", "pop2piano", architecture=relative)
+    register_architecture(
+        *("t5", "mt5", "umt5", "switch_transformers", "udop", "pop2piano", "pix2struct_text_model"),
+        architecture=relative,
+    )
+    register_architecture("cohere_asr", architecture=Architecture(tables=("pos_emb",)))
+    register_architecture(
+        "t5gemma2_decoder",
+        architecture=Architecture(
+            unsupported="one softmax is taken over the keys of its own tokens and those of the encoder together, and "
+            "keys of another sequence have no distance to its tokens."
+        ),
+    )
     alibi = Architecture(
         mechanism="ALiBi", bias_arguments=("alibi", "position_bias"), native=lambda stack: AlibiConfig(variant="causal")
     )
@@ -265,6 +276,7 @@ def declare_stock_architectures() -> None:
     register_architecture(
         "deberta",
         "deberta-v2",
+        "sew-d",
         architecture=Architecture(mechanism="disentangled attention", silence=_silence_deberta, native=_deberta_native),
     )
     register_architecture(

@@ -1,0 +1,1 @@
+"""What a position encoding does to a model of images, measured."""

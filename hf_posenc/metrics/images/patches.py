@@ -1,0 +1,180 @@
+"""The patches that an image model cuts its input into, and what it makes of them."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.metrics.preserve import evaluation_mode
+from hf_posenc.patching.place.model_checks import unwrapped
+
+_INTERPOLATES = "interpolate_pos_encoding"
+
+
+@dataclass(frozen=True)
+class PatchSize:
+    """What a model reads.
+
+    Args:
+        height: of a patch, in pixels.
+        width: of a patch, in pixels.
+        channels: of an image.
+    """
+
+    height: int
+    width: int
+    channels: int
+
+    @classmethod
+    def of(cls, model: Any) -> PatchSize:
+        """Reads the patch size from the projection of the patches.
+
+        Raises:
+            UnsupportedError: if the model does not run on `pixel_values` alone, or has no such projection.
+        """
+        inner = unwrapped(model)
+        if not _reads_images_alone(inner):
+            raise UnsupportedError(
+                f"{type(inner).__name__} is not a model of images alone, which reads `pixel_values` of shape (batch, "
+                f"channels, height, width) and nothing else. {_remedy(inner)}"
+            )
+        for module in inner.modules():
+            if isinstance(module, nn.Conv2d) and module.kernel_size == module.stride and module.kernel_size != (1, 1):
+                return cls(int(module.kernel_size[0]), int(module.kernel_size[1]), module.in_channels)
+        raise UnsupportedError(
+            f"{type(inner).__name__} has no projection of patches (a Conv2d whose stride is its kernel), so its "
+            "patches cannot be placed in an image."
+        )
+
+    def pixels(self, rows: int, columns: int) -> tuple[int, int]:
+        """Height and width of an image of so many patches."""
+        return rows * self.height, columns * self.width
+
+
+def _reads_images_alone(module: nn.Module) -> bool:
+    """Whether the forward of a module runs on `pixel_values` and has no argument for token ids."""
+    accepted = inspect.signature(module.forward).parameters
+    named = [one for one in accepted.values() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)]
+    required = [one.name for one in named if one.default is inspect.Parameter.empty]
+    return "pixel_values" in accepted and "input_ids" not in accepted and set(required) <= {"pixel_values"}
+
+
+def _remedy(model: PreTrainedModel) -> str:
+    """What to measure instead of a model that reads something else than images."""
+    for name, module in model.named_modules():
+        if name and isinstance(module, PreTrainedModel) and _reads_images_alone(module):
+            return (
+                f"In Python, pass its part, model.{name}. For the command line, save the part of the stock model as a "
+                f"model of its own: model.{name}.save_pretrained(folder)."
+            )
+    instead = "Measure a model such as ViT, DINOv2 or the vision tower of CLIP."
+    if "input_ids" in inspect.signature(model.forward).parameters:
+        instead += (
+            " No part of this model is one either (some read patches with the sizes of their grids). Its text part is "
+            "measured by the evaluations of texts, such as dog and sensitivity."
+        )
+    return instead
+
+
+class PatchOutputs(NamedTuple):
+    """What a model makes of images, on the CPU.
+
+    Args:
+        states: `(batch, rows, columns, hidden)` each, the input of the first layer, then the output of every layer.
+        whole: what it makes of an image as a whole, `(batch, width)`: its logits, or the pooled output, or the class
+            token; `None` if it has none of these.
+    """
+
+    states: tuple[Tensor, ...]
+    whole: Tensor | None
+
+
+def run_images(model: Any, pixel_values: Tensor, **options: Any) -> Any:
+    """What a model returns for `(batch, channels, height, width)` pixels, of another size than it was built for too.
+
+    Raises:
+        UnsupportedError: if the model cannot read images of this size.
+    """
+    inner = unwrapped(model)
+    if _INTERPOLATES in inspect.signature(inner.forward).parameters:
+        options[_INTERPOLATES] = True
+    weight = next(inner.parameters())
+    try:
+        return model(pixel_values=pixel_values.to(weight.device, weight.dtype), **options)
+    except (ValueError, RuntimeError) as error:
+        if isinstance(error, UnsupportedError) or not _about_size(model, pixel_values):
+            raise
+        height, width = pixel_values.shape[-2:]
+        raise UnsupportedError(
+            f"{type(inner).__name__} cannot read images of {height} x {width} pixels: {error} Choose another "
+            "resolution, or a scheme that has no table of places."
+        ) from error
+
+
+def _about_size(model: Any, pixel_values: Tensor) -> bool:
+    """Whether the images differ from those that the config names, so that their size may be what the model refuses."""
+    named = getattr(unwrapped(model).config, "image_size", None)
+    height, width = (named, named) if isinstance(named, int) else named or (None, None)
+    return tuple(pixel_values.shape[-2:]) != (height, width)
+
+
+def patch_outputs(model: Any, pixel_values: Tensor) -> PatchOutputs:
+    """Runs a model on images, in evaluation mode, and places its states on the grid of patches.
+
+    Tokens in front of the patches (class and register tokens) have no place in the image and are left out.
+
+    Args:
+        model: of images alone.
+        pixel_values: `(batch, channels, height, width)`.
+
+    Raises:
+        UnsupportedError: if the model returns no hidden states, or merges its patches.
+    """
+    size = PatchSize.of(model)
+    rows, columns = pixel_values.shape[-2] // size.height, pixel_values.shape[-1] // size.width
+    with evaluation_mode(model):
+        output = run_images(model, pixel_values, output_hidden_states=True, return_dict=True)
+    found = getattr(output, "hidden_states", None)
+    name = type(unwrapped(model)).__name__
+    if not found or found[0] is None:
+        raise UnsupportedError(f"{name} returns no hidden states, which are compared here.")
+    states = []
+    for layer, state in enumerate(found):
+        extra = state.shape[1] - rows * columns if state.dim() == 3 else -1
+        if extra < 0:
+            raise UnsupportedError(
+                f"{name} returns states of shape {tuple(state.shape)} behind layer {layer} for {rows} x {columns} "
+                "patches: it merges patches, so the states of one patch cannot be followed through the layers."
+            )
+        states.append(state[:, extra:].unflatten(1, (rows, columns)).cpu())
+    whole = getattr(output, "logits", None)
+    whole = getattr(output, "pooler_output", None) if whole is None else whole
+    if whole is None and found[-1].shape[1] > rows * columns:
+        whole = found[-1][:, 0]
+    if whole is not None and whole.dim() != 2:
+        whole = None
+    return PatchOutputs(tuple(states), None if whole is None else whole.cpu())
+
+
+def drawn_images(size: PatchSize, count: int, rows: int, columns: int, seed: int) -> Tensor:
+    """`(count, channels, height, width)` standard normal pixels, `rows` x `columns` patches, the same in every run."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, size.channels, *size.pixels(rows, columns), generator=generator)
+
+
+def cut(pixel_values: Tensor, size: PatchSize) -> Tensor:
+    """Images `(batch, channels, height, width)` as patches `(batch, rows, columns, channels, patch, patch)`."""
+    parts = pixel_values.unfold(2, size.height, size.height).unfold(3, size.width, size.width)
+    return parts.permute(0, 2, 3, 1, 4, 5)
+
+
+def joined_patches(patches: Tensor) -> Tensor:
+    """The images that `cut` made patches of."""
+    batch, rows, columns, channels, height, width = patches.shape
+    return patches.permute(0, 3, 1, 4, 2, 5).reshape(batch, channels, rows * height, columns * width)

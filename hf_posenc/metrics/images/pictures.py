@@ -1,0 +1,192 @@
+"""Pictures with labels: scikit-learn's handwritten digits, a folder with one folder per class, or a hub dataset."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hf_posenc.errors import UsageError
+
+#: 1,797 pictures of 8 x 8 pixels by 43 writers (E. Alpaydin and C. Kaynak 1998, "Optical Recognition of Handwritten
+#: Digits", UCI Machine Learning Repository), which install with scikit-learn.
+DIGITS = "digits"
+#: By their usual names in datasets.
+IMAGE_COLUMNS, LABEL_COLUMNS = ("image", "img", "pixel_values"), ("label", "labels", "fine_label")
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Pictures, decoded when they are asked for.
+
+    Args:
+        source: where they are from.
+        items: pictures as tensors `(channels, height, width)` in [0, 1], or as PIL images.
+        labels: number of the class of each.
+        classes: name of each class.
+    """
+
+    source: str
+    items: Sequence[Any]
+    labels: tuple[int, ...]
+    classes: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def picture(self, index: int) -> Tensor:
+        """`(channels, height, width)` float32 in [0, 1]; 1 channel for a grey picture, otherwise 3."""
+        return as_tensor(self.items[index])
+
+    def select(self, indices: Sequence[int]) -> Pictures:
+        """Some of the pictures."""
+        chosen = _Chosen(self.items, tuple(indices))
+        return Pictures(self.source, chosen, tuple(self.labels[index] for index in indices), self.classes)
+
+
+@dataclass(frozen=True)
+class _Chosen(Sequence[Any]):
+    items: Sequence[Any]
+    indices: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.items[self.indices[index]]
+
+
+@dataclass(frozen=True)
+class _Column(Sequence[Any]):
+    """A column of a dataset, row by row, so that only the pictures that are asked for are in memory."""
+
+    dataset: Any
+    name: str
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.dataset[index][self.name]
+
+
+def as_tensor(item: Any) -> Tensor:
+    """A PIL image, or a tensor as it is, as `(channels, height, width)` float32 in [0, 1]."""
+    if isinstance(item, Tensor):
+        return item
+    import numpy
+
+    deep = item.mode in ("I", "I;16", "F")
+    image = item if item.mode == "L" or deep else item.convert("RGB")
+    values = torch.from_numpy(numpy.array(image, dtype=numpy.float32))
+    values = values / (65535.0 if deep else 255.0)
+    return values[None] if values.dim() == 2 else values.permute(2, 0, 1)
+
+
+def load_pictures(
+    name: str | None = None,
+    config_name: str | None = None,
+    split: str = "train",
+    *,
+    image_column: str | None = None,
+    label_column: str | None = None,
+) -> Pictures:
+    """Loads pictures with their labels.
+
+    Args:
+        name: "digits" (the default) for those of scikit-learn, a local folder with one folder per class, or a dataset
+            on the hub.
+        config_name: configuration of a hub dataset.
+        split: which split of it.
+        image_column: the column with the pictures; found by its usual names if it is not given.
+        label_column: the column with the labels, likewise.
+
+    Raises:
+        UsageError: if the pictures cannot be found, have no labels, or need a package that is not installed.
+    """
+    if name in (None, DIGITS):
+        return _digits()
+    try:
+        from datasets import ClassLabel, exceptions, load_dataset
+    except ImportError as error:
+        raise UsageError(
+            f"Pictures are read with the package 'datasets', which cannot be imported ({error}): pip install "
+            "'hf-posenc[train]'."
+        ) from error
+    path = Path(str(name))
+    try:
+        if path.is_dir():
+            dataset = load_dataset("imagefolder", data_dir=str(path), split=split)
+        else:
+            dataset = load_dataset(str(name), config_name, split=split)
+    except (OSError, ValueError, exceptions.DatasetsError) as error:
+        raise UsageError(
+            f"Cannot load the pictures {name!r}: {error} Name 'digits', a folder with one folder per class, or a "
+            "dataset on the hub."
+        ) from error
+    columns = dataset.column_names
+    found = {}
+    for kind, given, usual in (("image", image_column, IMAGE_COLUMNS), ("label", label_column, LABEL_COLUMNS)):
+        wanted = [one for one in ((given,) if given else usual) if one in columns]
+        if not wanted:
+            raise UsageError(
+                f"{name!r} has no column {given or ' or '.join(usual)} with the {kind}s; its columns: "
+                f"{', '.join(columns)}. Name one with --{kind}_column; a folder needs one folder per class."
+            )
+        found[kind] = wanted[0]
+    labels, feature = dataset[found["label"]], dataset.features[found["label"]]
+    if isinstance(feature, ClassLabel):
+        names = tuple(feature.names)
+        numbers = tuple(int(label) for label in labels)
+    else:
+        names = tuple(sorted({str(label) for label in labels}))
+        numbers = tuple(names.index(str(label)) for label in labels)
+    return Pictures(path.name if path.is_dir() else str(name), _Column(dataset, found["image"]), numbers, names)
+
+
+def _digits() -> Pictures:
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise UsageError(
+            f"The handwritten digits install with scikit-learn, which cannot be imported ({error}): pip install "
+            "'hf-posenc[images]', or name a folder of pictures."
+        ) from error
+    found = load_digits()
+    pictures = torch.from_numpy(found.images).float()[:, None] / 16
+    classes = tuple(str(number) for number in found.target_names)
+    return Pictures("scikit-learn's digits", list(pictures), tuple(int(label) for label in found.target), classes)
+
+
+def resized(picture: Tensor, resolution: int, channels: int) -> Tensor:
+    """A picture `(channels, height, width)` as `(channels, resolution, resolution)`, bicubic, in [0, 1].
+
+    It is stretched to a square, as transformers' image processors of ViT do, and grey or coloured as `channels` says.
+    """
+    if picture.shape[0] != channels:
+        grey = picture.mean(dim=0, keepdim=True)
+        picture = grey.expand(channels, -1, -1)
+    if picture.shape[-2:] == (resolution, resolution):
+        return picture
+    larger = functional.interpolate(
+        picture[None], (resolution, resolution), mode="bicubic", antialias=True, align_corners=False
+    )
+    return larger[0].clamp(0, 1)
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """What a model expects of pixels: `(value - mean) / std` for values in [0, 1]."""
+
+    mean: tuple[float, ...] = (0.5,)
+    std: tuple[float, ...] = (0.5,)
+
+    def __call__(self, pixels: Tensor) -> Tensor:
+        """`(..., channels, height, width)`."""
+        mean, std = (torch.tensor(values)[:, None, None] for values in (self.mean, self.std))
+        return (pixels - mean) / std

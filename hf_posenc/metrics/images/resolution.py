@@ -1,0 +1,210 @@
+"""How many pictures a classifier gets right, by the resolution that it reads them at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedError
+from hf_posenc.metrics.images.patches import PatchSize, run_images
+from hf_posenc.metrics.images.pictures import Normalization, Pictures, load_pictures, resized
+from hf_posenc.metrics.in_turn import check_schemes, measure_in_turn, subject_in_force
+from hf_posenc.metrics.preserve import evaluation_mode
+from hf_posenc.metrics.statistics import wilson_interval
+from hf_posenc.patching.place.model_checks import unwrapped
+from hf_posenc.report.records import Quantity, Record, Result, Subject, View, joined
+from hf_posenc.schemes.config import SchemeConfig
+
+
+@dataclass(frozen=True)
+class ResolutionRow:
+    """One resolution.
+
+    Args:
+        resolution: pixels along each side.
+        right: pictures whose class has the largest logit; `None` if the model cannot read this resolution.
+        pictures: how many were read.
+        loss: mean cross-entropy in nats.
+        reason: why there is no number.
+    """
+
+    resolution: int
+    right: int | None
+    pictures: int
+    loss: float | None
+    reason: str = ""
+
+    @property
+    def accuracy(self) -> float | None:
+        """Fraction of the pictures that are classified right."""
+        return None if self.right is None else self.right / self.pictures
+
+
+def accuracy_by_resolution(
+    model: Any,
+    pictures: Pictures,
+    resolutions: Sequence[int],
+    *,
+    normalization: Normalization | None = None,
+    batch_size: int = 64,
+) -> list[ResolutionRow]:
+    """Reads the same pictures at several resolutions; the model is left as it was found.
+
+    Args:
+        model: an image classifier.
+        pictures: with labels.
+        resolutions: pixels along each side; whole patches.
+        normalization: of pixels; by default from [0, 1] to [-1, 1].
+        batch_size: pictures per forward.
+
+    Returns:
+        One row per resolution, in ascending order, with the reason where the model cannot read it.
+
+    Raises:
+        MeasurementError: if there are no pictures, or a resolution is not a whole number of patches.
+        UnsupportedError: if the model is no classifier of images.
+    """
+    size = PatchSize.of(model)
+    if not len(pictures):
+        raise MeasurementError("There are no pictures to classify.")
+    check_resolutions(size, resolutions)
+    normalize = Normalization() if normalization is None else normalization
+    rows = []
+    for resolution in sorted(set(resolutions)):
+        right, loss = 0, 0.0
+        try:
+            for start in range(0, len(pictures), batch_size):
+                indices = range(start, min(start + batch_size, len(pictures)))
+                pixels = [resized(pictures.picture(index), resolution, size.channels) for index in indices]
+                with evaluation_mode(model):
+                    logits = getattr(run_images(model, normalize(torch.stack(pixels))), "logits", None)
+                if logits is None or logits.dim() != 2:
+                    raise MeasurementError(
+                        f"{type(unwrapped(model)).__name__} returns no logits for a picture. Load it with "
+                        "AutoModelForImageClassification."
+                    )
+                labels = torch.tensor([pictures.labels[index] for index in indices])
+                logits = logits.float().cpu()
+                right += int((logits.argmax(-1) == labels).sum())
+                loss += float(functional.cross_entropy(logits, labels, reduction="sum"))
+        except (UnsupportedError, SequenceLengthError) as error:
+            rows.append(ResolutionRow(resolution, None, len(pictures), None, str(error)))
+        else:
+            rows.append(ResolutionRow(resolution, right, len(pictures), loss / len(pictures)))
+    return rows
+
+
+def check_resolutions(size: PatchSize, resolutions: Sequence[int]) -> None:
+    """Refuses resolutions that are not a whole number of patches, at least one.
+
+    Raises:
+        MeasurementError: with the nearest resolution that fits.
+    """
+    for resolution in resolutions:
+        if resolution < max(size.height, size.width) or resolution % size.height or resolution % size.width:
+            nearest = max(1, round(resolution / size.height)) * size.height
+            raise MeasurementError(
+                f"A picture of {resolution} pixels is not a whole number of patches of {size.height} x {size.width} "
+                f"pixels. Use {nearest}."
+            )
+
+
+def resolution_test(
+    model: Any,
+    schemes: Sequence[str | SchemeConfig] | None = None,
+    *,
+    resolutions: Sequence[int],
+    dataset: str = "digits",
+    split: str = "train",
+    max_pictures: int | None = None,
+    batch_size: int = 64,
+    seed: int = 0,
+) -> Result:
+    """Measures the accuracy of an image classifier by resolution.
+
+    A scheme that is put in place after training shows what it does to a trained model, not what a model could learn
+    with it: for that train a model with it (`training/run_image_classification.py`, `training/compare.py`).
+
+    Args:
+        model: an image classifier, patched or not; left as it was found.
+        schemes: what is measured, one after the other; see `measure_in_turn`.
+        resolutions: pixels along each side of the pictures.
+        dataset: "digits" for scikit-learn's, a folder with one folder per class, or a dataset on the hub.
+        split: which split of the dataset.
+        max_pictures: read at most this many pictures, evenly spread.
+        batch_size: pictures per forward.
+        seed: of newly created scheme weights.
+
+    Returns:
+        For each scheme and `resolution` the `accuracy` with its 95 % Wilson interval over pictures, and the `loss` in
+        nats; the reason where the model cannot read the resolution.
+
+    Raises:
+        UnknownNameError: for an unknown scheme, before the model is touched.
+        MeasurementError: if a resolution is not a whole number of patches, or the classes are not those of the model.
+        UnsupportedError: if the model is no classifier of images.
+        UsageError: if the pictures cannot be loaded.
+    """
+    check_schemes(schemes)
+    check_resolutions(PatchSize.of(model), resolutions)
+    pictures = load_pictures(dataset, split=split)
+    if max_pictures is not None and max_pictures < len(pictures):
+        pictures = pictures.select([index * len(pictures) // max_pictures for index in range(max_pictures)])
+    classes = getattr(unwrapped(model).config, "num_labels", None)
+    if classes is not None and len(pictures.classes) > classes:
+        raise MeasurementError(
+            f"{pictures.source} has {len(pictures.classes)} classes, and the model knows {classes}: it was trained on "
+            "other pictures."
+        )
+
+    def measure(patched: Any) -> list[Record]:
+        return _records(accuracy_by_resolution(patched, pictures, resolutions, batch_size=batch_size))
+
+    return _result(model, pictures, *measure_in_turn(model, schemes, measure, seed=seed), {"seed": seed})
+
+
+def resolution_result(model: Any, pictures: Pictures, rows: Sequence[ResolutionRow]) -> Result:
+    """The result of one model as it is, from what `accuracy_by_resolution` returned."""
+    return _result(model, pictures, *joined([(subject_in_force(model), _records(rows))]), {})
+
+
+def _records(rows: Sequence[ResolutionRow]) -> list[Record]:
+    records = []
+    for row in rows:
+        at, note = {"resolution": row.resolution}, f"{row.resolution} pixels: {row.reason}" if row.reason else ""
+        low, high = (None, None) if row.right is None else wilson_interval(row.right, row.pictures)
+        records.append(Record("", "accuracy", row.accuracy, at, low, high, row.pictures, note=note))
+        records.append(Record("", "loss", row.loss, at))
+    return records
+
+
+def _result(
+    model: Any,
+    pictures: Pictures,
+    subjects: tuple[Subject, ...],
+    records: tuple[Record, ...],
+    settings: dict[str, Any],
+) -> Result:
+    return Result(
+        task="resolution",
+        title=f"{type(unwrapped(model)).__name__}: {pictures.source}, right answers by resolution",
+        quantities=(
+            Quantity("accuracy", "{resolution} pixels (%)", style="percent_tenths"),
+            Quantity("loss", "loss at {resolution}", style="loss"),
+        ),
+        subjects=subjects,
+        records=records,
+        views=(View(("accuracy",)), View(("loss",))),
+        settings={
+            "model": type(unwrapped(model)).__name__,
+            "pictures": pictures.source,
+            "count": len(pictures),
+            "resolutions": list(dict.fromkeys(record.at["resolution"] for record in records)),
+        }
+        | settings,
+        remarks=("Intervals are 95 % Wilson intervals over the pictures.",),
+    )

@@ -1,0 +1,52 @@
+"""Rotary modules of stacks whose input is pixels: the coordinates that the model passes to them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_posenc.patching.call.grid.numbers import numbered
+from hf_posenc.patching.call.grid_state import GridState
+from hf_posenc.patching.call.placed_forward import PlacedForward
+from hf_posenc.patching.call.runtime import StackRuntime
+
+
+class GridRotarySite(PlacedForward):
+    """Stands in for the `forward` of a rotary module, records the coordinates of the call, and numbers its tokens.
+
+    Some models bring their patches into another order after the phases are computed, for attention in windows. No layer
+    uses the phases of the module while a scheme is in place, so they are replaced by the number of each token. What a
+    layer receives then shows the order of its tokens.
+
+    Args:
+        module: the rotary module.
+        runtime: the runtime of its stack.
+    """
+
+    def __init__(self, module: nn.Module, runtime: StackRuntime) -> None:
+        self.module = module
+        self.runtime = runtime
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Returns numbers in the shape of the phases, `(tokens, width)` each."""
+        phases = self.stock(x, *args, **kwargs)
+        position_ids = args[0] if args else kwargs.get("position_ids")
+        state = self.runtime.state
+        if self.retired or not isinstance(state, GridState) or not isinstance(position_ids, Tensor):
+            return phases
+        coordinates = _axes_first(position_ids)
+        if coordinates is None:
+            return phases
+        state.coordinates = coordinates.unsqueeze(1).long()
+        state.numbered = True
+        return numbered(phases)
+
+
+def _axes_first(position_ids: Tensor) -> Tensor | None:
+    """`(axes, tokens)` from either order of the axes; `None` for positions on one axis."""
+    if position_ids.dim() != 2:
+        return None
+    if position_ids.shape[1] in (2, 3):
+        return position_ids.T
+    return position_ids if position_ids.shape[0] in (2, 3) else None

@@ -1,0 +1,217 @@
+"""Position tables over a grid of patches: the vectors of the scheme stand in for the table, at its own place.
+
+The module that owns the table runs its own forward with another `self`: a view that shares all attributes of the
+module, except that the table is the vectors of this call, and that a method which interpolates the table returns them
+too. What
+follows the table (norms, dropout, masking of patches) is therefore as in the stock model.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.call.grid_state import GridState
+from hf_posenc.patching.call.length_checks import check_cache
+from hf_posenc.patching.call.placed_forward import PlacedForward
+from hf_posenc.patching.call.runtime import StackRuntime
+from hf_posenc.patching.call.view import view_of
+from hf_posenc.patching.find.forward_code import names_used
+from hf_posenc.patching.find.grids.found import GridTable
+from hf_posenc.patching.find.offloading import onload_weights
+from hf_posenc.schemes.parts import AdditiveEncoding
+
+#: Methods that return the table for the grid of a call.
+_INTERPOLATIONS = ("interpolate_pos_encoding", "_resize_pos_embed")
+#: Functions with which a module reads its table at the places of patches, whatever their number. Such a module adds the
+#: result to the patches and returns the sum.
+_RESAMPLING = frozenset(("grid_sample", "embedding_bag", "get_vision_nearest_position_ids", "bucketize"))
+#: A method that resizes the table to several images, and pads the result.
+_RESIZING = "resize_positional_embeddings"
+#: A method that drops random patches.
+_MASKING = "random_masking"
+
+
+class GridTableSite(PlacedForward):
+    """Stands in for the `forward` of a module that owns position tables over a grid.
+
+    Args:
+        module: the module.
+        tables: its tables.
+        main: the table of the stack that becomes the vectors of the scheme, if it is among them; others become zeros.
+        runtime: the runtime of its stack.
+        additive: the scheme's part, or `None` for no position encoding.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        tables: Sequence[GridTable],
+        main: GridTable,
+        runtime: StackRuntime,
+        additive: AdditiveEncoding | None,
+    ) -> None:
+        self.module = module
+        self.prefix_rows = {table.name: table.prefix_rows for table in tables}
+        self.main = main.name if main.module is module else None
+        self.runtime = runtime
+        self.additive = additive
+        #: Whether the module reads its table at other places than the patches, and adds the result last.
+        self.resamples = bool(_RESAMPLING & names_used(type(module).forward)) and len(self.prefix_rows) == 1
+        self._view: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_view": None}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's own forward with the vectors of the scheme as its table."""
+        if self.retired or self.inner is not None:
+            return self.stock(*args, **kwargs)
+        output = type(self.module).forward(self.view, *args, **kwargs)
+        return self._with_vectors(output) if self.resamples and self.main is not None else output
+
+    def _with_vectors(self, output: Tensor) -> Tensor:
+        """Adds the vectors to embedded patches, `(tokens, hidden)` or `(batch, tokens, hidden)`."""
+        if self.additive is None:
+            return output
+        vectors = self._encoded(output.shape[-2], output.device).to(output.dtype)
+        return output + vectors.view(-1, *output.shape[1:]) if output.dim() == 3 else output + vectors[0]
+
+    @property
+    def view(self) -> Any:
+        """The module with other tables. It shares the attributes of the module, later changes included."""
+        if self._view is None:
+            self._view = _view_of(self)
+        return self._view
+
+    def vectors(self, name: str, length: int | None = None) -> Tensor:
+        """`(batch or 1, prefix rows + patches, hidden)`: what stands in for a table in this call.
+
+        Args:
+            name: the attribute that holds the table.
+            length: number of rows, if the call states it.
+
+        Raises:
+            UnsupportedError: if the grid of the call is unknown.
+        """
+        state = self.runtime.state
+        table = self.native(name)
+        if not self.stands_in(name):
+            return torch.zeros_like(table)
+        if not isinstance(state, GridState) or not state.is_known:
+            raise UnsupportedError(
+                f"{type(self.module).__name__} read its position table {name!r} before its patches were projected, or "
+                "outside its model, so the grid of the image is unknown. Call the whole model."
+            )
+        length = state.table_length(self.prefix_rows[name]) if length is None else length
+        return self._encoded(length, table.device).to(table.dtype)
+
+    def stands_in(self, name: str) -> bool:
+        """Whether vectors of the scheme stand in for a table. Otherwise it is zero, and the stock code resizes it."""
+        return self.additive is not None and name == self.main and not self.resamples
+
+    def _encoded(self, length: int, device: torch.device) -> Tensor:
+        """`(batch or 1, length, hidden)`: the vectors of the scheme."""
+        assert self.additive is not None
+        tokens = self.runtime.state_for(length).by_slots(length)
+        check_cache(self.additive, tokens)
+        with onload_weights(self.additive):
+            encoded: Tensor = self.additive(tokens.positions(device))
+        return encoded
+
+    def native(self, name: str) -> Tensor:
+        """The table of the stock model."""
+        value = getattr(self.module, name)
+        weight = value.weight if isinstance(value, nn.Module) else value
+        assert isinstance(weight, Tensor)
+        return weight
+
+
+class _EmbeddingView:
+    """Stands in for an `nn.Embedding` that holds a table: it returns the vectors for whatever rows are looked up."""
+
+    def __init__(self, site: GridTableSite, name: str) -> None:
+        self.site = site
+        self.name = name
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """The vectors, in the shape of the looked up rows, which may be several for each patch."""
+        if not self.site.stands_in(self.name):
+            table = self.site.native(self.name)
+            return table.new_zeros(*rows.shape, table.shape[-1])
+        vectors = self.site.vectors(self.name)
+        length = vectors.shape[1]
+        if rows.shape[-1] != length and rows.shape[0] == length and rows.dim() == 2:
+            return vectors[0].unsqueeze(1).expand(*rows.shape, -1)
+        return vectors if rows.dim() == 2 and rows.shape[0] == 1 else vectors.expand(*rows.shape, -1)
+
+    @property
+    def weight(self) -> Tensor:
+        """`(rows, hidden)`: zeros, or the stock table, which only determines the arguments of a replaced method."""
+        table = self.site.native(self.name)
+        return table if self.site.stands_in(self.name) else torch.zeros_like(table)
+
+
+def _view_of(site: GridTableSite) -> Any:
+    module, main = site.module, site.main
+    replaced: dict[str, Any] = {name: _table_property(site, name) for name in site.prefix_rows}
+    if main is not None and site.stands_in(main):
+        for name in _INTERPOLATIONS:
+            if hasattr(module, name):
+                replaced[name] = _method(functools.partial(_interpolated, site, main))
+        if hasattr(module, _RESIZING):
+            replaced[_RESIZING] = _method(functools.partial(_resized, site, main))
+    if hasattr(module, _MASKING):
+        replaced[_MASKING] = _method(functools.partial(_noting_kept, site))
+    return view_of(module, replaced)
+
+
+def _table_property(site: GridTableSite, name: str) -> property:
+    if isinstance(getattr(site.module, name), nn.Module):
+        return property(lambda view: _EmbeddingView(site, name))
+    return property(lambda view: _in_shape_of(site, name))
+
+
+def _method(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(view: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _interpolated(site: GridTableSite, name: str, *args: Any, **kwargs: Any) -> Tensor:
+    """The vectors in place of an interpolated table."""
+    return site.vectors(name)
+
+
+def _resized(site: GridTableSite, name: str, *sizes: Any, max_length: int | None = None) -> Tensor:
+    """The vectors in place of a resized table: padded to `max_length`, or `(tokens, hidden)` of packed images."""
+    vectors = site.vectors(name, max_length)
+    return vectors.squeeze(0) if max_length is None else vectors
+
+
+def _noting_kept(site: GridTableSite, sequence: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Runs the module's own `random_masking`, and records which patches it keeps."""
+    shown, mask, restoring = getattr(site.module, _MASKING)(sequence, *args, **kwargs)
+    state = site.runtime.state
+    if isinstance(state, GridState):
+        state.kept = restoring.argsort(dim=1)[:, : shown.shape[1]]
+    return shown, mask, restoring
+
+
+def _in_shape_of(site: GridTableSite, name: str) -> Tensor:
+    """The vectors in the number of dimensions of the table: some tables are `(1, rows, columns, hidden)`."""
+    vectors, table = site.vectors(name), site.native(name)
+    if not site.stands_in(name):
+        return vectors
+    if table.dim() == 4:
+        state = site.runtime.state
+        assert isinstance(state, GridState)
+        assert state.grid is not None
+        return vectors.reshape(1, *state.grid[-2:], -1)
+    return vectors if table.dim() == 3 else vectors.squeeze(0)

@@ -1,0 +1,51 @@
+"""What the arguments of a call say about the grids of its images."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_posenc.patching.call.grid_state import GridState
+from hf_posenc.patching.find.grids.found import FoundGrid
+
+#: Arguments `(images, 2)` with the rows and columns of each image of a padded batch of patches.
+_SIZES = ("spatial_shapes",)
+#: The argument `(images, 3)` with the frames, rows and columns of images that are packed in one row.
+_PACKED = "grid_thw"
+#: Masks of patches that may be dropped: true where a patch is hidden.
+_HIDDEN = ("bool_masked_pos",)
+#: The function with which a model computes the `(patches, 2)` rows and columns of packed images, in the order in which
+#: it merges patches.
+_PLACES = "get_vision_position_ids"
+
+
+def grid_state(stack: nn.Module, grid: FoundGrid, arguments: Mapping[str, Any]) -> GridState:
+    """The state of a call, as far as its arguments show the grids."""
+    state = GridState(-1, suffix_tokens=grid.suffix_tokens)
+    state.grid = _of_pixels(grid, stack.config, arguments)
+    for name in _SIZES:
+        if isinstance(arguments.get(name), Tensor):
+            state.sizes = arguments[name].long()
+    for name in _HIDDEN:
+        if isinstance(arguments.get(name), Tensor):
+            state.hidden_patches = arguments[name]
+    packed = arguments.get(_PACKED)
+    places = inspect.unwrap(type(stack).forward).__globals__.get(_PLACES)
+    if isinstance(packed, Tensor) and places is not None:
+        merge = getattr(stack, "spatial_merge_size", None) or getattr(stack.config, "spatial_merge_size", 1)
+        state.coordinates = places(packed, merge).T.unsqueeze(1).long()
+    return state
+
+
+def _of_pixels(grid: FoundGrid, config: Any, arguments: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The grid of whole images, until the projection shows it, and for stacks without a known projection."""
+    pixels = next((value for value in arguments.values() if isinstance(value, Tensor) and value.dim() in (4, 5)), None)
+    patch = getattr(config, "patch_size", None)
+    if pixels is None or patch is None:
+        return None
+    sides = (patch, patch) if isinstance(patch, int) else tuple(patch)[-2:]
+    rows, columns = (int(size) // int(side) for size, side in zip(pixels.shape[-2:], sides, strict=True))
+    return (rows, columns) if rows and columns else None

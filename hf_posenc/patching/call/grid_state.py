@@ -1,0 +1,145 @@
+"""The grid of patches of one forward call, and the positions of the tokens of a layer in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.call.forward_state import ForwardState
+from hf_posenc.patching.call.grid_places import in_raster, of_images, packed, selected
+from hf_posenc.schemes.parts import Part
+from hf_posenc.schemes.positions import Positions
+
+Sizes = tuple[int, ...]
+
+
+@dataclass
+class GridState(ForwardState):
+    """The positions of one forward call of a stack whose input is pixels.
+
+    The number of tokens differs between its modules: a table has rows for class tokens or not, registers are added
+    later, and layers may work in windows. Each therefore asks for the positions of as many tokens as it has.
+
+    Args:
+        grid: sizes of the grid of every image, `(rows, columns)` or `(frames, rows, columns)`; set when the patches are
+            projected.
+        suffix_tokens: number of tokens without a place that follow the patches.
+        sizes: `(batch, axes)` int64, if the images of a padded batch have grids of different sizes.
+        coordinates: `(axes, 1, length)` that the model passes to its rotary module, for images packed in one row.
+        hidden_patches: `(batch, patches)` bool, the patches that the model may drop.
+        kept: `(batch, patches)` int64, the patches in raster order that remain after others were dropped.
+        numbered: whether the phases that layers receive are the numbers of their tokens.
+    """
+
+    grid: Sizes | None = None
+    suffix_tokens: int = 0
+    sizes: Tensor | None = None
+    hidden_patches: Tensor | None = None
+    kept: Tensor | None = None
+    numbered: bool = False
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the grid of the call is known."""
+        return self.grid is not None or self.coordinates is not None or self.sizes is not None
+
+    def table_length(self, prefix_rows: int) -> int:
+        """Number of vectors that stand in for a table with `prefix_rows` before those of the patches."""
+        if self.coordinates is not None:
+            return self.coordinates.shape[-1]
+        assert self.grid is not None
+        return prefix_rows + math.prod(self.grid) + self.suffix_tokens
+
+    def by_slots(self, length: int) -> ForwardState:
+        """The state of a module with `length` tokens: those of the grid, and others without a place around them."""
+        return self.of_module(length, None)
+
+    def of_module(self, length: int, window: Sizes | None) -> GridTokens:
+        """The state of a module with `length` tokens.
+
+        Args:
+            length: number of tokens.
+            window: sizes of the windows in which the module works, if it may.
+        """
+        tokens = GridTokens(length, memo=self.memo, numbered=self.numbered)
+        if window is not None and math.prod(window) == length:
+            tokens.grid = window
+        elif self.coordinates is not None and self.coordinates.shape[-1] == length:
+            tokens.given = packed(self.coordinates, self.memo)
+            tokens.position_ids = tokens.given.ids
+        elif self.sizes is not None:
+            tokens.given = of_images(self.sizes, length, self.memo)
+        elif self.grid is not None:
+            self._fill(tokens, self.grid)
+        return tokens
+
+    def _fill(self, tokens: GridTokens, grid: Sizes) -> None:
+        length, kept = tokens.query_length, self.kept
+        others = length - math.prod(grid)
+        if kept is None and self.hidden_patches is not None:
+            shown = (~self.hidden_patches.bool().flatten(1)).nonzero()[:, 1]
+            kept = shown.reshape(self.hidden_patches.shape[0], -1)
+        if kept is not None and others < self.suffix_tokens:
+            before = length - kept.shape[1] - self.suffix_tokens
+            whole = in_raster(grid, before + math.prod(grid) + self.suffix_tokens, self.suffix_tokens, kept.device)
+            class_tokens = torch.arange(before, device=kept.device).expand(kept.shape[0], -1)
+            tokens.given = selected(whole, torch.cat([class_tokens, kept + before], dim=1), self.memo)
+            tokens.position_ids = tokens.given.ids
+        elif others >= self.suffix_tokens:
+            tokens.grid, tokens.suffix_tokens = grid, self.suffix_tokens
+
+
+@dataclass
+class GridTokens(ForwardState):
+    """The positions of the tokens of one module: patches in raster order, and tokens without a place around them.
+
+    Args:
+        grid: sizes of the grid; `None` if the tokens have no known places, or `given` has them.
+        suffix_tokens: number of tokens without a place after the patches; the others are before them.
+        given: the positions, if the tokens are not those of one grid in raster order.
+        numbered: as in `GridState`.
+        attended: number of tokens whose attention was computed, in a module that does so for one part at a time.
+    """
+
+    grid: Sizes | None = None
+    suffix_tokens: int = 0
+    given: Positions | None = None
+    numbered: bool = False
+
+    def _resolve(self, device: torch.device) -> Positions:
+        if self.given is not None:
+            return self.given
+        if self.grid is None:
+            return super()._resolve(device)
+        return dataclasses.replace(in_raster(self.grid, self.query_length, self.suffix_tokens, device), memo=self.memo)
+
+    def check_places(self, part: Part) -> None:
+        """Refuses tokens without places for a part that reads them.
+
+        Raises:
+            UnsupportedError: with the number of tokens.
+        """
+        if part.reads_coordinates and self.grid is None and (self.given is None or self.given.coordinates is None):
+            raise UnsupportedError(
+                f"{type(part).__name__} reads the rows and columns of patches, but a layer of this model computes "
+                f"attention over {self.query_length} tokens that are not the patches of an image: they belong to "
+                "another axis (frames), or their order is unknown. Use a one-dimensional scheme (axes=1, 'rope'), or "
+                "choose layers with `layers=`."
+            )
+
+    def part(self, start: int, length: int, device: torch.device) -> GridTokens:
+        """The positions of `length` of the tokens."""
+        return self._of(torch.arange(start, start + length, device=device))
+
+    def in_order(self, numbers: Tensor) -> GridTokens:
+        """The positions of the tokens in the order of their numbers, `(length,)`."""
+        return self._of(numbers)
+
+    def _of(self, indices: Tensor) -> GridTokens:
+        found = selected(self.positions(indices.device), indices.unsqueeze(0), self.memo)
+        return GridTokens(len(indices), memo=self.memo, given=found, position_ids=found.ids)

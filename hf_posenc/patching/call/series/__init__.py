@@ -1,0 +1,1 @@
+"""Calls of stacks whose input is a series of features."""

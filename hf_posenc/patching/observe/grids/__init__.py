@@ -1,0 +1,1 @@
+"""The native scheme of a stack whose input is pixels."""

@@ -1,0 +1,71 @@
+"""Different schemes in different parts of a composite model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.limits import shown
+from hf_posenc.schemes.parts import SchemeParts
+from hf_posenc.schemes.registry import as_scheme, register_scheme
+
+
+@register_scheme
+@dataclass(frozen=True)
+class PartsConfig(SchemeConfig):
+    """One scheme for each named part of a composite model, such as its text and its vision part.
+
+    `patch_model(model, scheme, part=...)` creates it. Parts that it does not name keep their native scheme.
+
+    Args:
+        names: the names of the parts, such as ("text", "vision").
+        schemes: the scheme of each: configs, names or dictionaries, or lists of these to combine.
+
+    Raises:
+        ValueError: if there are no parts, a name occurs twice or is not a string, the two options have different
+            lengths, or a scheme is a `PartsConfig` itself.
+    """
+
+    name: ClassVar[str] = "parts"
+    combinator: ClassVar[bool] = True
+
+    names: tuple[str, ...] = ()
+    schemes: tuple[SchemeConfig, ...] = ()
+
+    def __post_init__(self) -> None:
+        names, schemes = self.names, self.schemes
+        sequences = isinstance(names, tuple | list) and isinstance(schemes, tuple | list)
+        if not sequences or not names or len(names) != len(schemes) or len(set(names)) != len(names):
+            raise ValueError(
+                f"PartsConfig has the names {shown(names)} and the schemes {shown(schemes)}; expected as many schemes "
+                "as names, at least one, and every name once: PartsConfig(names=('text',), schemes=(AlibiConfig(),))."
+            )
+        if not all(isinstance(name, str) and name for name in names):
+            raise ValueError(f"PartsConfig.names is {shown(names)}; expected the names of parts, such as 'text'.")
+        object.__setattr__(self, "names", tuple(names))
+        object.__setattr__(self, "schemes", tuple(as_scheme(one, "An entry of PartsConfig.schemes") for one in schemes))
+        if any(isinstance(one, PartsConfig) for one in self.schemes):
+            raise ValueError("A part of a model has one scheme, but PartsConfig.schemes contains a PartsConfig.")
+
+    def by_part(self) -> dict[str, SchemeConfig]:
+        """The schemes by name of the part."""
+        return dict(zip(self.names, self.schemes, strict=True))
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Always raises an error, because the scheme of each part is built separately.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            f"Scheme {self.name!r} has no parts itself; it defines the scheme of each part of a model. Build those "
+            "instead (`by_part`)."
+        )
+
+
+def of_parts(schemes: Mapping[str, SchemeConfig]) -> PartsConfig:
+    """The config for schemes by name of the part. Equal mappings in any order give equal configs."""
+    names = sorted(schemes)
+    return PartsConfig(names=tuple(names), schemes=tuple(schemes[name] for name in names))

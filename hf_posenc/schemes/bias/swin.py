@@ -1,0 +1,190 @@
+"""A learned bias per displacement on a grid, as in Swin and BEiT."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.grids import Places, check_grid, distances_by_axis, entries_of_pairs, places
+from hf_posenc.schemes.limits import MOST_ROWS
+from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
+from hf_posenc.schemes.positions import AttentionPairs
+from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.resizing import INTERPOLATIONS, Resizing, check_fit, grids_of_call, tables_of_call
+from hf_posenc.schemes.validation import check_boolean, check_choice, check_integer, whole_positions
+
+#: Entries of BEiT for pairs with a token without a place: that token as the query, as the key, and as both.
+CLASS_ENTRIES = 3
+
+
+class SwinBias(PairwiseBias):
+    """One trainable number per displacement and head, in a table that is resized to the grid of the call.
+
+    Args:
+        num_heads: number of query heads.
+        grid: the grid that the table is for, (rows, columns) or (frames, rows, columns).
+        class_entries: whether pairs with a token without a place have entries of their own; otherwise they have 0.
+        num_prefix_tokens: number of tokens before the grid, in a model without coordinates.
+        interpolation: how the table is resized.
+        initializer_range: standard deviation of new entries.
+    """
+
+    reads_coordinates = True
+    reads_later_keys = False
+    whole_positions = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        grid: tuple[int, ...],
+        class_entries: bool,
+        num_prefix_tokens: int,
+        interpolation: str,
+        initializer_range: float,
+    ) -> None:
+        super().__init__()
+        self.axes = len(grid)
+        self.grid = grid
+        self.num_prefix_tokens = num_prefix_tokens
+        self.class_entries = class_entries
+        self.resizing = Resizing(interpolation)
+        self.initializer_range = initializer_range
+        self.weight = nn.Parameter(torch.empty(displacements(grid) + CLASS_ENTRIES * class_entries, num_heads))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws every entry from N(0, initializer_range)."""
+        nn.init.normal_(self.weight, std=self.initializer_range)
+
+    def forward(self, pairs: AttentionPairs) -> Tensor:
+        """Returns `(batch or 1, heads, query_len, key_len)` in float32.
+
+        Raises:
+            ValueError: for a grid that the table cannot be resized to, coordinates of another number of axes, or
+                coordinates that are not integers.
+        """
+        where = places(pairs.keys, self.axes, SwinConfig.name, self.grid[1:], self.num_prefix_tokens)
+        whole_positions(where.coordinates, SwinConfig.name)
+        rows, entries = self._rows_and_table(pairs, where)
+        if where.placed is not None:
+            keys = where.placed.unsqueeze(-2)
+            queries = where.placed.index_select(-1, pairs.query_slots).unsqueeze(-1)
+            # Which of the entries after the displacements: the query has no place, the key, or both; 3 is a zero.
+            kind = torch.where(queries, 1, torch.where(keys, 0, 2)) if self.class_entries else CLASS_ENTRIES
+            rows = rows.where(queries & keys, entries.shape[0] + kind)
+            own = self.weight[displacements(self.grid) :].float()
+            zero = own.new_zeros(CLASS_ENTRIES + 1 - own.shape[0], own.shape[1])
+            entries = torch.cat((entries, own, zero))
+        return entries_of_pairs(entries, rows)
+
+    def _rows_and_table(self, pairs: AttentionPairs, where: Places) -> tuple[Tensor, Tensor]:
+        """The row of each pair, `(batch or 1, query_len, key_len)`, and the rows, `(rows, heads)` in float32."""
+        grids = grids_of_call(pairs.keys, where)
+        table = self.weight[: displacements(self.grid)].float().view(*table_size(self.grid), -1)
+        back = -distances_by_axis(where, pairs)
+        if grids is None:
+            sizes = torch.tensor(table.shape[:-1], device=table.device).view(-1, 1, 1)
+            entries, start = table.flatten(0, -2), None
+        else:
+            if self.resizing.interpolation == "none":
+                check_fit(grids, self.grid, SwinConfig.name)
+            entries, sizes, start = tables_of_call(table, grids, self.resizing, table_size)
+            sizes = sizes.index_select(-1, pairs.query_slots) if start is not None else sizes
+        row = torch.zeros_like(back[0])
+        for axis, steps in enumerate(back):
+            size = sizes[axis].unsqueeze(-1)
+            # Beyond the table only without a known grid, between grids, and for tokens without a place.
+            row = row * size + (steps + (size - 1) // 2).clamp(min=0).minimum(size - 1)
+        if start is not None:
+            row = row + start.index_select(-1, pairs.query_slots).unsqueeze(-1)
+        return row, entries
+
+    @torch.no_grad()
+    def adopt(self, native: Tensor) -> bool:
+        """Copies a stock table `(displacements, heads)`, with or without the class entries, of the same grid."""
+        if native.shape != self.weight.shape:
+            return False
+        self.weight.copy_(native)
+        return True
+
+
+@register_scheme
+@dataclass(frozen=True)
+class SwinConfig(SchemeConfig):
+    """A learned bias per displacement on a grid (Swin, arXiv:2103.14030, equation 4; BEiT, arXiv:2106.08254).
+
+    For two patches of a grid of `R` rows and `C` columns, and a table `W` of `((2R - 1) (2C - 1), heads)`::
+
+        bias(i, j) = W[(row_i - row_j + R - 1) (2C - 1) + column_i - column_j + C - 1, h]
+
+    A grid of three sizes has a third axis, frames, in the same way (Video Swin, arXiv:2106.13230). If the grid of a
+    call has another size, the table is resized to `(2R' - 1, 2C' - 1)`, as BEiT in transformers does. Swin itself
+    divides an image into windows of the size of its table; in other models, the table covers the whole image.
+
+    A token without a place (a class or register token) has the bias 0 with all others, or, with `class_entries`, BEiT's
+    three entries at the end of the table: for that token as the query, as the key, and as both. In a model without
+    coordinates, the tokens fill the columns of the grid row by row, and longer distances have the entry at the edge of
+    the table.
+
+    Args:
+        grid: the sizes that the table is for: (rows, columns), or (frames, rows, columns). The default fits a ViT with
+            224 pixels in patches of 16.
+        class_entries: whether pairs with a token without a place have entries of their own.
+        num_prefix_tokens: number of tokens before the grid, in a model without coordinates.
+        interpolation: how the table is resized: "bilinear", "bicubic", "nearest", or "none", which reads the middle of
+            the table for smaller grids and refuses larger ones.
+        shared: whether all layers share one table; with `False` every layer has its own, as in Swin and BEiT.
+    """
+
+    name: ClassVar[str] = "swin"
+
+    grid: tuple[int, ...] = (14, 14)
+    class_entries: bool = False
+    num_prefix_tokens: int = 0
+    interpolation: str = "bilinear"
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        check_grid(self, least=2, most=3)
+        check_boolean(self, "class_entries")
+        check_integer(self, "num_prefix_tokens", minimum=0)
+        check_choice(self, "interpolation", INTERPOLATIONS)
+        check_boolean(self, "shared")
+        if displacements(self.grid) > MOST_ROWS:
+            raise ValueError(
+                f"SwinConfig.grid is {self.grid}, which has {displacements(self.grid)} displacements; a table has at "
+                f"most {MOST_ROWS} rows. Give a smaller grid; the table is resized to the grid of a call."
+            )
+
+    @property
+    def per_layer(self) -> bool:  # type: ignore[override]
+        """Whether every layer has its own table."""
+        return not self.shared
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Builds a logit bias."""
+        return SchemeParts(
+            logit_bias=SwinBias(
+                context.num_heads,
+                self.grid,
+                self.class_entries,
+                self.num_prefix_tokens,
+                self.interpolation,
+                context.initializer_range,
+            )
+        )
+
+
+def table_size(grid: tuple[int, ...]) -> tuple[int, ...]:
+    """The number of displacements along each axis of a grid."""
+    return tuple(2 * size - 1 for size in grid)
+
+
+def displacements(grid: tuple[int, ...]) -> int:
+    """The number of displacements between two places of a grid."""
+    return math.prod(table_size(grid))

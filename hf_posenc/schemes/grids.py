@@ -1,0 +1,144 @@
+"""Where tokens are on a grid: the coordinates that a model passes, or a sequence that fills a grid row by row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_posenc.schemes.positions import AttentionPairs, Positions
+from hf_posenc.schemes.validation import check_integer, check_integers
+
+
+@dataclass(frozen=True)
+class Places:
+    """The places of the tokens of one call.
+
+    Args:
+        coordinates: `(axes, batch or 1, length)`, the slowest axis first: (frame,) row, column. Any number where a
+            token has no place.
+        extents: `(axes, batch or 1, length)`, the size of the grid of each token; `None` if it is unknown.
+        placed: `(batch or 1, length)` bool, false for tokens without a place; `None` if all tokens have one.
+    """
+
+    coordinates: Tensor
+    extents: Tensor | None = None
+    placed: Tensor | None = None
+
+
+def places(
+    positions: Positions, axes: int, scheme: str, grid: tuple[int, ...] | None = None, num_prefix_tokens: int = 0
+) -> Places:
+    """Returns the places that the model passed, or those of a sequence that fills `grid` row by row.
+
+    Args:
+        positions: of the tokens.
+        axes: number of axes of the scheme.
+        scheme: its name, for error messages.
+        grid: sizes of all axes except the first, for tokens without coordinates; `None` if the scheme requires
+            coordinates.
+        num_prefix_tokens: number of tokens before `grid`, which have no place.
+
+    Raises:
+        ValueError: if the coordinates have another number of axes, or if there are none and `grid` is `None`.
+    """
+    given = given_coordinates(positions, axes, scheme)
+    if given is not None:
+        return Places(given, positions.extents, positions.placed)
+    if grid is None:
+        raise ValueError(
+            f"The scheme {scheme!r} has {axes} axes, and this model passed no coordinates for its tokens, only their "
+            "order. Use axes=1, which reads the order, or a part of a model that has a grid, such as a vision encoder."
+        )
+    placed = positions.ids >= num_prefix_tokens if num_prefix_tokens else None
+    return Places(grid_coordinates(positions.ids, grid, num_prefix_tokens), None, placed)
+
+
+def grid_coordinates(ids: Tensor, grid: tuple[int, ...], num_prefix_tokens: int = 0) -> Tensor:
+    """Returns the coordinates of tokens that fill a grid row by row.
+
+    Args:
+        ids: `(batch or 1, length)`, positions along the sequence.
+        grid: sizes of all axes except the first, in tokens: `(width,)` in two dimensions, `(height, width)` in three.
+        num_prefix_tokens: number of tokens before the grid. These tokens and padding get coordinates 0.
+
+    Returns:
+        `(axes, batch or 1, length)` in the dtype of `ids`, the fastest axis last: row before column.
+    """
+    left = (ids - num_prefix_tokens).clamp(min=0)
+    coordinates = []
+    for size in reversed(grid):
+        coordinates.append(left % size)
+        left = torch.div(left, size, rounding_mode="floor")
+    return torch.stack([left, *reversed(coordinates)])
+
+
+def given_coordinates(positions: Positions, axes: int, scheme: str) -> Tensor | None:
+    """Returns the coordinates that the caller passed, `(axes, batch or 1, length)`, or `None`.
+
+    Raises:
+        ValueError: if the caller passed another number of axes.
+    """
+    coordinates = positions.coordinates
+    if coordinates is not None and coordinates.shape[0] != axes:
+        found = coordinates.shape[0]
+        raise ValueError(
+            f"The positions of this call have {found} axes, but the scheme {scheme!r} was built for {axes}. Give it "
+            f"{found} axes: `axes={found}` (alibi, sinusoidal, t5), a `grid` of {found - 1} sizes (rope_nd) or of "
+            f"{found} (swin, learned). 'mrope' is for time, height and width in the text part of a model."
+        )
+    return coordinates
+
+
+def distances_by_axis(where: Places, pairs: AttentionPairs) -> Tensor:
+    """`(axes, batch or 1, query_len, key_len)`: the key's coordinate minus the query's, on each axis."""
+    keys = where.coordinates
+    return keys.unsqueeze(-2) - keys.index_select(-1, pairs.query_slots).unsqueeze(-1)
+
+
+def zero_unless_both_placed(bias: Tensor, where: Places, pairs: AttentionPairs) -> Tensor:
+    """Sets a bias `(batch or 1, heads, query_len, key_len)` to 0 for pairs of which a token has no place."""
+    if where.placed is None:
+        return bias
+    queries = where.placed.index_select(-1, pairs.query_slots)
+    both = queries.unsqueeze(-1) & where.placed.unsqueeze(-2)
+    return bias.where(both.unsqueeze(1), 0.0)
+
+
+def entries_of_pairs(table: Tensor, index: Tensor) -> Tensor:
+    """Looks up one row of a table for each pair.
+
+    Args:
+        table: `(rows, heads)`.
+        index: `(batch or 1, query_len, key_len)` int64.
+
+    Returns:
+        `(batch or 1, heads, query_len, key_len)`, in memory by head, which takes a tenth of the time of a transpose.
+    """
+    entries = table.T.contiguous().index_select(1, index.flatten())
+    return entries.view(-1, *index.shape).transpose(0, 1)
+
+
+def share_of_axes(pairs: int, axes: int) -> list[int]:
+    """Returns how many of `pairs` each axis gets; those that do not divide evenly go to the first axes."""
+    return [len(range(axis, pairs, axes)) for axis in range(axes)]
+
+
+def check_axes(config: Any) -> None:
+    """Checks that `config.axes` is 1, 2 or 3.
+
+    Raises:
+        ValueError: for any other value.
+    """
+    check_integer(config, "axes", minimum=1, maximum=3)
+
+
+def check_grid(config: Any, *, least: int = 1, most: int = 2) -> None:
+    """Checks that `config.grid` is a sequence of `least` to `most` positive integers, and stores it as a tuple.
+
+    Raises:
+        ValueError: for any other value.
+    """
+    check_integers(config, "grid", minimum=1, least=least, most=most)

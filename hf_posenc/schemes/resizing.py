@@ -1,0 +1,163 @@
+"""Tables over a grid, resized to the grids of a call as `interpolate_pos_encoding` of transformers does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.schemes.grids import Places
+from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.validation import check_boolean, check_choice
+
+#: "none" refuses grids that are larger than the table.
+INTERPOLATIONS = ("bicubic", "bilinear", "nearest", "none")
+
+
+@dataclass(frozen=True)
+class Resizing:
+    """How a table is resized.
+
+    Args:
+        interpolation: one of `INTERPOLATIONS`.
+        antialias: whether a smaller table is smoothed, as in SigLIP 2 and DINOv2 with registers.
+        align_corners: whether the corners of both grids coincide instead of their outer edges, as in Qwen3-VL.
+    """
+
+    interpolation: str
+    antialias: bool = False
+    align_corners: bool = False
+
+    def check(self, config: Any, axes: int) -> None:
+        """Checks the options of a config.
+
+        Raises:
+            UnknownNameError: for an unknown interpolation.
+            ValueError: for options that do not fit together.
+        """
+        name = type(config).__name__
+        check_choice(config, "interpolation", INTERPOLATIONS)
+        check_boolean(config, "antialias")
+        check_boolean(config, "align_corners")
+        smooth = self.interpolation in ("bicubic", "bilinear")
+        if not smooth and (self.antialias or self.align_corners):
+            raise ValueError(
+                f"{name}.interpolation is {self.interpolation!r}, which has neither antialias nor align_corners. Leave "
+                "them out, or use 'bicubic' or 'bilinear'."
+            )
+        if self.antialias and axes > 2:
+            raise ValueError(f"{name}.antialias is only possible for a grid of two axes. Leave it out.")
+
+    def resized(self, table: Tensor, size: tuple[int, ...]) -> Tensor:
+        """Returns a table `(*old size, width)` at another size, `(*size, width)`, in its dtype.
+
+        Raises:
+            ValueError: if the table cannot be resized to this size.
+        """
+        old = tuple(table.shape[:-1])
+        if size == old:
+            return table
+        planes = table.float().movedim(-1, 0)
+        if len(old) == 2:
+            return self._interpolated(planes.unsqueeze(0), size)[0].movedim(0, -1).to(table.dtype)
+        if self.interpolation == "bicubic":
+            if size[0] != old[0]:
+                raise ValueError(
+                    f"A table for {old[0]} frames cannot be resized to {size[0]} frames bicubically, which is defined "
+                    "for the two axes of an image. Use interpolation='bilinear', or the same number of frames."
+                )
+            return self._interpolated(planes.transpose(0, 1), size[1:]).movedim(1, -1).to(table.dtype)
+        return self._interpolated(planes.unsqueeze(0), size)[0].movedim(0, -1).to(table.dtype)
+
+    def _interpolated(self, planes: Tensor, size: tuple[int, ...]) -> Tensor:
+        """`(batch, channels, *old size)` to `(batch, channels, *size)`."""
+        if self.interpolation == "nearest":
+            return nn.functional.interpolate(planes, size=size, mode="nearest")
+        mode = "trilinear" if len(size) == 3 else self.interpolation
+        return nn.functional.interpolate(
+            planes, size=size, mode=mode, align_corners=self.align_corners, antialias=self.antialias
+        )
+
+
+@dataclass(frozen=True)
+class GridsOfCall:
+    """The different grids of one call.
+
+    Args:
+        sizes: of each grid, in tokens.
+        index: `(batch or 1, length)` int64, the grid of each token; `None` if there is a single grid.
+    """
+
+    sizes: list[tuple[int, ...]]
+    index: Tensor | None
+
+
+def grids_of_call(positions: Positions, where: Places) -> GridsOfCall | None:
+    """Returns the grids of a call, or `None` if their sizes are unknown. Reads the sizes once per forward call."""
+    if positions.grid is not None and positions.coordinates is not None:
+        return GridsOfCall([positions.grid], None)
+    extents = where.extents
+    if extents is None:
+        return None
+
+    def look() -> GridsOfCall:
+        columns, index = extents.flatten(1).unique(dim=1, return_inverse=True)
+        sizes = [tuple(size) for size in columns.T.tolist()]
+        # Tokens without a place may have an empty grid; they never look at it.
+        sizes = [tuple(max(one, 1) for one in size) for size in sizes]
+        return GridsOfCall(sizes, None if len(sizes) == 1 else index.view(extents.shape[1:]))
+
+    return positions.remembered("grids", look, extents)
+
+
+def check_fit(grids: GridsOfCall, grid: tuple[int, ...], scheme: str) -> None:
+    """Refuses grids that are larger than a table which is not resized.
+
+    Raises:
+        ValueError: naming the sizes and the remedies.
+    """
+    for size in grids.sizes:
+        if any(one > limit for one, limit in zip(size, grid, strict=True)):
+            raise ValueError(
+                f"The tokens of this call fill a grid of {by(size)}, larger than the {by(grid)} places of the scheme "
+                f"{scheme!r}, and interpolation='none' does not resize its table. Pass smaller images, or patch with "
+                f"interpolation='bilinear', or with grid={size} or more."
+            )
+
+
+def by(size: tuple[int, ...]) -> str:
+    """Writes a size as "14 x 14"."""
+    return " x ".join(map(str, size))
+
+
+def tables_of_call(
+    table: Tensor, grids: GridsOfCall, resizing: Resizing, size_of_table: Callable[[tuple[int, ...]], tuple[int, ...]]
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns one flat table for all grids of a call. With the interpolation "none", it is `table` for each of them.
+
+    Args:
+        table: `(*size, width)`.
+        grids: of the call.
+        resizing: how the table is resized.
+        size_of_table: the size of the table for a grid.
+
+    Returns:
+        The rows of all tables, `(rows, width)`; the size of the table of each token, `(axes, batch or 1, length)` or
+        `(axes, 1, 1)`; and its first row, `(batch or 1, length)`, or `None` if there is one table.
+    """
+    if resizing.interpolation == "none":
+        grids = GridsOfCall(grids.sizes[:1], None)
+        tables = [table]
+    else:
+        tables = [resizing.resized(table, size_of_table(size)) for size in grids.sizes]
+    sizes = torch.tensor([one.shape[:-1] for one in tables], device=table.device).T
+    rows = [one.flatten(0, -2) for one in tables]
+    if grids.index is None:
+        return rows[0], sizes.unsqueeze(-1), None
+    counts = [0, *(math.prod(one.shape[:-1]) for one in tables)]
+    starts = torch.tensor(counts[:-1], device=table.device).cumsum(0)
+    return torch.cat(rows), sizes[:, grids.index], starts[grids.index]
