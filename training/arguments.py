@@ -1,4 +1,4 @@
-"""The options of `run_clm.py` and `run_mlm.py`, in addition to `transformers.TrainingArguments`."""
+"""The options of the training scripts, in addition to `transformers.TrainingArguments`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _FIXED = {
     "ignore_data_skip": (False, "A resumed run would read the first rows again."),
     "auto_find_batch_size": (False, "The batches of a run would depend on free memory."),
     "dataloader_drop_last": (False, "Training always reads whole batches; evaluation has to read every row."),
-    "prediction_loss_only": (False, "The evaluation loss is a mean over tokens, computed from the predictions."),
-    "batch_eval_metrics": (False, "The evaluation loss is a mean over all tokens."),
-    "eval_do_concat_batches": (True, "The evaluation loss is a mean over all tokens."),
+    "prediction_loss_only": (False, "The evaluation loss is a mean over targets, computed from the predictions."),
+    "batch_eval_metrics": (False, "The evaluation loss is a mean over all targets."),
+    "eval_do_concat_batches": (True, "The evaluation loss is a mean over all targets."),
     "do_predict": (False, "These scripts only train and evaluate; use --do_train and --do_eval."),
     "deepspeed": (None, "This script was never run with it; use DDP or FSDP (training/accelerate)."),
     "resume_from_checkpoint": (None, "The same command again resumes from the last complete checkpoint."),
@@ -27,7 +27,7 @@ _FIXED = {
 
 
 @dataclass
-class ModelArguments:
+class WeightsArguments:
     """Which model is trained, and from which weights."""
 
     model_name_or_path: str | None = HfArg(
@@ -40,11 +40,7 @@ class ModelArguments:
     config_overrides: str | None = HfArg(
         default=None,
         help="From scratch: fields of the config, as hidden_size=64,num_hidden_layers=2 or as a JSON mapping. "
-        "Vocabulary size and special tokens are those of the tokenizer unless given.",
-    )
-    tokenizer_name: str | None = HfArg(
-        default=None,
-        help="Hub name or folder; 'bytes' for ByT5's bytes, which need no files. Default: that of the model or config.",
+        "Vocabulary size and special tokens, or classes and size of images, are those of the data unless given.",
     )
     model_revision: str = HfArg(default="main", help="Branch, tag or commit on the hub.")
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = HfArg(
@@ -69,6 +65,16 @@ class ModelArguments:
                 "--config_overrides builds a model from scratch, and --model_name_or_path has weights that fit its own "
                 "config. For that config with other sizes use --config_name instead."
             )
+
+
+@dataclass
+class ModelArguments(WeightsArguments):
+    """Which language model is trained, from which weights, and with which tokenizer."""
+
+    tokenizer_name: str | None = HfArg(
+        default=None,
+        help="Hub name or folder; 'bytes' for ByT5's bytes, which need no files. Default: that of the model or config.",
+    )
 
 
 @dataclass

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from transformers import TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from training.errors import SettingsError
 from training.files import read_json, write_json
@@ -68,6 +70,17 @@ def incompleteness(checkpoint: Path, world_size: int) -> str | None:
         if name == PROGRESS_FILE and len(content["since_log"]) != world_size:
             return f"it was written by {len(content['since_log'])} process(es), not by {world_size}"
     return None
+
+
+def stored_names(checkpoint: Path) -> set[str]:
+    """Names of the weights of a whole model in a checkpoint; none in one that holds adapters or shards of FSDP."""
+    index, single = checkpoint / SAFE_WEIGHTS_INDEX_NAME, checkpoint / SAFE_WEIGHTS_NAME
+    if index.is_file():
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    if not single.is_file():
+        return set()
+    with safe_open(single, framework="pt") as weights:
+        return set(weights.keys())
 
 
 def record_progress(checkpoint: Path, progress: Mapping[str, Any]) -> None:

@@ -4,10 +4,11 @@
     python training/compare.py --schemes none,alibi,rope --tasks causal --max_steps 300 --seeds 0,1,2
     python training/compare.py training/studies/findings.yaml
 
-A small Llama learns to predict the next token, a small BERT to fill in masked ones, another Llama to copy or to add:
-once per scheme and seed, from the same weights, on the same batches. Then each is read at the lengths it was trained on
-and at longer ones. The output folder gets `results.json`, `table.md`, `report.html` and plots. Run the same command
-again to resume an interrupted study, or with more schemes, tasks or seeds to add to it.
+A small Llama learns to predict the next token, a small BERT to fill in masked ones, another Llama to copy or to add, a
+small ViT to classify pictures: once per scheme and seed, from the same weights, on the same batches. Then each is read
+at the lengths or resolutions it was trained on, and at others. The output folder gets `results.json`, `table.md`,
+`report.html` and plots. Run the same command again to resume an interrupted study, or with more schemes, tasks or seeds
+to add to it.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ from accelerate import PartialState
 from tqdm.auto import tqdm
 
 from training.checkpoints import latest_complete_checkpoint
-from training.language_modeling import exit_status
 from training.launched import check_met, launched_on_cpu
-from training.study.cells import FAILED, Cell, study_cells
+from training.one_run import exit_status
+from training.study.cells import FAILED, IMAGES, Cell, study_cells
 from training.study.corpus import Corpus, load_corpus, study_tokenizer
+from training.study.data import pictures_summary
 from training.study.folder import check_cells, taken
 from training.study.models import task_model
 from training.study.outputs import write_outputs
+from training.study.rates import rates_study, with_chosen_rates
 from training.study.results import study_results
 from training.study.settings import StudySettings, parse_study
 from training.study.workers import quiet, run_cells
@@ -64,6 +67,8 @@ def compare(study: StudySettings, command: list[str]) -> dict[str, Any]:
         UnknownNameError: for an unknown scheme or option.
     """
     quiet()
+    if study.learning_rates:
+        study = with_chosen_rates(study, compare(rates_study(study), command))
     cells = study_cells(study)
     state = PartialState(cpu=launched_on_cpu())
     check_met(
@@ -94,7 +99,9 @@ def _prepare(
     for task in {cell.task.name: cell.task for cell in cells}.values():
         models[task.name], digest = task_model(study, task, tokenizer)
         digests |= {} if digest is None else {"model": digest}
-    reading = [cell for cell in cells if cell.task.synthetic is None]
+    if any(cell.task.name == IMAGES for cell in cells):
+        digests["pictures"] = pictures_summary(study)["digest"]
+    reading = [cell for cell in cells if cell.task.reads_text]
     if reading:
         train_length = max(cell.settings.train_length for cell in reading)
         corpus = load_corpus(study, tokenizer, train_length, max(cell.task.lengths[-1] for cell in reading))

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import logging
 import math
-import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import datasets
-import transformers
-from accelerate import PartialState
-from huggingface_hub.errors import HfHubHTTPError
-from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase, TrainingArguments
-from transformers.trainer_utils import IntervalStrategy
 
-from hf_posenc import PositionEncodingError
 from hf_posenc.recipes import frozen_teacher
 from training.argument_files import parse_arguments
 from training.arguments import (
@@ -32,28 +22,23 @@ from training.arguments import (
     SchemeArguments,
     check_trainer_arguments,
 )
-from training.checkpoints import SETTINGS_FILE, check_run, checkpoint_settings, latest_complete_checkpoint
+from training.checkpoints import SETTINGS_FILE, checkpoint_settings
 from training.data.blocking import Batches, check_reads, find_blocking
 from training.data.packing import PackedRows
 from training.data.rows import load_rows
 from training.errors import SettingsError
 from training.files import write_json
-from training.launched import report
+from training.one_run import build_trainer, exit_status, finish, set_up_logging, starting_point, train_and_save, trains
 from training.scheme_code import scheme_code
 from training.starting_model import add_lora, apply_scheme, build_model, load_tokenizer, weights_digest
 from training.swapping import HealingArguments
-from training.trainer import SavingError, SchemeTrainer, TrainingError, row_order
+from training.trainer import row_order
 
 logger = logging.getLogger(__name__)
 
 #: With `--lora`: the folder, inside the output folder, of what was trained.
 ADAPTER = "adapter"
 
-#: A disk that is full, over its quota, or cannot be written to.
-_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
-#: Errors of an upload: refused by the hub, not connected (the hub's HTTP client has errors of its own), or not allowed
-#: to connect.
-_HUB_ERRORS: tuple[type[Exception], ...] = (OSError, *HfHubHTTPError.__bases__)
 _ARGUMENTS = (
     ModelArguments, SchemeArguments, DataArguments, LoraArguments, RunArguments, TrainingArguments, HealingArguments,
 )  # fmt: skip
@@ -103,29 +88,6 @@ def run_language_model(program: str, words: list[str] | None, description: str |
     return exit_status(program, run)
 
 
-def exit_status(program: str, run: Callable[[], Any]) -> int:
-    """Calls `run`, and prints one message instead of a traceback for errors that a user can fix.
-
-    Returns:
-        0, or 1 if the training had to stop, 2 for arguments that cannot work, 130 if interrupted.
-    """
-    try:
-        run()
-    except (SettingsError, PositionEncodingError) as error:
-        return report(program, error, 2)
-    except TrainingError as error:
-        return report(program, error, 1, every_process=isinstance(error, SavingError))
-    except (OSError, SafetensorError) as error:
-        if isinstance(error, OSError) and error.errno not in _UNWRITABLE:
-            raise
-        message = f"{error} Nothing that was complete is lost: make room, then run the same command again to go on."
-        return report(program, message, 1, every_process=True)
-    except KeyboardInterrupt:
-        print("\nInterrupted. Run the same command again to go on from the last checkpoint.", file=sys.stderr)
-        return 130
-    return 0
-
-
 def train_language_model(given: RunInput, causal: bool) -> dict[str, float]:
     """Trains and evaluates; resumes if the output folder holds this run's checkpoints.
 
@@ -144,7 +106,7 @@ def train_language_model(given: RunInput, causal: bool) -> dict[str, float]:
     """
     arguments, healing, lora = given.trainer, given.healing, given.lora.lora
     folder = Path(str(arguments.output_dir))
-    _set_up_logging(arguments)
+    set_up_logging(arguments)
     arguments.remove_unused_columns = False  # the collator needs what the model does not take
     check_trainer_arguments(arguments)
     if lora and arguments.push_to_hub and arguments.hub_strategy != "end":
@@ -157,10 +119,8 @@ def train_language_model(given: RunInput, causal: bool) -> dict[str, float]:
     with arguments.main_process_first(desc="loading and tokenising"):
         seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
         train, validation, text = load_rows(given.data, tokenizer, causal, seed)
-    # Trainer sets do_eval itself where it evaluates while training.
-    trains = arguments.do_train or arguments.eval_strategy != IntervalStrategy.NO or not arguments.do_eval
     callbacks: list[Any] = healing.callbacks()
-    if trains:
+    if trains(arguments):
         order = row_order(len(train), arguments)
         steps = math.ceil(arguments.num_train_epochs * (len(order) // order.multiple))
         steps = arguments.max_steps if arguments.max_steps > 0 else steps
@@ -188,56 +148,32 @@ def train_language_model(given: RunInput, causal: bool) -> dict[str, float]:
     encoding = getattr(model, "position_encoding", None)
     if (code := scheme_code(None if encoding is None else encoding.config)) is not None:
         settings["code of the scheme"] = code
-    begun, checkpoint = _starting_point(given, folder, settings)
-    try:
-        SchemeTrainer.get_optimizer_cls_and_kwargs(arguments, model)  # --optim may name one that is not installed
-        trainer = SchemeTrainer(
-            model=model,
-            args=arguments,
-            causal=causal,
-            train_dataset=train,
-            eval_dataset=validation,
-            data_collator=batches,
-            processing_class=tokenizer,
-            callbacks=callbacks,
-            loss_hooks=healing.loss_hooks(teacher, causal),
-        )
-    except _HUB_ERRORS as error:
-        written = "--push_to_hub" if arguments.push_to_hub else f"--output_dir {folder}"
-        raise SettingsError(f"{written}: {error}") from error
-    except (ValueError, ImportError, RuntimeError) as error:  # a tracker that is not installed, among others
-        raise SettingsError(str(error)) from error
+    begun, checkpoint = starting_point(given.run, arguments, settings)
+    trainer = build_trainer(
+        arguments,
+        model,
+        causal=causal,
+        train_dataset=train,
+        eval_dataset=validation,
+        data_collator=batches,
+        processing_class=tokenizer,
+        callbacks=callbacks,
+        loss_hooks=healing.loss_hooks(teacher, causal),
+    )
     if trainer.is_world_process_zero() and not begun:
         write_json(folder / SETTINGS_FILE, settings)
     results: dict[str, float] = {"train_rows": len(train), "eval_rows": len(validation)}
     logger.info("%s", text)
-    if trains:
-        outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        trainer.log_metrics("train", outcome.metrics)
-        results |= outcome.metrics
-        if trainer.is_fsdp_enabled:
-            trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
-        trainer.require_finite_weights()
-        # An internal call uploads nothing.
-        trainer.save_model(str(folder / ADAPTER) if lora else None, _internal_call=True)
-        trainer.save_state()
+    if trains(arguments):
+        results |= train_and_save(trainer, checkpoint, folder / ADAPTER if lora else None)
     metrics = trainer.evaluate()
     trainer.log_metrics("eval", metrics)
     results |= metrics
-    if trains and lora:
+    if trains(arguments) and lora:
         # The whole model, with what LoRA learned added to its weights: it loads without peft.
         trainer.model = trainer.model_wrapped = trainer.accelerator.unwrap_model(trainer.model).merge_and_unload()
         trainer.save_model(_internal_call=True)
-    if trainer.is_world_process_zero():
-        write_json(folder / "all_results.json", results)
-    if trains and arguments.push_to_hub:
-        try:
-            trainer.push_to_hub()
-        except _HUB_ERRORS as error:
-            raise TrainingError(
-                f"The model is complete in {folder}, but could not be pushed to the hub: {error} Run the same command "
-                "again to push it."
-            ) from error
+    finish(trainer, results, pushes=trains(arguments) and arguments.push_to_hub)
     return results
 
 
@@ -256,29 +192,3 @@ def prepare_model(
     check_reads(model, size, causal, vocabulary)
     blocking = find_blocking(model, size, causal, vocabulary) if given.data.packing == "documents" else None
     return add_lora(model, given.lora, causal) if given.lora.lora else model, teacher, Batches(blocking)
-
-
-def _starting_point(given: RunInput, folder: Path, settings: dict[str, Any]) -> tuple[bool, Path | None]:
-    """Whether the output folder holds this run already, and the checkpoint to resume from."""
-    state = PartialState()
-    if given.run.overwrite_output_dir:
-        if state.is_main_process and (folder / SETTINGS_FILE).exists():
-            shutil.rmtree(folder)
-        state.wait_for_everyone()
-    begun = check_run(folder, settings)
-    checkpoint = latest_complete_checkpoint(folder, given.trainer.world_size) if begun else None
-    state.wait_for_everyone()
-    if checkpoint is not None and state.is_main_process:
-        print(f"Resuming from {checkpoint}.", file=sys.stderr)
-    return begun, checkpoint
-
-
-def _set_up_logging(arguments: TrainingArguments) -> None:
-    level = logging.INFO if arguments.should_log else logging.ERROR
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S", level=level)
-    for library in ("httpx", "accelerate", "datasets"):
-        logging.getLogger(library).setLevel(logging.WARNING)
-    transformers.utils.logging.set_verbosity(arguments.get_process_log_level())
-    if not arguments.should_log:
-        datasets.utils.logging.set_verbosity_error()
-        datasets.disable_progress_bars()

@@ -1,4 +1,7 @@
-"""Cross-entropy over the tokens that are targets, summed, so that every way to cut a batch gives the same mean."""
+"""Cross-entropy over the targets, summed, so that every way to cut a batch gives the same mean.
+
+The targets are tokens, or for a classifier its rows.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,13 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor, causal: bool, label_smo
     """Computes the sum over all targets, in nats, in float32; zero (with a gradient) where nothing is a target.
 
     Args:
-        logits: `(batch, length, vocabulary)`.
-        labels: `(batch, length)`, `IGNORED` where a token is not a target.
+        logits: `(batch, length, vocabulary)`, or `(batch, classes)` of a classifier.
+        labels: `(batch, length)`, or `(batch,)` of a classifier; `IGNORED` for what is not a target.
         causal: whether a place predicts the token after it, rather than its own.
         label_smoothing: as in `torch.nn.functional.cross_entropy`.
     """
+    if labels.dim() == 1:
+        logits, labels = logits.unsqueeze(1), labels.unsqueeze(1)
     if causal:
         logits, labels = logits[:, :-1], labels[:, 1:]
     return torch.nn.functional.cross_entropy(
@@ -35,15 +40,21 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor, causal: bool, label_smo
 
 
 def target_count(labels: Tensor, causal: bool) -> Tensor:
-    """Counts the targets among `(batch, length)` labels."""
+    """Counts the targets among `(batch, length)` labels, or `(batch,)` of a classifier."""
     return (labels[:, 1:] if causal else labels).ne(IGNORED).sum()
 
 
 def row_sums(logits: Tensor, labels: Tensor, causal: bool) -> Tensor:
-    """Returns `(batch, 2)` float64: the summed cross-entropy of each row, and its number of targets."""
+    """Returns float64 sums of each row: the cross-entropy and the targets, `(batch, 2)`.
+
+    Of a classifier `(batch, 3)`: the third is 1 if the class with the largest logit is right.
+    """
+    labels = labels.to(logits.device)
+    if labels.dim() == 1:
+        losses = torch.nn.functional.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="none")
+        return torch.stack([losses, labels.ne(IGNORED), logits.argmax(-1) == labels], dim=1).double()
     if causal:
         logits, labels = logits[:, :-1], labels[:, 1:]
-    labels = labels.to(logits.device)
     losses = torch.nn.functional.cross_entropy(
         logits.transpose(1, 2).float(), labels, ignore_index=IGNORED, reduction="none"
     )
@@ -51,8 +62,10 @@ def row_sums(logits: Tensor, labels: Tensor, causal: bool) -> Tensor:
 
 
 def evaluation_metrics(prediction: EvalPrediction) -> dict[str, float]:
-    """Computes the loss in nats per target token, and its perplexity, from the `row_sums` of all rows."""
+    """Computes the loss in nats per target from the `row_sums` of all rows, and its perplexity or the accuracy."""
     sums: Any = prediction.predictions
-    total, count = np.asarray(sums, dtype=np.float64).sum(axis=0)
+    total, count, *right = np.asarray(sums, dtype=np.float64).sum(axis=0)
     loss = float(total / count) if count else float("nan")
+    if right:
+        return {"loss": loss, "accuracy": float(right[0] / count) if count else float("nan")}
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)) if math.isfinite(loss) else loss}

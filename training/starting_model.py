@@ -25,7 +25,7 @@ from hf_posenc.cli.options import parse_layers, parse_options, parse_scheme
 from hf_posenc.errors import UnknownNameError, UsageError
 from hf_posenc.loading import missing_folder
 from training.argument_files import parse_structured
-from training.arguments import LoraArguments, ModelArguments, SchemeArguments
+from training.arguments import LoraArguments, ModelArguments, SchemeArguments, WeightsArguments
 from training.data.packing import PackedRows
 from training.errors import SettingsError
 from training.swapping import HealingArguments, sample_rows
@@ -85,22 +85,9 @@ def build_model(
         SettingsError: if it cannot be built, or is none of its kind.
     """
     loader = loader or (AutoModelForCausalLM if causal else AutoModelForMaskedLM)
-    common: dict[str, Any] = {"trust_remote_code": arguments.trust_remote_code}
-    if arguments.attn_implementation is not None:
-        common["attn_implementation"] = arguments.attn_implementation
-    set_seed(seed)
-    name = arguments.model_name_or_path or arguments.config_name or str(arguments.model_type)
-    try:
-        if arguments.model_name_or_path is not None:
-            model = loader.from_pretrained(name, revision=arguments.model_revision, dtype=arguments.dtype, **common)
-        else:
-            dtype = None if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
-            model = loader.from_config(_config(arguments, tokenizer), dtype=dtype, **common)
-    except SettingsError:
-        raise
-    except (OSError, ValueError, TypeError, KeyError, ImportError, StrictDataclassError) as error:
-        missing = missing_folder(name) if arguments.model_type is None else ""
-        raise SettingsError(f"{loader.__name__} cannot build {name!r}: {missing}{error}") from error
+    special = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    changes = {"vocab_size": len(tokenizer)} | {name: token for name, token in special.items() if token is not None}
+    model = stock_model(arguments, loader, seed, changes)
     if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(len(tokenizer))
     if getattr(model.config, "output_router_logits", False):
@@ -111,9 +98,39 @@ def build_model(
     return model
 
 
-def _config(arguments: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
-    special = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
-    changes = {"vocab_size": len(tokenizer)} | {name: token for name, token in special.items() if token is not None}
+def stock_model(arguments: WeightsArguments, loader: Any, seed: int, changes: dict[str, Any], **pretrained: Any) -> Any:
+    """A model of an Auto class: pretrained, or with weights drawn from `seed`.
+
+    Args:
+        arguments: which one.
+        loader: the Auto class.
+        seed: of new weights.
+        changes: fields of the config of a model from scratch, which `--config_overrides` can change again.
+        **pretrained: further arguments of `from_pretrained`.
+
+    Raises:
+        SettingsError: if it cannot be built, or is none of its kind.
+    """
+    common: dict[str, Any] = {"trust_remote_code": arguments.trust_remote_code}
+    if arguments.attn_implementation is not None:
+        common["attn_implementation"] = arguments.attn_implementation
+    set_seed(seed)
+    name = arguments.model_name_or_path or arguments.config_name or str(arguments.model_type)
+    try:
+        if arguments.model_name_or_path is not None:
+            return loader.from_pretrained(
+                name, revision=arguments.model_revision, dtype=arguments.dtype, **common, **pretrained
+            )
+        dtype = None if arguments.dtype == "auto" else getattr(torch, arguments.dtype)
+        return loader.from_config(_config(arguments, changes), dtype=dtype, **common)
+    except SettingsError:
+        raise
+    except (OSError, ValueError, TypeError, KeyError, ImportError, RuntimeError, StrictDataclassError) as error:
+        missing = missing_folder(name) if arguments.model_type is None else ""
+        raise SettingsError(f"{loader.__name__} cannot build {name!r}: {missing}{error}") from error
+
+
+def _config(arguments: WeightsArguments, changes: dict[str, Any]) -> Any:
     if arguments.config_name is not None:
         where = {"revision": arguments.model_revision, "trust_remote_code": arguments.trust_remote_code}
         config = AutoConfig.from_pretrained(arguments.config_name, **where)
@@ -147,13 +164,15 @@ def _mapping(text: str, option: str) -> dict[str, Any]:
     return parsed
 
 
-def apply_scheme(model: Any, arguments: SchemeArguments, healing: HealingArguments, rows: PackedRows) -> None:
+def apply_scheme(
+    model: Any, arguments: SchemeArguments, healing: HealingArguments | None = None, rows: PackedRows | None = None
+) -> None:
     """Patches the model with the scheme that is asked for; without one it stays as it is.
 
     Args:
         model: the stock model, or a patched one.
         arguments: which scheme.
-        healing: how a trained model takes it.
+        healing: how a trained model takes it; by default at once, with new parameters.
         rows: training rows; a start is fitted on some of them.
 
     Raises:
@@ -164,7 +183,7 @@ def apply_scheme(model: Any, arguments: SchemeArguments, healing: HealingArgumen
     options = _mapping(arguments.scheme_options or "{}", "scheme_options")
     try:
         scheme = _scheme(arguments.scheme, "scheme")
-        if healing.swaps:
+        if healing is not None and healing.swaps:
             recipes.swap_scheme(
                 model,
                 scheme,

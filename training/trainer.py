@@ -14,13 +14,13 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.data import Sampler
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.modelcard import extract_hyperparameters_from_trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from hf_posenc.checkpoint import model_card
 from hf_posenc.recipes.parameter_groups import undecayed_scheme_parameters
-from training.checkpoints import PROGRESS_FILE, incompleteness, record_progress
+from training.checkpoints import PROGRESS_FILE, incompleteness, record_progress, stored_names
 from training.data.order import EpochOrder, RowsByEpoch
 from training.errors import SettingsError
 from training.objectives import evaluation_metrics, row_sums, summed_cross_entropy, target_count
@@ -29,8 +29,8 @@ from training.objectives import evaluation_metrics, row_sums, summed_cross_entro
 #: the number of targets in the whole update (over all processes and accumulated batches). Returns the loss to train on.
 LossHook = Callable[[Mapping[str, Any], Any, Tensor, Tensor], Tensor]
 
-#: What a model card says about the held-out text.
-_RESULTS = ("eval_loss", "eval_perplexity")
+#: What a model card says about held-out data.
+_RESULTS = ("eval_loss", "eval_perplexity", "eval_accuracy")
 
 
 class TrainingError(RuntimeError):
@@ -48,8 +48,9 @@ class SavingError(TrainingError):
 class SchemeTrainer(Trainer):
     """A `Trainer` whose curve depends on its settings alone.
 
-    - The loss is the mean over all target tokens of an update, however they are distributed over processes and
-      accumulated batches. The evaluation loss is the mean over all target tokens; the perplexity is logged too.
+    - The loss is the mean over all targets of an update (tokens, or the rows of a classifier), however they are
+      distributed over processes and accumulated batches. The evaluation loss is the mean over all targets; the
+      perplexity, or a classifier's accuracy, is logged too.
     - Parameters that a scheme's paper trains without weight decay are trained without it.
     - A loss that is NaN or infinite stops the run before the weights change; such weights are never saved.
     - A checkpoint that could not be written is removed, and the run stops with a `SavingError`.
@@ -58,7 +59,8 @@ class SchemeTrainer(Trainer):
 
     Args:
         *args: of `Trainer`.
-        causal: whether a place predicts the token after it (causal language modelling), rather than its own (masked).
+        causal: whether a place predicts the token after it (causal language modelling), rather than its own (masked,
+            and the classes of a classifier).
         loss_hooks: each replaces the training loss in turn, to add a teacher's for example.
         **kwargs: of `Trainer`. A dataset that is `RowsByEpoch` is asked for its rows by epoch, in whole batches.
     """
@@ -234,6 +236,26 @@ class SchemeTrainer(Trainer):
         if self.args.should_save:
             total, logged_at = self._total_loss_scalar, self._globalstep_last_logged
             record_progress(Path(output_dir), {"since_log": losses, "total": total, "logged_at": logged_at})
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self._load_renamed_weights(Path(resume_from_checkpoint), model)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self._load_renamed_weights(Path(str(self.state.best_model_checkpoint)))
+
+    def _load_renamed_weights(self, checkpoint: Path, model: nn.Module | None = None) -> None:
+        """Loads weights whose names on disk are not those of the modules, as in ViT.
+
+        `Trainer` looks each name up in the model, and leaves the weights of renamed modules as they are.
+        """
+        whole = self.accelerator.unwrap_model(self.model if model is None else model)
+        names = stored_names(checkpoint)
+        if not isinstance(whole, PreTrainedModel) or names <= whole.state_dict().keys():
+            return
+        loaded = type(whole).from_pretrained(checkpoint, dtype=whole.dtype)
+        whole.load_state_dict(loaded.state_dict())
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

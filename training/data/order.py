@@ -43,9 +43,9 @@ class EpochOrder(Sampler[EpochRow]):
     def __init__(self, rows: int, multiple: int, seed: int, shuffle: bool = True) -> None:
         if rows < multiple:
             raise SettingsError(
-                f"The training text fills {rows} rows, and one update alone takes {multiple} "
-                "(per_device_train_batch_size x gradient_accumulation_steps x processes). Use more text, a shorter "
-                "--block_size, or smaller batches."
+                f"The training data fills {rows} rows, and one update alone takes {multiple} "
+                "(per_device_train_batch_size x gradient_accumulation_steps x processes). Use more data, a shorter "
+                "--block_size for text, or smaller batches."
             )
         self.rows, self.multiple, self.seed, self.shuffle = rows, multiple, seed, shuffle
         self.epoch = 0

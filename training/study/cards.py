@@ -11,15 +11,19 @@ from typing import Any, NamedTuple
 from huggingface_hub import EvalResult, ModelCard
 
 from hf_posenc.checkpoint.cards import card_data, loading_section, pipeline_tag, scheme_section
-from hf_posenc.report import Result
+from hf_posenc.report import Record, Result
 from training.data.loading import DEFAULT_PACKAGE
 from training.files import write_text
 from training.study.results import MAIN, Run, Study
 
 TEMPLATE = Path(__file__).resolve().parents[2] / "model_cards" / "template.md"
-_AIMS = {"causal": "predict the next token", "masked": "fill in masked tokens", "embedding": "keep its embeddings"}
-#: Type and name of a result in the model-index.
-_METRICS = {
+_AIMS = {
+    "causal": "predict the next token", "masked": "fill in masked tokens", "embedding": "keep its embeddings",
+    "images": "classify pictures",
+}  # fmt: skip
+#: Type and name of a result in the model-index, by quantity, or by quantity and what it was measured at.
+_METRICS: dict[Any, tuple[str, str]] = {
+    ("accuracy", "resolution"): ("accuracy", "Accuracy at {resolution} pixels"),
     "loss": ("loss", "Loss at {length} tokens"),
     "perplexity": ("perplexity", "Perplexity at {length} tokens"),
     "accuracy": ("exact_match", "Exact match at length {length}"),
@@ -50,12 +54,15 @@ def study_cards(study: Study, records: Mapping[str, Result]) -> list[SchemeCard]
 
 def _card(study: Study, result: Result, runs: list[Run], name: str, models: list[str]) -> ModelCard:
     task, first = study.tasks[result.task], runs[0]
-    corpus = None if task.kind == "generalization" else study.corpus
+    corpus = study.corpus if task.kind in ("language_modeling", "embedding") else None
     default_text = corpus is not None and corpus["source"] == f"Python package {DEFAULT_PACKAGE}"
     dataset: dict[str, Any] = {"dataset_type": "synthetic", "dataset_name": f"Synthetic task '{result.task}'"}
     if corpus is not None:
         source = DEFAULT_PACKAGE if default_text else corpus["source"]
         dataset = {"dataset_type": source, "dataset_name": source, "dataset_revision": corpus["digest"]}
+    if task.pictures is not None:
+        source = task.pictures["source"]
+        dataset = {"dataset_type": source, "dataset_name": source, "dataset_revision": task.pictures["digest"]}
     data = card_data(
         name,
         task.model,
@@ -66,15 +73,15 @@ def _card(study: Study, result: Result, runs: list[Run], name: str, models: list
         eval_results=[
             EvalResult(
                 task_type=pipeline_tag(task.model) or "other",
-                metric_type=_METRICS[record.quantity][0],
-                metric_name=_METRICS[record.quantity][1].format(**record.at),
+                metric_type=_metric(record)[0],
+                metric_name=_metric(record)[1].format(**record.at),
                 metric_value=round(record.value, 4),
                 metric_args={"seeds": record.count} if (record.count or 0) > 1 else None,
                 **dataset,
             )
             for length in task.lengths
             for quantity in (MAIN[task.kind], "perplexity")
-            for record in result.of(first.scheme, quantity, length=length)
+            for record in result.of(first.scheme, quantity, **{task.axis: length})
             if record.value is not None
         ],
     )
@@ -97,9 +104,16 @@ def _card(study: Study, result: Result, runs: list[Run], name: str, models: list
         default_text=default_text,
         results=replace(result, title="", subjects=tuple(compared), records=tuple(shown)).table(markdown=True),
         control=control,
-        loading=loading_section(models[0], task.model, patched=first.config is not None, tokenizer=True),
+        loading=loading_section(
+            models[0], task.model, patched=first.config is not None, tokenizer=task.pictures is None
+        ),
         models=models,
     )
+
+
+def _metric(record: Record) -> tuple[str, str]:
+    """Type and name of a number in the model-index."""
+    return _METRICS.get((record.quantity, next(iter(record.at), ""))) or _METRICS[record.quantity]
 
 
 def write_index(folder: Path) -> Path:

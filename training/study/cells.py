@@ -16,7 +16,9 @@ from training.scheme_code import scheme_code
 from training.study.settings import SchemeOptions, StudySettings, TaskOptions, TrainingSettings
 
 FINISHED, UNSUPPORTED, DIVERGED, FAILED = "finished", "unsupported", "diverged", "failed"
-CAUSAL, MASKED, EMBEDDING = "causal", "masked", "embedding"
+CAUSAL, MASKED, EMBEDDING, IMAGES = "causal", "masked", "embedding", "images"
+#: The kind of the task "images".
+IMAGE_CLASSIFICATION = "image_classification"
 
 #: The scheme of the unpatched model, the control.
 NATIVE = "native"
@@ -29,7 +31,16 @@ DEFAULT_OPTIONS: dict[str, dict[str, Any]] = {"sinusoidal": {"scale": 0.07}}
 _SHORTEST = 8
 _SHAPE = ("hidden_size", "num_layers", "num_heads")
 #: The same for all schemes of a task, so that they can be compared.
-_OF_THE_TASK = ("length_factor", "test_lengths", "test_samples", "eval_windows", "model_type")
+_OF_THE_TASK = (
+    "length_factor", "test_lengths", "test_samples", "eval_windows", "model_type", "test_resolutions", "patch_size",
+)  # fmt: skip
+_OF_IMAGES = ("train_resolution", "test_resolutions", "patch_size", "random_crop")
+_OF_SEQUENCES = ("train_length", "length_factor", "train_lengths", "test_lengths", "eval_windows")
+
+
+def default_options(label: str, asked: SchemeOptions) -> dict[str, Any]:
+    """Options of a scheme that a study uses where `scheme_options` says nothing else."""
+    return DEFAULT_OPTIONS.get(label, {}) if asked.scheme in (None, label) else {}
 
 
 @dataclass(frozen=True)
@@ -37,7 +48,7 @@ class StudyTask:
     """What the models of a study are trained on.
 
     Args:
-        name: "causal", "masked", "embedding", or that of a synthetic task.
+        name: "causal", "masked", "embedding", "images", or that of a synthetic task.
         settings: of its trainings.
         pretrained: whether its models begin with pretrained weights.
     """
@@ -48,29 +59,40 @@ class StudyTask:
 
     @property
     def synthetic(self) -> SyntheticTask | None:
-        """The synthetic task; `None` for text."""
+        """The synthetic task; `None` for text and images."""
         return SYNTHETIC_TASKS.get(self.name)
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether it is trained on the text of the study."""
+        return self.synthetic is None and self.name != IMAGES
 
     @property
     def causal(self) -> bool:
         """Whether its models predict the next token."""
-        return self.name not in (MASKED, EMBEDDING)
+        return self.name not in (MASKED, EMBEDDING, IMAGES)
 
     @property
     def kind(self) -> str:
-        """What is measured: "language_modeling", "embedding" or "generalization"."""
+        """What is measured: "language_modeling", "embedding", "generalization" or "image_classification"."""
         if self.synthetic is not None:
             return "generalization"
+        if self.name == IMAGES:
+            return IMAGE_CLASSIFICATION
         return EMBEDDING if self.name == EMBEDDING else "language_modeling"
 
     def train_lengths(self, settings: TrainingSettings) -> list[int]:
-        """The lengths that are trained on, with the settings of the task or of one scheme."""
+        """The lengths, or for images the resolution, trained on with the settings of the task or of one scheme."""
+        if self.name == IMAGES:
+            return [settings.train_resolution]
         by_default = [settings.train_length] if self.synthetic is None else list(self.synthetic.train_lengths)
         return settings.train_lengths or by_default
 
     @property
     def lengths(self) -> list[int]:
-        """The lengths it is evaluated at."""
+        """The lengths, or for images the resolutions, it is evaluated at."""
+        if self.name == IMAGES:
+            return self.settings.test_resolutions or [self.settings.train_resolution]
         if self.synthetic is None:
             return self.settings.lengths
         return self.settings.test_lengths or list(self.synthetic.test_lengths)
@@ -109,8 +131,7 @@ class Cell:
     @property
     def options(self) -> dict[str, Any]:
         """The options of its scheme."""
-        by_default = DEFAULT_OPTIONS.get(self.label, {}) if self.asked.scheme in (None, self.label) else {}
-        return by_default | (self.asked.model_extra or {})
+        return default_options(self.label, self.asked) | (self.asked.model_extra or {})
 
     @cached_property
     def config(self) -> SchemeConfig | None:
@@ -184,7 +205,8 @@ class Cell:
         """Everything that its result depends on, JSON-ready.
 
         Args:
-            digests: of the text ("corpus") and of pretrained weights ("model"), where there are any.
+            digests: of the text ("corpus"), of the pictures ("pictures") and of pretrained weights ("model"), where
+                there are any.
         """
         identity = {
             **self.settings.fingerprint(),
@@ -193,9 +215,11 @@ class Cell:
             "evaluated lengths": self.task.lengths,
             "train_lengths": self.train_lengths,
             "tokenizer_name": self.study.tokenizer_name,
-            "corpus digest": None if self.task.synthetic else digests.get("corpus"),
+            "corpus digest": digests.get("corpus") if self.task.reads_text else None,
             "model digest": digests.get("model"),
         }
+        if self.task.name == IMAGES:
+            identity["pictures digest"] = digests.get("pictures")
         code = scheme_code(self.config)
         if code is not None:
             identity["code of the scheme"] = code
@@ -225,7 +249,7 @@ def study_cells(study: StudySettings) -> list[Cell]:
             _check(cells[key])
         return cells[key]
 
-    if study.train_lengths and {*study.tasks} <= {CAUSAL, MASKED}:
+    if study.train_lengths and {*study.tasks} <= {CAUSAL, MASKED, IMAGES}:
         raise SettingsError("--train_lengths is for synthetic tasks and 'embedding'; text is read at --train_length.")
     for name in study.tasks:
         own = study.task_options.get(name, TaskOptions())
@@ -237,7 +261,7 @@ def study_cells(study: StudySettings) -> list[Cell]:
 
 
 def _task(study: StudySettings, name: str, own: TaskOptions) -> StudyTask:
-    known = (CAUSAL, MASKED, EMBEDDING, *SYNTHETIC_TASKS)
+    known = (CAUSAL, MASKED, EMBEDDING, IMAGES, *SYNTHETIC_TASKS)
     if name not in known:
         raise UnknownNameError("task", name, known)
     task = StudyTask(name, study.changed(own.model_extra or {}, f"Task {name!r}"), study.model_name_or_path is not None)
@@ -247,21 +271,45 @@ def _task(study: StudySettings, name: str, own: TaskOptions) -> StudyTask:
         raise SettingsError(f"Task {name!r} has {sized[0]}, but the models are that of --model_name_or_path.")
     if name == EMBEDDING and not task.pretrained:
         raise SettingsError(f"The task {name!r} keeps what a trained encoder says: give --model_name_or_path.")
-    unused = "train_length" if task.synthetic else "train_lengths" if name != EMBEDDING else ""
-    if unused in (own.model_extra or {}):
-        raise SettingsError(f"Task {name!r} has {unused}, which its trainings do not use.")
-    if task.synthetic is None and min(task.lengths) < _SHORTEST and (settings.test_lengths or task.pretrained):
+    if name == IMAGES:
+        _check_images(study, settings)
+    unused = [one for one in _unused(task) if one in (own.model_extra or {})]
+    if unused:
+        raise SettingsError(f"Task {name!r} has {unused[0]}, which its trainings do not use.")
+    if task.reads_text and min(task.lengths) < _SHORTEST and (settings.test_lengths or task.pretrained):
         raise SettingsError(f"Task {name!r}: evaluated lengths of text are at least {_SHORTEST} tokens.")
     return task
+
+
+def _unused(task: StudyTask) -> tuple[str, ...]:
+    """Settings that trainings of this task do not read, and that would be ignored."""
+    if task.name == IMAGES:
+        return _OF_SEQUENCES
+    if task.synthetic:
+        return ("train_length", *_OF_IMAGES)
+    return _OF_IMAGES if task.name == EMBEDDING else ("train_lengths", *_OF_IMAGES)
+
+
+def _check_images(study: StudySettings, settings: TrainingSettings) -> None:
+    if study.model_name_or_path is not None:
+        raise SettingsError(
+            f"The task {IMAGES!r} trains new weights. To train a pretrained classifier use "
+            "training/run_image_classification.py, or leave --model_name_or_path out."
+        )
+    for resolution in (settings.train_resolution, *settings.test_resolutions):
+        if resolution % settings.patch_size:
+            raise SettingsError(
+                f"Pictures of {resolution} pixels are not a whole number of patches of {settings.patch_size} pixels; "
+                f"use multiples of --patch_size."
+            )
 
 
 def _check(cell: Cell) -> None:
     """Refuses settings with which nothing could be measured, or which would change nothing."""
     settings, swap, task = cell.settings, cell.asked.swap, cell.task
     swap.check_training(settings.max_steps, swap.lora)
-    own = {*_OF_THE_TASK, *(_SHAPE if cell.goes_on else ()), "train_length" if task.synthetic else "train_lengths"}
+    own = {*_OF_THE_TASK, *(_SHAPE if cell.goes_on else ()), *_unused(task)}
     own |= set() if task.name == MASKED else {"mlm_probability"}
-    own -= {"train_lengths"} if task.synthetic or task.name == EMBEDDING else set()
     unused = sorted(own & set(cell.asked.training))
     problems = {
         f"{NATIVE!r} is the unpatched model; it has no options and takes no swap.": (
@@ -279,6 +327,7 @@ def _check(cell: Cell) -> None:
         "lora and distill have no meaning without training (max_steps is 0).": (
             not settings.max_steps and (swap.lora or swap.distill)
         ),
+        f"the task {IMAGES!r} takes no swap options.": task.name == IMAGES and swap.given(),
         f"the task {EMBEDDING!r} always has a teacher, and takes no lora.": (
             task.name == EMBEDDING and (swap.lora or swap.distill)
         ),

@@ -9,7 +9,9 @@ from typing import Any
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 #: What is evaluated during training, and what results call it.
-EVALUATED = {"eval_loss": "validation_loss", "eval_similarity": "validation_similarity"}
+EVALUATED = {
+    "eval_loss": "validation_loss", "eval_similarity": "validation_similarity", "eval_accuracy": "validation_accuracy",
+}  # fmt: skip
 #: Called after every step with the number of steps that are done.
 OnStep = Callable[[int], None]
 
@@ -63,12 +65,14 @@ def recorded_curve(state: TrainerState) -> dict[str, Any]:
         name: {entry["step"]: entry[name] for entry in state.log_history if name in entry}
         for name in ("loss", *EVALUATED)
     }
-    name = next(name for name in EVALUATED if values[name])
-    steps = sorted(values[name])
+    steps = sorted(next(found for name in EVALUATED if (found := values[name])))
     losses = [values["loss"].get(step) for step in steps]
     curve = {
         "step": steps,
         "train_loss": [None if loss is None else round(float(loss), 4) for loss in losses],
-        EVALUATED[name]: [round(float(values[name][step]), 4) for step in steps],
+    } | {
+        title: [round(float(values[name][step]), 4) for step in steps]
+        for name, title in EVALUATED.items()
+        if values[name]
     }
     return {"curve": curve} | {key: round(value, 3) for key, value in recorded_seconds(state).items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import itemgetter
@@ -15,17 +16,24 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, StackDataset, default_collate
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
 
+from hf_posenc.errors import UsageError
 from hf_posenc.metrics.generalization import SyntheticExamples, held_out_examples
 from hf_posenc.metrics.generalization.encoding import encode_example, padding_token, row_length
 from hf_posenc.metrics.generalization.task import SyntheticTask
+from hf_posenc.metrics.images.pictures import Normalization, Pictures, load_pictures
 from training.data.blocking import Batches
 from training.data.masking import RowMasking
 from training.data.packing import CONCATENATE, PackedRows
+from training.errors import SettingsError
+from training.images.rows import Augmentation, PictureRows, first_pictures, split_pictures
 from training.objectives import IGNORED
-from training.study.cells import Cell
+from training.study.cells import IMAGES, Cell
 from training.study.corpus import Corpus
 from training.study.embedding import TeacherBatches, Texts
-from training.study.settings import TrainingSettings
+from training.study.settings import StudySettings, TrainingSettings
+
+#: Of the pictures of the task images.
+_CHANNELS = 3
 
 Collate = Callable[[list[Any]], dict[str, Tensor]]
 
@@ -42,6 +50,7 @@ class CellData:
         windows: text to evaluate by length, `input_ids` and `labels`, `(windows, longest length)` each; `None` for a
             synthetic task and for embeddings.
         positions: of the longest sequence that is evaluated.
+        pictures: to evaluate by resolution; `None` for other tasks than images.
     """
 
     train: Any
@@ -49,6 +58,7 @@ class CellData:
     validation: Any
     windows: dict[str, Tensor] | None
     positions: int
+    pictures: Pictures | None = None
 
 
 def cell_data(cell: Cell, tokenizer: PreTrainedTokenizerBase) -> CellData:
@@ -59,6 +69,8 @@ def cell_data(cell: Cell, tokenizer: PreTrainedTokenizerBase) -> CellData:
     """
     if cell.task.synthetic is not None:
         return _synthetic(cell, cell.task.synthetic, tokenizer)
+    if cell.task.name == IMAGES:
+        return _pictures(cell)
     if cell.task.kind == "embedding":
         return _embedding(cell, tokenizer)
     return _packed(cell, tokenizer) if cell.task.pretrained else _windows(cell, tokenizer)
@@ -207,6 +219,54 @@ def _embedding(cell: Cell, tokenizer: PreTrainedTokenizerBase) -> CellData:
         validation=validation,
         windows=None,
         positions=max(lengths),
+    )
+
+
+# Images
+
+
+def study_pictures(study: StudySettings) -> tuple[Pictures, Pictures, Pictures]:
+    """The pictures to train on, those of the curves, and those that the accuracy by resolution is measured on.
+
+    Raises:
+        SettingsError: if they cannot be loaded, or are too few.
+    """
+    try:
+        pictures = load_pictures(study.dataset_name, study.dataset_config_name, study.dataset_split)
+    except UsageError as error:
+        raise SettingsError(f"--dataset_name: {error}") from error
+    shares = [study.validation_fraction, study.test_fraction]
+    train, validation, test = split_pictures(pictures, shares, study.split_seed)
+    most = study.max_train_samples, study.max_eval_samples
+    return first_pictures(train, most[0]), first_pictures(validation, most[1]), first_pictures(test, most[1])
+
+
+def pictures_summary(study: StudySettings) -> dict[str, Any]:
+    """What the pictures of a study are, JSON-ready; `digest` identifies them."""
+    train, validation, test = parts = study_pictures(study)
+    digests = [PictureRows(part, 8, 3, Normalization()).digest() for part in parts]
+    return {
+        "source": train.source,
+        "classes": len(train.classes),
+        "train_pictures": len(train),
+        "validation_pictures": len(validation),
+        "test_pictures": len(test),
+        "digest": hashlib.sha256("".join(digests).encode()).hexdigest()[:16],
+    }
+
+
+def _pictures(cell: Cell) -> CellData:
+    train, validation, test = study_pictures(cell.study)
+    resolution, task_resolution = cell.settings.train_resolution, cell.task.settings.train_resolution
+    return CellData(
+        train=PictureRows(
+            train, resolution, _CHANNELS, Normalization(), Augmentation(cell.settings.random_crop, seed=cell.seed)
+        ),
+        collate=lambda rows: default_collate(rows) | {"interpolate_pos_encoding": True},
+        validation=PictureRows(validation, task_resolution, _CHANNELS, Normalization()),
+        windows=None,
+        positions=(max(cell.task.lengths) // cell.task.settings.patch_size) ** 2,
+        pictures=test,
     )
 
 

@@ -47,6 +47,12 @@ _DRAWN = (
     _Lines("loss_curves", "Loss on held-out text while training", "validation_loss", "step", "loss (nats per token)",
            f"{_LOWER} A line that falls earlier learns faster."),
     _Lines("similarity_curves", "Cosine while training", "validation_similarity", "step", "mean cosine", _COSINE),
+    _Lines("accuracy_curves", "Right answers on held-out pictures while training", "validation_accuracy", "step",
+           "share of right answers", "Higher is better."),
+    _Lines("accuracy_by_resolution", "Share of pictures that are classified right, by resolution", "accuracy",
+           "resolution", "share of right answers",
+           "Higher is better. All models were trained at the resolution of the dotted line, and read the same pictures "
+           "at the others."),
     _Lines("loss_by_length", "Loss by length of the text", "loss", "length", "loss (nats per token)",
            f"{_LOWER} {_FLAT}"),
     _Lines("tail_loss_by_length", "Loss of the last tokens by length", "tail_loss", "length", "loss of the last tokens",
@@ -68,7 +74,9 @@ _BAND = "A band is the 95 % interval over seeds."
 _X_LABELS = {
     "step": "training step", "layer": "layer (0: embeddings)",
     "length": "length of the text in tokens (dotted: trained on {})",
-    "task": "length of the task (dotted: trained on {})", "position": "position in tokens (dotted: trained on {})",
+    "task": "length of the task (dotted: trained on {})",
+    "resolution": "pixels along each side (dotted: trained on {})",
+    "position": "position in tokens (dotted: trained on {})",
 }  # fmt: skip
 
 
@@ -108,7 +116,7 @@ def _draw(task: Task, result: Result, lines: _Lines, chosen: list[str], labels: 
         figure = Figure(figsize=(5.8, max(3.8, 0.9 + 0.21 * len(chosen))))
         axes = figure.add_subplot()
         trained = " to ".join(map(str, dict.fromkeys((min(task.trained), max(task.trained)))))
-        label = _X_LABELS["task" if lines.quantity == "accuracy" else lines.key]
+        label = _X_LABELS["task" if (lines.quantity, lines.key) == ("accuracy", "length") else lines.key]
         axes.set(xlabel=label.format(trained), ylabel=lines.y_label)
         if lines.key == "layer":
             axes.set_yscale("log")
@@ -116,12 +124,14 @@ def _draw(task: Task, result: Result, lines: _Lines, chosen: list[str], labels: 
             axes.set_yticks([1, 1e-2, 1e-4, 1e-6, _DOG_FLOOR], ["1", "0.01", "0.0001", "1e-6", "0"])
             axes.minorticks_off()
             axes.axhspan(_DOG_FLOOR / 2, ROUNDING, color=shade(0.08), zorder=0, linewidth=0)
+        elif lines.key == "resolution":
+            ticks_at(axes, task.lengths)
         elif lines.quantity == "accuracy":
             axes.set_ylim(-0.02, 1.02)
         elif lines.key == "length":
             axes.set_xscale("log", base=2)
             ticks_at(axes, task.lengths)
-        if lines.key in ("length", "position"):
+        if lines.key in ("length", "position", "resolution"):
             axes.axvline(max(task.trained), color=shade(0.5), linestyle=(0, (1, 2)), linewidth=1.2, zorder=1)
         frequencies = task.unigram_cross_entropy if "loss" in lines.quantity else None
         ceiling = math.inf if frequencies is None else _CEILING * frequencies
@@ -135,7 +145,7 @@ def _draw(task: Task, result: Result, lines: _Lines, chosen: list[str], labels: 
 
 def _curve(result: Result, label: str, lines: _Lines) -> Curve | None:
     """One scheme with its interval; `None` if it has no line."""
-    records = [record for record in result.of(label, lines.quantity) if record.value is not None]
+    records = [one for one in result.of(label, lines.quantity) if one.value is not None and lines.key in one.at]
     if not records or (lines.key == "step" and len(records) == 1):
         return None
     x, mean, low, high = zip(*((one.at[lines.key], one.value, one.low, one.high) for one in records), strict=True)

@@ -57,7 +57,7 @@ def check_cells(cells: list[Cell], digests: dict[str, str]) -> None:
 
     Args:
         cells: the trainings.
-        digests: of the text ("corpus") and of pretrained weights ("model"), where there are any.
+        digests: see `Cell.identity`.
 
     Raises:
         SettingsError: if a setting or the text itself differs, or if a training has ended without the model that is

@@ -10,6 +10,7 @@ from transformers import (
     CONFIG_MAPPING,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
     AutoModelForMaskedLM,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
@@ -21,7 +22,7 @@ from hf_posenc.metrics.forward import native_capacity
 from hf_posenc.recipes import Swap, frozen_teacher
 from training.errors import SettingsError
 from training.starting_model import build_model as starting_model, weights_digest
-from training.study.cells import Cell, StudyTask
+from training.study.cells import IMAGES, Cell, StudyTask
 from training.study.corpus import starting_arguments
 from training.study.data import CellData
 from training.study.settings import StudySettings, TrainingSettings
@@ -38,6 +39,8 @@ def task_model(study: StudySettings, task: StudyTask, tokenizer: PreTrainedToken
     Raises:
         SettingsError: for a model that cannot be built, or does not fit the task.
     """
+    if task.name == IMAGES:
+        return type(new_image_model(task, task.settings, classes=1)).__name__, None
     if not task.pretrained:
         return type(new_model(task, task.settings, tokenizer, task.lengths[-1])).__name__, None
     model = starting_model(starting_arguments(study), tokenizer, task.causal, seed=0, loader=_loader(task))
@@ -80,18 +83,61 @@ def new_model(task: StudyTask, settings: TrainingSettings, tokenizer: PreTrained
     lacking = [name for name in _NEEDED if not hasattr(stock, name)]
     if lacking:
         raise SettingsError(f"--model_type {model_type} has no {lacking[0]} to set: its models cannot be made small.")
-    fields = {
-        name: 0.0
-        for name, value in stock.to_dict().items()
-        if isinstance(value, float) and ("dropout" in name or name.endswith("_pdrop"))
-    } | {name: value for name, value in wanted.items() if hasattr(stock, name)}
+    fields = _without_dropout(stock) | {name: value for name, value in wanted.items() if hasattr(stock, name)}
     try:
         return _loader(task).from_config(type(stock)(**fields))
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise SettingsError(f"--model_type {model_type} cannot be used for the task {task.name!r}: {error}") from error
 
 
+def new_image_model(task: StudyTask, settings: TrainingSettings, classes: int) -> Any:
+    """An image classifier with new weights, with the sizes of the study.
+
+    Args:
+        task: for its architecture.
+        settings: for the sizes.
+        classes: that it tells apart.
+
+    Raises:
+        SettingsError: if there is no such architecture, or it cannot have these sizes.
+    """
+    model_type = task.settings.model_type or "vit"
+    if model_type not in CONFIG_MAPPING:
+        raise SettingsError(f"--model_type: {UnknownNameError('architecture', model_type, CONFIG_MAPPING)}")
+    stock: PreTrainedConfig = CONFIG_MAPPING[model_type]()
+    wanted: dict[str, Any] = {
+        "hidden_size": settings.hidden_size,
+        "num_hidden_layers": settings.num_layers,
+        "num_attention_heads": settings.num_heads,
+        "intermediate_size": 2 * settings.hidden_size,
+        "image_size": settings.train_resolution,
+        "patch_size": settings.patch_size,
+        "initializer_range": INITIALIZER_RANGE,
+    }
+    lacking = [
+        name for name in ("hidden_size", "num_hidden_layers", "image_size", "patch_size") if not hasattr(stock, name)
+    ]
+    if lacking:
+        raise SettingsError(f"--model_type {model_type} has no {lacking[0]} to set: its models cannot be made small.")
+    try:
+        config = type(stock)(**_without_dropout(stock), **{k: v for k, v in wanted.items() if hasattr(stock, k)})
+        config.num_labels = classes
+        return AutoModelForImageClassification.from_config(config)
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise SettingsError(f"--model_type {model_type} cannot be used for the task {task.name!r}: {error}") from error
+
+
+def _without_dropout(stock: PreTrainedConfig) -> dict[str, float]:
+    return {
+        name: 0.0
+        for name, value in stock.to_dict().items()
+        if isinstance(value, float) and ("dropout" in name or name.endswith("_pdrop"))
+    }
+
+
 def _loader(task: StudyTask) -> Any:
+    if task.name == IMAGES:
+        return AutoModelForImageClassification
     if task.kind == "embedding":
         return AutoModel
     return AutoModelForCausalLM if task.causal else AutoModelForMaskedLM
@@ -134,6 +180,8 @@ def begin(cell: Cell, data: CellData, tokenizer: PreTrainedTokenizerBase) -> Beg
     elif task.pretrained:
         arguments = starting_arguments(cell.study)
         model = starting_model(arguments, tokenizer, task.causal, cell.seed, loader=_loader(task))
+    elif data.pictures is not None:
+        model = new_image_model(task, cell.settings, len(data.pictures.classes))
     else:
         model = new_model(task, cell.settings, tokenizer, data.positions)
     embeds = task.kind == "embedding"

@@ -6,10 +6,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hf_posenc import SequenceLengthError
+from hf_posenc import SequenceLengthError, UnsupportedError
 from hf_posenc.metrics import MeasurementError, dog_test
 from hf_posenc.metrics.generalization import exact_match
+from hf_posenc.metrics.images.dog import SIDE, picture_dog_test
+from hf_posenc.metrics.images.resolution import accuracy_by_resolution
 from hf_posenc.metrics.language_modeling import loss_by_length
+from hf_posenc.report import Result
 from training.study.cells import Cell
 from training.study.data import CellData
 from training.study.embedding import Teacher
@@ -46,9 +49,17 @@ def read_lengths(
         similarities = teacher.similarities(model, lengths, settings.eval_windows)
         return {"lengths": lengths, "similarity": _rounded(similarities)}
     if task.synthetic is not None:
-        rows = exact_match(model, tokenizer, task.synthetic, lengths, samples=settings.test_samples).rows
-        tokens = {"token_accuracy": _rounded([row.token_accuracy for row in rows])} if whole else {}
-        return {"lengths": lengths, "accuracy": _rounded([row.exact_match for row in rows])} | tokens
+        matches = exact_match(model, tokenizer, task.synthetic, lengths, samples=settings.test_samples).rows
+        tokens = {"token_accuracy": _rounded([row.token_accuracy for row in matches])} if whole else {}
+        return {"lengths": lengths, "accuracy": _rounded([row.exact_match for row in matches])} | tokens
+    if data.pictures is not None:
+        rows = accuracy_by_resolution(model, data.pictures, lengths)
+        return {
+            "lengths": lengths,
+            "accuracy": _rounded([row.accuracy for row in rows]),
+            "loss": _rounded([row.loss for row in rows]),
+            "reasons": sorted({f"{row.resolution} pixels: {row.reason}" for row in rows if row.reason}),
+        }
     assert data.windows is not None
     found = loss_by_length(
         model,
@@ -83,10 +94,28 @@ def read_dogs(model: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
         return {"error": subject.error}
     probe = result.value(subject.label, "probe")
     return {
-        "layers": [float(f"{record.value:.4g}") for record in result.of(quantity="relative_l2")],
+        "layers": _layers(result),
         "probe": None if probe is None else float(f"{probe:.4g}"),
         "told_apart": result.record(subject.label, "told_apart").passed,
     }
+
+
+def read_picture_dogs(cell: Cell, model: Any) -> dict[str, Any]:
+    """Distance between the two dogs of one picture, at the trained resolution, layer by layer."""
+    grid = cell.settings.train_resolution // cell.settings.patch_size
+    try:
+        # In two corners, so that small grids have room for both.
+        result = picture_dog_test(model, grid=grid, first=(0, 0), second=(0, grid - SIDE))
+    except (MeasurementError, UnsupportedError) as error:
+        return {"error": str(error)}
+    (subject,) = result.subjects
+    if subject.error is not None:
+        return {"error": subject.error}
+    return {"layers": _layers(result), "told_apart": result.record(subject.label, "told_apart").passed}
+
+
+def _layers(result: Result) -> list[float]:
+    return [float(f"{record.value:.4g}") for record in result.of(quantity="relative_l2")]
 
 
 def _rounded(values: Any) -> list[float | None]:

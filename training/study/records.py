@@ -23,11 +23,12 @@ ROUNDING = 1e-5
 #: A loss above this one has no perplexity, which would be a number of dozens of digits.
 LARGEST_LOSS = 50.0
 
-_CURVES = ("train_loss", "validation_loss", "validation_similarity")
+_CURVES = ("train_loss", "validation_loss", "validation_similarity", "validation_accuracy")
 
 _MEASURED = {
     "language_modeling": "The same held-out text at every length. Losses in nats per token.",
     "generalization": "Percent of examples of each length with every token of the answer right (exact match).",
+    "image_classification": "Percent of the same held-out pictures, at every resolution, that are classified right.",
     "embedding": "Cosines to the sentence embeddings of the model before the swap; where that model cannot read a text "
     "as a whole, to the mean over pieces that it can read.",
 }
@@ -125,8 +126,8 @@ def _numbers(run: Run, task: Task, clock: str) -> Iterator[tuple[str, str, Any, 
     for prefix, reading in (("", run.reading), ("before_", run.before or {})):
         for quantity in ("loss", "tail_loss", "similarity", "accuracy", "token_accuracy"):
             for length, value in zip(reading["lengths"], reading[quantity], strict=True) if quantity in reading else ():
-                yield prefix + quantity, "length", length, value
-                if quantity == "loss":
+                yield prefix + quantity, task.axis, length, value
+                if quantity == "loss" and task.axis == "length":
                     known = value is not None and value <= LARGEST_LOSS
                     yield f"{prefix}perplexity", "length", length, math.exp(value) if known else None
     if run.reading.get("sliding_loss") is not None:
@@ -216,7 +217,7 @@ def _quantities(task: Task, clock: str, control: str | None) -> tuple[Quantity, 
         "healed": ("fraction", "after training"),
         "to_control": ("difference", "more than the control"),
         "difference": (
-            "percent" if task.kind == "generalization" else "fraction", "at {length}",
+            "percent" if MAIN[task.kind] == "accuracy" else "fraction", "at {length}",
             f"Difference: the value less that of the control (`{control}`) with the same seed.",
         ),
         "dog_distance": (
@@ -236,20 +237,34 @@ def _quantities(task: Task, clock: str, control: str | None) -> tuple[Quantity, 
         "seconds": ("milliseconds", f"{'' if clock == 'wall' else 'processor '}time per step (ms)"),
         "position_loss": ("fraction", "position {position}"),
     }  # fmt: skip
+    if task.kind == "image_classification":
+        columns |= {
+            "accuracy": ("percent_tenths", "{resolution} pixels (%)"),
+            "loss": ("fraction", "loss at {resolution}"),
+            "difference": ("percent_tenths", *columns["difference"][1:]),
+            "dog_distance": (
+                "number", f"{dogs}, last layer",
+                "The two dogs: how different the model's vectors of two equal dogs in one picture are, as a share of "
+                "their length. At 0 the model cannot tell which is where.",
+            ),
+        }  # fmt: skip
     columns |= {f"before_{name}": (columns[name][0], "right after the swap, {length}") for name in list(columns)[:5]}
     columns |= {name: ("fraction", f"{name} {{step}}") for name in _CURVES}
     return tuple(
-        Quantity(name, heading, "".join(meaning), style) for name, (style, heading, *meaning) in columns.items()
+        Quantity(name, heading.replace("{length}", f"{{{task.axis}}}"), "".join(meaning), style)
+        for name, (style, heading, *meaning) in columns.items()
     )
 
 
 def _views(task: Task, frame: pd.DataFrame) -> tuple[View, ...]:
     main, known = MAIN[task.kind], set(frame.dropna().quantity)
     layers = frame[frame.quantity == "dog_distance"]["at"]
-    last = {"length": [task.lengths[-1]], "layer": [int(layers.max()) if len(layers) else 0]}
-    tables = {
+    last = {task.axis: [task.lengths[-1]], "layer": [int(layers.max()) if len(layers) else 0]}
+    by = task.axis
+    tables: dict[str, tuple[str, ...]] = {
         "While training, on held-out text": ("swapped", "healed", "to_control"),
-        f"{main.capitalize()} by length": (f"before_{main}", main),
+        f"{main.capitalize()} by {by}": (f"before_{main}", main),
+        **({"Loss by resolution": ("loss",)} if by == "resolution" else {}),
         "Perplexity by length": ("before_perplexity", "perplexity"),
         f"The last {task.tail_tokens} tokens": ("tail_loss",),
         "Difference from the control": ("difference",),
@@ -275,10 +290,14 @@ def _views(task: Task, frame: pd.DataFrame) -> tuple[View, ...]:
 
 def _remarks(task: Task, frame: pd.DataFrame) -> Iterator[str]:
     lengths = ", ".join(map(str, task.trained))
-    yield (
-        f"Trained for {task.max_steps:,} steps of {task.batch_size} sequences, on lengths of {lengths}. "
-        f"{_MEASURED[task.kind]}"
-    )
+    if task.pictures is not None:
+        read = f"pictures of {task.pictures['source']}, at {lengths} pixels along each side"
+    else:
+        read = f"sequences, on lengths of {lengths}"
+    yield f"Trained for {task.max_steps:,} steps of {task.batch_size} {read}. {_MEASURED[task.kind]}"
+    if task.pictures is not None:
+        parts = ", ".join(f"{task.pictures[f'{part}_pictures']:,}" for part in ("train", "validation", "test"))
+        yield f"Pictures to train on, for the curves, and for the accuracy by resolution: {parts}."
     if task.unigram_cross_entropy is not None:
         yield f"A model that knows token frequencies only has a loss of {task.unigram_cross_entropy:.3f}."
     if frame.groupby("scheme").seed.nunique().max() > 1:

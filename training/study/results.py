@@ -14,17 +14,21 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from transformers import PreTrainedTokenizerBase
 
 from hf_posenc import __version__
+from hf_posenc.metrics.images.pictures import DIGITS
 from training.processor import processor_name
-from training.study.cells import FINISHED, Cell, StudyTask
+from training.study.cells import FINISHED, IMAGES, Cell, StudyTask
 from training.study.corpus import Corpus, unigram_cross_entropy
-from training.study.data import validation_windows
+from training.study.data import pictures_summary, validation_windows
 from training.study.reading import tail_tokens
 from training.study.settings import StudySettings
 
 #: Where and how fast a study runs; none of it changes a result.
 _LOCAL = {"output_dir", "workers", "checkpoint_every"}
 #: What a model is compared by, for each kind of task.
-MAIN = {"language_modeling": "loss", "generalization": "accuracy", "embedding": "similarity"}
+MAIN = {
+    "language_modeling": "loss", "generalization": "accuracy", "embedding": "similarity",
+    "image_classification": "accuracy",
+}  # fmt: skip
 
 
 class ResultsError(ValueError):
@@ -51,6 +55,7 @@ class Run(BaseModel):
     before: dict[str, Any] | None = None
     by_length: dict[str, Any] | None = None
     exact_match: dict[str, Any] | None = None
+    by_resolution: dict[str, Any] | None = None
     dog: dict[str, Any] | None = None
     swap: dict[str, Any] | None = None
     model: str | None = None
@@ -62,8 +67,8 @@ class Run(BaseModel):
 
     @property
     def reading(self) -> dict[str, Any]:
-        """The figures by length."""
-        return self.by_length or self.exact_match or {}
+        """The figures by length or resolution."""
+        return self.by_length or self.exact_match or self.by_resolution or {}
 
     @property
     def steps(self) -> int | None:
@@ -74,7 +79,7 @@ class Run(BaseModel):
 class Task(BaseModel, extra="allow"):
     """What the models of a task are, and how they were trained and read."""
 
-    kind: Literal["language_modeling", "generalization", "embedding"]
+    kind: Literal["language_modeling", "generalization", "embedding", "image_classification"]
     model: str
     lengths: list[int] = Field(min_length=1)
     max_steps: int
@@ -84,6 +89,12 @@ class Task(BaseModel, extra="allow"):
     train_lengths: list[int] = []
     tail_tokens: int | None = None
     unigram_cross_entropy: float | None = None
+    pictures: dict[str, Any] | None = None
+
+    @property
+    def axis(self) -> str:
+        """What `lengths` are: "length", or "resolution" of pictures."""
+        return "resolution" if self.kind == "image_classification" else "length"
 
     @property
     def trained(self) -> list[int]:
@@ -184,7 +195,8 @@ def study_results(
         "tasks": {task.name: _task(study, task, corpus, models[task.name], tokenizer) for task in tasks.values()},
         "runs": [outcomes[cell.name] for cell in sorted(cells, key=place)],
         "versions": {"python": platform.python_version(), "hf-posenc": __version__}
-        | {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")},
+        | {name: version(name) for name in ("torch", "transformers", "accelerate", "datasets")}
+        | ({"scikit-learn": version("scikit-learn")} if _reads_digits(study, tasks) else {}),
         "machine": {
             "cpu": processor_name(),
             "cores": os.cpu_count() or 1,
@@ -192,6 +204,10 @@ def study_results(
         }
         | ({"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}),
     }
+
+
+def _reads_digits(study: StudySettings, tasks: dict[str, StudyTask]) -> bool:
+    return IMAGES in tasks and study.dataset_name in (None, DIGITS)
 
 
 def _model_name(study: StudySettings) -> str | None:
@@ -221,6 +237,8 @@ def _task(
         "lengths": task.lengths,
         "train_lengths": task.train_lengths(task.settings),
     }
+    if task.kind == "image_classification":
+        return told | {"pictures": pictures_summary(study)}
     if task.kind != "language_modeling" or corpus is None:
         return told
     windows = validation_windows(corpus.validation.tokens(), task.settings)

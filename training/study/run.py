@@ -9,22 +9,24 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainingArguments
+from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainingArguments, ViTImageProcessorPil
 
 from hf_posenc import PositionEncodingError, SequenceLengthError
+from hf_posenc.metrics.images.pictures import Normalization
 from training.checkpoints import latest_complete_checkpoint
-from training.data.packing import PackedRows
+from training.data.order import RowsByEpoch
 from training.errors import SettingsError
 from training.files import write_json
+from training.images.rows import image_processor
 from training.launched import launched_on_cpu
 from training.starting_model import add_lora
-from training.study.cells import DIVERGED, FINISHED, UNSUPPORTED, Cell
+from training.study.cells import DIVERGED, FINISHED, IMAGE_CLASSIFICATION, UNSUPPORTED, Cell
 from training.study.corpus import study_tokenizer
 from training.study.curve import CurveCallback, OnStep, recorded_curve
 from training.study.data import CellData, cell_data
 from training.study.embedding import Teacher, TeacherTrainer
 from training.study.models import Beginning, begin
-from training.study.reading import read_dogs, read_lengths
+from training.study.reading import read_dogs, read_lengths, read_picture_dogs
 from training.trainer import NonFiniteLossError, SchemeTrainer
 
 #: Rows per forward call of a validation of the small models.
@@ -53,8 +55,7 @@ def run_cell(cell: Cell, on_step: OnStep) -> dict[str, Any]:
             if not cell.task.pretrained:
                 # A length that the scheme cannot represent is found before any time goes into training.
                 with torch.no_grad():
-                    row = torch.zeros(1, data.positions, dtype=torch.int64, device=beginning.model.device)
-                    beginning.model(input_ids=row)
+                    _try_out(cell, beginning.model, data)
         except (ValueError, SequenceLengthError) as error:
             return _conclude(cell, {**head, "status": UNSUPPORTED, "reason": str(error)})
     head["notes"] = sorted({str(one.message) for one in caught if issubclass(one.category, UserWarning)})
@@ -76,14 +77,23 @@ def run_cell(cell: Cell, on_step: OnStep) -> dict[str, Any]:
     trained = trainer.accelerator.unwrap_model(trainer.model)
     if cell.asked.swap.lora:
         trained = trained.merge_and_unload()
-    name = "by_length" if cell.task.synthetic is None else "exact_match"
+    name = {"generalization": "exact_match", IMAGE_CLASSIFICATION: "by_resolution"}.get(cell.task.kind, "by_length")
     result = {**head, "status": FINISHED, **training, "model": None}
-    result |= {name: read_lengths(cell, trained, data, tokenizer, teacher), "dog": read_dogs(trained, tokenizer)}
+    dog = read_dogs(trained, tokenizer) if data.pictures is None else read_picture_dogs(cell, trained)
+    result |= {name: read_lengths(cell, trained, data, tokenizer, teacher), "dog": dog}
     if cell.keeps_model:
         result["model"] = str(cell.model_folder.relative_to(cell.study_folder))
         if trainer.is_world_process_zero():
-            _save(cell, trained, tokenizer)
+            _save(cell, trained, tokenizer if data.pictures is None else _image_processor(cell))
     return _conclude(cell, result)
+
+
+def _try_out(cell: Cell, model: Any, data: CellData) -> None:
+    if data.pictures is None:
+        model(input_ids=torch.zeros(1, data.positions, dtype=torch.int64, device=model.device))
+    else:
+        batch = data.collate([data.train[0]])
+        model(**{name: value for name, value in batch.items() if name != "labels"})
 
 
 def _train(cell: Cell, trainer: SchemeTrainer) -> dict[str, Any]:
@@ -130,8 +140,8 @@ def _arguments(cell: Cell, data: CellData) -> TrainingArguments:
         "use_cpu": launched_on_cpu(),
         "lr_scheduler_type": "cosine",
         "adam_beta2": 0.98,
-        # Windows are in their order already; packed rows are not.
-        "train_sampling_strategy": "random" if isinstance(data.train, PackedRows) else "sequential",
+        # Windows are in their order already; packed rows and pictures are not.
+        "train_sampling_strategy": "random" if isinstance(data.train, RowsByEpoch) else "sequential",
         "per_device_eval_batch_size": settings.batch_size if cell.task.pretrained else _VALIDATION_ROWS,
         "dataloader_pin_memory": torch.accelerator.is_available(),
     } | settings.trainer
@@ -168,12 +178,16 @@ def _arguments(cell: Cell, data: CellData) -> TrainingArguments:
     return arguments
 
 
-def _save(cell: Cell, model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+def _image_processor(cell: Cell) -> ViTImageProcessorPil:
+    return image_processor(cell.settings.train_resolution, Normalization(), channels=3)
+
+
+def _save(cell: Cell, model: Any, processor: PreTrainedTokenizerBase | ViTImageProcessorPil) -> None:
     partial = cell.model_folder.with_name(f"{cell.model_folder.name}.partial")
     for folder in (partial, cell.model_folder):
         shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
+    processor.save_pretrained(partial)
     partial.rename(cell.model_folder)
 
 

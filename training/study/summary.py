@@ -76,6 +76,12 @@ def _task(study: Study, result: Result) -> Iterator[str]:
     }
     aim = _AIMS.get(getattr(task, "objective", None) or "")
     yield f"**{result.task}** (a {task.model}{f', {aim}' if aim else ''})."
+    if task.axis == "resolution":
+        for resolution in task.lengths:
+            place = f"At {resolution} pixels{', the resolution of training' if resolution in task.trained else ''}"
+            yield from _best(values, quantity, resolution, place, "{:.1%}")
+        yield from _dogs(task, result)
+        return
     short, far = max((one for one in task.lengths if one <= limit), default=task.lengths[0]), task.lengths[-1]
     if task.kind == "generalization":
         yield from _best(values, quantity, far, f"At length {far} (trained up to {limit})")
@@ -100,14 +106,17 @@ def _task(study: Study, result: Result) -> Iterator[str]:
     yield from _dogs(task, result)
 
 
-def _best(values: Mapping[str, dict[int, dict[int, float]]], quantity: str, length: int, place: str) -> Iterator[str]:
+def _best(
+    values: Mapping[str, dict[int, dict[int, float]]], quantity: str, length: int, place: str, style: str = ""
+) -> Iterator[str]:
     """The best scheme and the next one, and whether the seeds separate the two."""
     better = -1 if quantity == "loss" else 1
     means = {label: _mean(found[length]) for label, found in values.items() if found.get(length)}
     order = sorted(means, key=lambda label: -better * means[label])
     if not order:
         return
-    words, style = _WORDS[quantity]
+    words, usual = _WORDS[quantity]
+    style = style or usual
     shown = {label: style.format(means[label]) for label in order}
     # Schemes with the same printed number share their place.
     if quantity == "accuracy" and means[order[0]] == 0:
@@ -166,7 +175,8 @@ def _past(values: Mapping[str, dict[int, dict[int, float]]], short: int, far: in
 
 def _dogs(task: Task, result: Result) -> Iterator[str]:
     """Who tells the two dogs apart: in a causal model its mask does, so that attention without one is asked."""
-    causal = getattr(task, "objective", "causal") == "causal"
+    pictures = task.pictures is not None
+    causal = not pictures and getattr(task, "objective", "causal") == "causal"
     quantity, limit = ("dog_probe", PROBE_TOLERANCE) if causal else ("dog_distance", ROUNDING)
     last: dict[str, float] = {}
     for record in result.of(quantity=quantity):
@@ -176,6 +186,8 @@ def _dogs(task: Task, result: Result) -> Iterator[str]:
         return
     same = [label for label, value in last.items() if value <= limit]
     where = "Without the causal mask, which tells tokens apart by itself" if causal else f"In \u201c{SENTENCE}\u201d"
+    if pictures:
+        where = "In a picture with two equal dogs"
     dogs = f"the two dogs of \u201c{SENTENCE}\u201d" if causal else "the two dogs"
     if same:
         others = "; every other scheme can" if len(same) < len(last) else ""

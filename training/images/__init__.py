@@ -1,0 +1,1 @@
+"""Training image classifiers: options, pictures as rows, and one run."""

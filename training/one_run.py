@@ -1,0 +1,158 @@
+"""The steps of one training run that all scripts share: where it starts, how it trains and saves, and how it ends."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import transformers
+from accelerate import PartialState
+from huggingface_hub.errors import HfHubHTTPError
+from safetensors import SafetensorError
+from transformers import TrainingArguments
+from transformers.trainer_utils import IntervalStrategy
+
+from hf_posenc import PositionEncodingError
+from training.arguments import RunArguments
+from training.checkpoints import SETTINGS_FILE, check_run, latest_complete_checkpoint
+from training.errors import SettingsError
+from training.files import write_json
+from training.launched import report
+from training.trainer import SavingError, SchemeTrainer, TrainingError
+
+#: A disk that is full, over its quota, or cannot be written to.
+_UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+#: Errors of an upload: refused by the hub, not connected (the hub's HTTP client has errors of its own), or not allowed
+#: to connect.
+_HUB_ERRORS: tuple[type[Exception], ...] = (OSError, *HfHubHTTPError.__bases__)
+
+
+def exit_status(program: str, run: Callable[[], Any]) -> int:
+    """Calls `run`, and prints one message instead of a traceback for errors that a user can fix.
+
+    Returns:
+        0, or 1 if the training had to stop, 2 for arguments that cannot work, 130 if interrupted.
+    """
+    try:
+        run()
+    except (SettingsError, PositionEncodingError) as error:
+        return report(program, error, 2)
+    except TrainingError as error:
+        return report(program, error, 1, every_process=isinstance(error, SavingError))
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, OSError) and error.errno not in _UNWRITABLE:
+            raise
+        message = f"{error} Nothing that was complete is lost: make room, then run the same command again to go on."
+        return report(program, message, 1, every_process=True)
+    except KeyboardInterrupt:
+        print("\nInterrupted. Run the same command again to go on from the last checkpoint.", file=sys.stderr)
+        return 130
+    return 0
+
+
+def trains(arguments: TrainingArguments) -> bool:
+    """Whether a run trains, rather than only evaluates."""
+    # Trainer sets do_eval itself where it evaluates while training.
+    return arguments.do_train or arguments.eval_strategy != IntervalStrategy.NO or not arguments.do_eval
+
+
+def starting_point(
+    run: RunArguments, arguments: TrainingArguments, settings: dict[str, Any]
+) -> tuple[bool, Path | None]:
+    """Whether the output folder holds this run already, and the checkpoint to resume from.
+
+    Raises:
+        SettingsError: if the folder holds a run with other settings, or files of something else.
+    """
+    state, folder = PartialState(), Path(str(arguments.output_dir))
+    if run.overwrite_output_dir:
+        if state.is_main_process and (folder / SETTINGS_FILE).exists():
+            shutil.rmtree(folder)
+        state.wait_for_everyone()
+    begun = check_run(folder, settings)
+    checkpoint = latest_complete_checkpoint(folder, arguments.world_size) if begun else None
+    state.wait_for_everyone()
+    if checkpoint is not None and state.is_main_process:
+        print(f"Resuming from {checkpoint}.", file=sys.stderr)
+    return begun, checkpoint
+
+
+def build_trainer(arguments: TrainingArguments, model: Any, **options: Any) -> SchemeTrainer:
+    """The trainer of a run.
+
+    Args:
+        arguments: of the Trainer.
+        model: as it will be trained.
+        **options: further arguments of `SchemeTrainer`.
+
+    Raises:
+        SettingsError: if an optimizer, a tracker or the hub cannot be used.
+    """
+    try:
+        SchemeTrainer.get_optimizer_cls_and_kwargs(arguments, model)  # --optim may name one that is not installed
+        return SchemeTrainer(model=model, args=arguments, **options)
+    except _HUB_ERRORS as error:
+        written = "--push_to_hub" if arguments.push_to_hub else f"--output_dir {arguments.output_dir}"
+        raise SettingsError(f"{written}: {error}") from error
+    except (ValueError, ImportError, RuntimeError) as error:  # a tracker that is not installed, among others
+        raise SettingsError(str(error)) from error
+
+
+def train_and_save(trainer: SchemeTrainer, checkpoint: Path | None, folder: Path | None = None) -> dict[str, float]:
+    """Trains to the end and saves the model.
+
+    Args:
+        trainer: of the run.
+        checkpoint: where to resume from.
+        folder: for what was trained; by default the output folder.
+
+    Returns:
+        The metrics of the training.
+    """
+    outcome = trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    trainer.log_metrics("train", outcome.metrics)
+    if trainer.is_fsdp_enabled:
+        trainer.accelerator.state.fsdp_plugin.set_state_dict_type("FULL_STATE_DICT")
+    trainer.require_finite_weights()
+    # An internal call uploads nothing.
+    trainer.save_model(None if folder is None else str(folder), _internal_call=True)
+    trainer.save_state()
+    metrics: dict[str, float] = outcome.metrics
+    return metrics
+
+
+def finish(trainer: SchemeTrainer, results: dict[str, float], pushes: bool) -> None:
+    """Writes the figures of a run, and pushes its model to the hub.
+
+    Raises:
+        TrainingError: if the model could not be pushed.
+    """
+    folder = Path(str(trainer.args.output_dir))
+    if trainer.is_world_process_zero():
+        write_json(folder / "all_results.json", results)
+    if pushes:
+        try:
+            trainer.push_to_hub()
+        except _HUB_ERRORS as error:
+            raise TrainingError(
+                f"The model is complete in {folder}, but could not be pushed to the hub: {error} Run the same command "
+                "again to push it."
+            ) from error
+
+
+def set_up_logging(arguments: TrainingArguments) -> None:
+    """Shows what the run says: everything of the first process, errors of the others."""
+    level = logging.INFO if arguments.should_log else logging.ERROR
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S", level=level)
+    for library in ("httpx", "accelerate", "datasets"):
+        logging.getLogger(library).setLevel(logging.WARNING)
+    transformers.utils.logging.set_verbosity(arguments.get_process_log_level())
+    if not arguments.should_log:
+        datasets.utils.logging.set_verbosity_error()
+        datasets.disable_progress_bars()
