@@ -115,7 +115,7 @@ class Checker(Caller):
         try:
             config: Any = native_scheme(self.model) if scheme == "native" else scheme
             if scheme == "native":
-                self.record.native = _brief(config)
+                self.record.native = brief(config)
                 patch_model(self.model, config)
             else:
                 self._patch(self.model, scheme, config)
@@ -290,10 +290,11 @@ def _last_token(output: Tensor, length: int) -> Tensor:
     return output.select(axis, -1).flatten()
 
 
-def _brief(config: Any) -> str:
+def brief(config: Any) -> str:
+    """The names of the schemes in a config."""
     fields = getattr(config, "layers", None) or getattr(config, "parts", None)
     if fields is not None:
-        names = list(dict.fromkeys(_brief(one) for one in fields))
+        names = list(dict.fromkeys(brief(one) for one in fields))
         return (" / " if hasattr(config, "layers") else " + ").join(names)
     return str(config.name)
 

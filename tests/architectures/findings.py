@@ -43,13 +43,21 @@ class Record:
     Args:
         pair: its name.
         native: the native scheme as text, or why it has no name.
+        part: the part of the model; empty for models of text.
+        columns: "text", "vision" or "series": which schemes are placed in the part.
         refusal: the reason of an `UnsupportedError` that rules out every scheme, or empty.
+        without: why the model has no softmax self-attention, or empty.
+        unbuilt: why no tiny model of it can be built or called, or empty.
         findings: scheme -> check -> finding.
     """
 
     pair: str
     native: str = ""
     refusal: str = ""
+    part: str = ""
+    columns: str = "text"
+    without: str = ""
+    unbuilt: str = ""
     findings: dict[str, dict[str, Finding]] = field(default_factory=dict)
 
     def failed(self, scheme: str) -> list[str]:

@@ -1,57 +1,62 @@
-"""Which architectures are looked at: every text model of the auto mappings, and what their default configs hide."""
+"""Which architectures are looked at: every model of the auto mappings, and what their default configs hide."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+import transformers
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import model_type_to_module_name
 
-#: Entries of the mappings that are not text models of their own: wrappers around a text model that has its own entry,
-#: models that also need pixels, audio, bytes in patches or entities.
-COMPOSITE = frozenset(
+#: Kinds of architectures and their titles, in the order of the page.
+KINDS = {
+    "causal": "Causal language models",
+    "masked": "Masked language models",
+    "seq2seq": "Encoder-decoders",
+    "encoder": "Encoders",
+    "text": "Other text models",
+    "image-text": "Images and text",
+    "audio-text": "Audio and text",
+    "any-to-any": "Images, audio and text",
+    "vision": "Vision",
+    "video": "Video",
+    "audio": "Audio",
+    "time series": "Time series",
+    "other": "Layouts, tables, graphs, proteins and other inputs",
+}
+WITH_VOCABULARY_HEAD = ("causal", "masked", "seq2seq", "encoder")
+
+#: Mappings in the order in which they name the main class of a model type: generation, then the base model.
+_ORDER = (
+    *("MULTIMODAL_LM", "IMAGE_TEXT_TO_TEXT", "SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "CAUSAL_LM", "MASKED_LM"),
+    *("TEXT_TO_WAVEFORM", "TEXT_TO_SPECTROGRAM", "CTC", "RNNT", "TDT", "TIME_SERIES_PREDICTION", "MODEL", "BACKBONE"),
+)
+#: What the name of an argument of a forward says about the input; many classes leave `input_modalities` at "text".
+_ARGUMENTS = {
+    **dict.fromkeys(("input_ids", "audio_input_ids"), "text"),
+    "decoder_input_ids": "text",
+    **dict.fromkeys(("pixel_values", "image_patches", "flattened_patches", "image_pixel_values"), "image"),
+    **dict.fromkeys(("grid_thw", "pixel_position_ids"), "image"),
+    **dict.fromkeys(("pixel_values_videos",), "video"),
+    **dict.fromkeys(("input_features", "input_values", "audio_mel", "audio_input_features", "latents"), "audio"),
+    **dict.fromkeys(("past_values",), "time"),
+}
+#: Arguments of inputs that are neither text, nor pictures, nor sound, nor series.
+_OTHER_ARGUMENTS = frozenset(
     (
-        "blt",
-        "dots3_note",
-        "emu3",
-        "fuyu",
-        "gemma3",
-        "gemma3n",
-        "gemma4",
-        "gemma4_assistant",
-        "gemma4_unified",
-        "gemma4_unified_assistant",
-        "git",
-        "got_ocr2",
-        "llama4",
-        "mllama",
-        "moshi",
-        "moss_transcribe_diarize",
-        "musicgen",
-        "musicgen_melody",
-        "phi4_multimodal",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "qwen4_exp",
-        "trocr",
-        "whisper",
-        "layoutlm",
-        "luke",
-        "modernvbert",
-        "perceiver",
-        "tapas",
-        "ultravbert",
+        *("bbox", "xpath_tags_seq", "entity_ids", "states", "visual_feats", "protein_input_ids", "noise_embeds"),
+        *("marks", "visual_embeds", "shared_kv_states", "actions", "context_hidden_states"),
     )
 )
-#: The same class under another name.
-ALIASES = frozenset(("gpt-sw3", "internlm3", "iquestcoder"))
-
-#: Encoder-decoders. The last six are refused, for sparse attention or for what their errors say.
-SEQ2SEQ = (
-    *("t5", "mt5", "umt5", "switch_transformers", "bart", "mbart", "marian", "pegasus", "m2m_100", "blenderbot"),
-    *("blenderbot-small", "plbart", "mvp", "nllb-moe"),
-    *("pegasus_x", "bigbird_pegasus", "fsmt", "led", "longt5", "prophetnet"),
-)
+#: Text models whose inputs are not plain tokens: bytes in patches, tables, codes, or any of them.
+_OTHER_TYPES = frozenset(("blt", "tapas", "perceiver"))
+_SPEAKING = ("TEXT_TO_WAVEFORM", "TEXT_TO_SPECTROGRAM", "SPEECH_SEQ_2_SEQ")
+_OF_VIDEO = frozenset(modeling_auto.MODEL_FOR_VIDEO_CLASSIFICATION_MAPPING_NAMES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +64,7 @@ class Pair:
     """One architecture under one head.
 
     Args:
-        kind: "causal", "masked", "seq2seq" or "encoder".
+        kind: a key of `KINDS`.
         model_type: the config's model type.
         variant: a name for options other than the defaults; empty for the default config.
         options: those options.
@@ -75,17 +80,127 @@ class Pair:
         """`causal-llama`, `masked-deberta[relative]`."""
         return f"{self.kind}-{self.model_type}" + (f"[{self.variant}]" if self.variant else "")
 
+    @property
+    def has_vocabulary_head(self) -> bool:
+        """Whether the model reads tokens only and scores tokens."""
+        return self.kind in WITH_VOCABULARY_HEAD
+
+
+#: Mappings by what they map to: "CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MODEL" (base models).
+MAPPINGS: dict[str, Mapping[str, Any]] = {
+    name.removeprefix("MODEL_FOR_").removesuffix("_NAMES").removesuffix("_MAPPING"): mapping
+    for name, mapping in vars(modeling_auto).items()
+    if name.startswith("MODEL_") and name.endswith("_NAMES")
+}
+#: Which mapping names the main class of a model type: generation first, then the base model, then any head.
+_ORDER = (
+    *("MULTIMODAL_LM", "IMAGE_TEXT_TO_TEXT", "SPEECH_SEQ_2_SEQ", "SEQ_TO_SEQ_CAUSAL_LM", "TEXT_TO_WAVEFORM"),
+    *("TEXT_TO_SPECTROGRAM", "CAUSAL_LM", "MASKED_LM", "CTC", "RNNT", "TDT", "TIME_SERIES_PREDICTION", "MODEL"),
+)
+
+
+def class_name(model_type: str, mapping: str = "") -> str:
+    """The name of the main class of a model type, or of its class in a mapping."""
+    names = (mapping,) if mapping else (*(name for name in _ORDER if name in MAPPINGS), *MAPPINGS)
+    found = next(MAPPINGS[name][model_type] for name in names if model_type in MAPPINGS[name])
+    return found if isinstance(found, str) else str(found[0])
+
+
+def class_named(name: str, model_type: str) -> type[Any]:
+    """The class itself; some are not exported by the package."""
+    found: type[Any] | None = getattr(transformers, name, None)
+    if found is None:
+        package = importlib.import_module(f"transformers.models.{model_type_to_module_name(model_type)}")
+        modules = (importlib.import_module(f"{package.__name__}.{one}") for one in _modeling_modules(package))
+        found = next(getattr(module, name) for module in modules if hasattr(module, name))
+    return found
+
+
+def _modeling_modules(package: Any) -> list[str]:
+    return sorted(str(name) for name in dir(package) if name.startswith("modeling_"))
+
+
+@functools.cache
+def modalities(model_type: str) -> frozenset[str]:
+    """What the main class reads: "text", "image", "video", "audio", "time", "other"."""
+    found = class_named(class_name(model_type), model_type)
+    if _missing(found):
+        return frozenset(("image",) if model_type in MAPPINGS.get("IMAGE", ()) else ("audio",))
+    declared = getattr(found, "input_modalities", None)
+    stated = set(declared if isinstance(declared, list | tuple) else [declared] if declared else [])
+    arguments = inspect.signature(found.forward).parameters
+    if model_type in _OTHER_TYPES or _OTHER_ARGUMENTS & set(arguments):
+        return frozenset(("other",))
+    read = {modality for name, modality in _ARGUMENTS.items() if name in arguments}
+    if not read:
+        main = _ARGUMENTS.get(str(found.main_input_name), "")
+        read = stated - {"text"} or {main or "text"}
+    if read == {"text"} and stated & {"image", "audio"} and "text" not in stated:
+        read = stated
+    if any(model_type in MAPPINGS.get(mapping, ()) for mapping in _SPEAKING):
+        read = read | {"audio"}
+    if "image" in read and (model_type in _OF_VIDEO or stated >= {"video"} > stated & {"image"}):
+        read = read - {"image"} | {"video"}
+    return frozenset(read)
+
+
+def _missing(found: type[Any]) -> bool:
+    """Whether a class is a stand-in for one that needs a package that is not installed."""
+    return bool(vars(found).get("_backends"))
+
+
+@functools.cache
+def aliases() -> dict[str, str]:
+    """Model types whose main class is that of another type, and that type."""
+    owners: dict[str, str] = {}
+    found: dict[str, str] = {}
+    own = sorted(
+        known_model_types(),
+        key=lambda name: (not _owns(name), model_type_to_module_name(name) != name, name),
+    )
+    for model_type in own:
+        owner = owners.setdefault(class_name(model_type), model_type)
+        if owner != model_type:
+            found[model_type] = owner
+    return found
+
+
+def _owns(model_type: str) -> bool:
+    found = class_named(class_name(model_type), model_type)
+    config = None if _missing(found) else getattr(found, "config_class", None)
+    return getattr(config, "model_type", None) == model_type
+
+
+def model_types() -> list[str]:
+    """Every distinct architecture: all model types of the auto mappings without aliases."""
+    return sorted(set(known_model_types()) - set(aliases()))
+
+
+def kinds_of(model_type: str) -> list[str]:
+    """The kinds under which a model type is looked at; text models may have a causal and a masked head."""
+    read = modalities(model_type)
+    if "other" in read:
+        return ["other"]
+    if read == {"text"}:
+        heads = {"CAUSAL_LM": "causal", "MASKED_LM": "masked", "SEQ_TO_SEQ_CAUSAL_LM": "seq2seq"}
+        return [kind for mapping, kind in heads.items() if model_type in MAPPINGS[mapping]] or ["text"]
+    if "audio" in read and read & {"image", "video"}:
+        return ["any-to-any"]
+    if "text" in read:
+        return ["audio-text"] if "audio" in read else ["image-text"]
+    return [
+        "time series" if "time" in read else "audio" if "audio" in read else "vision" if "image" in read else "video"
+    ]
+
 
 def default_pairs() -> list[Pair]:
-    """Every text architecture under the causal and the masked head."""
-    skipped = COMPOSITE | ALIASES
-    causal = [Pair("causal", name) for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in skipped]
-    masked = [Pair("masked", name) for name in MODEL_FOR_MASKED_LM_MAPPING_NAMES if name not in skipped]
-    return sorted(causal, key=lambda pair: pair.model_type) + sorted(masked, key=lambda pair: pair.model_type)
+    """Every architecture under each of its kinds."""
+    pairs = [Pair(kind, model_type) for model_type in model_types() for kind in kinds_of(model_type)]
+    return sorted(pairs, key=lambda pair: (list(KINDS).index(pair.kind), pair.model_type))
 
 
 def extra_pairs() -> list[Pair]:
-    """Encoder-decoders, encoders, and options that a default config hides."""
+    """Encoders of encoder-decoders, and options that a default config hides."""
     ropes: list[tuple[str, dict[str, Any]]] = [
         ("linear", {"factor": 4.0}),
         ("dynamic", {"factor": 4.0}),
@@ -107,7 +222,6 @@ def extra_pairs() -> list[Pair]:
     ]
     relative = (("relative_attention", True), ("pos_att_type", ["c2p", "p2c"]), ("position_biased_input", False))
     return [
-        *(Pair("seq2seq", name) for name in SEQ2SEQ),
         Pair("encoder", "t5"),
         Pair("encoder", "umt5"),
         *(
@@ -132,3 +246,32 @@ def extra_pairs() -> list[Pair]:
 def all_pairs() -> list[Pair]:
     """What the table in docs/reference/architectures.md covers."""
     return default_pairs() + extra_pairs()
+
+
+def pair_named(name: str) -> Pair:
+    """The pair of a name, without a look at all others.
+
+    Raises:
+        KeyError: if the installed transformers has no such model type.
+    """
+    for pair in extra_pairs():
+        if pair.name == name:
+            return pair
+    kind = next(kind for kind in KINDS if name.startswith(f"{kind}-"))
+    model_type = name.removeprefix(f"{kind}-")
+    if not any(model_type in mapping for mapping in MAPPINGS.values()):
+        raise KeyError(f"{model_type} is not in this version of transformers.")
+    return Pair(kind, model_type)
+
+
+def pairs_of(model_type: str) -> list[Pair]:
+    """An architecture under each of its kinds, and with the options that its default config hides."""
+    if model_type in aliases():
+        return []
+    own = [Pair(kind, model_type) for kind in kinds_of(model_type)]
+    return own + [pair for pair in extra_pairs() if pair.model_type == model_type]
+
+
+def known_model_types() -> list[str]:
+    """All model types of the mappings, aliases included; this imports no model."""
+    return sorted(set().union(*MAPPINGS.values()))

@@ -7,8 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from .checks import Record, check_pair
-from .population import all_pairs
+from .checks import check_pair
+from .examination import examine, smoke
+from .findings import Record
+from .part_checks import check_parts
+from .population import kinds_of, known_model_types, pair_named, pairs_of
 
 #: One architecture for each way of taking in position, of attending and of laying out tensors. Most of those in
 #: `tests/matrix` are not here.
@@ -37,7 +40,8 @@ CROSS_SECTION = [
 WITHOUT_NATIVE = {"causal-xlnet", "masked-deberta[relative]", "masked-deberta-v2[relative]"}
 #: CPM-Ant puts 32 prompt tokens in front of left padding, so distances between prompt and text count padding.
 KNOWN_FAILURES = {"causal-cpmant": {"left padding"}}
-PAIRS = {pair.name: pair for pair in all_pairs()}
+#: One architecture for each way of reading pictures, sound and series that is cheap to check.
+PARTS = ["vision-vit", "image-text-llava", "audio-text-whisper"]
 
 
 @pytest.fixture(autouse=True)
@@ -64,14 +68,14 @@ def assert_holds(record: Record, *, native: bool = True) -> None:
 
 @pytest.mark.parametrize("name", CROSS_SECTION)
 def test_every_check_holds(name: str) -> None:
-    record = check_pair(PAIRS[name])
+    record = check_pair(pair_named(name))
     assert not record.refusal
     assert_holds(record)
 
 
 @pytest.mark.parametrize("name", sorted(WITHOUT_NATIVE))
 def test_mechanisms_without_a_name_can_be_replaced(name: str) -> None:
-    record = check_pair(PAIRS[name], ("native", "none", "alibi", "t5", "rope"))
+    record = check_pair(pair_named(name), ("native", "none", "alibi", "t5", "rope"))
     assert_holds(record, native=False)
     assert list(record.failed("native")) == ["patch"]
     assert "UnsupportedError" in record.findings["native"]["patch"].note
@@ -81,14 +85,50 @@ def test_mechanisms_without_a_name_can_be_replaced(name: str) -> None:
     "name", ["causal-mamba", "masked-longformer", "masked-funnel", "causal-deepseek_v32", "seq2seq-led"]
 )
 def test_refusals_name_the_reason_and_leave_no_trace(name: str) -> None:
-    record = check_pair(PAIRS[name])
+    record = check_pair(pair_named(name))
     assert len(record.refusal) > 40
     assert_holds(record)
 
 
+@pytest.mark.parametrize("name", PARTS)
+def test_every_check_holds_in_every_part(name: str) -> None:
+    for record in check_parts(pair_named(name)):
+        assert not record.refusal
+        assert_holds(record)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kinds"),
+    [
+        ("llama", ["causal"]),
+        ("bert", ["causal", "masked"]),
+        ("t5", ["seq2seq"]),
+        ("qwen2_vl", ["image-text"]),
+        ("whisper", ["audio-text"]),
+        ("qwen2_5_omni_thinker", ["any-to-any"]),
+        ("dinov2", ["vision"]),
+        ("videomae", ["video"]),
+        ("wav2vec2", ["audio"]),
+        ("patchtst", ["time series"]),
+        ("bros", ["other"]),
+    ],
+)
+def test_the_kind_follows_from_what_a_forward_reads(model_type: str, kinds: list[str]) -> None:
+    assert kinds_of(model_type) == kinds
+
+
+def test_a_model_without_attention_is_told_apart() -> None:
+    assert smoke(pair_named("vision-resnet")) == "no softmax self-attention: no attention module, but convolution"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(set(PAIRS) - set(CROSS_SECTION) - WITHOUT_NATIVE))
-def test_sweep(name: str) -> None:
-    record = check_pair(PAIRS[name])
-    no_name = record.native.startswith("(") and "UnsupportedError" in record.findings["native"]["patch"].note
-    assert_holds(record, native=not no_name)
+@pytest.mark.parametrize("model_type", known_model_types())
+def test_sweep(model_type: str) -> None:
+    for pair in pairs_of(model_type):
+        if pair.name in CROSS_SECTION or pair.name in WITHOUT_NATIVE:
+            continue
+        for record in examine(pair):
+            if record.without or record.unbuilt:
+                continue
+            no_name = record.native.startswith("(") and "UnsupportedError" in record.findings["native"]["patch"].note
+            assert_holds(record, native=not no_name)

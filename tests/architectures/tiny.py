@@ -5,17 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedModel
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-)
 
-from .population import Pair
+from .population import Pair, class_name, class_named
 from .shrinking import OVERRIDES, PER_LAYER, SHRUNK, WINDOW
+from .shrinking_parts import shrunk_tree
 
 
 def tiny_config(pair: Pair, **options: Any) -> Any:
@@ -26,6 +21,8 @@ def tiny_config(pair: Pair, **options: Any) -> Any:
         **options: fields that win over everything else.
     """
     config_class = CONFIG_MAPPING[pair.model_type]
+    if not pair.has_vocabulary_head or {"encoder", "decoder"} <= set(config_class.sub_configs):
+        return config_class(**shrunk_tree(config_class()) | dict(pair.options) | options)
     return config_class(**_shrunk(config_class(), pair, options))
 
 
@@ -60,14 +57,12 @@ def _distinct(kinds: Any) -> list[Any]:
 
 def model_class(pair: Pair) -> type[PreTrainedModel]:
     """The class of a pair's model."""
-    if pair.kind in ("causal", "masked"):
-        names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if pair.kind == "causal" else MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    elif pair.kind == "encoder":
-        names = {"t5": "T5EncoderModel", "umt5": "UMT5EncoderModel"}
+    heads = {"causal": "CAUSAL_LM", "masked": "MASKED_LM", "seq2seq": "SEQ_TO_SEQ_CAUSAL_LM"}
+    if pair.kind == "encoder":
+        name = {"t5": "T5EncoderModel", "umt5": "UMT5EncoderModel"}[pair.model_type]
     else:
-        names = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
-    found: type[PreTrainedModel] = getattr(transformers, names[pair.model_type])
-    return found
+        name = class_name(pair.model_type, heads.get(pair.kind, ""))
+    return class_named(name, pair.model_type)
 
 
 def tiny_model(pair: Pair, **options: Any) -> PreTrainedModel:
@@ -157,14 +152,16 @@ def one_layer_models(pair: Pair) -> list[PreTrainedModel]:
 
 
 def _stir(module: nn.Module, parameter: nn.Parameter) -> None:
-    if not parameter.requires_grad or not parameter.is_floating_point() or "Sinusoidal" in type(module).__name__:
+    frozen = not parameter.requires_grad and bool(parameter.any())  # A frozen table of zeros waits for its values.
+    if frozen or not parameter.is_floating_point() or "Sinusoidal" in type(module).__name__:
         return
     if isinstance(module, nn.Embedding):
         parameter.normal_(0.0, 1.0)
         if module.padding_idx is not None and module.padding_idx < len(parameter):
             parameter[module.padding_idx].zero_()
     elif parameter.dim() >= 2 and parameter.numel():
-        fan_in = parameter[0].numel() if parameter.dim() == 2 else parameter.shape[-1]
+        whole_row = parameter.dim() == 2 or isinstance(module, nn.modules.conv._ConvNd)
+        fan_in = parameter[0].numel() if whole_row else parameter.shape[-1]
         parameter.normal_(0.0, 1.2 / fan_in**0.5)
-    elif parameter.numel() and (parameter == parameter[0]).all():
+    elif parameter.dim() and parameter.numel() and (parameter == parameter[0]).all():
         parameter.add_(torch.randn_like(parameter) * 0.2)
