@@ -12,9 +12,11 @@ from benchmarks.errors import BenchmarkError
 from benchmarks.lineup import BACKENDS, LEVELS, REFERENCES, USUAL_SCHEMES
 from benchmarks.machine import DTYPES, check_device
 from benchmarks.peers import PEER_GROUPS
-from benchmarks.subjects import DECODE_BATCH, PHASES, SMOLLM2_LEVEL, Setting
+from benchmarks.subjects import DECODE_BATCH, PHASES, SMOLLM2_LEVEL, VISION_LEVELS, Setting, image_side
 from benchmarks.timing import MIN_ROUNDS, Pace
 from hf_posenc import UnknownNameError, get_scheme, list_schemes
+from hf_posenc.cli.options import parse_scheme
+from hf_posenc.errors import UsageError
 
 _QUICK: dict[str, Any] = {
     "lengths": [512, 1024],
@@ -39,24 +41,25 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
         description="Measures what each position encoding costs over the same model without any, side by side.",
         epilog="Run the same command again to go on where a run was stopped.",
     )
-    levels, phases = (*LEVELS, SMOLLM2_LEVEL), (*PHASES, DECODE_BATCH)
+    levels, phases = (*LEVELS, SMOLLM2_LEVEL, *VISION_LEVELS), (*PHASES, DECODE_BATCH)
     add = parser.add_argument
     add("--output_dir", type=Path, default=Path("outputs/price"), help="default: %(default)s")
     add("--quick", action="store_true", help="a few schemes at two lengths, within three minutes")
     add_device(parser)
     add(
         "--lengths", type=length_of, nargs="*", default=[512, 1024, 2048, 4096, 8192, 16384],
-        help="tokens; nothing is timed if no length follows",
+        help="tokens, or patches of a ViT; nothing is timed if no length follows",
     )  # fmt: skip
     add(
         "--levels", choices=levels, nargs="+", default=LEVELS,
-        help="one attention call, a small Llama, a small BERT; if named, a Llama of the shape of SmolLM2-135M",
+        help="one attention call, a small Llama, a small BERT; if named, a Llama of the shape of SmolLM2-135M, a small "
+        "ViT, a ViT of the shape of ViT-B",
     )  # fmt: skip
     add("--phases", choices=phases, nargs="+", default=PHASES)
     add(
         "--schemes", type=scheme_name, nargs="+",
-        help="names, by default all, and the usual ones in the encoder; alibi@flex_attention names a backend too, "
-        "alibi+forget_gate schemes that act together",
+        help="names, by default all, and the usual ones in an encoder; alibi@flex_attention names a backend too, "
+        "alibi:axes=2 options, alibi+forget_gate schemes that act together",
     )  # fmt: skip
     add("--peers", choices=tuple(PEER_GROUPS), nargs="*", default=tuple(PEER_GROUPS), help="none if no name follows")
     add(
@@ -75,6 +78,12 @@ def parse_options(words: Sequence[str]) -> argparse.Namespace:
     if "--quick" in words:
         parser.set_defaults(**_QUICK)
     found = parse_with_device(parser, words)
+    if set(found.levels) & set(VISION_LEVELS):
+        for length in (*found.lengths, *found.memory_lengths):
+            try:
+                image_side(length)
+            except ValueError as error:
+                parser.error(f"--lengths: {error}")
     found.setting = Setting(device=found.device, dtype=found.dtype, seed=found.seed)
     found.pace = Pace(found.rounds, found.cell_seconds, found.subject_seconds, found.seed)
     return found
@@ -103,7 +112,7 @@ def parse_with_device(parser: argparse.ArgumentParser, words: Sequence[str] | No
 
 
 def scheme_name(text: str) -> str:
-    """A name on the command line, or those of schemes that act together (`alibi+forget_gate`), checked.
+    """A name on the command line, with options after a colon, or names of schemes that act together, checked.
 
     Raises:
         argparse.ArgumentTypeError: with the nearest names, if there is no such scheme or it arranges other ones; for a
@@ -113,8 +122,10 @@ def scheme_name(text: str) -> str:
     if separator and backend not in BACKENDS:
         raise argparse.ArgumentTypeError(f"the backend {backend!r} is none of {', '.join(BACKENDS)}")
     try:
-        arranges = any(get_scheme(one).combinator for one in name.split("+"))
-    except UnknownNameError as error:
+        if ":" in name:
+            parse_scheme(name)
+        arranges = any(get_scheme(one.partition(":")[0]).combinator for one in name.split("+"))
+    except (UnknownNameError, UsageError) as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     if arranges:
         raise argparse.ArgumentTypeError(

@@ -38,7 +38,7 @@ def without_rotation() -> AbstractContextManager[Any]:
     return mock.patch.object(modeling_llama, "apply_rotary_pos_emb", _not_rotated)
 
 
-class _Nothing:
+class Nothing:
     """A summand that leaves the other one unchanged: not even a sum with zeros is computed."""
 
     @classmethod
@@ -58,9 +58,9 @@ class _Nothing:
 class AddsNothing(nn.Module):
     """Replaces a table of positions, or a layer whose output is added to its input."""
 
-    def forward(self, states: Tensor) -> _Nothing:
+    def forward(self, states: Tensor) -> Nothing:
         """A summand that leaves the other one unchanged."""
-        return _Nothing()
+        return Nothing()
 
 
 class Copied(nn.Module):

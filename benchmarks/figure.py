@@ -14,7 +14,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_LEVELS = {"attention": "one attention call", "model": "a small Llama", "encoder": "a small BERT"}
+_LEVELS = {
+    "attention": "one attention call", "model": "a small Llama", "encoder": "a small BERT", "vit": "a small ViT",
+    "vit_base": "the shape of ViT-B/16",
+}  # fmt: skip
 _PHASES = {"forward": "forward", "train": "training step", "decode": "one more token"}
 _KINDS = ("this library and stock models", "other libraries and other ways")
 #: The most important ones first.

@@ -8,13 +8,33 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
-from benchmarks.bare import AddsNothing, NoPhases, reduce_to_attention, shared_copy, without_rotation
+from benchmarks.bare import AddsNothing, NoPhases, Nothing, reduce_to_attention, shared_copy, without_rotation
 from benchmarks.machine import DTYPES
 from benchmarks.peers import peer_subjects
-from benchmarks.subjects import BARE, SMOLLM2_LEVEL, STOCK, AttentionCall, LanguageModel, Setting, Subject
+from benchmarks.subjects import (
+    BARE,
+    PATCH,
+    SMOLLM2_LEVEL,
+    STOCK,
+    VISION_LEVELS,
+    AttentionCall,
+    ImageClassifier,
+    LanguageModel,
+    Setting,
+    Subject,
+    image_side,
+)
 from hf_posenc import BuildContext, DistanceBias, PositionEncodingError, SchemeConfig, patch_model
+from hf_posenc.cli.options import parse_scheme
 from hf_posenc.schemes import as_scheme
 
 #: One attention call; a small Llama; a small BERT.
@@ -29,7 +49,13 @@ BACKENDS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_atten
 USUAL_SCHEMES = {
     "encoder": ("none", "learned", "sinusoidal", "rope", "alibi", "t5", "kerple", "sandwich", "shaw"),
     SMOLLM2_LEVEL: ("none", "rope", "alibi", "t5", "forget_gate", "self_extend"),
-}
+} | dict.fromkeys(
+    VISION_LEVELS,
+    (
+        "none", "learned", "sinusoidal:axes=2", "rope_nd", "rope_nd:assignment=mixed", "alibi:axes=2", "t5:axes=2",
+        "swin", "rope", "alibi",
+    ),
+)  # fmt: skip
 
 
 def build_lineup(
@@ -38,11 +64,11 @@ def build_lineup(
     """All subjects of a level that serve up to `length` tokens. Models share their weights.
 
     Args:
-        level: one of `LEVELS`, or `SMOLLM2_LEVEL`.
+        level: one of `LEVELS` or `VISION_LEVELS`, or `SMOLLM2_LEVEL`.
         schemes: names of schemes and of `REFERENCES`; `alibi@flex_attention` is a scheme with a backend of its own,
-            and `alibi+forget_gate` two that act together.
+            `alibi:axes=2` one with options, and `alibi+forget_gate` two that act together.
         peers: groups of peers, at the level of attention.
-        length: tokens of the longest call.
+        length: tokens, or patches, of the longest call.
         setting: of the run.
 
     Returns:
@@ -60,9 +86,12 @@ def build_lineup(
         except PositionEncodingError as error:
             left_out[name] = f"refused: {error}"
             continue
-        around = without_rotation if family == BARE and level != "encoder" else nullcontext
+        rotates = level != "encoder" and level not in VISION_LEVELS
+        around = without_rotation if family == BARE and rotates else nullcontext
         if level == "attention":
             subjects.append(_attention_call(name, family, model.model, setting, around))
+        elif level in VISION_LEVELS:
+            subjects.append(ImageClassifier(name, family, setting, model=model))
         else:
             subjects.append(LanguageModel(name, family, setting, around=around, model=model))
     if level == "attention":
@@ -89,6 +118,8 @@ def scheme_family(config: SchemeConfig) -> str:
 def base_model(level: str, length: int, setting: Setting) -> Any:
     """A stock model of a level, with random weights and no dropout, that takes `length` tokens and one more."""
     sizes = setting.sizes
+    if level in VISION_LEVELS:
+        return _vit(length, setting).to(setting.device, DTYPES[setting.dtype])
     common: dict[str, Any] = {
         "hidden_size": sizes.hidden_size,
         "num_hidden_layers": 1 if level == "attention" else sizes.num_layers,
@@ -110,6 +141,22 @@ def base_model(level: str, length: int, setting: Setting) -> Any:
     return model.to(setting.device, DTYPES[setting.dtype])
 
 
+def _vit(length: int, setting: Setting) -> Any:
+    return ViTForImageClassification(
+        ViTConfig(
+            hidden_size=setting.sizes.hidden_size,
+            num_hidden_layers=setting.sizes.num_layers,
+            num_attention_heads=setting.sizes.num_heads,
+            intermediate_size=setting.sizes.intermediate_size,
+            image_size=image_side(length),
+            patch_size=PATCH,
+            attn_implementation="sdpa",
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    )
+
+
 def place(name: str, model: Any, level: str) -> str:
     """Gives a model its positions, or takes away those it has. In place; returns the family of the subject."""
     name, _, backend = name.partition("@")
@@ -120,11 +167,14 @@ def place(name: str, model: Any, level: str) -> str:
     if name in (BARE, CONTROL):
         if level == "encoder":
             model.bert.embeddings.position_embeddings = AddsNothing()
+        elif level in VISION_LEVELS:
+            del model.vit.embeddings.position_embeddings
+            model.vit.embeddings.position_embeddings = Nothing()
         else:
             model.model.rotary_emb = NoPhases()
         return BARE
     together = name.split("+")
-    config = as_scheme(together if len(together) > 1 else name)
+    config = parse_scheme(name) if ":" in name else as_scheme(together if len(together) > 1 else name)
     with warnings.catch_warnings():
         # They speak of trained weights and of generate(); here are neither.
         warnings.simplefilter("ignore", UserWarning)

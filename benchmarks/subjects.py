@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -24,6 +25,10 @@ DECODE_BATCH = "decode_batch16"
 DECODING = {"decode": 1, DECODE_BATCH: 16}
 #: The level of a Llama of the shape of SmolLM2-135M; measured on request.
 SMOLLM2_LEVEL = "smollm2"
+#: A small ViT, and one of the shape of ViT-B; measured on request. Their lengths are numbers of patches.
+VISION_LEVELS = (VIT_LEVEL, VIT_BASE_LEVEL) = ("vit", "vit_base")
+#: Pixels along each side of a patch.
+PATCH = 16
 #: A cache of any length is grown from what the model itself writes for so many tokens.
 _SEED_TOKENS = 16
 
@@ -45,6 +50,10 @@ class Sizes:
 
 #: The shape of HuggingFaceTB/SmolLM2-135M, as its config has it.
 SMOLLM2 = Sizes(576, 30, 9, 1536, 49152, 3)
+
+
+#: The shape of google/vit-base-patch16-224, as its config has it; no vocabulary.
+VIT_BASE = Sizes(768, 12, 12, 3072)
 
 
 def has_smollm2_shape(settings: Mapping[str, Any]) -> bool:
@@ -76,7 +85,8 @@ class Setting:
 
     def at(self, level: str) -> Setting:
         """The setting of one level, with its sizes in `sizes`."""
-        return dataclasses.replace(self, sizes=self.smollm2) if level == SMOLLM2_LEVEL else self
+        own = {SMOLLM2_LEVEL: self.smollm2, VIT_BASE_LEVEL: VIT_BASE}
+        return dataclasses.replace(self, sizes=own[level]) if level in own else self
 
     def random(self, *shape: int) -> Tensor:
         """Standard normal numbers, the same ones in every run."""
@@ -182,6 +192,41 @@ class LanguageModel(Subject):
 def _grown(states: Tensor, length: int) -> Tensor:
     times = -(-length // states.shape[2])
     return states.repeat(1, 1, times, 1)[:, :, :length].contiguous()
+
+
+@dataclass
+class ImageClassifier(Subject):
+    """A whole model of images: forward and training step on one square image of `length` patches.
+
+    Args:
+        model: with a head for classes.
+    """
+
+    model: Any = None
+
+    def call(self, phase: str, length: int) -> Call:
+        """Sets the mode of the model and draws its image."""
+        model, side = self.model.train(phase == "train"), image_side(length)
+        pixels = self.setting.random(1, 3, side, side)
+        if phase != "train":
+            return Call(torch.no_grad()(lambda: model(pixel_values=pixels)))
+        label = torch.zeros(1, dtype=torch.int64, device=self.setting.device)
+        return Call(lambda: model(pixel_values=pixels, labels=label).loss.backward(), lambda: model.zero_grad())
+
+
+def image_side(length: int) -> int:
+    """Pixels along each side of a square image of so many patches.
+
+    Raises:
+        ValueError: for a number that is no square.
+    """
+    side = math.isqrt(length)
+    if side**2 != length:
+        raise ValueError(
+            f"{length} patches make no square image. Use squares: 196 for 224 pixels in patches of {PATCH}, 576 for "
+            "384, 1024 for 512."
+        )
+    return side * PATCH
 
 
 @dataclass

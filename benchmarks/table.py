@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from benchmarks.lineup import CONTROL
 from benchmarks.machine import machine_line, subnormal_line
-from benchmarks.subjects import BARE, SMOLLM2_LEVEL, STOCK, has_smollm2_shape
+from benchmarks.subjects import BARE, SMOLLM2_LEVEL, STOCK, VIT_BASE, VIT_BASE_LEVEL, VIT_LEVEL, has_smollm2_shape
 from benchmarks.targets import verdicts
 from hf_posenc.report import Quantity, Record, Result, Subject, View
 from hf_posenc.report.tables import format_table
@@ -18,6 +18,8 @@ _LEVELS = {
     "model": "A small Llama",
     SMOLLM2_LEVEL: "The shape of SmolLM2-135M",
     "encoder": "A small BERT",
+    VIT_LEVEL: "A small ViT, T patches of one image",
+    VIT_BASE_LEVEL: "The shape of ViT-B/16, T patches of one image",
 }
 _PHASES = {
     "forward": "forward",
@@ -60,6 +62,8 @@ def write_tables(content: dict[str, Any]) -> str:
     """
     settings = content["settings"]
     shapes = [f"{name} {settings[name]}" for name in ("sizes", SMOLLM2_LEVEL) if name in settings]
+    if any(cell["level"] == VIT_BASE_LEVEL for cell in content["cells"].values()):
+        shapes.append(f"{VIT_BASE_LEVEL} {asdict(VIT_BASE)}")
     introduction = f"""# What position encoding costs
 
 Time over that of the same model with no position at all (`{BARE}`), measured side by side. In every round each subject
@@ -117,7 +121,10 @@ def price_result(content: dict[str, Any]) -> Result:
         task="price",
         title="",
         quantities=tuple(Quantity(name, heading) for name, (heading, _) in _QUANTITIES.items()),
-        subjects=tuple(Subject(name, name.partition("@")[0]) for name in dict.fromkeys(one.subject for one in records)),
+        subjects=tuple(
+            Subject(name, name.partition("@")[0].partition(":")[0])
+            for name in dict.fromkeys(one.subject for one in records)
+        ),
         records=tuple(records),
         views=tuple(views),
         settings={name: content[name] for name in ("machine", "settings", "commands") if name in content},

@@ -25,7 +25,7 @@ from hf_posenc.cli.catalogue import summary
 from hf_posenc.plots.schemes import FigureKind, Subject, applicable_kinds, draw_kind, kind_named, subject_of
 from hf_posenc.plots.schemes.subject import standard_places
 from hf_posenc.plots.style import save
-from hf_posenc.schemes import NativeConfig, SchemeConfig, registered_configs
+from hf_posenc.schemes import NativeConfig, PartsConfig, SchemeConfig, registered_configs
 from hf_posenc.schemes.labels import scheme_label
 
 FOLDER = "reference/schemes"
@@ -46,8 +46,9 @@ GROUPS = ("No positions", "Added to the embeddings", "Bias on the attention logi
 
 
 def pages() -> list[type[SchemeConfig]]:
-    """The schemes that have a page. "native" has none, because it stands for the scheme of a model."""
-    return [one for one in registered_configs() if one.__module__.startswith("hf_posenc.") and one is not NativeConfig]
+    """The schemes that have a page. "native" and "parts" have none: they stand for the schemes of a model."""
+    own = [one for one in registered_configs() if one.__module__.startswith("hf_posenc.")]
+    return [one for one in own if one not in (NativeConfig, PartsConfig)]
 
 
 @cache
