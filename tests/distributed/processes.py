@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,21 +29,23 @@ def run_two(worker: str, folder: Path, *, everything: bool = False) -> list[dict
         f"take_part(main, Path(sys.argv[1]), {everything})"
     )
     ranks = [{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} for rank in "01"]
-    for done in run_together(program, folder, environments=ranks):
-        assert done.returncode == 0, done.stderr[-6000:]
+    done = run_together(program, folder, environments=ranks)
+    failed = [f"rank {rank} ended with {one.returncode}: {one.stderr[-6000:]}" for rank, one in enumerate(done)]
+    assert all(one.returncode == 0 for one in done), "\n".join(failed)
     return [json.loads((folder / f"rank{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1)]
 
 
 def take_part(main: Callable[..., dict[str, Any]], folder: Path, everything: bool) -> None:
     """What each of the processes does.
 
-    They find each other by a file, since a free port may be taken before it is used.
+    They find each other by a file, since a free port may be taken before it is used. Each waits for the other's findings
+    before it ends: a process that leaves a barrier of gloo first may close the connection on the other.
     """
     transformers.utils.logging.disable_progress_bar()
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     found = main(folder, everything=everything)
     (folder / f"rank{rank}.json").write_text(json.dumps(found), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
+    while not (folder / f"rank{1 - rank}.json").exists():
+        time.sleep(0.05)
     os._exit(0)
