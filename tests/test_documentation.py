@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
@@ -20,6 +21,7 @@ import hf_posenc
 from hf_posenc.patching.find.architectures import declaration
 from hf_posenc.schemes import registry
 from tests.models import tiny
+from tests.patching.composites.models import COMPOSITES
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -57,6 +59,7 @@ def run(page: str, scope: dict[str, Any], section: str = "") -> dict[str, Any]:
 @pytest.mark.parametrize("page", ["README.md", "docs/how_to/patching.md"])
 def test_the_first_pages_run(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name: small_llama())
+    monkeypatch.setattr(AutoModelForImageTextToText, "from_pretrained", lambda name: COMPOSITES["llava"].model())
     scope = run(page, {})
     assert not hasattr(scope["model"], "position_encoding")
     if page != "README.md":
@@ -146,12 +149,23 @@ def test_the_page_of_wrong_claims_quotes_its_sources(source: str, row: str, figu
 
 def test_the_readme_counts_architectures_as_their_page_does() -> None:
     page = (ROOT / "docs" / "reference" / "architectures.md").read_text()
-    tried, refused, patched, *_ = re.search(r"\| all \| (\d+) \| (\d+) \| (\d+) \|", page).groups()
-    passed = re.search(r"In every column: (\d+) of", page).group(1)
+    counts = re.search(
+        r"Of the (\d+) others, (\d+) work: .* (\d+) work with failures .*, (\d+) are refused, (\d+) fail with every "
+        r"scheme, and (\d+) were not built",
+        page,
+    )
+    attending, works, partly, refused, fails, unbuilt = map(int, counts.groups())
     readme = " ".join((ROOT / "README.md").read_text().split())
-    assert f"Of {tried} builds of text models, {refused} are refused" in readme
-    assert f"({patched} of {tried} builds)" in readme
-    assert f"Of the other {patched}, {passed} pass this test" in readme
+    assert f"{works + partly} of the {attending} architectures" in readme
+    assert f"Of {attending} architectures with softmax self-attention, {works} pass every check" in readme
+    words = (
+        f"{partly} fail a check",
+        f"{refused} are refused",
+        f"{fails} fail with every",
+        f"{unbuilt} were not built",
+    )
+    assert all(one in readme for one in words)
+    assert works + partly + refused + fails + unbuilt == attending
 
 
 ROOMS = [f"hf_posenc/patching/{room}" for room in ("observe", "place", "call", "find")]

@@ -36,8 +36,8 @@ def files_that_receive(model: Any, action: Callable[[], Any]) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "BertForMaskedLM"])
-def test_patch_model_passes_its_model_through_at_most_twelve_files(name: str) -> None:
+def test_patch_model_passes_its_model_through_at_most_thirteen_files(name: str) -> None:
     model = tiny(name)
     found = files_that_receive(model, lambda: hf_posenc.patch_model(model, "alibi"))
     assert "patching/patch.py" in found
-    assert len(found) <= 12, sorted(found)
+    assert len(found) <= 13, sorted(found)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers.models.llama import modeling_llama
 
+from benchmarks.arguments import parse_options
 from benchmarks.bare import without_rotation
 from benchmarks.lineup import REFERENCES, USUAL_SCHEMES, build_lineup
 from benchmarks.peers import PEER_GROUPS
@@ -206,3 +207,32 @@ def test_every_peer_runs_forward_and_backward(attention, phase):
     for subject in attention.values():
         with subject.ready(phase, 16) as call:
             call.once()
+
+
+def test_a_bare_vit_is_the_patched_model_of_no_scheme_and_does_not_see_places():
+    subjects = named("vit", "bare", "stock", "none", "alibi:axes=2", length=16)
+    pixels = TINY.random(1, 3, 64, 64)
+    patches = pixels.unfold(2, 16, 16).unfold(3, 16, 16).flatten(2, 3)[:, :, torch.arange(15, -1, -1)]
+    moved = torch.nn.functional.fold(patches.permute(0, 1, 3, 4, 2).flatten(1, 3), (64, 64), 16, stride=16)
+    outputs = {}
+    for name, subject in subjects.items():
+        model = subject.model.eval()
+        with torch.no_grad():
+            outputs[name] = [model(pixel_values=one).logits for one in (pixels, moved)]
+    torch.testing.assert_close(*outputs["bare"], **_ROUNDING)
+    torch.testing.assert_close(outputs["bare"], outputs["none"], **_ROUNDING)
+    assert not torch.allclose(*outputs["stock"], **_ROUNDING)
+    for phase in ("forward", "train"):
+        for subject in subjects.values():
+            with subject.ready(phase, 16) as call:
+                call.once()
+
+
+def test_patches_fill_a_square(capsys):
+    with pytest.raises(SystemExit):
+        parse_options(["--levels", "vit", "--lengths", "200"])
+    assert "200 patches make no square image" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        parse_options(["--schemes", "alibi:axs=2"])
+    assert "Did you mean 'axes'" in capsys.readouterr().err
+    assert parse_options(["--schemes", "alibi:axes=2", "--lengths", "196"]).schemes == ["alibi:axes=2"]

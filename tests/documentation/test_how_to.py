@@ -24,12 +24,21 @@ from hf_posenc.schemes import registry
 from tests.documentation.pages import commands, page_text, saved_files
 from tests.models import tiny
 from tests.real.conftest import minilm_folder  # noqa: F401
-from training import compare
+from training import compare, run_image_classification
 from training.argument_files import parse_arguments
+from training.images.classification import _ARGUMENTS as _IMAGE_ARGUMENTS
 from training.language_modeling import _ARGUMENTS
 from training.study.settings import parse_study
 
-PAGES = ["bert_past_512", "compare_your_scheme", "extend_smollm2", "serve", "trl"]
+PAGES = [
+    "bert_past_512",
+    "compare_your_scheme",
+    "extend_smollm2",
+    "rope_in_a_vit",
+    "serve",
+    "trl",
+    "whisper_past_30_seconds",
+]
 CHAT = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
@@ -171,13 +180,48 @@ def test_a_yarn_model_is_exported_and_loads_without_the_plugin(capsys: pytest.Ca
     assert type(AutoModelForCausalLM.from_pretrained("yarn-stock")).__name__ == "LlamaForCausalLM"
 
 
+def training_commands(page: str, script: str) -> list[list[str]]:
+    """The words behind a training script, wherever the repository is."""
+    return [
+        words[1:]
+        for words in commands(page, "python")
+        if words[0] == f"training/{script}" or words[0].endswith(f"/training/{script}")
+    ]
+
+
+def test_a_vit_with_two_dimensional_rope_is_trained_and_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    own, tuned, _ = training_commands("rope_in_a_vit", "run_image_classification.py")
+    small = ["--max_steps=1", "--warmup_steps=0", "--use_cpu=true", "--disable_tqdm=true", "--max_eval_samples=20"]
+    assert run_image_classification.main([*own, *small]) == 0
+    save_files("rope_in_a_vit")
+    capsys.readouterr()
+    model = run_file("patch.py")["model"]
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in printed if line.startswith(("before", "after", "undone"))] == [
+        "before: learned", "after: rope_nd", "undone: learned",
+    ]  # fmt: skip
+    assert [line.split()[-1] for line in printed if line.startswith(("none", "rope_nd("))] == ["no", "yes"]
+    assert getattr(model, "position_encoding", None) is None
+    assert run_image_classification.main([*tuned, *small]) == 0
+    for words in commands("rope_in_a_vit", "hf-posenc"):
+        assert shell.main([*words, "--max-pictures", "20"] if words[0] == "eval" else words) == 0
+    capsys.readouterr()
+    run_file("load.py")
+    printed = capsys.readouterr().out.splitlines()
+    assert "assignment='mixed'" in printed[0]
+    assert "coordinates='normalized'" in printed[0]
+    assert [line.split()[0] for line in printed[1:4]] == ["24", "32", "48"]
+    assert printed[-1] == "largest difference: 0.0"
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_command_of_a_page_is_valid(page: str) -> None:
     parsed = 0
-    for words in commands(page, "training/run_clm.py"):
-        arguments = parse_arguments(_ARGUMENTS, [word for word in words if word != "--bf16"], "")
-        assert any(isinstance(one, TrainingArguments) for one in arguments)
-        parsed += 1
+    for script, kinds in (("run_clm.py", _ARGUMENTS), ("run_image_classification.py", _IMAGE_ARGUMENTS)):
+        for words in training_commands(page, script):
+            arguments = parse_arguments(kinds, [word for word in words if word != "--bf16"], "")
+            assert any(isinstance(one, TrainingArguments) for one in arguments)
+            parsed += 1
     save_files(page)
     for words in commands(page, "hf-posenc"):
         if words[0] == "compare":
@@ -188,8 +232,6 @@ def test_every_command_of_a_page_is_valid(page: str) -> None:
             shell._parser(own[1] if own[0] == "eval" else None).parse_args(own)
         parsed += 1
     files = set(saved_files(page))
-    assert {words[0] for words in commands(page, "python") if words[0].endswith(".py")} - files <= {
-        "eval/packaged_models.py",
-        "training/run_clm.py",
-    }
+    run = {words[0].rpartition("/")[2] for words in commands(page, "python") if words[0].endswith(".py")}
+    assert run - files <= {"packaged_models.py", "run_clm.py", "run_image_classification.py"}
     assert parsed or files

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LukeConfig, LukeModel
 
 from hf_posenc import UnsupportedError, native_scheme, patch_model
 from tests.matrix.running import patched, tokens
@@ -203,3 +204,11 @@ def test_looking_at_a_rotary_module_leaves_its_buffers_alone(parameters: dict[st
     before |= {name: buffer.clone() for name, buffer in rotary.named_buffers()}
     native_scheme(model)
     assert all(torch.equal(getattr(rotary, name), value) for name, value in before.items())
+
+
+def test_a_model_with_two_position_tables_has_no_native_scheme() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 32}
+    model = LukeModel(LukeConfig(**sizes, vocab_size=50, entity_vocab_size=20, entity_emb_size=32))
+    with pytest.raises(UnsupportedError, match="several position tables"):
+        native_scheme(model)
+    assert patch_model(model, "alibi").position_encoding.report

@@ -24,6 +24,8 @@ from ..matrix.architectures import ARCHITECTURES
 from ..matrix.running import distance, outputs, strengthen, tokens
 
 FAMILIES = ("llama_gqa", "bert")
+#: The family for an option that deals key heads to axes, which needs more of them.
+OF_OPTION = {"by_head": "llama_of_four_key_heads"}
 #: A value for an option that may be left open, by its type. Heads have 16 dimensions, so 8 pairs.
 SAMPLES: dict[Any, Any] = {
     int: 16,
@@ -84,6 +86,11 @@ def variants(name: str) -> dict[SchemeConfig, list[tuple[str, Any]]]:
     return found
 
 
+def families_for(config: SchemeConfig) -> tuple[str, ...]:
+    others = tuple(family for option, family in OF_OPTION.items() if getattr(config, option, False))
+    return others or FAMILIES
+
+
 def assert_sentence(error: Exception) -> None:
     text = str(error)
     assert text.endswith("."), text
@@ -92,6 +99,9 @@ def assert_sentence(error: Exception) -> None:
 
 @functools.cache
 def model_of(family: str) -> Any:
+    if family not in ARCHITECTURES:
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
+        return ARCHITECTURES["llama_gqa"].build(num_hidden_layers=1, **heads)
     heads = {"num_attention_heads": 2} | ({"num_key_value_heads": 1} if family == "llama_gqa" else {})
     return ARCHITECTURES[family].build(num_hidden_layers=1, **heads)
 
@@ -110,14 +120,15 @@ def run(family: str, scheme: Any, implementation: str) -> torch.Tensor:
         strengthen(model)
     torch.manual_seed(7)  # of schemes that draw positions
     model.set_attn_implementation(implementation)
-    return outputs(model, ARCHITECTURES[family], tokens(2, 14))
+    return outputs(model, ARCHITECTURES.get(family, ARCHITECTURES["llama_gqa"]), tokens(2, 14))
 
 
 @pytest.mark.parametrize("name", list_schemes())
 def test_every_variant_acts_or_is_refused(name: str) -> None:
     placed: set[tuple[str, Any]] = set()
     found = variants(name)
-    for config, family in itertools.product(found, FAMILIES):
+    places = itertools.chain.from_iterable(itertools.product([config], families_for(config)) for config in found)
+    for config, family in places:
         expected = without_positions(family)
         assert scheme_from_dict(json.loads(json.dumps(config.to_dict()))) == config
         with warnings.catch_warnings(record=True) as warned:

@@ -18,7 +18,7 @@ from transformers.models.pixtral import modeling_pixtral as pixtral
 from transformers.models.qwen2_vl import modeling_qwen2_vl as qwen2_vl
 from transformers.models.qwen3_vl import modeling_qwen3_vl as qwen3_vl
 
-from hf_posenc.schemes.rotary.grids import grid_coordinates
+from hf_posenc.schemes.grids import grid_coordinates
 from hf_posenc.schemes.rotary.mrope import MRopeConfig
 from hf_posenc.schemes.rotary.rope_nd import RopeNdConfig
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from hf_posenc.schemes import RopeConfig, SchemeConfig
+from hf_posenc.schemes.grids import grid_coordinates
 from hf_posenc.schemes.logits import positional_logits
 from hf_posenc.schemes.position_maps.affine import PositionScaleConfig
 from hf_posenc.schemes.position_maps.randomized import RandomizedConfig
-from hf_posenc.schemes.rotary.grids import grid_coordinates
 from hf_posenc.schemes.rotary.mrope import MRopeConfig, default_sections
 from hf_posenc.schemes.rotary.rope_nd import RopeNdConfig, axial_frequencies
 

@@ -133,8 +133,12 @@ def test_a_figure_that_one_seed_lacks_counts_the_others_and_says_so():
 
 
 @pytest.mark.parametrize(
-    "name", ["compare", "findings", "findings_seed7", "healing/minilm", "healing/smollm2", "healing/tiny_bert"]
-)
+    "name",
+    [
+        "compare", "findings", "findings_seed7", "healing/minilm", "healing/smollm2", "healing/tiny_bert", "images",
+        "images_rates",
+    ],
+)  # fmt: skip
 def test_the_published_tables_are_those_of_the_published_results(name):
     folder = REPOSITORY / "docs" / "results" / name
     assert tables(read_json(folder / "results.json")) == (folder / "table.md").read_text(encoding="utf-8")

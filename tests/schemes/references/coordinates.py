@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import statistics
 from typing import Any
 
+from ..table.row import KEY_VALUE_HEADS
 from . import seeds
 
 
@@ -33,6 +35,10 @@ def spectrum(config: Any, part: Any, head: int, width: int, axes: int) -> list[l
         heads = part.frequencies.shape[1]
         return part.frequencies[:, head if heads > 1 else 0].tolist()
     theta = config.theta or 100.0
+    if config.assignment == "golden":
+        first = (head if config.per_head else 0) * pairs
+        directions = [golden_direction(first + pair, axes) for pair in range(pairs)]
+        return [[directions[pair][axis] * theta ** (-pair / pairs) for pair in range(pairs)] for axis in range(axes)]
     table = [[0.0] * pairs for _ in range(axes)]
     column = 0
     for axis, owned in enumerate(shares(pairs, axes)):
@@ -41,12 +47,41 @@ def spectrum(config: Any, part: Any, head: int, width: int, axes: int) -> list[l
             match config.assignment:
                 case "block":
                     table[axis][column] = theta ** (-rank / owned)
+                case "alternating":
+                    table[axis][dealt] = theta ** (-rank / owned)
                 case "split":
                     table[axis][column] = theta ** (-2 * dealt / width)
                 case "interleaved":
                     table[axis][dealt] = theta ** (-2 * dealt / width)
             column += 1
     return table
+
+
+def golden_direction(number: int, axes: int) -> list[float]:
+    """jerryxio.ng/posts/nd-rope: in the plane by the golden angle, in space by the generalised golden ratio."""
+    if axes == 2:
+        angle = number * math.pi * (3 - math.sqrt(5))
+        return [math.cos(angle), math.sin(angle)]
+    low, high = 1.0, 2.0
+    for _ in range(60):
+        ratio = (low + high) / 2
+        low, high = (ratio, high) if ratio ** (axes + 1) < ratio + 1 else (low, ratio)
+    normal = statistics.NormalDist()
+    quantiles = [normal.inv_cdf((number + 1) * low**-power % 1) for power in range(1, axes + 1)]
+    return [one / math.hypot(*quantiles) for one in quantiles]
+
+
+def read(config: Any, position: int, length: int) -> list[float]:
+    """The coordinates that turn the pairs of a token, in the order of the axes of the spectrum."""
+    place_of = place(position, config.grid, config.num_prefix_tokens)
+    if position < config.num_prefix_tokens:
+        return [0.0] * len(place_of)
+    found = [float(one + config.origin) for one in place_of]
+    if config.coordinates == "normalized":
+        row = math.prod(config.grid)
+        size = [math.ceil((length - config.num_prefix_tokens) / row), *config.grid]
+        found = [2 * math.pi * (2 * (one + 0.5) / count - 1) for one, count in zip(place_of, size, strict=True)]
+    return found[::-1] if config.columns_first else found
 
 
 def turn(vector: list[float], angles: list[float], layout: str) -> list[float]:
@@ -58,8 +93,7 @@ def rope_nd(config: Any, parts: Any, case: Any) -> list[list[list[float]]]:
     part = parts.query_key_map
     width = config.rotary_dim or len(case.query[0][0])
     axes = len(config.grid) + 1
-    key_heads = getattr(part, "frequencies", None)
-    groups = 1 if key_heads is None else max(len(case.query) // key_heads.shape[1], 1)
+    groups = len(case.query) // KEY_VALUE_HEADS
     logits = []
     for head, (queries, keys) in enumerate(zip(case.query, case.key, strict=True)):
         frequencies = spectrum(config, part, head // groups, width, axes)
@@ -67,7 +101,7 @@ def rope_nd(config: Any, parts: Any, case: Any) -> list[list[list[float]]]:
         for heads in (queries, keys):
             rows = []
             for vector, position in zip(heads, case.positions, strict=True):
-                at = place(position, config.grid, config.num_prefix_tokens)
+                at = read(config, position, max(case.positions) + 1)
                 angles = [sum(at[axis] * frequencies[axis][pair] for axis in range(axes)) for pair in range(width // 2)]
                 rows.append(turn(vector, angles, config.layout))
             turned.append(rows)

@@ -54,6 +54,9 @@ def sinusoidal(config: Any, part: Any, hidden: int, position: int, length: int) 
 
 def learned(config: Any, part: Any, hidden: int, position: int, length: int) -> list[float]:
     table = part.weight.tolist()
+    if config.grid is not None:
+        # Tokens that fill the grid row by row, after those with rows of their own.
+        return table[position]
     rows = len(table) - config.offset
     if length <= rows:
         return table[position + config.offset]

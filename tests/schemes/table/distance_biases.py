@@ -7,6 +7,7 @@ import math
 from hf_posenc.schemes.bias.fire import FireConfig
 from hf_posenc.schemes.bias.kerple import KerpleConfig
 from hf_posenc.schemes.bias.sandwich import SandwichConfig
+from hf_posenc.schemes.bias.swin import SwinConfig
 from hf_posenc.schemes.bias.tisa import TisaConfig
 
 from ..references import distance_biases
@@ -46,6 +47,16 @@ ROWS: dict[str, Row] = {
         ),
         (SandwichConfig(), SandwichConfig(width=10, base=50.0)),
         marks="+++.++..+--",
+    ),
+    "swin": Row(
+        "logits",
+        distance_biases.swin,
+        (
+            SwinConfig((3, 4)),
+            SwinConfig((2, 3, 4), interpolation="none", shared=True),
+            SwinConfig((4, 4), class_entries=True, num_prefix_tokens=2),
+        ),
+        marks="-+-.+++.-++",
     ),
     "tisa": Row(
         "bias",

@@ -90,8 +90,13 @@ ROWS: dict[str, Row] = {
     "learned": Row(
         "additive",
         seeds.learned,
-        (LearnedConfig(), LearnedConfig(num_positions=50, offset=2), LearnedConfig(16, 2, "interpolate")),
-        reach=(64, 50, None),
+        (
+            LearnedConfig(),
+            LearnedConfig(num_positions=50, offset=2),
+            LearnedConfig(16, 2, "interpolate"),
+            LearnedConfig(grid=(7, 8), num_prefix_tokens=2, interpolation="bilinear", antialias=True),
+        ),
+        reach=(64, 50, None, 58),
         marks="++---+..-++",
     ),
     "t5": Row(

@@ -1,0 +1,98 @@
+"""Cards, adapters and processors of patched models of images and sound."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from transformers import (
+    AutoModel,
+    AutoModelForImageClassification,
+    AutoModelForImageTextToText,
+    AutoModelForSpeechSeq2Seq,
+    ViTImageProcessorPil,
+    pipeline,
+)
+
+from hf_posenc import UnsupportedError, load_position_adapter, patch_model, save_position_adapter
+from hf_posenc.checkpoint.cards import model_card
+from hf_posenc.recipes import add_lora
+from tests.export.test_modalities import speech_model
+from tests.patching.composites.models import COMPOSITES
+from tests.patching.composites.test_text_part import logits
+from tests.recipes.test_parts import image, vision_transformer
+
+LLAVA = COMPOSITES["llava"]
+
+
+def test_the_card_names_the_scheme_of_each_part() -> None:
+    model = patch_model(patch_model(LLAVA.model(), "t5"), "none", part="vision")
+    card = model_card(model, model_id="me/llava")
+    assert card.data.tags == ["hf_posenc", "position-encoding", "t5", "none"]
+    assert card.data.pipeline_tag == "image-text-to-text"
+    assert "replaced in its text part by `t5` and in its vision part by `none`" in str(card)
+
+
+def test_a_position_adapter_holds_both_parts(tmp_path: Path) -> None:
+    model = patch_model(patch_model(LLAVA.model(), "t5"), "t5", part="vision")
+    with torch.no_grad():
+        for parameter in model.position_encoding.parameters():
+            parameter.normal_()
+    prompt = LLAVA.prompt()
+    save_position_adapter(model, tmp_path)
+    loaded = load_position_adapter(LLAVA.model(), tmp_path)
+    assert torch.equal(logits(LLAVA, loaded, **prompt), logits(LLAVA, model, **prompt))
+    with pytest.raises(UnsupportedError, match="with the same scheme"):
+        load_position_adapter(patch_model(LLAVA.model(), "t5"), tmp_path)
+
+
+def test_lora_is_saved_with_the_schemes_of_both_parts(tmp_path: Path) -> None:
+    from peft import LoraConfig, PeftModel
+
+    LLAVA.model().save_pretrained(tmp_path / "base")
+    base = AutoModelForImageTextToText.from_pretrained(tmp_path / "base")
+    patch_model(patch_model(base, "t5"), "none", part="vision")
+    adapted = add_lora(base, LoraConfig(r=2, target_modules=r".*language_model.*q_proj")).eval()
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(0.0, 0.3)
+    prompt = LLAVA.prompt()
+    expected = logits(LLAVA, adapted, **prompt)
+    adapted.save_pretrained(tmp_path / "lora")
+    stock = AutoModelForImageTextToText.from_pretrained(tmp_path / "base")
+    loaded = PeftModel.from_pretrained(stock, tmp_path / "lora").eval()
+    assert torch.equal(logits(LLAVA, loaded, **prompt), expected)
+    assert float((logits(LLAVA, adapted.merge_and_unload(), **prompt) - expected).abs().max()) <= 1e-4
+
+
+def test_auto_classes_load_the_whole_and_its_base(tmp_path: Path) -> None:
+    model = patch_model(patch_model(LLAVA.model(), "alibi"), "none", part="vision")
+    model.save_pretrained(tmp_path / "llava", max_shard_size="20KB")
+    assert len(list((tmp_path / "llava").glob("*.safetensors"))) > 1
+    prompt = LLAVA.prompt()
+    expected = logits(LLAVA, model, **prompt)
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "llava", device_map="cpu").eval()
+    assert torch.equal(logits(LLAVA, loaded, **prompt), expected)
+    assert AutoModel.from_pretrained(tmp_path / "llava").position_encoding.config == model.position_encoding.config
+    half = AutoModelForImageTextToText.from_pretrained(tmp_path / "llava", dtype=torch.bfloat16)
+    assert logits(LLAVA, half, **{**prompt, "pixel_values": prompt["pixel_values"].bfloat16()}).isfinite().all()
+    speech = patch_model(patch_model(speech_model(), "alibi"), "rope", part="audio")
+    speech.save_pretrained(tmp_path / "whisper")
+    again = AutoModelForSpeechSeq2Seq.from_pretrained(tmp_path / "whisper")
+    assert again.position_encoding.config.names == ("audio", "text")
+
+
+def test_a_pipeline_classifies_images_with_a_patched_folder(tmp_path: Path) -> None:
+    model = patch_model(vision_transformer(), "rope_nd")
+    model.save_pretrained(tmp_path)
+    ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(tmp_path)
+    classify = pipeline("image-classification", model=str(tmp_path))
+    assert classify.model.position_encoding.config.name == "rope_nd"
+    assert sum(one["score"] for one in classify(Image.new("RGB", (24, 16), (200, 30, 90)))) == pytest.approx(
+        1.0, abs=1e-3
+    )
+    loaded = AutoModelForImageClassification.from_pretrained(tmp_path).eval()
+    assert torch.equal(loaded(image()).logits, model(image()).logits)

@@ -1,0 +1,84 @@
+"""`hf-posenc inspect` and `hf-posenc patch` of models of images and sound."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    CLIPImageProcessorPil,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+    ViTImageProcessorPil,
+)
+
+from hf_posenc.cli import main
+from hf_posenc.loading import auto_class
+from tests.export.test_modalities import speech_model
+from tests.patching.composites.models import COMPOSITES
+from tests.recipes.test_parts import vision_transformer
+
+from .running import refused
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("llava")
+    COMPOSITES["llava"].model().save_pretrained(folder)
+    words = WordLevel({"[UNK]": 0, "dog": 10, "<image>": 3}, unk_token="[UNK]")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), unk_token="[UNK]")
+    LlavaProcessor(CLIPImageProcessorPil(), tokenizer, patch_size=4).save_pretrained(folder)
+    return str(folder)
+
+
+def test_one_part_is_patched_and_then_the_other(llava: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    assert main(["patch", llava, "none", "--part", "vision", "--output", first]) == 0
+    printed = capsys.readouterr().out
+    assert "part: vision; text unchanged" in printed
+    assert "Saved the model and its processor" in printed
+    assert main(["patch", first, "alibi", "--output", second]) == 0
+    model = AutoModelForImageTextToText.from_pretrained(second)
+    assert model.position_encoding.config.names == ("text", "vision")
+    assert isinstance(AutoProcessor.from_pretrained(second), LlavaProcessor)
+    capsys.readouterr()
+    assert "already has the position encoding none" in refused(
+        capsys, "patch", second, "alibi", "--part", "vision", "--output", str(tmp_path / "third")
+    )
+    assert "Known: text, vision" in refused(
+        capsys, "patch", second, "alibi", "--part", "audio", "--output", str(tmp_path / "third")
+    )
+
+
+def test_the_parts_are_listed(llava: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", llava]) == 0
+    printed = capsys.readouterr().out
+    assert "native scheme of part 'vision': {'scheme': 'learned'" in printed
+
+
+def test_a_classifier_of_images_keeps_its_head_and_its_image_processor(tmp_path: Path) -> None:
+    source, output = tmp_path / "stock", tmp_path / "patched"
+    vision_transformer().save_pretrained(source)
+    ViTImageProcessorPil(size={"height": 16, "width": 16}).save_pretrained(source)
+    assert main(["patch", str(source), "rope_nd", "--output", str(output)]) == 0
+    model = AutoModelForImageClassification.from_pretrained(output).eval()
+    assert model.position_encoding.config.name == "rope_nd"
+    assert torch.equal(model.classifier.weight, vision_transformer().classifier.weight)
+    assert isinstance(AutoImageProcessor.from_pretrained(output), ViTImageProcessorPil)
+
+
+def test_every_model_has_the_loader_that_keeps_its_head() -> None:
+    models = [speech_model(), vision_transformer(), *(row.build() for row in COMPOSITES.values())]
+    for model in models:
+        for one in (model, model.base_model):
+            config = one.config
+            config.architectures = [type(one).__name__]
+            with torch.device("meta"):
+                assert type(auto_class(config).from_config(config)) is type(one)

@@ -1,0 +1,102 @@
+"""Exports of models of images and sound."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
+
+from hf_posenc import LinearScaling, RopeConfig, UnsupportedError, export_model, patch_model
+from tests.patching.composites.models import COMPOSITES
+from tests.patching.composites.test_text_part import logits
+from tests.recipes.test_parts import vision_transformer
+
+LLAVA = COMPOSITES["llava"]
+
+
+@pytest.mark.parametrize("name", ["llava", "gemma3"])
+def test_a_rotation_of_the_text_part_is_a_stock_checkpoint(name: str, tmp_path: Path) -> None:
+    composite = COMPOSITES[name]
+    model = patch_model(composite.model(), RopeConfig(theta=500.0, scaling=LinearScaling(factor=2.0)))
+    assert "config of" in export_model(model, tmp_path / "stock").carrier
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "stock").eval()
+    assert not hasattr(loaded, "position_encoding")
+    prompt = composite.prompt(images=2)
+    found, expected = logits(composite, loaded, **prompt), logits(composite, model, **prompt)
+    assert float((found - expected).abs().max()) <= 1e-5
+
+
+def test_other_frequencies_of_the_text_part_are_factors_in_its_config(tmp_path: Path) -> None:
+    model = patch_model(LLAVA.model(), "p_rope", theta=500.0)
+    assert "factors" in export_model(model, tmp_path / "stock").carrier
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "stock").eval()
+    assert loaded.config.text_config.rope_parameters["rope_type"] == "longrope"
+    prompt = LLAVA.prompt()
+    assert float((logits(LLAVA, loaded, **prompt) - logits(LLAVA, model, **prompt)).abs().max()) <= 1e-5
+
+
+def test_a_rotation_that_agrees_only_on_text_is_no_stock_checkpoint(tmp_path: Path) -> None:
+    qwen = COMPOSITES["qwen2_vl"]
+    export_model(patch_model(qwen.model(), "native"), tmp_path / "native")
+    for scheme in (RopeConfig(theta=100.0), "p_rope"):
+        with pytest.raises(UnsupportedError, match="coordinates of images"):
+            export_model(patch_model(qwen.model(), scheme), tmp_path / "stock")
+
+
+def test_what_a_stock_config_cannot_say_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="no such logit bias") as refused:
+        export_model(patch_model(LLAVA.model(), "alibi"), tmp_path / "stock")
+    assert "onnx" not in str(refused.value)
+    with pytest.raises(UnsupportedError, match="The part 'vision' of this Llava"):
+        export_model(patch_model(LLAVA.model(), "none", part="vision"), tmp_path / "stock")
+
+
+@pytest.mark.parametrize("target", ["onnx", "gguf"])
+def test_a_program_for_text_would_lose_the_images(target: str, tmp_path: Path) -> None:
+    for model in (LLAVA.model(), patch_model(LLAVA.model(), "alibi")):
+        with pytest.raises(UnsupportedError, match=r"would lose the part 'vision'.*get_text_config"):
+            export_model(model, tmp_path / "program", to=target)
+    with pytest.raises(UnsupportedError, match="reads none"):
+        export_model(patch_model(vision_transformer(), "none"), tmp_path / "program", to=target)
+    assert not (tmp_path / "program").exists()
+
+
+def test_models_without_token_ids_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"reads 'pixel_values'\. save_pretrained saves"):
+        export_model(patch_model(vision_transformer(), "none"), tmp_path / "stock")
+    with pytest.raises(UnsupportedError, match="stock positions, so save_pretrained is enough"):
+        export_model(vision_transformer(), tmp_path / "stock")
+    for to, reason in (("stock", "reads 'input_features'"), ("onnx", "would lose the part 'audio'")):
+        with pytest.raises(UnsupportedError, match=reason):
+            export_model(patch_model(speech_model(), "alibi"), tmp_path / "stock", to=to)
+
+
+def speech_model() -> Any:
+    torch.manual_seed(0)
+    layers = {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    sizes = {"vocab_size": 99, "max_source_positions": 20, "max_target_positions": 40, "num_mel_bins": 8}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    return WhisperForConditionalGeneration(WhisperConfig(**layers, **heads, **sizes, **ids)).eval()
+
+
+def test_the_language_model_of_its_own_can_be_exported(tmp_path: Path) -> None:
+    model = LLAVA.model()
+    text = AutoModelForCausalLM.from_config(model.config.get_text_config()).eval()
+    text.model.load_state_dict(model.model.language_model.state_dict())
+    text.lm_head.load_state_dict(model.lm_head.state_dict())
+    patch_model(text, "rope", theta=500.0)
+    patch_model(model, "rope", theta=500.0)
+    ids = torch.arange(10, 30).unsqueeze(0)
+    assert torch.equal(text(ids).logits, model(ids).logits)
+    assert export_model(text, tmp_path / "text").checks
+    with pytest.raises(UnsupportedError, match="inside a patched model"):
+        export_model(model.model.language_model, tmp_path / "inside", to="onnx")

@@ -1,0 +1,188 @@
+"""Whisper: both parts, any number of frames, lengths, generation, saving."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+from hf_posenc import extend_context, inspect_model, native_scheme, patch_model, unpatch_model
+from hf_posenc.errors import SequenceLengthError, UnknownNameError, UnsupportedError
+from tests.fresh import run_fresh
+
+from .families import WHISPER, normal, output, stir
+
+RELOAD = """
+import sys
+import torch
+import hf_posenc
+from transformers import WhisperForConditionalGeneration
+torch.set_num_threads(1)
+model = WhisperForConditionalGeneration.from_pretrained(sys.argv[1]).eval()
+features, ids, expected = torch.load(sys.argv[1] + "/expected.pt")
+with torch.no_grad():
+    found = model(input_features=features, decoder_input_ids=ids).logits
+print("difference", float((found - expected).abs().max()))
+"""
+IDS = torch.tensor([[1, 7, 9, 11, 5]])
+
+
+@pytest.fixture
+def whisper() -> WhisperForConditionalGeneration:
+    torch.manual_seed(0)
+    model = WhisperForConditionalGeneration(WhisperConfig(**WHISPER)).eval()
+    stir(model)
+    # A random model repeats a token; ends and forbidden tokens would hide differences.
+    model.generation_config.update(suppress_tokens=None, begin_suppress_tokens=None, eos_token_id=None)
+    return model
+
+
+def spectrogram(frames: int = 24) -> torch.Tensor:
+    """`(1, bins, frames)`; the native length of the tiny model is 24 frames, 12 tokens."""
+    return normal(1, 8, frames)
+
+
+def logits(model: WhisperForConditionalGeneration, frames: int = 24) -> torch.Tensor:
+    return output(model, {"input_features": spectrogram(frames), "decoder_input_ids": IDS})
+
+
+@pytest.mark.parametrize(("part", "name"), [("audio", "sinusoidal"), ("text", "learned")])
+def test_native_schemes(whisper: WhisperForConditionalGeneration, part: str, name: str) -> None:
+    stock = logits(whisper)
+    scheme = native_scheme(whisper, part=part)
+    assert scheme.name == name
+    patch_model(whisper, scheme, part=part)
+    assert torch.equal(logits(whisper), stock)
+
+
+def test_a_loaded_table_is_still_a_formula(whisper: WhisperForConditionalGeneration, tmp_path: Path) -> None:
+    whisper.save_pretrained(tmp_path)
+    loaded = WhisperForConditionalGeneration.from_pretrained(tmp_path).eval()
+    # transformers loads the frozen table as a trainable one.
+    assert loaded.model.encoder.embed_positions.weight.requires_grad
+    assert native_scheme(loaded, part="audio") == native_scheme(whisper, part="audio")
+    with torch.no_grad():
+        loaded.model.encoder.embed_positions.weight[5, 3] += 0.01
+    assert native_scheme(loaded, part="audio").name == "learned"
+
+
+@pytest.mark.parametrize("scheme", ["none", "alibi", "rope", "t5", "sinusoidal", "native"])
+@pytest.mark.parametrize("frames", [10, 60])
+def test_any_number_of_frames(whisper: WhisperForConditionalGeneration, scheme: str, frames: int) -> None:
+    with pytest.raises(ValueError, match="mel input features"):
+        logits(whisper, frames)
+    patch_model(whisper, scheme, part="audio")
+    assert whisper.model.encoder(spectrogram(frames))[0].shape == (1, frames // 2, 32)
+    assert logits(whisper, frames).isfinite().all()
+    unpatch_model(whisper)
+    with pytest.raises(ValueError, match="mel input features"):
+        logits(whisper, frames)
+
+
+def test_hidden_states_and_attentions_are_recorded(whisper: WhisperForConditionalGeneration) -> None:
+    whisper.set_attn_implementation("eager")
+    patch_model(whisper, "rope", part="audio")
+    found = whisper.model.encoder(spectrogram(60), output_hidden_states=True, output_attentions=True)
+    assert [one.shape[1] for one in found.hidden_states] == [30] * 3
+    assert [one.shape[-1] for one in found.attentions] == [30] * 2
+
+
+def test_the_prefix_of_a_longer_sound_has_the_same_positions(whisper: WhisperForConditionalGeneration) -> None:
+    patch_model(whisper, "sinusoidal", part="audio")
+    seen: list[torch.Tensor] = []
+    whisper.model.encoder.layers[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    for frames in (24, 60):
+        output(whisper.model.encoder, {"input_features": torch.ones(1, 8, frames)})
+    torch.testing.assert_close(seen[0][:, :10], seen[1][:, :10])
+    # Equal frames, so the embeddings differ by their positions only.
+    assert (seen[1][:, 20] - seen[1][:, 21]).abs().max() > 1e-3
+
+
+def test_a_learned_table_says_how_long_a_sound_may_be(whisper: WhisperForConditionalGeneration) -> None:
+    patch_model(whisper, "learned", part="audio")
+    with pytest.raises(SequenceLengthError, match="12 positions"):
+        logits(whisper, 60)
+    with pytest.raises(SequenceLengthError, match="12 positions"):
+        extend_context(whisper, length=30, part="audio")
+    patch_model(whisper, "learned", part="audio", num_positions=30)
+    assert logits(whisper, 60).isfinite().all()
+
+
+def test_lengths_of_both_parts(whisper: WhisperForConditionalGeneration, tmp_path: Path) -> None:
+    patch_model(patch_model(whisper, "rope", part="audio"), "alibi", part="text")
+    extend_context(whisper, length=30, part="audio")
+    extend_context(whisper, length=100)
+    assert (whisper.config.max_source_positions, whisper.config.max_target_positions) == (30, 100)
+    assert "100 tokens, 20 natively" in whisper.position_encoding.report.context
+    assert "audio: 30 tokens, 12 natively" in whisper.position_encoding.report.context
+    labels = torch.randint(3, 40, (1, 50))
+    assert whisper(input_features=spectrogram(60), labels=labels).loss.isfinite()
+    patch_model(whisper, "t5", part="audio")
+    assert whisper.config.max_source_positions == 30
+    whisper.save_pretrained(tmp_path)
+    loaded = WhisperForConditionalGeneration.from_pretrained(tmp_path).eval()
+    assert (loaded.config.max_source_positions, loaded.config.max_target_positions) == (30, 100)
+    assert torch.equal(logits(loaded, 60), logits(whisper, 60))
+    unpatch_model(whisper)
+    assert (whisper.config.max_source_positions, whisper.config.max_target_positions) == (12, 20)
+    with pytest.raises(ValueError, match="Labels' sequence length"):
+        whisper(input_features=spectrogram(), labels=labels)
+
+
+def test_lengths_of_parts_that_have_none(whisper: WhisperForConditionalGeneration) -> None:
+    patch_model(whisper, "rope", part="text")
+    with pytest.raises(UnsupportedError, match="not patched"):
+        extend_context(whisper, length=30, part="audio")
+    with pytest.raises(UnknownNameError, match="audio"):
+        extend_context(whisper, length=30, part="sound")
+
+
+@pytest.mark.parametrize("scheme", ["rope", "t5", "sinusoidal"])
+def test_generation_beyond_the_native_lengths(whisper: WhisperForConditionalGeneration, scheme: str) -> None:
+    patch_model(patch_model(whisper, scheme, part="audio"), scheme, part="text")
+    extend_context(whisper, length=30, part="audio")
+    extend_context(whisper, length=60)
+    options = {"max_new_tokens": 40, "min_new_tokens": 40, "do_sample": False}
+    cached = whisper.generate(spectrogram(60), **options)
+    full = whisper.generate(spectrogram(60), use_cache=False, **options)
+    assert cached.shape[1] >= 40
+    assert torch.equal(cached, full)
+
+
+def test_a_saved_whisper_in_a_fresh_process(whisper: WhisperForConditionalGeneration, tmp_path: Path) -> None:
+    patch_model(whisper, "t5", part="audio")
+    extend_context(whisper, length=30, part="audio")
+    with torch.no_grad():
+        for parameter in whisper.position_encoding.parameters():
+            parameter.normal_()
+    whisper.save_pretrained(tmp_path)
+    torch.save((spectrogram(60), IDS, logits(whisper, 60)), tmp_path / "expected.pt")
+    done = run_fresh(RELOAD, tmp_path)
+    assert "difference 0.0" in done.stdout, done.stderr
+
+
+def test_lora_trains_beside_a_scheme(whisper: WhisperForConditionalGeneration) -> None:
+    peft = pytest.importorskip("peft")
+    patch_model(whisper, "rope", part="audio")
+    model = peft.get_peft_model(whisper, peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2))
+    loss = model(input_features=spectrogram(60), labels=IDS).loss
+    loss.backward()
+    grown = [name for name, one in model.named_parameters() if one.grad is not None and one.grad.abs().max() > 0]
+    assert any("encoder" in name and "lora_B" in name for name in grown)
+
+
+@pytest.mark.parametrize(("given", "named"), [("audio", "audio"), (None, "text")])
+def test_a_length_before_the_patch_names_the_part(
+    whisper: WhisperForConditionalGeneration, given: str | None, named: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=f"part='{named}'.* parts 'audio', 'text'"):
+        extend_context(whisper, length=24, part=given)
+    with pytest.raises(UnknownNameError, match="Known: audio, text"):
+        extend_context(whisper, length=24, part="vision")
+
+
+def test_inspection_names_both_parts(whisper: WhisperForConditionalGeneration) -> None:
+    found = inspect_model(whisper)
+    assert {stack.part for stack in found.stacks} == {"audio", "text"}

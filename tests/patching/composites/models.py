@@ -1,0 +1,161 @@
+"""Tiny composite models and prompts with images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+from torch import Tensor
+from transformers import PreTrainedModel
+
+IMAGE = 3
+WORDS = 99
+_TEXT: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": WORDS,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_QWEN = {
+    "patch_size": 4,
+    "spatial_merge_size": 1,
+    "temporal_patch_size": 2,
+    "depth": 2,
+    "hidden_size": 32,
+    "num_heads": 4,
+}
+
+
+@dataclass(frozen=True)
+class Composite:
+    """One architecture of images and text.
+
+    Args:
+        build: makes the model.
+        image_tokens: number of placeholders of one image.
+        pixels: makes the arguments for a number of images.
+    """
+
+    build: Callable[[], PreTrainedModel]
+    image_tokens: int
+    pixels: Callable[[int], dict[str, Tensor]]
+
+    def model(self) -> PreTrainedModel:
+        """A model in evaluation mode whose attention is not uniform."""
+        torch.manual_seed(0)
+        model = self.build().eval()
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(0.0, 0.3)
+        return model
+
+    def prompt(self, before: int = 2, after: int = 4, images: int = 1, seed: int = 0) -> dict[str, Tensor]:
+        """The arguments of one row: words, then images that words separate, then words."""
+        generator = torch.Generator().manual_seed(seed)
+
+        def words(count: int) -> Tensor:
+            return torch.randint(10, WORDS, (count,), generator=generator)
+
+        parts = [words(before)]
+        for _ in range(images):
+            parts += [torch.full((self.image_tokens,), IMAGE), words(1)]
+        ids = torch.cat((*parts, words(after - 1))).unsqueeze(0)
+        return {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).int()} | self.pixels(images)
+
+
+def _llava() -> PreTrainedModel:
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=8, patch_size=4
+    )
+    config = transformers.LlavaConfig(
+        vision_config=vision,
+        text_config=transformers.LlamaConfig(**_TEXT),
+        image_token_id=IMAGE,
+        vision_feature_layer=-1,
+        image_seq_length=4,
+    )
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+def _gemma3() -> PreTrainedModel:
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.Gemma3Config(
+        vision_config=vision | {"image_size": 8, "patch_size": 2},
+        text_config=_TEXT
+        | {"head_dim": 8, "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]},
+        mm_tokens_per_image=4,
+        image_token_index=IMAGE,
+    )
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def _refuse_old_rotary_modules() -> None:
+    if Version(transformers.__version__) < Version("5.19"):
+        pytest.skip("before transformers 5.19, these rotary modules cannot be called with positions on one axis")
+
+
+def _qwen2() -> PreTrainedModel:
+    _refuse_old_rotary_modules()
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 100.0}
+    config = transformers.Qwen2VLConfig(
+        text_config=_TEXT | {"rope_parameters": rope},
+        vision_config=_QWEN | {"embed_dim": 32, "mlp_ratio": 1},
+        image_token_id=IMAGE,
+        video_token_id=4,
+        vision_start_token_id=5,
+        vision_end_token_id=6,
+    )
+    return transformers.Qwen2VLForConditionalGeneration(config)
+
+
+def _qwen3() -> PreTrainedModel:
+    _refuse_old_rotary_modules()
+    rope = {"rope_type": "default", "mrope_section": [4, 2, 2], "mrope_interleaved": True, "rope_theta": 100.0}
+    vision = {"intermediate_size": 48, "out_hidden_size": 32, "num_position_embeddings": 16}
+    config = transformers.Qwen3VLConfig(
+        text_config=_TEXT | {"rope_parameters": rope, "head_dim": 16},
+        vision_config=_QWEN | vision | {"deepstack_visual_indexes": [0]},
+        image_token_id=IMAGE,
+        video_token_id=4,
+        vision_start_token_id=5,
+        vision_end_token_id=6,
+    )
+    return transformers.Qwen3VLForConditionalGeneration(config)
+
+
+def _image(side: int) -> Callable[[int], dict[str, Tensor]]:
+    def pixels(images: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(7)
+        return {"pixel_values": torch.randn(images, 3, side, side, generator=generator)}
+
+    return pixels
+
+
+def _patches(images: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return {
+        "pixel_values": torch.randn(images * 6, 3 * 2 * 4 * 4, generator=generator),
+        "image_grid_thw": torch.tensor([[1, 2, 3]] * images),
+    }
+
+
+COMPOSITES = {
+    "llava": Composite(_llava, 4, _image(8)),
+    "gemma3": Composite(_gemma3, 4, _image(8)),
+    "qwen2_vl": Composite(_qwen2, 6, _patches),
+    "qwen3_vl": Composite(_qwen3, 6, _patches),
+}
+MULTIMODAL_ROPE = ("qwen2_vl", "qwen3_vl")

@@ -1,0 +1,169 @@
+"""A study of image classifiers, with learning rates that are chosen alike."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import AutoModelForImageClassification
+
+from training import compare
+from training.errors import SettingsError
+from training.study import outputs
+from training.study.cells import study_cells
+from training.study.data import pictures_summary
+from training.study.rates import rates_study, with_chosen_rates
+from training.study.settings import StudySettings, parse_study, validated
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def arguments(folder: Path, **changes: Any) -> list[str]:
+    options: dict[str, Any] = {
+        "tasks": "images", "schemes": "none,rope_nd,short", "output_dir": folder, "seeds": "0,1",
+        "scheme_options": '{short: {scheme: learned, num_positions: 70}}',
+        "learning_rates": "[1e-2, 1e-3]", "max_steps": 3, "eval_every": 3, "batch_size": 8, "hidden_size": 16,
+        "num_heads": 2, "num_layers": 1, "train_resolution": 16, "test_resolutions": "12,16,48",
+        "max_train_samples": 32, "max_eval_samples": 20, "warmup_steps": 1, "workers": 1, "save_models": "true",
+    } | changes  # fmt: skip
+    return [f"--{name}={value}" for name, value in options.items() if value is not None]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("study") / "out"
+    assert compare.main(arguments(folder)) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(finished: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((finished / "results.json").read_text())
+    return found
+
+
+def test_every_model_is_read_at_every_resolution_that_its_scheme_can(results: dict[str, Any]) -> None:
+    assert results["tasks"]["images"]["lengths"] == [12, 16, 48]
+    assert results["versions"]["scikit-learn"]
+    assert results["tasks"]["images"]["pictures"]["test_pictures"] == 20
+    for found in results["runs"]:
+        assert found["status"] == "finished"
+        reading = found["by_resolution"]
+        assert all(0 <= value <= 1 for value in reading["accuracy"][:2])
+        assert (reading["accuracy"][2] is None) == (found["scheme"] == "short")
+        assert found["dog"]["told_apart"] == (found["scheme"] != "none")
+        assert len(found["curve"]["validation_accuracy"]) == len(found["curve"]["step"])
+
+
+def test_the_rate_of_each_scheme_is_the_one_with_the_lowest_validation_loss(
+    finished: Path, results: dict[str, Any]
+) -> None:
+    tried = json.loads((finished.with_name("out_rates") / "results.json").read_text())
+    assert {run["seed"] for run in tried["runs"]} == {2}
+    losses = {run["scheme"]: run["curve"]["validation_loss"][-1] for run in tried["runs"]}
+    assert len(losses) == 6
+    for label in ("none", "rope_nd", "short"):
+        best = min((1e-2, 1e-3), key=lambda rate: losses[f"{label}-{rate:g}"])
+        assert {run["training"]["learning_rate"] for run in results["runs"] if run["scheme"] == label} == {best}
+
+
+def test_tables_figures_and_cards_speak_of_resolutions(finished: Path) -> None:
+    table = (finished / "table.md").read_text()
+    for words in (
+        "12 pixels (%)",
+        "At 16 pixels, the resolution of training",
+        "Accuracy by resolution",
+        "two equal dogs",
+    ):
+        assert words in table
+    assert "48 pixels: A sequence of length 145" in table
+    assert "perplexity" not in table.lower()
+    assert (finished / "plots/images_accuracy_by_resolution.png").is_file()
+    card = (finished / "models/images-rope_nd-seed0/README.md").read_text()
+    assert "trained to classify pictures" in card
+    assert "Accuracy at 48 pixels" in card
+    assert "| trained resolutions | 16 |" in card
+    model = AutoModelForImageClassification.from_pretrained(finished / "models/images-rope_nd-seed0")
+    assert model.position_encoding.config.name == "rope_nd"
+
+
+def test_the_same_command_trains_nothing_again(finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    before = json.loads((finished / "results.json").read_text())["runs"]
+    monkeypatch.setattr(outputs, "draw_figures", lambda *_: [])
+    assert compare.main(arguments(finished)) == 0
+    assert json.loads((finished / "results.json").read_text())["runs"] == before
+
+
+def test_other_pictures_are_another_study(finished: Path, capsys: Any) -> None:
+    assert compare.main(arguments(finished, learning_rates="[]", split_seed=1)) == 2
+    assert "pictures digest was" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"patch_size": 5}, "Pictures of 32 pixels are not a whole number of patches of 5"),
+        ({"model_name_or_path": "some/model"}, "run_image_classification.py"),
+        ({"task_options": {"images": {"train_length": 8}}}, "has train_length, which its trainings do not use"),
+        ({"task_options": {"images": {"model_type": "vitt"}}}, "Did you mean 'vit'"),
+        (
+            {"schemes": "a,b", "scheme_options": {"a": {"scheme": "none"},
+                                                  "b": {"scheme": "alibi", "from": "a", "swap": {"distill": True}}}},
+            "'images' takes no swap options",
+        ),
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_work(options: dict[str, Any], message: str) -> None:
+    study = validated(StudySettings, {"tasks": "images"} | options, "The study")
+    with pytest.raises(ValueError, match=message):
+        compare._prepare(study, study_cells(study), None, _first_process())
+
+
+def _first_process() -> Any:
+    from types import SimpleNamespace
+
+    return SimpleNamespace(is_main_process=False)
+
+
+def test_text_ignores_no_settings_of_pictures() -> None:
+    for task, unused in (("causal", "patch_size"), ("copy", "train_resolution")):
+        study = validated(StudySettings, {"tasks": task, "task_options": {task: {unused: 8}}}, "The study")
+        with pytest.raises(SettingsError, match=unused):
+            study_cells(study)
+
+
+def test_schemes_with_a_rate_of_their_own_are_left_alone() -> None:
+    options = {"alibi": {"training": {"learning_rate": 0.5}}, "on": {"scheme": "rope", "from": "alibi"}}
+    given = {"learning_rates": [0.1, 0.2], "scheme_options": options, "schemes": ["sinusoidal", "alibi", "on"]}
+    study = validated(StudySettings, given, "The study")
+    tried = rates_study(study)
+    assert tried.schemes == ["sinusoidal-0.1", "sinusoidal-0.2"]
+    # With the options that the study would use.
+    assert {cell.options["scale"] for cell in study_cells(tried)} == {0.07}
+    runs = [
+        {"scheme": "sinusoidal-0.1", "curve": {"validation_loss": [1.0]}},
+        {"scheme": "sinusoidal-0.1", "curve": {"validation_loss": [4.0]}},
+        {"scheme": "sinusoidal-0.2", "curve": {"validation_loss": [2.0]}},
+    ]
+    chosen = with_chosen_rates(study, {"runs": runs}).scheme_options
+    assert chosen["sinusoidal"].training == {"learning_rate": 0.2}
+    assert chosen["alibi"].training == {"learning_rate": 0.5}
+    tasks = {"task_options": {"copy": {"schemes": ["alibi"], "seeds": [5]}}, "tasks": ["causal", "copy"]}
+    assert rates_study(validated(StudySettings, given | tasks, "The study")).tasks == ["causal"]
+    only = validated(StudySettings, given | {"schemes": ["alibi", "on"]}, "The study")
+    with pytest.raises(SettingsError, match="--learning_rates are for schemes"):
+        rates_study(only)
+
+
+def test_the_study_of_the_results_page() -> None:
+    path = REPOSITORY / "training/studies/images.yaml"
+    study = parse_study([str(path)], "")
+    assert len(study.seeds) >= 3
+    assert {cell.config.name for cell in study_cells(study)} == {
+        "learned", "sinusoidal", "rope_nd", "alibi", "none",
+    }  # fmt: skip
+    assert yaml.safe_load(path.read_text())["output_dir"] == "outputs/images"
+    assert len(pictures_summary(study)["digest"]) == 16
