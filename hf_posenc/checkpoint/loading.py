@@ -218,8 +218,11 @@ def _check_loaded(model: Any, info: dict[str, Any], source: str) -> None:
             "model again, or load the stock weights and call patch_model to train the scheme again."
         )
     # Transformers does not load the mark if it shards a model over processes. It was already compared.
-    found = [key for key in info.get("unexpected_keys", ()) if _is_position_weight(key)]
-    surplus = sorted(key for key in found if find_mark([key]) is None)
+    unexpected = info.get("unexpected_keys", ())
+    surplus = sorted(key for key in unexpected if _is_position_weight(key) and find_mark([key]) is None)
+    if not all(_is_position_weight(key) for key in unexpected):
+        # This class lacks modules of the checkpoint's class, for example the decoder of a masked autoencoder.
+        surplus = [key for key in surplus if _stack_of(key) in model.position_encoding.stacks]
     if surplus:
         raise CheckpointError(
             f"{source} contains weights that its position encoding {entry.get('scheme')!r} does not have: "
@@ -230,3 +233,9 @@ def _check_loaded(model: Any, info: dict[str, Any], source: str) -> None:
 
 def _is_position_weight(name: str) -> bool:
     return ATTRIBUTE in name.split(".")
+
+
+def _stack_of(name: str) -> str:
+    """The name of the stack from `....position_encoding.stacks.<stack>....`."""
+    names = name.split(".")
+    return names[names.index(ATTRIBUTE) + 2]
