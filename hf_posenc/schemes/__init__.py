@@ -79,11 +79,13 @@ from hf_posenc.schemes.registry import (
     scheme_from_dict as scheme_from_dict,
 )
 from hf_posenc.schemes.rotary.fope import FopeConfig as FopeConfig
+from hf_posenc.schemes.rotary.grape_m import GrapeMConfig as GrapeMConfig
 from hf_posenc.schemes.rotary.hope import HopeConfig as HopeConfig
 from hf_posenc.schemes.rotary.learned_frequencies import LearnedRopeConfig as LearnedRopeConfig
 from hf_posenc.schemes.rotary.mrope import MRopeConfig as MRopeConfig
 from hf_posenc.schemes.rotary.p_rope import PRopeConfig as PRopeConfig
 from hf_posenc.schemes.rotary.pope import PopeConfig as PopeConfig
+from hf_posenc.schemes.rotary.repo import RepoConfig as RepoConfig
 from hf_posenc.schemes.rotary.resonance import (
     ResonanceConfig as ResonanceConfig,
     ResonanceScaling as ResonanceScaling,

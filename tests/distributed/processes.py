@@ -38,8 +38,8 @@ def run_two(worker: str, folder: Path, *, everything: bool = False) -> list[dict
 def take_part(main: Callable[..., dict[str, Any]], folder: Path, everything: bool) -> None:
     """What each of the processes does.
 
-    They find each other by a file, since a free port may be taken before it is used. Each waits for the other's findings
-    before it ends: a process that leaves a barrier of gloo first may close the connection on the other.
+    They find each other by a file, since a free port may be taken before it is used. Each waits for the other's
+    findings before it ends: a process that leaves a barrier of gloo first may close the connection on the other.
     """
     transformers.utils.logging.disable_progress_bar()
     rank = int(os.environ["RANK"])

@@ -183,17 +183,21 @@ class InterfaceAttention(AttentionSite):
         **kwargs: Any,
     ) -> Any:
         """Adds scale and bias to mapped queries and keys, and calls the attention function."""
-        arguments = (self.module, self.scaled(call.state, query), key, value, mask, *args)
         attend = function
         flash = "flash" in (implementation or "")
         # A flash kernel refuses a pairwise bias. That should happen in the first call, while the bias is still zero.
         if self.encoding.logit_bias is not None and (flash or not self.bias_is_zero(call.state, query.device)):
             scaling = kwargs.get("scaling")
-            # With a batch size of 1, flash kernels are told where packed documents begin.
-            separates_restarts = flash and mask is None and query.shape[0] == 1
             factor = self._scaling if scaling is None else scaling
-            bias = self.bias(call, query, key, factor, mask, separates_restarts)
-            attend = functools.partial(attend_with_bias, implementation, function, bias)
+            heads = (query, key)
+            if self.encoding.rotates_by_input:
+                query, key = self.rotated_by_input(call, query, key, factor)
+            if not self.encoding.only_rotates_by_input:
+                # With a batch size of 1, flash kernels are told where packed documents begin.
+                separates_restarts = flash and mask is None and query.shape[0] == 1
+                bias = self.bias(call, *heads, factor, mask, separates_restarts, self.encoding.rotates_by_input)
+                attend = functools.partial(attend_with_bias, implementation, function, bias)
+        arguments = (self.module, self.scaled(call.state, query), key, value, mask, *args)
         if self.encoding.widens_heads and implementation not in (None, "eager") and query.shape[2] > 1:
             return attend_with_wide_values(attend, *arguments, **kwargs)
         return attend(*arguments, **kwargs)

@@ -11,6 +11,7 @@ from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.grid_state import GridTokens
 from hf_posenc.patching.call.split_parts import HeadShard
 from hf_posenc.schemes.parts import LogitBias, LogitScale, PairwiseBias, QueryKeyMap
+from hf_posenc.schemes.rotary.contextual import ContextualRotation
 
 
 @dataclass
@@ -42,6 +43,11 @@ class LayerEncoding:
         bias = self.logit_bias
         #: Number of features per head and token that the bias caches next to the keys.
         self.num_features = bias.num_features if isinstance(bias, PairwiseBias) else 0
+        #: Whether the bias is a rotation of heads by what the layer's input says, or contains one.
+        kinds = [isinstance(one, ContextualRotation) for one in (() if bias is None else bias.summands())]
+        self.rotates_by_input = any(kinds)
+        #: Whether it consists of such rotations only.
+        self.only_rotates_by_input = any(kinds) and all(kinds)
         #: Whether the map makes queries and keys wider.
         self.widens_heads = self.query_key_map is not None and self.query_key_map.width_factor != 1
         #: Whether paged keys (continuous batching) must be read before the attention function is called.

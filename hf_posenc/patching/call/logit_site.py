@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from hf_posenc.patching.call.runtime import StackRuntime
 from hf_posenc.patching.find.offloading import onload_weights
 from hf_posenc.schemes.parts import DistanceBias, LogitBias, PairwiseBias, Part, SeparableBias
 from hf_posenc.schemes.positions import AttentionPairs, Positions
+from hf_posenc.schemes.rotary.contextual import ContextualRotation
 
 _UNEVEN = (
     "The positions of this call have gaps between tokens that see each other (from position_ids, or from padding "
@@ -84,6 +86,7 @@ class LogitSite(PlacedForward):
         scaling: float,
         mask: Any = None,
         separates_restarts: bool = False,
+        rotated: bool = False,
     ) -> BiasForm:
         """The bias of one call, including the logit scale, in the most specific form available.
 
@@ -95,6 +98,8 @@ class LogitSite(PlacedForward):
             mask: the mask passed to the attention function, if known.
             separates_restarts: whether the attention function separates documents where positions restart at 0,
                 although no mask shows it.
+            rotated: whether the attention function receives the heads that `rotated_by_input` returns, so that these
+                rotations are left out. There must be another summand.
         """
         bias, state = self.encoding.logit_bias, call.state
         assert bias is not None
@@ -102,6 +107,9 @@ class LogitSite(PlacedForward):
         forms: list[BiasForm] = []
         pairs, first = None, 0
         for summand in summands:
+            if rotated and isinstance(summand, ContextualRotation):
+                first += summand.num_features
+                continue
             if isinstance(summand, DistanceBias):
                 forms.append(self._distance_form(summand, state, query, key, mask, separates_restarts))
                 continue
@@ -114,6 +122,23 @@ class LogitSite(PlacedForward):
         form = sum_of_forms(forms, query.shape[-2], key.shape[-2], self.encoding.causal)
         check_heads(form.heads, query.shape[1])
         return form if self.encoding.logit_scale is None else self._scaled_form(form, state, query, key.shape[-2])
+
+    def rotated_by_input(self, call: LayerCall, query: Tensor, key: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+        """Applies the rotations in the bias to queries and keys of the shapes that `bias` receives."""
+        bias = self.encoding.logit_bias
+        assert bias is not None
+        check_cache(bias, call.state)
+        pairs = self._pairs(call, query, key, scaling)
+        check_heads(self.encoding.num_heads, query.shape[1])
+        first = 0
+        for summand in bias.summands():
+            count = summand.num_features if isinstance(summand, PairwiseBias) else 0
+            if isinstance(summand, ContextualRotation):
+                with onload_weights(summand), without_autocast(query.device):
+                    query, key = summand.rotated(pairs.with_features(first, count))
+                pairs = dataclasses.replace(pairs, query=query, key=key)
+            first += count
+        return query, key
 
     def bias_is_zero(self, state: ForwardState, device: torch.device) -> bool:
         """Whether the bias of all pairs of a call is known to be 0."""

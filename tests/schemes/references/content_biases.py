@@ -156,3 +156,78 @@ def low_rank_relative(config: Any, parts: Any, case: LogitCase) -> Logits:
         return dot(mixture, [profile[distance] for profile in profiles])
 
     return add_to_dot_products(case, bias)
+
+
+def rotated_products(
+    case: LogitCase, parts: Any, theta_powers: list[float], place: Callable[[int, int], float]
+) -> Logits:
+    """The scaled products after pair `m` of both is turned by `place(key_head, token) * theta_powers[m]`."""
+    groups = parts.logit_bias.groups
+    half = len(theta_powers)
+
+    def turned(vector: list[float], at: float) -> list[float]:
+        result = list(vector)
+        for pair, frequency in enumerate(theta_powers):
+            cosine, sine = math.cos(at * frequency), math.sin(at * frequency)
+            first, second = vector[pair], vector[pair + half]
+            result[pair], result[pair + half] = first * cosine - second * sine, second * cosine + first * sine
+        return result
+
+    tokens = range(len(case.positions))
+    return [
+        [
+            [
+                case.scaling
+                * dot(
+                    turned(case.query[head][query], place(head // groups, query)),
+                    turned(case.key[head][key], place(head // groups, key)),
+                )
+                for key in tokens
+            ]
+            for query in tokens
+        ]
+        for head in range(len(case.query))
+    ]
+
+
+def powers(theta: float, rotary_dim: int) -> list[float]:
+    return [theta ** (-2 * pair / rotary_dim) for pair in range(rotary_dim // 2)]
+
+
+def repo(config: Any, parts: Any, case: LogitCase) -> Logits:
+    """arXiv:2512.14391, section 3, with the official code's gated projection: a position for each token and head."""
+    bias = parts.logit_bias
+    gate, content = bias.gate.tolist(), bias.content.tolist()
+    heads = bias.places_of_heads.tolist()
+
+    def place(head: int, token: int) -> float:
+        gated = []
+        for gate_row, content_row in zip(gate, content, strict=True):
+            value = dot(gate_row, case.hidden[token])
+            gated.append(value * logistic(value) * dot(content_row, case.hidden[token]))
+        return dot(heads[head], gated)
+
+    return rotated_products(case, parts, powers(config.theta, config.rotary_dim or len(case.query[0][0])), place)
+
+
+def grape_m(config: Any, parts: Any, case: LogitCase) -> Logits:
+    """arXiv:2512.07805, contextual GRAPE-M: the place is the sum of the increments of all earlier tokens."""
+    bias = parts.logit_bias
+    weight, offset = bias.weight.tolist(), bias.bias.tolist()
+    frequencies = [
+        frequency * math.exp(change)
+        for frequency, change in zip(
+            powers(config.theta, config.rotary_dim or len(case.query[0][0])),
+            bias.rotation.log_offsets.tolist(),
+            strict=True,
+        )
+    ]
+
+    def place(head: int, token: int) -> float:
+        row = head if config.per_head else 0
+        return sum(
+            logistic((dot(weight[row], case.hidden[earlier]) + offset[row]) / config.gate_scale)
+            for earlier in range(token)
+        )
+
+    return rotated_products(case, parts, frequencies, place)

@@ -9,6 +9,8 @@ from hf_posenc.schemes.bias.low_rank_relative import LowRankRelativeConfig
 from hf_posenc.schemes.bias.shaw import ShawConfig
 from hf_posenc.schemes.bias.transformer_xl import TransformerXLConfig
 from hf_posenc.schemes.bias.wavelet import WaveletConfig
+from hf_posenc.schemes.rotary.grape_m import GrapeMConfig
+from hf_posenc.schemes.rotary.repo import RepoConfig
 
 from ..references import content_biases
 from .row import Row
@@ -72,6 +74,24 @@ ROWS: dict[str, Row] = {
         content_biases.low_rank_relative,
         (LowRankRelativeConfig(rank=4, window=8), LowRankRelativeConfig()),
         causal_only=True,
+        marks="-++.++..-++",
+    ),
+    "repo": Row(
+        "logits",
+        content_biases.repo,
+        (RepoConfig(theta=100.0), RepoConfig(width=5, rotary_dim=8)),
+        causal_only=True,
+        everywhere=True,
+        marks="-++.++..-++",
+    ),
+    "grape_m": Row(
+        "logits",
+        content_biases.grape_m,
+        (
+            GrapeMConfig(),
+            GrapeMConfig(theta=100.0, per_head=True, gate_scale=2.0, initial_bias=0.0),
+            GrapeMConfig(rotary_dim=8),
+        ),
         marks="-++.++..-++",
     ),
 }

@@ -1,0 +1,137 @@
+"""Contextual multiplicative group representational position encoding (GRAPE-M)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.limits import LARGEST_LENGTH, SMALLEST_FACTOR
+from hf_posenc.schemes.parts import SchemeParts
+from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.rotary.contextual import ContextualRotation
+from hf_posenc.schemes.rotary.learned_frequencies import LearnedFrequenciesMap
+from hf_posenc.schemes.rotary.rope import RotaryMap, check_rotary_options, key_heads, resolve_rotary_dim
+from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
+from hf_posenc.schemes.validation import check_boolean, check_number
+
+#: The official code initialises its gates with the inverse of softplus at 1e-3, and then applies a sigmoid to them.
+_INITIAL_BIAS = math.log(math.expm1(1e-3))
+
+
+class GrapeMRotation(ContextualRotation):
+    """A rotation by the sum of the increments of all earlier tokens.
+
+    Args:
+        rotation: the frequencies and the pairing of dimensions.
+        num_heads: number of query heads.
+        num_key_heads: number of key heads.
+        input_size: width of the layer's input.
+        per_head: whether every key head has its own increments.
+        gate_scale: divisor of the logits of the increments.
+        initial_bias: their initial value.
+    """
+
+    no_weight_decay = frozenset({"bias"})
+
+    def __init__(
+        self,
+        rotation: RotaryMap,
+        num_heads: int,
+        num_key_heads: int,
+        input_size: int,
+        per_head: bool,
+        gate_scale: float,
+        initial_bias: float,
+    ) -> None:
+        super().__init__(rotation, num_heads, num_key_heads)
+        self.gate_scale = gate_scale
+        self.initial_bias = initial_bias
+        self.weight = nn.Parameter(torch.empty(num_key_heads if per_head else 1, input_size))
+        self.bias = nn.Parameter(torch.empty(self.weight.shape[0]))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the increments of all tokens to the same value."""
+        nn.init.zeros_(self.weight)
+        nn.init.constant_(self.bias, self.initial_bias)
+
+    def contributions(self, hidden_states: Tensor) -> Tensor:
+        """Returns the increments of the tokens, `(batch, length, key_value_heads or 1)` float32."""
+        logits = nn.functional.linear(hidden_states, self.weight.float(), self.bias.float())
+        return (logits / self.gate_scale).sigmoid()
+
+    def places(self, contributions: Tensor, keys: Positions) -> Tensor:
+        """Returns the sums of the increments of earlier tokens."""
+        # Padding between two tokens must not move them apart.
+        if keys.may_hold_padding:
+            contributions = contributions.masked_fill(keys.padding, 0.0)
+        return contributions.cumsum(dim=-1) - contributions
+
+
+@register_scheme
+@dataclass(frozen=True)
+class GrapeMConfig(SchemeConfig):
+    """RoPE in which every token moves the following ones on by an increment that depends on its content (contextual
+    GRAPE-M, arXiv:2512.07805, section 3).
+
+    With `x_t` the layer's input at token t, the token is rotated by the angles `Phi_t * frequency[m]`, where::
+
+        omega_t = sigmoid((w . x_t + b) / gate_scale)
+        Phi_t   = omega_0 + omega_1 + ... + omega_(t-1)
+
+    `w`, `(1, hidden)`, `b` and the frequencies, `(rotary_dim / 2,)`, are learned per layer; the frequencies start as
+    RoPE's. The rotation depends on the order of tokens and not on position ids. If all increments are 1, it is RoPE.
+
+    The sigmoid, its scale, and the initial values follow the official code: `w` is zero and `b` is -6.9, so that all
+    increments start at 0.39.
+
+    Args:
+        theta: the base of the initial frequencies.
+        per_head: whether every key head has its own increments. Query heads use those of their key head.
+        gate_scale: divisor of the logits of the increments.
+        initial_bias: the initial value of `b`.
+        rotary_dim: how many leading dimensions of a head are rotated; `None` as in `RopeConfig`.
+        layout: the pairing, as in `RopeConfig`. The official code has the pairing "half_reversed".
+    """
+
+    name: ClassVar[str] = "grape_m"
+    per_layer: ClassVar[bool] = True
+
+    theta: float = 10000.0
+    per_head: bool = False
+    gate_scale: float = 16.0
+    initial_bias: float = _INITIAL_BIAS
+    rotary_dim: int | None = None
+    layout: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_rotary_options(self)
+        check_boolean(self, "per_head")
+        check_number(self, "gate_scale", minimum=SMALLEST_FACTOR, maximum=LARGEST_LENGTH)
+        check_number(self, "initial_bias")
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Builds a rotation by sums of increments.
+
+        Raises:
+            ValueError: if the rotary width is odd or does not fit the head.
+        """
+        rotary_dim = resolve_rotary_dim(self, self.rotary_dim, context)
+        rotation = LearnedFrequenciesMap(rope_inverse_frequencies(self.theta, rotary_dim), self.layout)
+        return SchemeParts(
+            logit_bias=GrapeMRotation(
+                rotation,
+                context.num_heads,
+                key_heads(context),
+                context.layer_input_size or context.hidden_size,
+                self.per_head,
+                self.gate_scale,
+                self.initial_bias,
+            )
+        )

@@ -1,0 +1,127 @@
+"""Context re-positioning (RePo)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.parts import SchemeParts
+from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.rotary.contextual import ContextualRotation
+from hf_posenc.schemes.rotary.rope import RotaryMap, check_rotary_options, key_heads, resolve_rotary_dim
+from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
+from hf_posenc.schemes.validation import check_integer
+
+
+class RepoRotation(ContextualRotation):
+    """A rotation by places that a gated projection of each token predicts.
+
+    Args:
+        rotation: the frequencies and the pairing of dimensions.
+        num_heads: number of query heads.
+        num_key_heads: number of key heads, each of which has its own places.
+        input_size: width of the layer's input.
+        width: width of the gated projection.
+        initializer_range: standard deviation of new weights.
+    """
+
+    def __init__(
+        self,
+        rotation: RotaryMap,
+        num_heads: int,
+        num_key_heads: int,
+        input_size: int,
+        width: int,
+        initializer_range: float,
+    ) -> None:
+        super().__init__(rotation, num_heads, num_key_heads)
+        self.initializer_range = initializer_range
+        self.gate = nn.Parameter(torch.empty(width, input_size))
+        self.content = nn.Parameter(torch.empty(width, input_size))
+        self.places_of_heads = nn.Parameter(torch.empty(num_key_heads, width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws all weights from N(0, initializer_range)."""
+        for weight in (self.gate, self.content, self.places_of_heads):
+            nn.init.normal_(weight, std=self.initializer_range)
+
+    def contributions(self, hidden_states: Tensor) -> Tensor:
+        """Returns the places of the tokens, `(batch, length, key_value_heads)` float32."""
+        linear = nn.functional.linear
+        gated = nn.functional.silu(linear(hidden_states, self.gate.float())) * linear(
+            hidden_states, self.content.float()
+        )
+        return linear(gated, self.places_of_heads.float())
+
+    def places(self, contributions: Tensor, keys: Positions) -> Tensor:
+        """Returns the contributions: a token's place does not depend on other tokens."""
+        return contributions
+
+
+@register_scheme
+@dataclass(frozen=True)
+class RepoConfig(SchemeConfig):
+    """RoPE at real-valued positions that each layer predicts from its input (RePo, arXiv:2512.14391, section 3).
+
+    For a token with the layer's input `x`, key head h has the position::
+
+        z_h = w_h . (silu(G x) * C x)
+
+    and queries and keys are rotated by `z_h * theta ** (-2 m / rotary_dim)`. `G` and `C` are `(width, hidden)`, `w` is
+    `(key_value_heads, width)`, learned per layer, without biases. Positions in the sequence are not used: the order of
+    tokens is known from the causal mask only. The paper therefore uses it in about the last two thirds of the layers,
+    with RoPE below them: `patch_model(model, "repo", layers=range(5, 16), elsewhere="rope")`.
+
+    The gated projection follows the official code, which computes one position per attention head. Query heads that
+    share a key head also share its position. The option of the official code that mixes the index of the token into
+    its position is not implemented. Causal models only.
+
+    Args:
+        theta: the base of the frequencies.
+        width: width of the gated projection; `None` for one eighth of the layer's input, as in the official code.
+        rotary_dim: how many leading dimensions of a head are rotated; `None` as in `RopeConfig`.
+        layout: the pairing, as in `RopeConfig`.
+    """
+
+    name: ClassVar[str] = "repo"
+    per_layer: ClassVar[bool] = True
+
+    theta: float = 10000.0
+    width: int | None = None
+    rotary_dim: int | None = None
+    layout: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_rotary_options(self)
+        if self.width is not None:
+            check_integer(self, "width", minimum=1, maximum=2**16)
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Builds a rotation by predicted places.
+
+        Raises:
+            UnsupportedError: in a bidirectional model.
+            ValueError: if the rotary width is odd or does not fit the head.
+        """
+        if not context.causal:
+            raise UnsupportedError(
+                "repo computes the position of a token from its content alone, so the order of tokens is known only "
+                "from the causal mask. This model is bidirectional and would not see their order. Use 'grape_m' or "
+                "'rope'."
+            )
+        rotary_dim = resolve_rotary_dim(self, self.rotary_dim, context)
+        rotation = RotaryMap(rope_inverse_frequencies(self.theta, rotary_dim), self.layout)
+        input_size = context.layer_input_size or context.hidden_size
+        width = max(1, input_size // 8) if self.width is None else self.width
+        return SchemeParts(
+            logit_bias=RepoRotation(
+                rotation, context.num_heads, key_heads(context), input_size, width, context.initializer_range
+            )
+        )
