@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.limits import SMALLEST_FACTOR
 from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
 from hf_posenc.schemes.rotary.rope import RotaryMap, check_rotary_options, key_heads, resolve_rotary_dim
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
-from hf_posenc.schemes.validation import check_integer
+from hf_posenc.schemes.validation import check_integer, check_number
 
 
 class RepoRotation(ContextualRotation):
@@ -28,7 +29,7 @@ class RepoRotation(ContextualRotation):
         num_key_heads: number of key heads, each of which has its own places.
         input_size: width of the layer's input.
         width: width of the gated projection.
-        initializer_range: standard deviation of new weights.
+        initial_std: standard deviation of new weights.
     """
 
     def __init__(
@@ -38,19 +39,19 @@ class RepoRotation(ContextualRotation):
         num_key_heads: int,
         input_size: int,
         width: int,
-        initializer_range: float,
+        initial_std: float,
     ) -> None:
         super().__init__(rotation, num_heads, num_key_heads)
-        self.initializer_range = initializer_range
+        self.initial_std = initial_std
         self.gate = nn.Parameter(torch.empty(width, input_size))
         self.content = nn.Parameter(torch.empty(width, input_size))
         self.places_of_heads = nn.Parameter(torch.empty(num_key_heads, width))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws all weights from N(0, initializer_range)."""
+        """Draws all weights from N(0, initial_std)."""
         for weight in (self.gate, self.content, self.places_of_heads):
-            nn.init.normal_(weight, std=self.initializer_range)
+            nn.init.normal_(weight, std=self.initial_std)
 
     def contributions(self, hidden_states: Tensor) -> Tensor:
         """Returns the places of the tokens, `(batch, length, key_value_heads)` float32."""
@@ -86,6 +87,8 @@ class RepoConfig(SchemeConfig):
     Args:
         theta: the base of the frequencies.
         width: width of the gated projection; `None` for one eighth of the layer's input, as in the official code.
+        initial_std: standard deviation of all new weights. With 0.02, positions are close to 0 at first, so that an
+            untrained scheme hardly differs from 'none'.
         rotary_dim: how many leading dimensions of a head are rotated; `None` as in `RopeConfig`.
         layout: the pairing, as in `RopeConfig`.
     """
@@ -95,6 +98,7 @@ class RepoConfig(SchemeConfig):
 
     theta: float = 10000.0
     width: int | None = None
+    initial_std: float = 0.02
     rotary_dim: int | None = None
     layout: str = "auto"
 
@@ -102,6 +106,7 @@ class RepoConfig(SchemeConfig):
         check_rotary_options(self)
         if self.width is not None:
             check_integer(self, "width", minimum=1, maximum=2**16)
+        check_number(self, "initial_std", minimum=SMALLEST_FACTOR, maximum=100)
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds a rotation by predicted places.
@@ -122,6 +127,6 @@ class RepoConfig(SchemeConfig):
         width = max(1, input_size // 8) if self.width is None else self.width
         return SchemeParts(
             logit_bias=RepoRotation(
-                rotation, context.num_heads, key_heads(context), input_size, width, context.initializer_range
+                rotation, context.num_heads, key_heads(context), input_size, width, self.initial_std
             )
         )

@@ -79,7 +79,7 @@ ROWS: dict[str, Row] = {
     "repo": Row(
         "logits",
         content_biases.repo,
-        (RepoConfig(theta=100.0), RepoConfig(width=5, rotary_dim=8)),
+        (RepoConfig(initial_std=0.2), RepoConfig(theta=100.0, width=5, initial_std=0.2, rotary_dim=8)),
         causal_only=True,
         everywhere=True,
         marks="-++.++..-++",
@@ -92,6 +92,6 @@ ROWS: dict[str, Row] = {
             GrapeMConfig(theta=100.0, per_head=True, gate_scale=2.0, initial_bias=0.0),
             GrapeMConfig(rotary_dim=8),
         ),
-        marks="-++.++..-++",
+        marks="+++.++..-++",
     ),
 }
