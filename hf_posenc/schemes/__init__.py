@@ -31,6 +31,7 @@ from hf_posenc.schemes.bias.cope import CopeConfig as CopeConfig
 from hf_posenc.schemes.bias.fire import FireConfig as FireConfig
 from hf_posenc.schemes.bias.forget_gate import ForgetGateConfig as ForgetGateConfig
 from hf_posenc.schemes.bias.grape import GrapeConfig as GrapeConfig
+from hf_posenc.schemes.bias.grape_ap import GrapeApConfig as GrapeApConfig
 from hf_posenc.schemes.bias.kerple import KerpleConfig as KerpleConfig
 from hf_posenc.schemes.bias.low_rank_relative import LowRankRelativeConfig as LowRankRelativeConfig
 from hf_posenc.schemes.bias.sandwich import SandwichConfig as SandwichConfig

@@ -1,4 +1,4 @@
-"""Key-gated additive group representational position encoding (GRAPE-A)."""
+"""Gated additive group representational position encoding (GRAPE-A)."""
 
 from __future__ import annotations
 
@@ -16,62 +16,86 @@ from hf_posenc.schemes.limits import SMALLEST_FACTOR
 from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import check_boolean, check_number
+from hf_posenc.schemes.validation import check_boolean, check_choice, check_number
+
+#: The parameters of the gates.
+_DIRECTIONS = {"key": "direction", "query": "query_direction"}
 
 
 class GrapeBias(PairwiseBias):
-    """ALiBi with a slope that depends on the key.
+    """ALiBi with a slope that depends on the key, on the query, or on both.
 
     Args:
         num_heads: number of query heads.
-        head_dim: width of a key.
+        head_dim: width of a query or key.
+        gates: "key", "query" or "both".
         initial_rate: the initial value of the learned factor of the slopes.
         normalize: whether the learned directions are normalised to unit length.
     """
 
     reads_later_keys = False
     reads_heads = True
+    direction: nn.Parameter | None
+    query_direction: nn.Parameter | None
 
-    def __init__(self, num_heads: int, head_dim: int, initial_rate: float, normalize: bool) -> None:
+    def __init__(self, num_heads: int, head_dim: int, gates: str, initial_rate: float, normalize: bool) -> None:
         super().__init__()
         self.initial_rate = initial_rate
         self.normalize = normalize
         self._slopes = DeviceConstant(torch.tensor(alibi_slopes(num_heads), dtype=torch.float32, device="cpu"))
         self.rate = nn.Parameter(torch.empty(num_heads))
-        self.direction = nn.Parameter(torch.empty(num_heads, head_dim))
+        for side in ("key", "query"):
+            gated = gates in (side, "both")
+            self.register_parameter(
+                _DIRECTIONS[side], nn.Parameter(torch.empty(num_heads, head_dim)) if gated else None
+            )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Sets all rates to the initial rate and draws every direction from N(0, head_dim ** -0.5)."""
         # The inverse of softplus.
         nn.init.constant_(self.rate, math.log(math.expm1(self.initial_rate)))
-        nn.init.normal_(self.direction, std=self.direction.shape[-1] ** -0.5)
+        for name in _DIRECTIONS.values():
+            direction = getattr(self, name)
+            if direction is not None:
+                nn.init.normal_(direction, std=direction.shape[-1] ** -0.5)
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, query_len, key_len)` in float32."""
-        key = pairs.expanded_key.float()
-        direction = self.direction.float()
+        slope = nn.functional.softplus(self.rate.float()) * self._slopes.on(pairs.query.device)
+        gate: Tensor | float = 0.0
+        if self.direction is not None:
+            gate = self._gate(pairs.expanded_key, self.direction).unsqueeze(-2)
+        if self.query_direction is not None:
+            gate = gate + self._gate(pairs.query, self.query_direction).unsqueeze(-1)
+        return -pairs.steps.unsqueeze(1) * (slope.view(-1, 1, 1) * gate)
+
+    def _gate(self, heads: Tensor, direction: Tensor) -> Tensor:
+        """`(batch, heads, length)` float32 of queries or keys."""
+        direction = direction.float()
         if self.normalize:
             direction = nn.functional.normalize(direction, dim=-1, eps=1e-6)
-        gate = nn.functional.softplus((key * direction.unsqueeze(-2)).sum(dim=-1) * key.shape[-1] ** -0.5)
-        slope = nn.functional.softplus(self.rate.float()) * self._slopes.on(key.device)
-        return -pairs.steps.unsqueeze(1) * (slope.unsqueeze(-1) * gate).unsqueeze(-2)
+        products = (heads.float() * direction.unsqueeze(-2)).sum(dim=-1)
+        return nn.functional.softplus(products * heads.shape[-1] ** -0.5)
 
 
 @register_scheme
 @dataclass(frozen=True)
 class GrapeConfig(SchemeConfig):
-    """A linear penalty on distance with a slope that depends on the key (key-gated GRAPE-A, arXiv:2512.07805, section
+    """A linear penalty on distance with a slope that depends on the content (gated GRAPE-A, arXiv:2512.07805, section
     4).
 
     For position i of the query, j of the key and head h::
 
-        bias(i, j) = -|i - j| * m_h * softplus(rate_h) * softplus(u_h . k_j / sqrt(head_dim))
+        bias(i, j) = -|i - j| * m_h * softplus(rate_h) * gate(i, j)
+        gate(i, j) = softplus(u_h . k_j / sqrt(head_dim))                                             gates="key"
+                   = softplus(v_h . q_i / sqrt(head_dim))                                             gates="query"
+                   = softplus(u_h . k_j / sqrt(head_dim)) + softplus(v_h . q_i / sqrt(head_dim))      gates="both"
 
-    `m_h` are ALiBi's slopes. `rate`, `(heads,)`, and the directions `u`, `(heads, head_dim)`, are learned per layer;
-    directions are scaled to length 1 by default. If the last two factors are 1, this is ALiBi. The slopes, the factor
-    `1 / sqrt(head_dim)` and the unit directions follow the official code (the paper's penalty is `rate_h * softplus(u_h
-    . k_j)`). The keys are those used in attention, after any normalisation.
+    `m_h` are ALiBi's slopes. `rate`, `(heads,)`, and the directions `u` and `v`, `(heads, head_dim)`, are learned per
+    layer; directions are scaled to length 1 by default. If the last two factors are 1, this is ALiBi. The slopes, the
+    factor `1 / sqrt(head_dim)` and the unit directions follow the official code (the paper's penalty is `rate_h *
+    softplus(u_h . k_j)`). Queries and keys are those used in attention, after any normalisation.
 
     The paper covers causal models. In bidirectional models the penalty grows in both directions, like the symmetric
     form of ALiBi.
@@ -79,6 +103,7 @@ class GrapeConfig(SchemeConfig):
     Args:
         initial_rate: the initial value of `softplus(rate)`.
         normalize: whether directions are scaled to length 1.
+        gates: "key", "query" or "both".
     """
 
     name: ClassVar[str] = "grape"
@@ -86,12 +111,16 @@ class GrapeConfig(SchemeConfig):
 
     initial_rate: float = 1.0
     normalize: bool = True
+    gates: str = "key"
 
     def __post_init__(self) -> None:
+        check_choice(self, "gates", ("key", "query", "both"))
         # Beyond 700 the inverse of softplus overflows.
         check_number(self, "initial_rate", minimum=SMALLEST_FACTOR, maximum=100)
         check_boolean(self, "normalize")
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds a logit bias."""
-        return SchemeParts(logit_bias=GrapeBias(context.num_heads, context.head_dim, self.initial_rate, self.normalize))
+        return SchemeParts(
+            logit_bias=GrapeBias(context.num_heads, context.head_dim, self.gates, self.initial_rate, self.normalize)
+        )

@@ -124,21 +124,52 @@ def cope(config: Any, parts: Any, case: LogitCase) -> Logits:
     return add_to_dot_products(case, bias)
 
 
+def softplus(value: float) -> float:
+    return math.log(1 + math.exp(value))
+
+
 def grape(config: Any, parts: Any, case: LogitCase) -> Logits:
-    """arXiv:2512.07805, the key-gated additive form with the official code's slopes."""
-    rates, directions = parts.logit_bias.rate.tolist(), parts.logit_bias.direction.tolist()
+    """arXiv:2512.07805, the gated additive forms with the official code's slopes."""
+    rates = parts.logit_bias.rate.tolist()
+    of_keys, of_queries = parts.logit_bias.direction, parts.logit_bias.query_direction
 
-    def softplus(value: float) -> float:
-        return math.log(1 + math.exp(value))
-
-    def bias(head: int, query: int, key: int) -> float:
-        direction = directions[head]
+    def gate(directions: Any, head: int, vector: list[float]) -> float:
+        if directions is None:
+            return 0.0
+        direction = directions[head].tolist()
         if config.normalize:
             length = math.sqrt(dot(direction, direction))
             direction = [component / length for component in direction]
-        gate = softplus(dot(direction, case.key[head][key]) / math.sqrt(len(direction)))
+        return softplus(dot(direction, vector) / math.sqrt(len(direction)))
+
+    def bias(head: int, query: int, key: int) -> float:
+        gates = gate(of_keys, head, case.key[head][key]) + gate(of_queries, head, case.query[head][query])
         distance = abs(case.positions[query] - case.positions[key])
-        return -distance * alibi_slope(len(case.query), head) * softplus(rates[head]) * gate
+        return -distance * alibi_slope(len(case.query), head) * softplus(rates[head]) * gates
+
+    return add_to_dot_products(case, bias)
+
+
+def grape_ap(config: Any, parts: Any, case: LogitCase) -> Logits:
+    """arXiv:2512.07805, the path-integral form with the official code's vectors: one penalty per token in between."""
+    half = config.width // 2
+
+    def vector(head: int, token: int) -> list[float]:
+        return [dot(row, case.hidden[token]) for row in parts.logit_bias.projection[head].tolist()]
+
+    def turned(head: int, token: int) -> list[float]:
+        plain = vector(head, token)
+        length = math.sqrt(dot(plain, plain) / len(plain))
+        cosine, sine = math.cos(case.positions[token]), math.sin(case.positions[token])
+        pairs = [(plain[pair] / length, plain[pair + half] / length) for pair in range(half)]
+        return [x * cosine + y * sine for x, y in pairs] + [y * cosine - x * sine for x, y in pairs]
+
+    def bias(head: int, query: int, key: int) -> float:
+        own = vector(head, query)
+        penalties = (
+            math.log(logistic(dot(own, turned(head, between)) / config.width)) for between in range(key + 1, query + 1)
+        )
+        return alibi_slope(len(case.query), head) * sum(penalties)
 
     return add_to_dot_products(case, bias)
 

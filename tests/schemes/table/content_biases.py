@@ -5,6 +5,7 @@ from __future__ import annotations
 from hf_posenc.schemes.bias.cope import CopeConfig
 from hf_posenc.schemes.bias.forget_gate import ForgetGateConfig
 from hf_posenc.schemes.bias.grape import GrapeConfig
+from hf_posenc.schemes.bias.grape_ap import GrapeApConfig
 from hf_posenc.schemes.bias.low_rank_relative import LowRankRelativeConfig
 from hf_posenc.schemes.bias.shaw import ShawConfig
 from hf_posenc.schemes.bias.transformer_xl import TransformerXLConfig
@@ -66,8 +67,20 @@ ROWS: dict[str, Row] = {
     "grape": Row(
         "logits",
         content_biases.grape,
-        (GrapeConfig(), GrapeConfig(initial_rate=0.2, normalize=False)),
+        (
+            GrapeConfig(),
+            GrapeConfig(initial_rate=0.2, normalize=False, gates="both"),
+            GrapeConfig(gates="query"),
+        ),
         marks="+++.++..++-",
+    ),
+    "grape_ap": Row(
+        "logits",
+        content_biases.grape_ap,
+        (GrapeApConfig(), GrapeApConfig(width=2)),
+        causal_only=True,
+        everywhere=True,
+        marks="++-.++..++-",
     ),
     "low_rank_relative": Row(
         "logits",

@@ -1,0 +1,124 @@
+"""Path-integral additive group representational position encoding (GRAPE-AP)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.schemes.bias.alibi import alibi_slopes
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.device_constant import DeviceConstant
+from hf_posenc.schemes.limits import LARGEST_WIDTH
+from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
+from hf_posenc.schemes.positions import AttentionPairs
+from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.rotary.rotation_kernel import apply_rotation, rotation_factors
+from hf_posenc.schemes.validation import check_integer
+
+_LAYOUT = "half_reversed"
+
+
+class GrapeApBias(PairwiseBias):
+    """A sum of penalties over all tokens after a key, up to the query. Each compares one of them with the query.
+
+    Args:
+        num_heads: number of query heads.
+        input_size: width of the layer's input.
+        width: width of the compared vectors in each head.
+    """
+
+    reads_later_keys = False
+
+    def __init__(self, num_heads: int, input_size: int, width: int) -> None:
+        super().__init__()
+        self.num_features = width
+        self._slopes = DeviceConstant(torch.tensor(alibi_slopes(num_heads), dtype=torch.float32, device="cpu"))
+        self.projection = nn.Parameter(torch.empty(num_heads, width, input_size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws every entry from N(0, 0.5 / sqrt(hidden)), as the official code does."""
+        nn.init.normal_(self.projection, std=0.5 * self.projection.shape[-1] ** -0.5)
+
+    def key_features(self, hidden_states: Tensor) -> Tensor:
+        """Returns the vector of each token, scaled to a mean square of 1: `(batch, heads, length, width)` float32."""
+        return nn.functional.rms_norm(self._projected(hidden_states), (self.num_features,))
+
+    def forward(self, pairs: AttentionPairs) -> Tensor:
+        """Returns `(batch, heads, query_len, key_len)` in float32.
+
+        Raises:
+            ValueError: if the hidden states or the features of the keys are missing.
+        """
+        if pairs.hidden_states is None or pairs.key_features is None:
+            raise ValueError(
+                "grape_ap compares vectors that it computes from hidden states, but this layer does not provide them. "
+                "Use a scheme that reads queries and keys, such as 'grape'."
+            )
+        query = self._projected(pairs.hidden_states)
+        angles = pairs.keys.ids.unsqueeze(-1).float().expand(-1, -1, self.num_features)
+        factors = rotation_factors(angles.cos(), angles.sin(), _LAYOUT, torch.float32)
+        key = apply_rotation(pairs.key_features, factors, _LAYOUT)
+        penalties = nn.functional.logsigmoid(query @ key.transpose(-1, -2) / self.num_features)
+        unseen = pairs.slot_distance > 0
+        if pairs.keys.may_hold_padding:
+            unseen = unseen | pairs.keys.padding.unsqueeze(2)
+        sums = penalties.masked_fill(unseen, 0.0).cumsum(dim=-1)
+        slopes = self._slopes.on(sums.device).view(-1, 1, 1)
+        return slopes * (sums[..., -1:] - sums)
+
+    def _projected(self, hidden_states: Tensor) -> Tensor:
+        """`(batch, heads, length, width)` float32."""
+        flat = nn.functional.linear(hidden_states.float(), self.projection.float().flatten(0, 1))
+        return flat.unflatten(-1, self.projection.shape[:2]).transpose(1, 2)
+
+
+@register_scheme
+@dataclass(frozen=True)
+class GrapeApConfig(SchemeConfig):
+    """A penalty for every token between key and query, by how that token compares with the query (GRAPE-AP,
+    arXiv:2512.07805, section 5).
+
+    For query i and key j of head h, with `p_t = P_h x_t` computed from the layer's input `x_t`::
+
+        bias(i, j) = m_h * sum over l = j + 1, ..., i of log sigmoid(p_i . R_l n_l / width)
+        n_l        = p_l / sqrt(mean square of p_l)
+
+    `m_h` are ALiBi's slopes. `R_l` turns every pair of components by `-l` radians, with `l` the position of the token.
+    `P`, `(heads, width, hidden)`, is learned per layer. A cache holds `n` of each token in additional channels of its
+    key. The width, the initial values, and which vectors are scaled and turned follow the official code; its options
+    that tie `p` to queries, keys or values are not implemented. Causal models only.
+
+    The bias of a query is a sum over all earlier tokens, so it is computed for every pair.
+
+    Args:
+        width: number of components of `p` in each head; even.
+    """
+
+    name: ClassVar[str] = "grape_ap"
+    per_layer: ClassVar[bool] = True
+
+    width: int = 8
+
+    def __post_init__(self) -> None:
+        check_integer(self, "width", minimum=2, maximum=LARGEST_WIDTH)
+        if self.width % 2:
+            raise ValueError(f"GrapeApConfig.width is {self.width}; expected an even number, because pairs are turned.")
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Builds a logit bias.
+
+        Raises:
+            UnsupportedError: in a bidirectional model.
+        """
+        if not context.causal:
+            raise UnsupportedError(
+                "grape_ap sums penalties over the tokens between an earlier key and the query. This is not defined for "
+                "later keys, but this model is bidirectional and attends to them. Use 'grape' or 'alibi'."
+            )
+        input_size = context.layer_input_size or context.hidden_size
+        return SchemeParts(logit_bias=GrapeApBias(context.num_heads, input_size, self.width))
