@@ -102,6 +102,7 @@ from hf_posenc.schemes.rotary.scaling import (
     RopeScaling as RopeScaling,
     YarnScaling as YarnScaling,
 )
+from hf_posenc.schemes.rotary.selective_rope import SelectiveRopeConfig as SelectiveRopeConfig
 from hf_posenc.schemes.rotary.stock import (
     from_rope_parameters as from_rope_parameters,
     to_rope_parameters as to_rope_parameters,

@@ -181,6 +181,9 @@ class PairwiseBias(LogitBias):
     #: False if the bias of a pair does not depend on keys after its query. If no query sees later keys, they are then
     #: omitted before the bias is computed.
     reads_later_keys: bool = True
+    #: Whether features are combined over neighbouring tokens, so that the first keys of a cache without older ones
+    #: would be wrong. Caches that drop old keys (sliding windows) are then refused.
+    needs_oldest_keys: bool = False
     #: Pairs that are less than this many positions apart have the bias 0. A call without other pairs needs no bias.
     zero_within: int = 0
 

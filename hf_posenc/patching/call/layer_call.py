@@ -43,6 +43,8 @@ class LayerEncoding:
         bias = self.logit_bias
         #: Number of features per head and token that the bias caches next to the keys.
         self.num_features = bias.num_features if isinstance(bias, PairwiseBias) else 0
+        #: Whether it combines features of neighbouring tokens.
+        self.needs_oldest_keys = isinstance(bias, PairwiseBias) and bias.needs_oldest_keys
         #: Whether the bias is a rotation of heads by what the layer's input says, or contains one.
         kinds = [isinstance(one, ContextualRotation) for one in (() if bias is None else bias.summands())]
         self.rotates_by_input = any(kinds)

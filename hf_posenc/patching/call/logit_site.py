@@ -223,6 +223,8 @@ class LogitSite(PlacedForward):
         def places() -> tuple[Positions, Tensor]:
             query_start, key_start = self.key_start(state, query_length, key_length)
             slots = torch.arange(query_length, device=query.device) + (query_start - key_start)
+            if self.encoding.needs_oldest_keys:
+                self._require_oldest_keys(key_start)
             return key_positions(state, key_start, key_length, query.device), slots
 
         keys, query_slots = state.shared("pairs", places, query_length, key_length)
@@ -237,6 +239,22 @@ class LogitSite(PlacedForward):
             hidden_states=call.hidden_states,
             key_features=call.key_features,
         )
+
+    def _require_oldest_keys(self, key_start: int | Tensor) -> None:
+        """Refuses a cache that has dropped its oldest keys.
+
+        Raises:
+            UnsupportedError: in that case.
+        """
+        message = (
+            f"{type(self.encoding.logit_bias).__name__} combines features of neighbouring tokens, but the cache of "
+            "this sliding-window layer has dropped the tokens before its first key. Use use_cache=False, or give the scheme "
+            "to layers without a window: patch_model(..., layers=...)."
+        )
+        if isinstance(key_start, Tensor):
+            torch._assert_async(key_start == 0, message)
+        elif key_start != 0:
+            raise UnsupportedError(message)
 
     def scale(self, state: ForwardState, device: torch.device) -> Tensor:
         """`(batch or 1, heads or 1, query_len)` float32."""

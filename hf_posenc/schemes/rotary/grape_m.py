@@ -14,7 +14,7 @@ from hf_posenc.schemes.limits import LARGEST_LENGTH, SMALLEST_FACTOR
 from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.rotary.contextual import ContextualRotation
+from hf_posenc.schemes.rotary.contextual import ContextualPlaces
 from hf_posenc.schemes.rotary.learned_frequencies import LearnedFrequenciesMap
 from hf_posenc.schemes.rotary.rope import RotaryMap, check_rotary_options, key_heads, resolve_rotary_dim
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
@@ -24,7 +24,7 @@ from hf_posenc.schemes.validation import check_boolean, check_number
 _INITIAL_BIAS = math.log(math.expm1(1e-3))
 
 
-class GrapeMRotation(ContextualRotation):
+class GrapeMRotation(ContextualPlaces):
     """A rotation by the sum of the increments of all earlier tokens.
 
     Args:

@@ -15,7 +15,7 @@ from hf_posenc.schemes.parts import QueryKeyMap, SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.reach import Reach
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors, apply_rotation, rotation_factors
+from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors, apply_rotation, for_both_of_pair, rotation_factors
 from hf_posenc.schemes.rotary.scaling import RopeScaling, check_scaling, rope_inverse_frequencies
 from hf_posenc.schemes.validation import (
     LARGEST_FREQUENCY,
@@ -78,9 +78,7 @@ class RotaryMap(QueryKeyMap):
 
     def for_both_of_pair(self, values: Tensor) -> Tensor:
         """Repeats a value per pair, `(..., rotary_dim / 2)`, for both dimensions of the pair, `(..., rotary_dim)`."""
-        if self.layout == "interleaved":
-            return values.repeat_interleave(2, dim=-1)
-        return torch.cat((values, values), dim=-1)
+        return for_both_of_pair(values, self.layout)
 
     def prepared(self, phases: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
         """Returns the factors of queries and of keys, in the dtype of the heads."""

@@ -50,6 +50,11 @@ class RotationFactors(NamedTuple):
         return RotationFactors(self.own.repeat_interleave(groups, dim=1), other)
 
 
+def for_both_of_pair(values: Tensor, layout: str) -> Tensor:
+    """Repeats a value per pair, `(..., rotary_dim / 2)`, for both dimensions of the pair, `(..., rotary_dim)`."""
+    return values.repeat_interleave(2, dim=-1) if layout == "interleaved" else torch.cat((values, values), dim=-1)
+
+
 def rotation_factors(cosine: Tensor, sine: Tensor, layout: str, dtype: torch.dtype) -> RotationFactors:
     """Computes the factors of a rotation.
 

@@ -189,35 +189,27 @@ def low_rank_relative(config: Any, parts: Any, case: LogitCase) -> Logits:
     return add_to_dot_products(case, bias)
 
 
-def rotated_products(
-    case: LogitCase, parts: Any, theta_powers: list[float], place: Callable[[int, int], float]
-) -> Logits:
-    """The scaled products after pair `m` of both is turned by `place(key_head, token) * theta_powers[m]`."""
+def rotated_products(case: LogitCase, parts: Any, half: int, angle: Callable[[int, int, int], float]) -> Logits:
+    """The scaled products after pair `m` of both, of `half` pairs, is turned by `angle(key_head, token, m)`."""
     groups = parts.logit_bias.groups
-    half = len(theta_powers)
 
-    def turned(vector: list[float], at: float) -> list[float]:
+    def turned(vector: list[float], head: int, token: int) -> list[float]:
         result = list(vector)
-        for pair, frequency in enumerate(theta_powers):
-            cosine, sine = math.cos(at * frequency), math.sin(at * frequency)
+        for pair in range(half):
+            cosine, sine = math.cos(angle(head, token, pair)), math.sin(angle(head, token, pair))
             first, second = vector[pair], vector[pair + half]
             result[pair], result[pair + half] = first * cosine - second * sine, second * cosine + first * sine
         return result
 
-    tokens = range(len(case.positions))
-    return [
-        [
-            [
-                case.scaling
-                * dot(
-                    turned(case.query[head][query], place(head // groups, query)),
-                    turned(case.key[head][key], place(head // groups, key)),
-                )
-                for key in tokens
-            ]
-            for query in tokens
+    def all_turned(vectors: list[list[list[float]]]) -> list[list[list[float]]]:
+        return [
+            [turned(vector, head // groups, token) for token, vector in enumerate(tokens)]
+            for head, tokens in enumerate(vectors)
         ]
-        for head in range(len(case.query))
+
+    return [
+        [[case.scaling * dot(query, key) for key in keys] for query in queries]
+        for queries, keys in zip(all_turned(case.query), all_turned(case.key), strict=True)
     ]
 
 
@@ -238,7 +230,11 @@ def repo(config: Any, parts: Any, case: LogitCase) -> Logits:
             gated.append(value * logistic(value) * dot(content_row, case.hidden[token]))
         return dot(heads[head], gated)
 
-    return rotated_products(case, parts, powers(config.theta, config.rotary_dim or len(case.query[0][0])), place)
+    frequencies = powers(config.theta, config.rotary_dim or len(case.query[0][0]))
+    places = [[place(head, token) for token in range(len(case.hidden))] for head in range(len(heads))]
+    return rotated_products(
+        case, parts, len(frequencies), lambda head, token, pair: places[head][token] * frequencies[pair]
+    )
 
 
 def grape_m(config: Any, parts: Any, case: LogitCase) -> Logits:
@@ -261,4 +257,45 @@ def grape_m(config: Any, parts: Any, case: LogitCase) -> Logits:
             for earlier in range(token)
         )
 
-    return rotated_products(case, parts, frequencies, place)
+    key_heads = len(case.query) // bias.groups
+    places = [[place(head, token) for token in range(len(case.hidden))] for head in range(key_heads)]
+    return rotated_products(
+        case, parts, len(frequencies), lambda head, token, pair: places[head][token] * frequencies[pair]
+    )
+
+
+def selective_rope(config: Any, parts: Any, case: LogitCase) -> Logits:
+    """arXiv:2511.17388, with the official code's projections: convolved angles, summed over the tokens."""
+    bias = parts.logit_bias
+    down, up, kernel = bias.down.tolist(), bias.up.tolist(), bias.kernel.tolist()
+    rotary_dim = config.rotary_dim or len(case.query[0][0])
+    frequencies = powers(config.theta, rotary_dim)
+    share = len(case.hidden[0]) // len(up)
+
+    def scaled(token: int) -> list[float]:
+        result = []
+        for start in range(0, len(case.hidden[0]), share):
+            own = case.hidden[token][start : start + share]
+            result += [component / math.sqrt(dot(own, own)) for component in own]
+        return result
+
+    inputs = [scaled(token) for token in range(len(case.hidden))]
+    low = [[dot(row, vector) for row in down] for vector in inputs]
+
+    def convolved(head: int, token: int, pair: int) -> float:
+        taps = kernel[head][pair]
+        value = sum(
+            taps[-1 - steps] * dot(up[head][pair], low[token - steps]) for steps in range(min(len(taps), token + 1))
+        )
+        if not config.gate:
+            return value
+        return value * logistic(dot(bias.gate_weight[head].tolist(), inputs[token]) + bias.gate_bias[head].item())
+
+    sums: list[list[list[float]]] = []
+    for head in range(len(up)):
+        total = [0.0] * len(frequencies)
+        sums.append([])
+        for token in range(len(inputs)):
+            total = [before + convolved(head, token, pair) for pair, before in enumerate(total)]
+            sums[-1].append([angle * frequency for angle, frequency in zip(total, frequencies, strict=True)])
+    return rotated_products(case, parts, len(frequencies), lambda head, token, pair: sums[head][token][pair])

@@ -12,6 +12,7 @@ from hf_posenc.schemes.bias.transformer_xl import TransformerXLConfig
 from hf_posenc.schemes.bias.wavelet import WaveletConfig
 from hf_posenc.schemes.rotary.grape_m import GrapeMConfig
 from hf_posenc.schemes.rotary.repo import RepoConfig
+from hf_posenc.schemes.rotary.selective_rope import SelectiveRopeConfig
 
 from ..references import content_biases
 from .row import Row
@@ -105,6 +106,17 @@ ROWS: dict[str, Row] = {
             GrapeMConfig(theta=100.0, per_head=True, gate_scale=2.0, initial_bias=0.0),
             GrapeMConfig(rotary_dim=8),
         ),
+        marks="+++.++..-++",
+    ),
+    "selective_rope": Row(
+        "logits",
+        content_biases.selective_rope,
+        (
+            SelectiveRopeConfig(initial_std=0.2),
+            SelectiveRopeConfig(theta=100.0, rank=5, kernel_size=2, gate=True, initial_std=0.2, rotary_dim=8),
+        ),
+        causal_only=True,
+        everywhere=True,
         marks="+++.++..-++",
     ),
 }

@@ -1,0 +1,199 @@
+"""Selective rotary position embedding (Selective RoPE)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.device_constant import DeviceConstant
+from hf_posenc.schemes.limits import LARGEST_WIDTH, SMALLEST_FACTOR
+from hf_posenc.schemes.parts import SchemeParts
+from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.rotary.contextual import ContextualRotation
+from hf_posenc.schemes.rotary.rope import check_rotary_options, key_heads, resolve_rotary_dim
+from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
+from hf_posenc.schemes.validation import check_boolean, check_integer, check_number
+
+
+class SelectiveRotation(ContextualRotation):
+    """A rotation by the sum of the angles of all tokens up to each token.
+
+    Args:
+        inverse_frequencies: `(rotary_dim / 2,)` float32, the temperatures of the angles.
+        layout: the pairing of dimensions, as in `RotaryMap`.
+        num_heads: number of query heads.
+        num_key_heads: number of key heads, each of which has its own angles.
+        input_size: width of the layer's input.
+        rank: width between the two projections.
+        kernel_size: number of tokens that the convolution combines.
+        gate: whether every token has a gate.
+        initial_std: standard deviation of new projections.
+    """
+
+    no_weight_decay = frozenset({"gate_bias"})
+
+    def __init__(
+        self,
+        inverse_frequencies: Tensor,
+        layout: str,
+        num_heads: int,
+        num_key_heads: int,
+        input_size: int,
+        rank: int,
+        kernel_size: int,
+        gate: bool,
+        initial_std: float,
+    ) -> None:
+        count = inverse_frequencies.shape[0]
+        super().__init__(2 * count, layout, num_heads, num_key_heads)
+        self.initial_std = initial_std
+        self.num_features = count + gate
+        self.needs_oldest_keys = kernel_size > 1
+        self._frequencies = DeviceConstant(inverse_frequencies)
+        self.down = nn.Parameter(torch.empty(rank, input_size))
+        self.up = nn.Parameter(torch.empty(num_key_heads, count, rank))
+        self.kernel = nn.Parameter(torch.empty(num_key_heads, count, kernel_size))
+        self.gate_weight = nn.Parameter(torch.empty(num_key_heads, input_size)) if gate else None
+        self.gate_bias = nn.Parameter(torch.empty(num_key_heads)) if gate else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws projections from N(0, initial_std) and the convolution as torch draws a new `Conv1d`."""
+        for weight in (self.down, self.up, self.gate_weight):
+            if weight is not None:
+                nn.init.normal_(weight, std=self.initial_std)
+        bound = self.kernel.shape[-1] ** -0.5
+        nn.init.uniform_(self.kernel, -bound, bound)
+        if self.gate_bias is not None:
+            nn.init.zeros_(self.gate_bias)
+
+    def own_features(self, hidden_states: Tensor) -> Tensor:
+        """Returns the angle of each pair and the gate, `(batch, key_value_heads, length, num_features)` float32."""
+        heads = self.up.shape[0]
+        # The official code scales each head's share of the input to length 1.
+        scaled = nn.functional.normalize(hidden_states.unflatten(-1, (heads, -1)), dim=-1, eps=1e-6).flatten(-2)
+        low = nn.functional.linear(scaled, self.down.float())
+        angles = nn.functional.linear(low, self.up.float().flatten(0, 1)).unflatten(-1, (heads, -1)).transpose(1, 2)
+        if self.gate_weight is None or self.gate_bias is None:
+            return angles
+        gate = nn.functional.linear(scaled, self.gate_weight.float(), self.gate_bias.float()).sigmoid()
+        return torch.cat((angles, gate.transpose(1, 2).unsqueeze(-1)), dim=-1)
+
+    def angles(self, features: Tensor, keys: Positions) -> Tensor:
+        """Returns the sums, `(batch, key_value_heads, key_len, rotary_dim / 2)` float32."""
+        count = self.kernel.shape[1]
+        own = features[..., :count]
+        hidden = keys.padding.unsqueeze(-1) if keys.may_hold_padding else None
+        if hidden is not None:
+            own = own.masked_fill(hidden, 0.0)
+        combined = own * self.kernel[..., -1].float().unsqueeze(-2)
+        documents = _documents(keys.ids)
+        for steps in range(1, self.kernel.shape[-1]):
+            earlier = nn.functional.pad(own, (0, 0, steps, 0))[..., : own.shape[-2], :]
+            same = nn.functional.pad(documents, (steps, 0), value=-1)[:, : own.shape[-2]] == documents
+            weight = self.kernel[..., -1 - steps].float().unsqueeze(-2)
+            combined = combined + (earlier * weight).where(same.unsqueeze(1).unsqueeze(-1), 0.0)
+        if self.gate_weight is not None:
+            combined = combined * features[..., count:]
+        if hidden is not None:
+            combined = combined.masked_fill(hidden, 0.0)
+        return combined.cumsum(dim=-2) * self._frequencies.on(combined.device)
+
+
+def _documents(ids: Tensor) -> Tensor:
+    """Numbers the packed documents of each row, `(batch or 1, key_len)`: one begins where positions do not increase."""
+    begins = nn.functional.pad(ids[:, 1:] <= ids[:, :-1], (1, 0))
+    return begins.cumsum(dim=-1)
+
+
+@register_scheme
+@dataclass(frozen=True)
+class SelectiveRopeConfig(SchemeConfig):
+    """RoPE with angles that are computed from the tokens and summed over them (Selective RoPE, arXiv:2511.17388,
+    section 4).
+
+    With `x_t` the layer's input at token t, key head h rotates its pair `m` by::
+
+        a_t      = U_h D normalize(x_t)                                      rotary_dim / 2 angles
+        c_t      = K_0 * a_t + K_1 * a_(t-1) + ... + K_3 * a_(t-3)           a convolution for each angle
+        angle_t  = theta ** (-2 m / rotary_dim) * sum over s <= t of g_s c_s
+
+    `D`, `(rank, hidden)`, `U`, `(key_value_heads, rotary_dim / 2, rank)`, and the convolution are learned per layer.
+    `g` is 1, or with `gate` the sigmoid of a linear function of `x`, one number per key head. `normalize` scales the
+    share of each key head in the input to length 1. The rotation depends on the order of tokens and not on position
+    ids. Equal angles of all tokens give RoPE.
+
+    A cache holds `a` and `g` of each token in additional channels of its key: half as many as the head has rotated
+    dimensions. Caches of sliding windows drop tokens that the convolution needs, so they are refused. Causal models
+    only.
+
+    The low rank, the convolution, and the frequencies follow the official code for language models. Its options for
+    another parametrisation, an additive constant, and trained temperatures are not implemented.
+
+    Args:
+        theta: the base of the frequencies; 500,000 in the official configuration.
+        rank: width between the two projections.
+        kernel_size: number of tokens that the convolution combines; 1 for no convolution.
+        gate: whether every token has a gate.
+        initial_std: standard deviation of new projections. With 0.02, angles are close to 0 at first, so that an
+            untrained scheme hardly differs from 'none'.
+        rotary_dim: how many leading dimensions of a head are rotated; `None` as in `RopeConfig`.
+        layout: the pairing, as in `RopeConfig`.
+    """
+
+    name: ClassVar[str] = "selective_rope"
+    per_layer: ClassVar[bool] = True
+
+    theta: float = 500000.0
+    rank: int = 32
+    kernel_size: int = 4
+    gate: bool = False
+    initial_std: float = 0.02
+    rotary_dim: int | None = None
+    layout: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_rotary_options(self)
+        check_integer(self, "rank", minimum=1, maximum=LARGEST_WIDTH)
+        check_integer(self, "kernel_size", minimum=1, maximum=64)
+        check_boolean(self, "gate")
+        check_number(self, "initial_std", minimum=SMALLEST_FACTOR, maximum=100)
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Builds a rotation by sums of angles.
+
+        Raises:
+            UnsupportedError: in a bidirectional model, or if the layer's input cannot be divided among the key heads.
+            ValueError: if the rotary width is odd or does not fit the head.
+        """
+        if not context.causal:
+            raise UnsupportedError(
+                "selective_rope sums the angles of earlier tokens, and its convolution reads earlier tokens only. This "
+                "model is bidirectional. Use 'grape_m' or 'rope'."
+            )
+        input_size, heads = context.layer_input_size or context.hidden_size, key_heads(context)
+        if input_size % heads:
+            raise UnsupportedError(
+                f"selective_rope scales the share of each key head in the layer's input, but {input_size} numbers "
+                f"cannot be divided among {heads} key heads. Use 'grape_m'."
+            )
+        rotary_dim = resolve_rotary_dim(self, self.rotary_dim, context)
+        return SchemeParts(
+            logit_bias=SelectiveRotation(
+                rope_inverse_frequencies(self.theta, rotary_dim),
+                self.layout,
+                context.num_heads,
+                heads,
+                input_size,
+                self.rank,
+                self.kernel_size,
+                self.gate,
+                self.initial_std,
+            )
+        )
