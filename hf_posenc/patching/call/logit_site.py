@@ -248,8 +248,8 @@ class LogitSite(PlacedForward):
         """
         message = (
             f"{type(self.encoding.logit_bias).__name__} combines features of neighbouring tokens, but the cache of "
-            "this sliding-window layer has dropped the tokens before its first key. Use use_cache=False, or give the scheme "
-            "to layers without a window: patch_model(..., layers=...)."
+            "this sliding-window layer has dropped the tokens before its first key. Use use_cache=False, or give the "
+            "scheme to layers without a window: patch_model(..., layers=...)."
         )
         if isinstance(key_start, Tensor):
             torch._assert_async(key_start == 0, message)

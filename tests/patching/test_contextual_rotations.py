@@ -1,0 +1,155 @@
+"""Rotations by a layer's input, in models: kernels get rotated heads, caches hold features, windows are kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+
+from hf_posenc import UnsupportedError, patch_model
+from hf_posenc.patching.call import interface_attention
+from hf_posenc.patching.call.interface_attention import InterfaceAttention
+
+#: Each with weights that make its angles differ between tokens.
+SCHEMES: dict[str, dict[str, Any]] = {
+    "repo": {"initial_std": 0.5},
+    "grape_m": {"gate_scale": 1.0},
+    "selective_rope": {"initial_std": 0.5, "gate": True, "theta": 100.0},
+}
+EVERY_SCHEME = pytest.mark.parametrize("scheme", SCHEMES)
+#: Sums over tokens in another order, in float32.
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def patched(scheme: Any, window: int | None = None, **options: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**_SIZES))
+    if window is not None:
+        model = MistralForCausalLM(MistralConfig(**_SIZES, sliding_window=window))
+    patch_model(model, scheme, **options)
+    with torch.no_grad():
+        for name, parameter in model.position_encoding.named_parameters():
+            if name.endswith("weight"):
+                parameter.normal_()
+    return model.eval()
+
+
+def tokens(length: int = 24) -> Tensor:
+    return torch.randint(1, 100, (1, length), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, ids: Tensor, **inputs: Any) -> Tensor:
+    result: Tensor = model(ids, **inputs).logits
+    return result
+
+
+def as_biases(model: PreTrainedModel) -> None:
+    """Makes the layers add the bias form, which is the definition, instead of passing rotated heads to the kernels."""
+    for layer in model.model.layers:
+        site = layer.self_attn.__dict__["forward"]
+        assert isinstance(site, InterfaceAttention)
+        site.encoding.rotates_by_input = site.encoding.only_rotates_by_input = False
+
+
+@EVERY_SCHEME
+def test_kernels_get_rotated_heads_and_no_bias(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bias forms give the same logits."""
+    model = patched(scheme, **SCHEMES[scheme])
+    calls = []
+    attend = interface_attention.attend_with_bias
+    monkeypatch.setattr(interface_attention, "attend_with_bias", lambda *a, **k: (calls.append(1), attend(*a, **k))[1])
+    fast = logits(model, tokens())
+    assert not calls
+    as_biases(model)
+    slow = logits(model, tokens())
+    assert calls
+    torch.testing.assert_close(fast, slow, **CLOSE)
+    without = logits(patched("none"), tokens())
+    assert (fast - without).abs().max() > 1e-3
+
+
+@EVERY_SCHEME
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_a_cache_gives_the_same_text(scheme: str, cache: str) -> None:
+    model = patched(scheme, **SCHEMES[scheme])
+    given = {"max_new_tokens": 12, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    cached = model.generate(tokens(), cache_implementation=cache, **given)
+    full = model.generate(tokens(), use_cache=False, **given)
+    assert torch.equal(cached.sequences, full.sequences)
+    torch.testing.assert_close(torch.stack(cached.logits), torch.stack(full.logits), **CLOSE)
+
+
+@EVERY_SCHEME
+def test_padding_and_packing_do_not_show(scheme: str) -> None:
+    model = patched(scheme, **SCHEMES[scheme])
+    ids = tokens()
+    alone = logits(model, ids)
+    padded = torch.cat((torch.zeros(1, 5, dtype=torch.long), ids), dim=1)
+    mask = (padded != 0).long()
+    torch.testing.assert_close(logits(model, padded, attention_mask=mask)[:, 5:], alone, **CLOSE)
+    packed = torch.cat((tokens(7), ids), dim=1)
+    places = torch.cat((torch.arange(7), torch.arange(24))).unsqueeze(0)
+    torch.testing.assert_close(logits(model, packed, position_ids=places, use_cache=False)[:, 7:], alone, **CLOSE)
+
+
+@EVERY_SCHEME
+def test_bfloat16_caches_keep_the_angles(scheme: str) -> None:
+    """The features are float32 in the cache, so that angles are those of the call without one."""
+    model = patched(scheme, **SCHEMES[scheme]).bfloat16()
+    ids = tokens()
+    with torch.no_grad():
+        start = model(ids[:, :20], use_cache=True)
+        rest = model(ids[:, 20:], past_key_values=start.past_key_values).logits
+    # Logits are below 1, where bfloat16 resolves 4e-3.
+    torch.testing.assert_close(rest, logits(model, ids)[:, 20:], rtol=0.02, atol=0.01)
+
+
+def test_windows_of_caches_are_kept_or_refused() -> None:
+    ids = tokens(40)
+    given = {"max_new_tokens": 4, "do_sample": False}
+    for scheme in ("repo", "grape_m"):
+        model = patched(scheme, window=8, **SCHEMES[scheme])
+        assert torch.equal(model.generate(ids, **given), model.generate(ids, use_cache=False, **given))
+    model = patched("selective_rope", window=8, **SCHEMES["selective_rope"])
+    with pytest.raises(UnsupportedError, match="has dropped the tokens before its first key"):
+        model.generate(ids, **given)
+    model.generate(ids, use_cache=False, **given)
+    pointwise = patched("selective_rope", window=8, **SCHEMES["selective_rope"] | {"kernel_size": 1})
+    assert torch.equal(pointwise.generate(ids, **given), pointwise.generate(ids, use_cache=False, **given))
+
+
+def test_constant_increments_are_rope() -> None:
+    """sigmoid(30) is 1 in float32."""
+    model = patched("grape_m", initial_bias=16 * 30.0)
+    with torch.no_grad():
+        for name, parameter in model.position_encoding.named_parameters():
+            if name.endswith("weight"):
+                parameter.zero_()
+    torch.testing.assert_close(logits(model, tokens()), logits(patched("rope"), tokens()), **CLOSE)
+
+
+@pytest.mark.parametrize("scheme", [["forget_gate", "repo", "alibi"], ["repo", "forget_gate"]])
+def test_a_rotation_joins_other_biases(scheme: list[Any]) -> None:
+    """Each summand reads its own features, wherever it stands."""
+    own = {"scheme": "repo", **SCHEMES["repo"]}
+    model = patched([own if part == "repo" else part for part in scheme])
+    given = {"max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(model.generate(tokens(), **given), model.generate(tokens(), use_cache=False, **given))
+    fast = logits(model, tokens())
+    as_biases(model)
+    torch.testing.assert_close(fast, logits(model, tokens()), **CLOSE)
+    without = patched([part for part in scheme if part != "repo"])
+    assert (fast - logits(without, tokens())).abs().max() > 1e-3
