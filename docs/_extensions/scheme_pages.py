@@ -27,6 +27,7 @@ from hf_posenc.plots.schemes.subject import standard_places
 from hf_posenc.plots.style import save
 from hf_posenc.schemes import NativeConfig, PartsConfig, SchemeConfig, registered_configs
 from hf_posenc.schemes.labels import scheme_label
+from hf_posenc.schemes.rotary.contextual import ContextualRotation
 
 FOLDER = "reference/schemes"
 #: The options of the schemes that have required ones, or whose defaults show little.
@@ -71,6 +72,8 @@ def group_of(subject: Subject) -> str:
         return GROUPS[6]
     if {"position_map", "distance_map"} & {kind.name for kind in applicable_kinds(subject)}:
         return GROUPS[5]
+    if isinstance(subject.parts.logit_bias, ContextualRotation):
+        return GROUPS[3]
     # A scheme with several parts stands under the one that matters most.
     order = {"query_key_map": 3, "logit_bias": 2, "additive": 1, "logit_scale": 4}
     return GROUPS[next((group for part, group in order.items() if getattr(subject.parts, part) is not None), 0)]
