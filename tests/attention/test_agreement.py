@@ -16,6 +16,7 @@ from hf_posenc.attention import backends, blockwise, by_blocks, fused_attention
 from hf_posenc.attention.forms import DistanceForm, RowsForm, SeparableForm, SumForm
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes import get_scheme
+from hf_posenc.schemes.rotary.contextual import ContextualRotation
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import outputs, patched, tokens
 from tests.schemes.table import VARIANTS, parts_for
@@ -150,7 +151,9 @@ def test_in_an_encoder(label: str, kind: str) -> None:
 def test_in_float64(label: str, architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are whole here: torch's fused kernel, which takes a float32 mask for another one, starts at 16 queries."""
     monkeypatch.undo()
-    compare(architecture, label, "padding", torch.float64, length=20)
+    # Rotations leave eager attention to the model, whose gradients at padding are NaN in float64, with its own RoPE too.
+    rotates = isinstance(parts_for(BIASED[label]).logit_bias, ContextualRotation)
+    compare(architecture, label, "plain" if rotates else "padding", torch.float64, length=20)
 
 
 @pytest.mark.parametrize("label", ["alibi-0", "t5-0", "shaw-0", "forget_gate-0"])

@@ -29,7 +29,7 @@ def rates_study(study: StudySettings) -> StudySettings:
     for label in chosen_for:
         asked = _asked(study, label)
         for rate in rates:
-            training = asked.training | {"learning_rate": rate}
+            training = asked.training | study.rate_settings | {"learning_rate": rate}
             options[_label(label, rate)] = SchemeOptions(
                 **default_options(label, asked) | (asked.model_extra or {}),
                 scheme=asked.scheme or label,
@@ -52,6 +52,7 @@ def rates_study(study: StudySettings) -> StudySettings:
             "description": "Trainings that learning rates are chosen from, with a seed that the study does not use.",
             "output_dir": f"{study.output_dir.rstrip('/')}_rates",
             "learning_rates": [],
+            "rate_settings": {},
             "schemes": list(options),
             "scheme_options": options,
             "tasks": list(tasks),

@@ -76,6 +76,7 @@ def read_lengths(
         return losses
     return losses | {
         "tail_loss": _rounded([row.tail_loss for row in found.rows]),
+        "window_tail_loss": [_rounded(row.window_tail_losses) for row in found.rows],
         "sliding_loss": None if found.sliding is None else _rounded([found.sliding.loss])[0],
         "position_edges": list(found.position_edges),
         "position_loss": _rounded(found.position_loss),

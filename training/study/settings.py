@@ -225,6 +225,11 @@ class StudySettings(TrainingSettings):
         "of them, with a seed that the study does not use, and keeps the one with the lowest validation loss. These "
         "trainings go to a folder beside the output folder, with '_rates' after its name.",
     )
+    rate_settings: dict[str, Any] = Field(
+        {},
+        description="Settings of the trainings that learning rates are chosen from, such as '{max_steps: 500}'. "
+        "Default: those of the study.",
+    )
     seeds: Seeds = Field([0], description="Seeds of weights, data order and masks, separated by commas.")
     model_name_or_path: str | None = Field(
         None,
@@ -270,6 +275,11 @@ class StudySettings(TrainingSettings):
     @model_validator(mode="after")
     def _known_names(self) -> Self:
         name_modules(self.imports)
+        if self.rate_settings and not self.learning_rates:
+            raise ValueError("--rate_settings are for choosing among --learning_rates, and the study has none.")
+        if "learning_rate" in self.rate_settings:
+            raise ValueError("--rate_settings has a learning_rate; the rates to choose from are --learning_rates.")
+        self.changed(self.rate_settings, "--rate_settings")
         asked: list[tuple[str, Any, list[str]]] = [
             ("--scheme_options", self.scheme_options, self.schemes),
             ("--task_options", self.task_options, self.tasks),

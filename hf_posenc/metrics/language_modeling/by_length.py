@@ -31,6 +31,8 @@ class LengthRow:
         targets: how many targets `loss` is the mean of.
         reason: why there is no loss, or `None`.
         stride: tokens between the starts of two sliding windows.
+        window_tail_losses: `tail_loss` of each window of text, whose differences show how much it depends on the text;
+            `None` in windows without targets there.
     """
 
     length: int
@@ -39,6 +41,7 @@ class LengthRow:
     targets: int
     reason: str | None = None
     stride: int | None = None
+    window_tail_losses: tuple[float | None, ...] = ()
 
     @property
     def perplexity(self) -> float | None:
@@ -276,4 +279,6 @@ def _mean(losses: Tensor) -> float | None:
 def _row(length: int, losses: Tensor, tail: int, stride: int | None = None) -> LengthRow:
     loss = _mean(losses)
     reason = None if loss is not None else "The loss is not a finite number."
-    return LengthRow(length, loss, _mean(losses[:, -tail:]), int((~losses.isnan()).sum()), reason, stride)
+    tails = losses[:, -tail:]
+    of_windows = tuple(_mean(window) for window in tails)
+    return LengthRow(length, loss, _mean(tails), int((~losses.isnan()).sum()), reason, stride, of_windows)

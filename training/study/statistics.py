@@ -1,0 +1,159 @@
+"""How sure differences between schemes are: over seeds, over seeds and texts together, and for shares of right answers.
+
+Differences are paired: two schemes with the same seed have the same data order, and read the same texts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from training.errors import SettingsError
+
+#: Two sides of 2.5 %.
+_LEVEL = 0.95
+#: Points on each axis of the posterior of a share.
+_GRID = 400
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with its 95 % interval.
+
+    Args:
+        value: the estimate.
+        low: the lower end.
+        high: the upper end.
+    """
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def paired(first: Mapping[int, float], second: Mapping[int, float]) -> NDArray[np.float64]:
+    """`first - second` for every seed that both have, `(seeds,)`.
+
+    Raises:
+        SettingsError: for fewer than two common seeds.
+    """
+    seeds = sorted(first.keys() & second.keys())
+    if len(seeds) < 2:
+        raise SettingsError(
+            f"A paired comparison needs at least two seeds that both schemes have, and these have {len(seeds)}."
+        )
+    return np.array([first[seed] - second[seed] for seed in seeds])
+
+
+def mean_difference(differences: ArrayLike) -> Interval:
+    """The mean of paired differences with Student's interval.
+
+    Args:
+        differences: `(seeds,)`, at least two.
+    """
+    from scipy import stats
+
+    values = np.asarray(differences, dtype=np.float64)
+    low, high = stats.ttest_1samp(values, 0.0).confidence_interval(_LEVEL)
+    return Interval(float(values.mean()), float(low), float(high))
+
+
+def p_less(differences: ArrayLike) -> float:
+    """The p-value of a one-sided paired t-test: that the mean difference is not below 0.
+
+    Args:
+        differences: `(seeds,)`, at least two.
+    """
+    from scipy import stats
+
+    return float(stats.ttest_1samp(np.asarray(differences, dtype=np.float64), 0.0, alternative="less").pvalue)
+
+
+def p_equivalent(differences: ArrayLike, margin: float) -> float:
+    """The p-value of two one-sided tests (TOST; Schuirmann 1987): that the mean difference is `margin` or more from 0.
+
+    A small value shows equivalence. "Not significantly different" does not.
+
+    Args:
+        differences: `(seeds,)`, at least two.
+        margin: the largest difference that counts as none.
+    """
+    values = np.asarray(differences, dtype=np.float64)
+    return max(p_less(values - margin), p_less(-values - margin))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Adjusts p-values of several tests, so that the chance of any false one is that of each (Holm 1979).
+
+    Args:
+        p_values: in any order.
+
+    Returns:
+        The adjusted values in the same order.
+    """
+    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
+    adjusted, largest = [0.0] * len(p_values), 0.0
+    for rank, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = largest
+    return adjusted
+
+
+def bootstrap_difference(first: ArrayLike, second: ArrayLike, *, resamples: int = 10_000, seed: int = 0) -> Interval:
+    """The mean difference, with the interval of a bootstrap that draws seeds and texts anew, independently.
+
+    An interval over seeds alone is about the texts that were read; this one is about other texts of the kind as well.
+
+    Args:
+        first: `(seeds, texts)` losses.
+        second: the same seeds and texts with another scheme.
+        resamples: draws.
+        seed: of the draws.
+
+    Raises:
+        SettingsError: if the two have different shapes.
+    """
+    one, other = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
+    if one.shape != other.shape or one.ndim != 2:
+        raise SettingsError(f"The losses have the shapes {one.shape} and {other.shape}; expected (seeds, texts) twice.")
+    differences = one - other
+    generator = np.random.default_rng(seed)
+    means = np.empty(resamples)
+    for draw in range(resamples):
+        seeds, texts = (generator.integers(0, count, count) for count in differences.shape)
+        means[draw] = differences[np.ix_(seeds, texts)].mean()
+    tail = (1 - _LEVEL) / 2
+    low, high = np.quantile(means, (tail, 1 - tail))
+    return Interval(float(differences.mean()), float(low), float(high))
+
+
+def share(successes: Sequence[int], trials: Sequence[int]) -> Interval:
+    """The share of right answers over trainings that differ, with a credible interval (beta-binomial model).
+
+    Each training has its own share, drawn from a beta distribution with mean `m`, and the correlation `r` of two of its
+    answers. The interval is that of `m`, with uniform priors of `m` and `r`. It stays between 0 and 1, and has a width
+    where all shares are 0 or 1.
+
+    Args:
+        successes: right answers of each training.
+        trials: questions of each training.
+    """
+    from scipy import stats
+
+    centres = (np.arange(_GRID) + 0.5) / _GRID
+    mean, correlation = np.meshgrid(centres, centres, indexing="ij")
+    strength = 1 / correlation - 1
+    likelihood = np.zeros_like(mean)
+    for right, count in zip(successes, trials, strict=True):
+        likelihood += stats.betabinom.logpmf(right, count, mean * strength, (1 - mean) * strength)
+    posterior = np.exp(likelihood - likelihood.max()).sum(axis=1)
+    cumulative = np.cumsum(posterior) / posterior.sum()
+    tail = (1 - _LEVEL) / 2
+    low, high = (float(centres[np.searchsorted(cumulative, level)]) for level in (tail, 1 - tail))
+    return Interval(sum(successes) / sum(trials), low, high)
