@@ -151,7 +151,7 @@ def test_in_an_encoder(label: str, kind: str) -> None:
 def test_in_float64(label: str, architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are whole here: torch's fused kernel, which takes a float32 mask for another one, starts at 16 queries."""
     monkeypatch.undo()
-    # Rotations leave eager attention to the model, whose gradients at padding are NaN in float64, with its own RoPE too.
+    # Rotations leave eager attention to the model, whose gradients at padding are NaN in float64, also with stock RoPE.
     rotates = isinstance(parts_for(BIASED[label]).logit_bias, ContextualRotation)
     compare(architecture, label, "plain" if rotates else "padding", torch.float64, length=20)
 

@@ -1,0 +1,57 @@
+"""The studies of docs/study/protocol.md: what they ask for is what the protocol says, and every scheme can be built."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+
+from hf_posenc import patch_model
+from training.study.cells import MASKED, study_cells
+from training.study.settings import StudySettings, parse_study
+
+ROOT = Path(__file__).resolve().parents[2]
+PROTOCOL = (ROOT / "docs" / "study" / "protocol.md").read_text(encoding="utf-8")
+NAMES = ("reference", "reference_catalogue", "reference_tasks", "reference_masked")
+
+
+def study_of(name: str) -> StudySettings:
+    return parse_study([str(ROOT / "training" / "studies" / f"{name}.yaml")], "")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_protocol_names_the_study_and_its_settings(name: str) -> None:
+    study = study_of(name)
+    assert f"`training/studies/{name}.yaml`" in PROTOCOL
+    assert study.learning_rates == [1e-3, 2e-3, 4e-3, 8e-3]
+    assert study.rate_settings == {"max_steps": 500}
+    assert study.max_steps == 2000
+    assert f"| 0 to {study.seeds[-1]} |" in PROTOCOL or study.seeds == [0]
+
+
+def test_the_catalogue_has_the_number_of_schemes_that_the_protocol_says() -> None:
+    catalogue, main = study_of("reference_catalogue"), study_of("reference")
+    assert f"{len(catalogue.schemes)} further schemes" in PROTOCOL
+    assert not set(catalogue.schemes) & set(main.schemes)
+    for name in re.findall(r"none, sinusoidal, [a-z_0-9, ]+pope", PROTOCOL):
+        assert set(name.split(", ")) <= set(main.schemes)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_scheme_of_the_study_can_be_placed(name: str) -> None:
+    study = study_of(name)
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
+    sizes = {**shape, "intermediate_size": 64, "max_position_embeddings": 1024}
+    for cell in study_cells(study):
+        if cell.config is not None and cell.seed == study.seeds[0] and cell.task.name == study.tasks[0]:
+            masked = cell.task.name == MASKED
+            stock = BertForMaskedLM(BertConfig(**sizes)) if masked else LlamaForCausalLM(LlamaConfig(**sizes))
+            with warnings.catch_warnings():
+                # Bases of rotations differ from those of the new model.
+                warnings.simplefilter("ignore")
+                patch_model(stock, cell.config)
+            stock(torch.arange(40).unsqueeze(0))
