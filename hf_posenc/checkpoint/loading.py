@@ -237,5 +237,5 @@ def _is_position_weight(name: str) -> bool:
 
 def _stack_of(name: str) -> str:
     """The name of the stack from `....position_encoding.stacks.<stack>....`."""
-    names = name.split(".")
-    return names[names.index(ATTRIBUTE) + 2]
+    behind = name.split(".")[name.split(".").index(ATTRIBUTE) + 1 :]
+    return behind[1] if len(behind) > 1 else ""

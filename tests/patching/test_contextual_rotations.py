@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    XGLMConfig,
+    XGLMForCausalLM,
+)
 
 from hf_posenc import UnsupportedError, patch_model
 from hf_posenc.patching.call import interface_attention
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
+from hf_posenc.recipes import swap_scheme
 
 #: Each with weights that make its angles differ between tokens.
 SCHEMES: dict[str, dict[str, Any]] = {
@@ -153,3 +168,68 @@ def test_a_rotation_joins_other_biases(scheme: list[Any]) -> None:
     torch.testing.assert_close(fast, logits(model, tokens()), **CLOSE)
     without = patched([part for part in scheme if part != "repo"])
     assert (fast - logits(without, tokens())).abs().max() > 1e-3
+
+
+@EVERY_SCHEME
+def test_padding_between_tokens_does_not_separate_them(scheme: str) -> None:
+    """As in the second turn of a batch whose first turn was padded on the right."""
+    model = patched(scheme, **SCHEMES[scheme])
+    ids = tokens()
+    padded = torch.cat((ids[:, :9], torch.zeros(1, 4, dtype=torch.long), ids[:, 9:]), dim=1)
+    found = logits(model, padded, attention_mask=(padded != 0).long())
+    torch.testing.assert_close(torch.cat((found[:, :9], found[:, 13:]), dim=1), logits(model, ids), **CLOSE)
+
+
+@pytest.mark.parametrize("elsewhere", ["rope", "forget_gate", "grape"])
+def test_windows_are_refused_whatever_other_layers_have(elsewhere: str) -> None:
+    scheme = {"scheme": "selective_rope", **SCHEMES["selective_rope"]}
+    model = patched(scheme, window=8, layers=[1], elsewhere=elsewhere)
+    with pytest.raises(UnsupportedError, match="has dropped the tokens before its first key"):
+        model.generate(tokens(40), max_new_tokens=4, do_sample=False)
+
+
+@pytest.mark.parametrize("kind", [XGLMForCausalLM, GPTNeoForCausalLM])
+def test_modules_with_scores_of_their_own_get_rotated_heads(kind: type[PreTrainedModel]) -> None:
+    """XGLM scales its queries before the product, and GPT-Neo does not scale."""
+    configs: dict[Any, PreTrainedConfig] = {
+        XGLMForCausalLM: XGLMConfig(vocab_size=100, d_model=64, num_layers=2, attention_heads=4, ffn_dim=64),
+        GPTNeoForCausalLM: GPTNeoConfig(
+            vocab_size=100, hidden_size=64, num_layers=2, num_heads=4, attention_types=[[["global"], 2]]
+        ),
+    }
+
+    def built(scheme: str, **options: Any) -> Tensor:
+        torch.manual_seed(0)
+        model = kind(copy.deepcopy(configs[kind])).eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.normal_(std=0.15)
+        return logits(patch_model(model, scheme, **options), tokens())
+
+    # Their logits reach 8.
+    torch.testing.assert_close(built("grape_m", initial_bias=16 * 30.0), built("rope"), rtol=1e-4, atol=1e-4)
+
+
+def test_only_one_scheme_replaces_the_logits() -> None:
+    for other in ("grape_m", "rerope"):
+        with pytest.raises(ValueError, match="both replace the logits"):
+            patched(["repo", other])
+    with pytest.raises(ValueError, match="combines neighbouring tokens"):
+        patched({"scheme": "position_clamp", "maximum": 5, "inner": ["selective_rope", "alibi"]})
+
+
+def test_latent_attention_is_refused() -> None:
+    """Its rotated dimensions are the last of a head."""
+    sizes = {**_SIZES, "num_key_value_heads": 4, "first_k_dense_replace": 2, "kv_lora_rank": 16, "q_lora_rank": 16}
+    config = DeepseekV3Config(**sizes, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
+    with pytest.raises(UnsupportedError, match="rotates the last dimensions"):
+        patch_model(DeepseekV3ForCausalLM(config), "grape_m")
+
+
+@EVERY_SCHEME
+def test_a_bias_is_fitted_to_what_a_rotation_did(scheme: str) -> None:
+    model = patched(scheme, **SCHEMES[scheme])
+    swap_scheme(model, "t5", sample=tokens())
+    assert model.position_encoding.config.name == "t5"
+    assert logits(model, tokens()).isfinite().all()

@@ -92,7 +92,7 @@ class Declares(PairwiseBias):
     """Declares the opposite of every default."""
 
     length_dependent = needs_whole_sequence = reads_coordinates = whole_positions = True
-    reads_heads = replaces_logits = True
+    reads_heads = replaces_logits = needs_oldest_keys = True
     reads_positions = False
     num_features = 3
     zero_within = 4

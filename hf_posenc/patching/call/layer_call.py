@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -37,6 +38,11 @@ class LayerEncoding:
     num_key_value_heads: int
     head_dim: int
     shard: HeadShard | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in ("query_key_map", "logit_bias") and "num_features" in self.__dict__:
+            self.__post_init__()
 
     def __post_init__(self) -> None:
         # Computed once, because every layer reads these in every call.

@@ -223,10 +223,10 @@ class LogitSite(PlacedForward):
         def places() -> tuple[Positions, Tensor]:
             query_start, key_start = self.key_start(state, query_length, key_length)
             slots = torch.arange(query_length, device=query.device) + (query_start - key_start)
-            if self.encoding.needs_oldest_keys:
-                self._require_oldest_keys(key_start)
             return key_positions(state, key_start, key_length, query.device), slots
 
+        if self.encoding.needs_oldest_keys:
+            self._require_oldest_keys(self.key_start(state, query_length, key_length)[1])
         keys, query_slots = state.shared("pairs", places, query_length, key_length)
         assert self.encoding.logit_bias is not None
         refuse_cached_coordinates(self.encoding.logit_bias, state, keys)

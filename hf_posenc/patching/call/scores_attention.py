@@ -63,17 +63,20 @@ class ScoresAttention(AttentionSite):
             self.check_rotated(call, heads[0])
             heads = self.map_before_kernel(call, *heads)
             seen[:] = [heads]
+            if self.encoding.rotates_by_input:
+                heads = self.rotated_by_input(call, *heads, self._scaling())
             scaled = self.scaled(call.state, heads[0])
             return scaled.reshape(*query.shape[:-1], -1), heads[1].reshape(*key.shape[:-1], -1)
 
         def bias() -> Tensor:
-            return self.bias(call, *seen[0], self._scaling()).dense()
+            return self.bias(call, *seen[0], self._scaling(), rotated=self.encoding.rotates_by_input).dense()
 
         parts = (self.encoding.query_key_map, self.encoding.logit_bias, self.encoding.logit_scale)
+        adds_bias = self.encoding.logit_bias is not None and not self.encoding.only_rotates_by_input
         mode = ScoresMode(
             self.encoding.head_dim,
             pair_map if any(part is not None for part in parts) else None,
-            bias if self.encoding.logit_bias is not None else None,
+            bias if adds_bias else None,
         )
         function = self._rebind(forward, call)
         cache = cache_of_call(self.module, args, kwargs) if self.intercepts_cache_update else None

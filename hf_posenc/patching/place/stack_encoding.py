@@ -28,6 +28,7 @@ from hf_posenc.schemes.parts import (
     QueryKeyMap,
     SchemeParts,
 )
+from hf_posenc.schemes.rotary.contextual import ContextualRotation
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "additive": (AdditiveEncoding,),
@@ -263,6 +264,13 @@ def _refuse_unsuited(module: nn.Module, parts: SchemeParts) -> None:
             f"{type(module).__name__} (multi-head latent attention) rotates the last dimensions of its heads, but this "
             "scheme has to rotate distant pairs a second time, in the first dimensions of whole heads. Use a RoPE "
             "scaling or position_scale instead."
+        )
+    summands = () if parts.logit_bias is None else parts.logit_bias.summands()
+    rotates = any(isinstance(one, ContextualRotation) for one in summands)
+    if rotates and hasattr(module, "kv_lora_rank"):
+        raise UnsupportedError(
+            f"{type(module).__name__} (multi-head latent attention) rotates the last dimensions of its heads, but this "
+            "scheme rotates the first dimensions of whole heads by the layer's input. Use 'forget_gate' or 'rope'."
         )
     replaces = isinstance(parts.logit_bias, PairwiseBias) and parts.logit_bias.replaces_logits
     if replaces and getattr(module, "attn_logit_softcapping", None):

@@ -133,7 +133,8 @@ class ComposedConfig(OuterConfig):
     """Several schemes at once: additive encodings and biases are added, scales multiplied; at most one maps q and k.
 
     Biases that read queries or keys (`shaw`, `cope`, `grape`, ...) read those from which the logits are computed. In
-    combination with a rotation, these are rotated.
+    combination with a rotation, these are rotated; rotations by the layer's input (`repo`, `grape_m`, `selective_rope`)
+    come after them.
 
     Args:
         parts: other schemes, for example `(SinusoidalConfig(), AlibiConfig())`; names and dictionaries become configs.
@@ -174,7 +175,7 @@ class ComposedConfig(OuterConfig):
         """Combines the parts of the schemes, given in order.
 
         Raises:
-            ValueError: if more than one scheme maps queries and keys.
+            ValueError: if more than one scheme maps queries and keys, or replaces their logits.
         """
         additive = [parts.additive for parts in built if parts.additive is not None]
         biases = [parts.logit_bias for parts in built if parts.logit_bias is not None]
@@ -188,6 +189,7 @@ class ComposedConfig(OuterConfig):
                 f"ComposedConfig.parts contains {len(maps)} schemes that map queries and keys ({', '.join(rotating)}), "
                 "whose order would matter; keep only one of them."
             )
+        _refuse_two_corrections(self.parts, built)
         if maps and maps[0].width_factor != 1:
             _refuse_head_readers(self.parts, built)
         return SchemeParts(
@@ -212,6 +214,20 @@ def _compose_inside(layered: LayeredConfig, others: tuple[SchemeConfig, ...]) ->
         f"the scheme of a single layer. Compose inside its layers instead, for example {example}, and likewise in its "
         "other layers if needed."
     )
+
+
+def _refuse_two_corrections(configs: tuple[SchemeConfig, ...], built: Sequence[SchemeParts]) -> None:
+    """Refuses two biases that each replace the logits of the layer: the sum of two changes is not both changes."""
+    found = [
+        config.name
+        for config, parts in zip(configs, built, strict=True)
+        if isinstance(parts.logit_bias, PairwiseBias) and parts.logit_bias.replaces_logits
+    ]
+    if len(found) > 1:
+        raise ValueError(
+            f"ComposedConfig.parts contains {' and '.join(found)}, which both replace the logits that queries and keys "
+            "give. Keep only one of them, or give them to different layers."
+        )
 
 
 def _refuse_head_readers(configs: tuple[SchemeConfig, ...], built: Sequence[SchemeParts]) -> None:

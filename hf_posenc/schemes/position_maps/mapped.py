@@ -181,6 +181,12 @@ def map_parts(position_map: PositionMap, parts: SchemeParts, option: str, scheme
             f"{option} is {scheme.name!r}, which depends on the order of tokens and not on their positions, so mapping "
             f"positions has no effect. Use {scheme.name!r} itself, or compose it with this scheme."
         )
+    modules = [module for part in parts for module in part.modules()]
+    if any(isinstance(module, PairwiseBias) and module.needs_oldest_keys for module in modules):
+        raise ValueError(
+            f"{option} contains a scheme that combines neighbouring tokens of one document, and changed positions do "
+            "not show where documents begin. Compose that scheme with this one instead of nesting it."
+        )
     if position_map.gives_real_positions and any(needs_whole_positions(part) for part in parts):
         raise ValueError(
             f"{option} is {scheme.name!r}, which needs integer positions, but this map produces real ones. Use a map "

@@ -87,13 +87,21 @@ class SelectiveRotation(ContextualRotation):
 
     def angles(self, features: Tensor, keys: Positions) -> Tensor:
         """Returns the sums, `(batch, key_value_heads, key_len, rotary_dim / 2)` float32."""
+        if not keys.may_hold_padding:
+            return self._sums(features, keys.ids)
+        # Tokens on both sides of padding are neighbours, so the padding is moved behind them, and back.
+        order = keys.padding.squeeze(1).to(torch.uint8).argsort(dim=-1, stable=True)
+        ids = keys.ids.gather(-1, order)
+        rows = order.expand(features.shape[0], -1)
+        sums = self._sums(_along_tokens(features, rows), ids)
+        return _along_tokens(sums, rows.argsort(dim=-1))
+
+    def _sums(self, features: Tensor, ids: Tensor) -> Tensor:
+        """`angles` for tokens without padding between them."""
         count = self.kernel.shape[1]
         own = features[..., :count]
-        hidden = keys.padding.unsqueeze(-1) if keys.may_hold_padding else None
-        if hidden is not None:
-            own = own.masked_fill(hidden, 0.0)
         combined = own * self.kernel[..., -1].float().unsqueeze(-2)
-        documents = _documents(keys.ids)
+        documents = _documents(ids)
         for steps in range(1, self.kernel.shape[-1]):
             earlier = nn.functional.pad(own, (0, 0, steps, 0))[..., : own.shape[-2], :]
             same = nn.functional.pad(documents, (steps, 0), value=-1)[:, : own.shape[-2]] == documents
@@ -101,9 +109,13 @@ class SelectiveRotation(ContextualRotation):
             combined = combined + (earlier * weight).where(same.unsqueeze(1).unsqueeze(-1), 0.0)
         if self.gate_weight is not None:
             combined = combined * features[..., count:]
-        if hidden is not None:
-            combined = combined.masked_fill(hidden, 0.0)
         return combined.cumsum(dim=-2) * self._frequencies.on(combined.device)
+
+
+def _along_tokens(values: Tensor, order: Tensor) -> Tensor:
+    """Values `(batch, key_value_heads, key_len, numbers)` in another order of tokens, `(batch, key_len)`."""
+    index = order.unsqueeze(1).unsqueeze(-1)
+    return values.gather(2, index.expand(-1, values.shape[1], -1, values.shape[-1]))
 
 
 def _documents(ids: Tensor) -> Tensor:
@@ -129,9 +141,9 @@ class SelectiveRopeConfig(SchemeConfig):
     share of each key head in the input to length 1. The rotation depends on the order of tokens and not on position
     ids. Equal angles of all tokens give RoPE.
 
-    A cache holds `a` and `g` of each token in additional channels of its key: half as many as the head has rotated
-    dimensions. Caches of sliding windows drop tokens that the convolution needs, so they are refused. Causal models
-    only.
+    A cache holds `a` and `g` of each token in additional channels of its key: for every query head half as many numbers
+    as a head has rotated dimensions, each in one channel in float32 and in three in 16 bits. Caches of sliding windows
+    drop tokens that the convolution needs, so they are refused. Causal models only.
 
     The low rank, the convolution, and the frequencies follow the official code for language models. Its options for
     another parametrisation, an additive constant, and trained temperatures are not implemented.
