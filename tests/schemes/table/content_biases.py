@@ -95,7 +95,6 @@ ROWS: dict[str, Row] = {
         content_biases.repo,
         (RepoConfig(initial_std=0.2), RepoConfig(theta=100.0, width=5, initial_std=0.2, rotary_dim=8)),
         causal_only=True,
-        everywhere=True,
         marks="-++.++..-++",
     ),
     "grape_m": Row(
@@ -116,7 +115,6 @@ ROWS: dict[str, Row] = {
             SelectiveRopeConfig(theta=100.0, rank=5, kernel_size=2, gate=True, initial_std=0.2, rotary_dim=8),
         ),
         causal_only=True,
-        everywhere=True,
         marks="+++.++..-++",
     ),
 }
