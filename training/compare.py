@@ -123,14 +123,11 @@ def _run(study: StudySettings, cells: list[Cell], state: PartialState) -> dict[s
     if resumed and state.is_main_process:
         print(f"Resuming from checkpoints: {', '.join(resumed)}.")
     with tqdm(total=len(todo), unit="training", disable=not todo or not state.is_main_process) as bar:
-        # A training that starts from another one comes after all that do not.
-        for depth in sorted({cell.depth for cell in todo}):
-            ready = [cell for cell in todo if cell.depth == depth]
-            for cell, result in run_cells(ready, workers, lambda name, step: bar.set_postfix_str(f"{name} {step}")):
-                outcomes[cell.name] = result
-                bar.update()
-                if state.is_main_process:
-                    bar.write(f"{cell.name:28} {result['status']} {result.get('reason', '')}", file=sys.stderr)
+        for cell, result in run_cells(todo, workers, lambda name, step: bar.set_postfix_str(f"{name} {step}")):
+            outcomes[cell.name] = result
+            bar.update()
+            if state.is_main_process:
+                bar.write(f"{cell.name:28} {result['status']} {result.get('reason', '')}", file=sys.stderr)
     return outcomes
 
 

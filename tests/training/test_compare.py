@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from filelock import FileLock
@@ -20,15 +21,18 @@ from tests.thinning import mostly_slow
 from tests.training.run_cases import CONFIGS, REPOSITORY, launch
 from training import compare
 from training.checkpoints import latest_complete_checkpoint
-from training.study import outputs, run, workers
+from training.study import archive, outputs, run, workers
 from training.study.folder import LOCK
 
 STRETCHED = {"stretched": {"scheme": "rope", "from": "rope", "training": {"max_steps": 0}, "theta": 500.0}}
 
 
 def curves(folder: Path) -> dict[str, object]:
-    """Everything of a study that must not depend on how often it was interrupted."""
-    results = json.loads((folder / "results.json").read_text())
+    """Everything of a study that must not depend on how often it was interrupted, without what has no value."""
+    results = json.loads(
+        (folder / "results.json").read_text(),
+        object_hook=lambda named: {name: value for name, value in named.items() if value is not None},
+    )
     figures = ("curve", "by_length", "exact_match", "dog")
     return {
         f"{found['task']}-{found['scheme']}-{found['seed']}": [found.get(name) for name in figures]
@@ -164,6 +168,53 @@ def test_a_finished_study_is_not_trained_again(finished, arguments_of, monkeypat
     assert compare.main(arguments_of(finished)) == 0
     assert curves(finished) == before
     assert "report.html" in capsys.readouterr().out
+
+
+def test_packed_trainings_are_not_trained_again_elsewhere(finished, arguments_of, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("a packed training was started again")
+
+    file, elsewhere = tmp_path / "runs.parquet", tmp_path / "elsewhere"
+    assert archive.main(["pack", str(finished), str(file)]) == 0
+    table = pd.read_parquet(file)
+    assert len(table) == 18
+    assert set(table.task) == {"causal", "masked", "repeated_copy"}
+    assert table.learning_rate.eq(2e-3).all()
+    assert len(table.by_length[0]["loss"]) == 3
+
+    monkeypatch.setattr(workers, "run_cell", refuse)
+    assert archive.main(["unpack", str(file), str(elsewhere)]) == 0
+    arguments = [word for word in arguments_of(elsewhere) if word != "--save_models"]
+    assert compare.main(arguments) == 0
+    assert curves(elsewhere) == curves(finished)
+    # Models are not packed, so one that a new training would start from is missed at once.
+    again = json.dumps({**STRETCHED, "again": {"scheme": "alibi", "from": "rope"}})
+    assert compare.main([*arguments, "--schemes=rope,stretched,again", f"--scheme_options={again}"]) == 2
+
+
+def test_what_is_no_archive_is_refused(finished, tmp_path, capsys):
+    file = tmp_path / "runs.parquet"
+    assert archive.main(["pack", str(tmp_path), str(file)]) == 2
+    assert "has no training that has ended" in capsys.readouterr().err
+    pd.DataFrame({"loss": [1.0]}).to_parquet(file)
+    assert archive.main(["unpack", str(file), str(tmp_path / "out")]) == 2
+    assert "holds no trainings of a study" in capsys.readouterr().err
+    archive.pack(finished, file)
+    assert archive.main(["unpack", str(file), str(finished)]) == 2
+    assert "already" in capsys.readouterr().err
+
+
+def test_a_training_waits_for_its_start_and_for_nothing_else(tiny, tmp_path):
+    arguments = tiny(
+        tasks="causal", schemes="none,rope,stretched", scheme_options=json.dumps(STRETCHED), seeds="0,1", workers=2
+    )
+    assert compare.main(arguments) == 0
+    trainings = tmp_path / "out" / "trainings"
+    ended = sorted(trainings.glob("*/result.json"), key=lambda path: path.stat().st_mtime_ns)
+    order = [path.parent.name for path in ended]
+    assert order.index("causal-stretched-seed0") > order.index("causal-rope-seed0")
+    # Seed by seed: a study that is stopped has the same schemes with each seed that it came to.
+    assert order.index("causal-stretched-seed0") < order.index("causal-rope-seed1")
 
 
 @pytest.mark.parametrize("task", mostly_slow(["causal", "masked", "repeated_copy"], lambda task: task == "causal"))

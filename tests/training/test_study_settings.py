@@ -148,7 +148,7 @@ def test_tasks_and_schemes_have_settings_of_their_own():
     )
     cells = {cell.name: cell for cell in study_cells(study)}
     assert list(cells) == [
-        "causal-rope-seed1", "causal-rope-seed2", "copy-rope-seed0", "causal-stretched-seed1", "causal-stretched-seed2",
+        "copy-rope-seed0", "causal-rope-seed1", "causal-stretched-seed1", "causal-rope-seed2", "causal-stretched-seed2",
     ]  # fmt: skip
     assert cells["causal-rope-seed1"].settings.max_steps == 50
     assert cells["copy-rope-seed0"].settings.max_steps == 90

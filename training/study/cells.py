@@ -227,7 +227,9 @@ class Cell:
 
 
 def study_cells(study: StudySettings) -> list[Cell]:
-    """All trainings of a study; one that starts from another comes after it.
+    """All trainings of a study, seed by seed, so that a study that is stopped has whole seeds to compare.
+
+    One that starts from another comes after it.
 
     Raises:
         UnknownNameError: for an unknown task, scheme or option.
@@ -257,7 +259,7 @@ def study_cells(study: StudySettings) -> list[Cell]:
         for label in own.schemes or study.schemes:
             for seed in own.seeds or study.seeds:
                 add(task, label, seed)
-    return sorted(cells.values(), key=lambda cell: cell.depth)
+    return sorted(cells.values(), key=lambda cell: (cell.seed, cell.depth))
 
 
 def _task(study: StudySettings, name: str, own: TaskOptions) -> StudyTask:

@@ -64,6 +64,7 @@ def check_cells(cells: list[Cell], digests: dict[str, str]) -> None:
             now asked for.
     """
     new: dict[Path, dict[str, Any]] = {}
+    starts = {cell.start.name for cell in cells if cell.start is not None and cell.result() is None}
     for cell in cells:
         path = cell.folder / "settings.json"
         wanted = cell.identity(digests)
@@ -76,11 +77,12 @@ def check_cells(cells: list[Cell], digests: dict[str, str]) -> None:
                 "different settings cannot stand in one table. Name another --output_dir, go back to the earlier "
                 f"settings to resume, or remove {cell.folder} to train it again."
             )
+        needed = cell.study.save_models or cell.name in starts
         result = cell.result()
-        if cell.keeps_model and result and result["status"] == FINISHED and not cell.model_folder.exists():
+        if needed and result and result["status"] == FINISHED and not cell.model_folder.exists():
             raise SettingsError(
-                f"{cell.name} has ended in {cell.study.output_dir} without --save_models, so its model is gone. Drop "
-                "--save_models (or the schemes that start from it), or name another --output_dir."
+                f"{cell.name} has ended in {cell.study.output_dir}, and its model is not there. Drop --save_models (or "
+                "the schemes that start from it), or name another --output_dir."
             )
     for path, wanted in new.items():
         write_json(path, wanted)

@@ -51,6 +51,7 @@ class Run(BaseModel):
     parameters: int | None = None
     seconds: float = 0.0
     cpu_seconds: float | None = None
+    processor: str | None = None
     curve: dict[str, list[float | None]] = {}
     before: dict[str, Any] | None = None
     by_length: dict[str, Any] | None = None

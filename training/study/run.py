@@ -19,6 +19,7 @@ from training.errors import SettingsError
 from training.files import write_json
 from training.images.rows import image_processor
 from training.launched import launched_on_cpu
+from training.processor import processor_name
 from training.starting_model import add_lora
 from training.study.cells import DIVERGED, FINISHED, IMAGE_CLASSIFICATION, UNSUPPORTED, Cell
 from training.study.corpus import study_tokenizer
@@ -68,6 +69,7 @@ def run_cell(cell: Cell, on_step: OnStep) -> dict[str, Any]:
     trainer = _trainer(cell, beginning, data, teacher, on_step)
     trained_parameters = sum(one.numel() for one in trainer.model.parameters() if one.requires_grad)
     head |= {"parameters": trained_parameters, "threads": torch.get_num_threads(), "processes": trainer.args.world_size}
+    head["processor"] = processor_name()
     try:
         training = _train(cell, trainer)
     except NonFiniteLossError as error:

@@ -7,8 +7,8 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from typing import Any
@@ -27,7 +27,8 @@ def run_cells(
     """Runs the trainings, and yields each with its result as soon as it has ended.
 
     Args:
-        cells: what is trained; none of them starts from another.
+        cells: what is trained, in this order where several could be next. One that starts from another comes after it,
+            and waits until that one has ended.
         workers: trainings at a time, each in a process with its share of the cores, and on a GPU of its own if there
             is one; 1 runs one after the other in this process.
         on_step: told of every step, if the trainings run in this process.
@@ -45,10 +46,14 @@ def run_cells(
         numbers.put(number)
     threads = max(1, (os.cpu_count() or 1) // workers)
     with ProcessPoolExecutor(workers, context, _start_worker, (numbers, threads)) as pool:
-        cell_of = {pool.submit(_guarded, cell): cell for cell in cells}
+        waiting, running = list(cells), dict[Future[dict[str, Any]], Cell]()
         try:
-            for future in as_completed(cell_of):
-                yield cell_of[future], future.result()
+            while waiting or running:
+                for cell in _ready(waiting, running.values())[: workers - len(running)]:
+                    waiting.remove(cell)
+                    running[pool.submit(_guarded, cell)] = cell
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    yield running.pop(future), future.result()
         except BrokenProcessPool as error:
             raise TrainingError(
                 "A worker process was killed from outside; on a small machine the usual cause is memory. What it had "
@@ -58,6 +63,12 @@ def run_cells(
             for process in multiprocessing.active_children():
                 process.terminate()
             raise
+
+
+def _ready(waiting: list[Cell], running: Iterable[Cell]) -> list[Cell]:
+    """The waiting trainings whose start has ended."""
+    open_cells = {cell.name for cell in (*waiting, *running)}
+    return [cell for cell in waiting if cell.start is None or cell.start.name not in open_cells]
 
 
 def quiet() -> None:
