@@ -2,7 +2,8 @@
 
 While the forward of such a module runs, a `TorchFunctionMode` intercepts the torch functions it calls: the first
 product of queries and keys uses the mapped ones, and the bias is added before the softmax over keys. The module's own
-code does everything else, and no forward is copied.
+code does everything else, and no forward is copied. What it multiplies the product with on the way is the scaling that
+the bias is told: some modules scale their queries, some their scores, and some neither.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ from hf_posenc.attention.backends import merge_mask
 TensorPair = tuple[Tensor, Tensor]
 #: (query, key), each `(..., length, head_dim)` -> the same, mapped.
 PairMap = Callable[[Tensor, Tensor], TensorPair]
-#: The bias of the last product, `(batch or 1, heads, query_len, key_len)` float32.
-BiasSource = Callable[[], Tensor]
+#: The module's factor of `query . key` -> the bias, `(batch or 1, heads, query_len, key_len)` float32.
+BiasSource = Callable[[float | Tensor], Tensor]
 
 _PRODUCTS = {torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm}
 _ADDED_PRODUCTS = {torch.baddbmm, Tensor.baddbmm}
+_MULTIPLICATIONS = {torch.mul, torch.multiply, Tensor.mul, Tensor.mul_, Tensor.multiply, Tensor.multiply_}
+_DIVISIONS = {torch.div, torch.divide, torch.true_divide, Tensor.div, Tensor.div_, Tensor.divide, Tensor.true_divide}
 _SOFTMAX = {functional.softmax, torch.softmax, Tensor.softmax}
 _DOT_PRODUCT_ATTENTION = functional.scaled_dot_product_attention
 
@@ -45,6 +48,9 @@ class ScoresMode(TorchFunctionMode):
         self.bias = bias
         self.score_shape: tuple[int, int] | None = None
         self.biased = False
+        #: The product of queries and keys, or what the module has made of it, and its factor so far.
+        self.scores: Any = None
+        self.factor: float | Tensor = 1.0
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -52,21 +58,40 @@ class ScoresMode(TorchFunctionMode):
         """Intercepts one torch call."""
         kwargs = kwargs or {}
         if self.score_shape is None:
-            if func in _PRODUCTS and self._is_score_product(args[0], args[1].transpose(-1, -2)):
-                query, key = self._map(args[0], args[1].transpose(-1, -2))
-                return func(query, key.transpose(-1, -2), *args[2:], **kwargs)
-            if func in _ADDED_PRODUCTS:
-                return self._added_product(func, args, kwargs)
-            if func is torch.einsum and isinstance(args[0], str):
-                return self._einsum(args, kwargs)
-            if func is _DOT_PRODUCT_ATTENTION:
-                return self._dot_product_attention(args, kwargs)
-        elif func in _SOFTMAX and self.bias is not None and not self.biased:
-            scores = args[0]
-            if scores.shape[-2:] == torch.Size(self.score_shape):
-                self.biased = True
-                return func(scores + self._bias_like(scores), *args[1:], **kwargs)
+            result = self._product(func, args, kwargs)
+            self.scores = None if self.score_shape is None else result
+            return result
+        if self.bias is None or self.biased:
+            return func(*args, **kwargs)
+        if func in _SOFTMAX and args[0].shape[-2:] == torch.Size(self.score_shape):
+            self.biased = True
+            return func(args[0] + self._bias_like(args[0]), *args[1:], **kwargs)
+        result = func(*args, **kwargs)
+        if any(value is self.scores for value in args):
+            self._follow(func, args, result)
+        return result
+
+    def _product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a torch function; with mapped queries and keys if it multiplies them."""
+        if func in _PRODUCTS and self._is_score_product(args[0], args[1].transpose(-1, -2)):
+            query, key = self._map(args[0], args[1].transpose(-1, -2))
+            return func(query, key.transpose(-1, -2), *args[2:], **kwargs)
+        if func in _ADDED_PRODUCTS:
+            return self._added_product(func, args, kwargs)
+        if func is torch.einsum and isinstance(args[0], str):
+            return self._einsum(args, kwargs)
+        if func is _DOT_PRODUCT_ATTENTION:
+            return self._dot_product_attention(args, kwargs)
         return func(*args, **kwargs)
+
+    def _follow(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Notes what a torch function made of the scores, and the factor if it is a multiplication or division."""
+        if func in _MULTIPLICATIONS:
+            self.factor = self.factor * (args[1] if args[0] is self.scores else args[0])
+        elif func in _DIVISIONS and args[0] is self.scores:
+            self.factor = self.factor / args[1]
+        if isinstance(result, Tensor) and result.numel() == self.scores.numel():
+            self.scores = result
 
     def _is_score_product(self, query: Any, key: Any) -> bool:
         tensors = isinstance(query, Tensor) and isinstance(key, Tensor)
@@ -85,6 +110,7 @@ class ScoresMode(TorchFunctionMode):
         if not self._is_score_product(query, key):
             return func(*args, **kwargs)
         query, key = self._map(query, key)
+        self.factor = given.get("alpha", 1.0)
         rest = {name: value for name, value in given.items() if name not in names}
         return torch.baddbmm(given["input"], query, key.transpose(-1, -2), **rest)
 
@@ -108,10 +134,12 @@ class ScoresMode(TorchFunctionMode):
     def _dot_product_attention(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         given = dict(zip(names, args, strict=False)) | kwargs
+        scale = given.get("scale")
+        self.factor = given["query"].shape[-1] ** -0.5 if scale is None else scale
         given["query"], given["key"] = self._map(given["query"], given["key"])
         if self.bias is not None:
             query_length, key_length = self.score_shape or (0, 0)
-            bias = self.bias()
+            bias = self.bias(self.factor)
             mask = given.get("attn_mask")
             if given.pop("is_causal", False):
                 mask = torch.ones(query_length, key_length, dtype=torch.bool, device=bias.device).tril()
@@ -121,7 +149,7 @@ class ScoresMode(TorchFunctionMode):
 
     def _bias_like(self, scores: Tensor) -> Tensor:
         assert self.bias is not None
-        bias = self.bias().to(scores.dtype)
+        bias = self.bias(self.factor).to(scores.dtype)
         if scores.dim() == 3:
             # Batch and heads share one axis, batch-major.
             return bias.expand(scores.shape[0] // bias.shape[1], -1, -1, -1).flatten(0, 1)

@@ -18,7 +18,7 @@ def positional_logits(
     key: Tensor,
     positions: Positions,
     hidden_states: Tensor | None = None,
-    scaling: float | None = None,
+    scaling: float | Tensor | None = None,
 ) -> Tensor:
     """Computes the attention logits of self-attention, before mask and softmax.
 

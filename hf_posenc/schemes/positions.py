@@ -111,7 +111,8 @@ class AttentionPairs:
         key: `(batch, key_value_heads, key_len, width)`, after the scheme's own key map; cached keys included.
         query_slots: `(query_len,)` int64, for each query the index of the key of the same token.
         keys: the positions of the keys, `ids` of shape `(batch or 1, key_len)`.
-        scaling: the factor of `query . key` in this layer, usually `head_dim ** -0.5`.
+        scaling: the factor of `query . key` in this layer: usually `head_dim ** -0.5`, 1 where the layer has scaled its
+            queries before, or a tensor that fits the logits if heads differ.
         hidden_states: `(batch, query_len, hidden)`, the input from which the layer projects queries and keys; `None`
             if it is not available.
         key_features: `(batch, heads, key_len, features)` float32, the features that `PairwiseBias.key_features`
@@ -122,7 +123,7 @@ class AttentionPairs:
     key: Tensor
     query_slots: Tensor
     keys: Positions
-    scaling: float
+    scaling: float | Tensor
     hidden_states: Tensor | None = None
     key_features: Tensor | None = None
 

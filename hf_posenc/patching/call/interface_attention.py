@@ -191,7 +191,7 @@ class InterfaceAttention(AttentionSite):
             factor = self._scaling if scaling is None else scaling
             heads = (query, key)
             if self.encoding.rotates_by_input:
-                query, key = self.rotated_by_input(call, query, key, factor)
+                query, key = self.rotated_by_input(call, query, key)
             if not self.encoding.only_rotates_by_input:
                 # With a batch size of 1, flash kernels are told where packed documents begin.
                 separates_restarts = flash and mask is None and query.shape[0] == 1

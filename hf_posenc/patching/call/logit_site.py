@@ -83,7 +83,7 @@ class LogitSite(PlacedForward):
         call: LayerCall,
         query: Tensor,
         key: Tensor,
-        scaling: float,
+        scaling: float | Tensor,
         mask: Any = None,
         separates_restarts: bool = False,
         rotated: bool = False,
@@ -94,7 +94,7 @@ class LogitSite(PlacedForward):
             call: the call in progress.
             query: `(batch, heads, query_len, width)`, mapped, before the scale.
             key: `(batch, key_value_heads, key_len, width)`, mapped.
-            scaling: the layer's factor of `query . key`.
+            scaling: the layer's factor of `query . key`; a tensor that fits the logits if heads differ.
             mask: the mask passed to the attention function, if known.
             separates_restarts: whether the attention function separates documents where positions restart at 0,
                 although no mask shows it.
@@ -123,12 +123,13 @@ class LogitSite(PlacedForward):
         check_heads(form.heads, query.shape[1])
         return form if self.encoding.logit_scale is None else self._scaled_form(form, state, query, key.shape[-2])
 
-    def rotated_by_input(self, call: LayerCall, query: Tensor, key: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    def rotated_by_input(self, call: LayerCall, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Applies the rotations in the bias to queries and keys of the shapes that `bias` receives."""
         bias = self.encoding.logit_bias
         assert bias is not None
         check_cache(bias, call.state)
-        pairs = self._pairs(call, query, key, scaling)
+        # Rotated heads are multiplied by the layer itself, with its own factor.
+        pairs = self._pairs(call, query, key, scaling=1.0)
         check_heads(self.encoding.num_heads, query.shape[1])
         first = 0
         for summand in bias.summands():
@@ -209,7 +210,7 @@ class LogitSite(PlacedForward):
 
         return RowsForm(compute, query.shape[-2], key_length, form.heads)
 
-    def _pairs(self, call: LayerCall, query: Tensor, key: Tensor, scaling: float) -> AttentionPairs:
+    def _pairs(self, call: LayerCall, query: Tensor, key: Tensor, scaling: float | Tensor) -> AttentionPairs:
         state, query_length, key_length = call.state, query.shape[-2], key.shape[-2]
         if self.encoding.num_features and call.key_features is None:
             if key_length != query_length:

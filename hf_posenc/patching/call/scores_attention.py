@@ -22,8 +22,6 @@ from hf_posenc.patching.find.forward_code import rebind, rotary_names
 from hf_posenc.patching.find.rotary_call import rotary_call
 from hf_posenc.schemes.parts import QueryKeyMap
 
-_SCALINGS = ("scaling", "softmax_scale", "inv_norm_factor", "scale")
-
 
 class ScoresAttention(AttentionSite):
     """An attention module outside the attention interface; see `hf_posenc.attention.scores`.
@@ -64,12 +62,12 @@ class ScoresAttention(AttentionSite):
             heads = self.map_before_kernel(call, *heads)
             seen[:] = [heads]
             if self.encoding.rotates_by_input:
-                heads = self.rotated_by_input(call, *heads, self._scaling())
+                heads = self.rotated_by_input(call, *heads)
             scaled = self.scaled(call.state, heads[0])
             return scaled.reshape(*query.shape[:-1], -1), heads[1].reshape(*key.shape[:-1], -1)
 
-        def bias() -> Tensor:
-            return self.bias(call, *seen[0], self._scaling(), rotated=self.encoding.rotates_by_input).dense()
+        def bias(scaling: float | Tensor) -> Tensor:
+            return self.bias(call, *seen[0], scaling, rotated=self.encoding.rotates_by_input).dense()
 
         parts = (self.encoding.query_key_map, self.encoding.logit_bias, self.encoding.logit_scale)
         adds_bias = self.encoding.logit_bias is not None and not self.encoding.only_rotates_by_input
@@ -117,14 +115,6 @@ class ScoresAttention(AttentionSite):
         """Reshapes query and key to `(batch, heads, length, width)`; the module may merge batch and heads."""
         query = query.reshape(-1, self.encoding.num_heads, *query.shape[-2:])
         return query, key.reshape(query.shape[0], -1, *key.shape[-2:])
-
-    def _scaling(self) -> float:
-        """The factor of the module's scores, read from its attributes."""
-        for name in _SCALINGS:
-            value = getattr(self.module, name, None)
-            if isinstance(value, float) and value > 0:
-                return value
-        return float(self.encoding.head_dim**-0.5)
 
     def caches_mapped(self, query_key_map: QueryKeyMap) -> bool:
         """False for wider heads: these modules reshape cached keys to their original width."""

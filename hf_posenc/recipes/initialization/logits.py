@@ -37,7 +37,7 @@ class LayerHeads:
     query: Tensor
     key: Tensor
     positions: Positions
-    scaling: float
+    scaling: float | Tensor
     hidden_states: Tensor | None
 
 

@@ -1,0 +1,75 @@
+"""The factor of `query . key` that biases are told is the one that the module uses, wherever it applies it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_posenc import SchemeConfig, patch_model
+from hf_posenc.schemes import BuildContext, PairwiseBias, SchemeParts
+from hf_posenc.schemes.parts import LogitScale
+from hf_posenc.schemes.positions import AttentionPairs, Positions
+
+from ..thinning import mostly_slow
+from .calling import Caller
+from .population import Pair, pair_named
+
+#: Modules that scale their scores, their queries or their keys, by an attribute, a constant or a tensor, or not at all.
+PAIRS = [
+    "causal-gptj", "causal-bloom", "causal-openai-gpt", "causal-xglm", "masked-xlm", "masked-deberta",
+    "masked-deberta-v2", "causal-gpt_neo", "seq2seq-t5", "causal-trocr", "seq2seq-mvp", "masked-flaubert",
+    "causal-llama",
+]  # fmt: skip
+
+
+class Doubling(LogitScale):
+    def forward(self, positions: Positions) -> Tensor:
+        return torch.full((1, 1, positions.ids.shape[-1]), 2.0)
+
+
+class DoubledLogits(PairwiseBias):
+    reads_heads = True
+
+    def forward(self, pairs: AttentionPairs) -> Tensor:
+        return pairs.query.float() @ pairs.expanded_key.float().transpose(-1, -2) * pairs.scaling
+
+
+@dataclass(frozen=True)
+class DoubledConfig(SchemeConfig):
+    name: ClassVar[str] = "doubled_for_tests"
+    as_bias: bool = False
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        return SchemeParts(logit_bias=DoubledLogits()) if self.as_bias else SchemeParts(logit_scale=Doubling())
+
+
+def doubled(pair: Pair, as_bias: bool) -> Tensor:
+    caller = Caller(pair)
+    patch_model(caller.model, DoubledConfig(as_bias))
+    with torch.no_grad():
+        return caller._run(caller.tokens)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Matrices this small are slower when threads share them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", mostly_slow(PAIRS, lambda name: name in PAIRS[:9]))
+def test_a_bias_of_the_logits_themselves_doubles_them(name: str) -> None:
+    pair = pair_named(name)
+    expected, found = doubled(pair, as_bias=False), doubled(pair, as_bias=True)
+    # Doubling is exact in floating point; sums behind it may be taken in another order.
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    plain = Caller(pair)
+    patch_model(plain.model, "none")
+    assert (plain._run(plain.tokens) - expected).abs().max() > 1e-2
