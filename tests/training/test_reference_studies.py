@@ -11,7 +11,9 @@ import torch
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
 from hf_posenc import patch_model
+from training.errors import SettingsError
 from training.study.cells import MASKED, study_cells
+from training.study.rates import rates_study
 from training.study.settings import StudySettings, parse_study
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,8 +21,8 @@ PROTOCOL = (ROOT / "docs" / "study" / "protocol.md").read_text(encoding="utf-8")
 NAMES = ("reference", "reference_catalogue", "reference_tasks", "reference_masked")
 
 
-def study_of(name: str) -> StudySettings:
-    return parse_study([str(ROOT / "training" / "studies" / f"{name}.yaml")], "")
+def study_of(name: str, *words: str) -> StudySettings:
+    return parse_study([str(ROOT / "training" / "studies" / f"{name}.yaml"), *words], "")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -31,6 +33,16 @@ def test_the_protocol_names_the_study_and_its_settings(name: str) -> None:
     assert study.rate_settings == {"max_steps": 500}
     assert study.max_steps == 2000
     assert f"| 0 to {study.seeds[-1]} |" in PROTOCOL or study.seeds == [0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_part_of_the_seeds_has_the_same_learning_rates(name: str) -> None:
+    study = study_of(name)
+    seeds = rates_study(study).seeds
+    assert rates_study(study_of(name, "--seeds=0")).seeds == seeds
+    assert not set(seeds) & set(study.seeds)
+    with pytest.raises(SettingsError, match="is among --seeds"):
+        study_of(name, f"--seeds={seeds[0]}")
 
 
 def test_the_catalogue_has_the_number_of_schemes_that_the_protocol_says() -> None:

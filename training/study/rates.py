@@ -57,7 +57,8 @@ def rates_study(study: StudySettings) -> StudySettings:
             "scheme_options": options,
             "tasks": list(tasks),
             "task_options": tasks,
-            "seeds": [max(study.seeds) + 1],
+            "rate_seed": None,
+            "seeds": [max(study.seeds) + 1 if study.rate_seed is None else study.rate_seed],
             "save_models": False,
         }
     )

@@ -230,6 +230,12 @@ class StudySettings(TrainingSettings):
         description="Settings of the trainings that learning rates are chosen from, such as '{max_steps: 500}'. "
         "Default: those of the study.",
     )
+    rate_seed: int | None = Field(
+        None,
+        ge=0,
+        description="Seed of the trainings that learning rates are chosen from. Default: the one after the largest of "
+        "--seeds.",
+    )
     seeds: Seeds = Field([0], description="Seeds of weights, data order and masks, separated by commas.")
     model_name_or_path: str | None = Field(
         None,
@@ -275,10 +281,15 @@ class StudySettings(TrainingSettings):
     @model_validator(mode="after")
     def _known_names(self) -> Self:
         name_modules(self.imports)
-        if self.rate_settings and not self.learning_rates:
-            raise ValueError("--rate_settings are for choosing among --learning_rates, and the study has none.")
+        for name in ("rate_settings", "rate_seed"):
+            if getattr(self, name) and not self.learning_rates:
+                raise ValueError(f"--{name} is for choosing among --learning_rates, and the study has none.")
         if "learning_rate" in self.rate_settings:
             raise ValueError("--rate_settings has a learning_rate; the rates to choose from are --learning_rates.")
+        if self.rate_seed in self.seeds:
+            raise ValueError(
+                f"--rate_seed {self.rate_seed} is among --seeds, so rates would be chosen on the study itself."
+            )
         self.changed(self.rate_settings, "--rate_settings")
         asked: list[tuple[str, Any, list[str]]] = [
             ("--scheme_options", self.scheme_options, self.schemes),
