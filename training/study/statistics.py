@@ -60,6 +60,8 @@ def mean_difference(differences: ArrayLike) -> Interval:
     from scipy import stats
 
     values = np.asarray(differences, dtype=np.float64)
+    if np.ptp(values) == 0:
+        return Interval(float(values[0]), float(values[0]), float(values[0]))
     low, high = stats.ttest_1samp(values, 0.0).confidence_interval(_LEVEL)
     return Interval(float(values.mean()), float(low), float(high))
 
@@ -68,10 +70,12 @@ def p_less(differences: ArrayLike) -> float:
     """The p-value of a one-sided paired t-test: that the mean difference is not below 0.
 
     Args:
-        differences: `(seeds,)`, at least two.
+        differences: `(seeds,)`, at least two. If all are the same, the result is the limit of the test: 0 or 1.
     """
     from scipy import stats
 
+    if np.ptp(differences) == 0:
+        return float(np.mean(differences) >= 0)
     return float(stats.ttest_1samp(np.asarray(differences, dtype=np.float64), 0.0, alternative="less").pvalue)
 
 
@@ -124,10 +128,9 @@ def bootstrap_difference(first: ArrayLike, second: ArrayLike, *, resamples: int 
         raise SettingsError(f"The losses have the shapes {one.shape} and {other.shape}; expected (seeds, texts) twice.")
     differences = one - other
     generator = np.random.default_rng(seed)
-    means = np.empty(resamples)
-    for draw in range(resamples):
-        seeds, texts = (generator.integers(0, count, count) for count in differences.shape)
-        means[draw] = differences[np.ix_(seeds, texts)].mean()
+    # How often each seed and each text is drawn.
+    seeds, texts = (generator.multinomial(count, np.full(count, 1 / count), resamples) for count in differences.shape)
+    means = (seeds @ differences * texts).sum(axis=1) / differences.size
     tail = (1 - _LEVEL) / 2
     low, high = np.quantile(means, (tail, 1 - tail))
     return Interval(float(differences.mean()), float(low), float(high))

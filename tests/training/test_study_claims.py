@@ -1,0 +1,131 @@
+"""The claims of the protocol, on runs made up for the purpose."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from training.study import claims
+from training.study.claims import CLAIMS, LENGTH, Outcome, outcomes
+
+ROOT = Path(__file__).resolve().parents[2]
+LENGTHS = [LENGTH, 2 * LENGTH, 4 * LENGTH, 8 * LENGTH]
+#: Tail losses at the four lengths, as the claims say.
+LOSSES = {
+    "alibi": [1.6] * 4,
+    "kerple": [1.5] * 4,
+    "forget_gate": [1.4] * 4,
+    "rope": [1.45, 1.6, 2.0, 2.5],
+    "p_rope": [1.45, 1.6, 2.0, 2.5],
+    "yarn": [1.5, 1.55, 1.6, 2.0],
+    "ntk": [1.48, 1.6, 1.8, 2.2],
+    "pi": [2.5, 2.8, 3.1, 3.2],
+    "learned": [1.6, 2.5, 2.9, 3.1],
+    "sinusoidal": [1.7, 2.5, 2.9, 3.1],
+}
+STEPS = {"rope": 250, "learned": 400, "sinusoidal": 550}
+COPIED = {"none": 0.9, "sinusoidal": 0.1, "learned": 0.0, "t5": 0.2, "alibi": 0.1, "rope": 0.0, "forget_gate": 0.1}
+
+
+def run(study: str, task: str, scheme: str, seed: int, **figures: Any) -> dict[str, Any]:
+    return {"task": task, "scheme": scheme, "seed": seed, "status": "finished", "config": "{}", **figures}
+
+
+def runs_like_the_claims(seeds: int = 5, sign: float = 1.0) -> dict[str, list[dict[str, Any]]]:
+    """Runs in which every claim holds, with noise of 0.001; with the sign -1, every order is turned around."""
+    generator = np.random.default_rng(0)
+    main, tasks = [], []
+    for seed in range(seeds):
+        for scheme, losses in LOSSES.items():
+            tail = [2 + sign * (loss - 2) + generator.normal(scale=1e-3) for loss in losses]
+            texts = [[loss + text / 1000 for text in range(-2, 3)] for loss in tail]
+            steps = 1000 + sign * (STEPS.get(scheme, 500) - 1000)
+            curve = {"step": [50, int(steps) + 50 * seed, 3000], "validation_loss": [3.0, 1.6, 1.5]}
+            reading = {"lengths": LENGTHS, "tail_loss": tail, "window_tail_loss": texts}
+            main.append(run("reference", "causal", scheme, seed, by_length=reading, curve=curve))
+        for scheme, share in COPIED.items():
+            accuracy = [1.0, 0.5 + sign * (share - 0.5) + generator.normal(scale=1e-3)]
+            tasks.append(
+                run("reference_tasks", "copy", scheme, seed, exact_match={"lengths": [10, 20], "accuracy": accuracy})
+            )
+    return {"reference": main, "reference_tasks": tasks}
+
+
+def verdicts(found: list[Outcome]) -> dict[str, set[str]]:
+    return {claim.number: {one.verdict for one in found if one.claim is claim} for claim in CLAIMS}
+
+
+def test_the_protocol_registers_these_claims_and_no_others() -> None:
+    protocol = (ROOT / "docs" / "study" / "protocol.md").read_text(encoding="utf-8")
+    table = protocol.partition("## Claims")[2].partition("## Models")[0]
+    assert re.findall(r"^\| (\d\w?) \|", table, re.MULTILINE) == [claim.number for claim in CLAIMS]
+    assert f"within {claims.MARGIN} nats" in table
+    assert f"{claims.REACHED:.2f} nats" in table
+
+
+def test_claims_that_hold_are_confirmed() -> None:
+    found = outcomes(runs_like_the_claims())
+    assert len(found) == 17
+    assert all(one.verdict == "confirmed" for one in found)
+    for one in found:
+        assert one.difference.low <= one.difference.value <= one.difference.high
+        assert (one.over_texts is None) == (one.test.first.quantity != "tail_loss")
+
+
+def test_claims_that_are_turned_around_are_contradicted() -> None:
+    found = verdicts(outcomes(runs_like_the_claims(sign=-1.0)))
+    # The flat ones, and the two that are the same, stay so.
+    assert {number for number, each in found.items() if each == {"contradicted"}} == {"1a", "1b", "3", "4", "6"}
+    assert found["2"] == found["5"] == {"confirmed"}
+
+
+def test_differences_beyond_the_margin_contradict_an_equivalence() -> None:
+    runs = runs_like_the_claims()
+    for one in runs["reference"]:
+        if one["scheme"] == "alibi":
+            one["by_length"]["tail_loss"][-1] += 0.05
+    found = [one for one in outcomes(runs) if one.claim.number == "2"]
+    assert [one.verdict for one in found] == ["contradicted", "confirmed", "confirmed"]
+
+
+def test_noise_decides_nothing() -> None:
+    runs = runs_like_the_claims()
+    generator = np.random.default_rng(1)
+    for one in runs["reference"]:
+        one["by_length"]["tail_loss"] = list(generator.normal(2.0, 0.5, 4))
+    found = [one for one in outcomes(runs) if one.test.first.quantity == "tail_loss"]
+    assert {one.verdict for one in found} == {"undecided"}
+
+
+def test_what_was_not_run_is_said_and_makes_nothing_else_more_certain() -> None:
+    complete = runs_like_the_claims()
+    part = outcomes({"reference": complete["reference"]})
+    assert verdicts(part)["4"] == {"not run"}
+    for one, other in zip(outcomes(complete), part, strict=True):
+        assert other.p >= one.p
+    assert {one.verdict for one in outcomes(runs_like_the_claims(seeds=1))} == {"not run"}
+
+
+def test_losses_that_are_never_reached_count_all_steps() -> None:
+    runs = runs_like_the_claims()
+    for one in runs["reference"]:
+        if one["scheme"] == "sinusoidal":
+            one["curve"]["validation_loss"] = [3.0, 2.0, 1.9]
+    (found,) = [one for one in outcomes(runs) if str(one.test) == "rope < sinusoidal"]
+    assert found.difference.value == pytest.approx(250 + 100 - 3000)
+
+
+def test_the_command_reads_archives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, rows in runs_like_the_claims().items():
+        pd.DataFrame(rows).to_parquet(tmp_path / f"{name}.parquet")
+    assert claims.main([str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 17
+    assert lines[0].split()[:5] == ["1a", "kerple", "<", "alibi", "confirmed"]
+    assert claims.main([str(tmp_path / "nothing")]) == 2
+    assert "has no archive" in capsys.readouterr().err

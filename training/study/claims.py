@@ -1,0 +1,310 @@
+"""The claims of docs/study/protocol.md, each with its test on the packed trainings of the study.
+
+python training/study/claims.py docs/study/runs
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import numpy as np
+
+from training.errors import SettingsError
+from training.study.statistics import (
+    Interval,
+    bootstrap_difference,
+    holm,
+    mean_difference,
+    p_equivalent,
+    p_less,
+    paired,
+)
+
+#: Level of a verdict, after Holm's correction over all tests.
+LEVEL = 0.05
+#: The largest difference, in nats per token, that counts as none.
+MARGIN = 0.01
+#: The loss, in nats per token, to which steps are counted.
+REACHED = 1.70
+#: The main study's trained length, and multiples of it.
+LENGTH = 128
+
+Run = Mapping[str, Any]
+#: The trainings of each study by its name, as `archive.read` returns them.
+Runs = Mapping[str, Sequence[Run]]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number of every seed of a scheme.
+
+    Args:
+        scheme: the label in the study.
+        quantity: "tail_loss", the loss of the same last tokens; "accuracy", the share of right answers; or "steps", to
+            the first point of the curve below a loss.
+        at: the length, or the loss.
+        study: the name of the study.
+        task: of the study.
+    """
+
+    scheme: str
+    quantity: str = "tail_loss"
+    at: float = LENGTH
+    study: str = "reference"
+    task: str = "causal"
+
+    def values(self, runs: Runs) -> dict[int, float]:
+        """The number by seed, of the trainings that there are."""
+        return {run["seed"]: self._value(run) for run in self._found(runs)}
+
+    def by_text(self, runs: Runs) -> dict[int, list[float]]:
+        """The loss of each text by seed; empty for other quantities."""
+        if self.quantity != "tail_loss":
+            return {}
+        found = {run["seed"]: run["by_length"] for run in self._found(runs)}
+        return {seed: reading["window_tail_loss"][reading["lengths"].index(self.at)] for seed, reading in found.items()}
+
+    def _found(self, runs: Runs) -> list[Run]:
+        return [
+            run
+            for run in runs.get(self.study, ())
+            if (run["task"], run["scheme"], run["status"]) == (self.task, self.scheme, "finished")
+        ]
+
+    def _value(self, run: Run) -> float:
+        if self.quantity == "steps":
+            steps, losses = run["curve"]["step"], run["curve"]["validation_loss"]
+            # Where the loss is never reached, the number is a lower bound.
+            return float(next((step for step, loss in zip(steps, losses, strict=True) if loss < self.at), steps[-1]))
+        reading = run["exact_match" if self.quantity == "accuracy" else "by_length"]
+        return float(reading[self.quantity][reading["lengths"].index(self.at)])
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One test: that the first measure is below the second, or with a margin, that both are the same.
+
+    Args:
+        first: what is compared.
+        second: with what.
+        margin: of an equivalence; `None` for "less".
+    """
+
+    first: Measure
+    second: Measure
+    margin: float | None = None
+
+    def __str__(self) -> str:
+        same = self.first.scheme == self.second.scheme
+        names = [f"{one.scheme}{f' at {one.at:g}' if same else ''}" for one in (self.first, self.second)]
+        return f"{names[0]} {'<' if self.margin is None else '='} {names[1]}"
+
+    def differences(self, runs: Runs) -> list[float]:
+        """First less second by seed; empty for fewer than two common seeds."""
+        try:
+            return [float(one) for one in paired(self.first.values(runs), self.second.values(runs))]
+        except SettingsError:
+            return []
+
+    def p_values(self, differences: Sequence[float]) -> tuple[float, float]:
+        """The p-values of the claim and of its opposite."""
+        values = np.asarray(differences)
+        if self.margin is None:
+            return p_less(values), p_less(-values)
+        # A difference beyond the margin may lie on either side.
+        outside = min(p_less(self.margin - values), p_less(self.margin + values))
+        return p_equivalent(values, self.margin), min(1.0, 2 * outside)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A sentence of the literature and its tests, all of which have to hold.
+
+    Args:
+        number: in the protocol.
+        text: the sentence.
+        source: where it is from.
+        tests: what would show it here.
+    """
+
+    number: str
+    text: str
+    source: str
+    tests: tuple[Comparison, ...]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a test showed.
+
+    Args:
+        claim: its claim.
+        test: the test.
+        seeds: how many pairs there are; with fewer than two, there is nothing else.
+        difference: the mean with Student's interval over seeds.
+        over_texts: the same with a bootstrap over seeds and texts, for losses.
+        p: after Holm's correction over all tests of all claims.
+        p_opposite: of the opposite, likewise.
+    """
+
+    claim: Claim
+    test: Comparison
+    seeds: int
+    difference: Interval | None
+    over_texts: Interval | None
+    p: float
+    p_opposite: float
+
+    @property
+    def verdict(self) -> str:
+        """One of "confirmed", "contradicted", "undecided" and "not run"."""
+        if self.difference is None:
+            return "not run"
+        if self.p < LEVEL:
+            return "confirmed"
+        return "contradicted" if self.p_opposite < LEVEL else "undecided"
+
+
+def _flat(scheme: str) -> Comparison:
+    return Comparison(Measure(scheme, at=8 * LENGTH), Measure(scheme), MARGIN)
+
+
+def _stretched(scheme: str) -> Measure:
+    return Measure(scheme, at=4 * LENGTH)
+
+
+def _steps(scheme: str) -> Measure:
+    return Measure(scheme, "steps", REACHED)
+
+
+def _copied(scheme: str) -> Measure:
+    # Twice the longest length that the task is trained on.
+    return Measure(scheme, "accuracy", 20, "reference_tasks", "copy")
+
+
+CLAIMS = (
+    Claim(
+        "1a",
+        "KERPLE has a lower loss than ALiBi at the trained length",
+        "arXiv:2205.09921",
+        (Comparison(Measure("kerple"), Measure("alibi")),),
+    ),
+    Claim(
+        "1b",
+        "FoX has a lower loss than RoPE at the trained length",
+        "arXiv:2503.02130",
+        (Comparison(Measure("forget_gate"), Measure("rope")),),
+    ),
+    Claim(
+        "2",
+        "ALiBi, KERPLE and FoX are flat up to 8 times the trained length",
+        "arXiv:2108.12409, 2205.09921, 2503.02130",
+        (_flat("alibi"), _flat("kerple"), _flat("forget_gate")),
+    ),
+    Claim(
+        "3",
+        "at 4 times the trained length, without training: YaRN < NTK < no scaling < PI",
+        "arXiv:2309.00071, 2306.15595",
+        tuple(
+            Comparison(_stretched(first), _stretched(second))
+            for first, second in (("yarn", "ntk"), ("ntk", "rope"), ("rope", "pi"))
+        ),
+    ),
+    Claim(
+        "4",
+        "without positions, a model copies longer texts than with any other scheme",
+        "arXiv:2305.19466",
+        tuple(
+            Comparison(_copied(other), _copied("none"))
+            for other in ("sinusoidal", "learned", "t5", "alibi", "rope", "forget_gate")
+        ),
+    ),
+    Claim(
+        "5",
+        "p-RoPE has the loss of RoPE at the trained length",
+        "arXiv:2410.06205 (claims a lower one)",
+        (Comparison(Measure("p_rope"), Measure("rope"), MARGIN),),
+    ),
+    Claim(
+        "6",
+        f"RoPE reaches {REACHED:.2f} nats in fewer steps than learned and sinusoidal positions",
+        "arXiv:2104.09864",
+        (Comparison(_steps("rope"), _steps("learned")), Comparison(_steps("rope"), _steps("sinusoidal"))),
+    ),
+)
+
+
+def outcomes(runs: Runs, claims: Sequence[Claim] = CLAIMS) -> list[Outcome]:
+    """The outcome of every test, in the order of the claims.
+
+    A test that was not run takes part in Holm's correction with a p-value of 1, so that results cannot become more
+    certain because others are missing.
+    """
+    tests = [(claim, test, test.differences(runs)) for claim in claims for test in claim.tests]
+    pairs = [test.p_values(found) if found else (1.0, 1.0) for _, test, found in tests]
+    adjusted = zip(holm([one for one, _ in pairs]), holm([other for _, other in pairs]), strict=True)
+    return [
+        Outcome(
+            claim,
+            test,
+            len(found),
+            mean_difference(found) if found else None,
+            _over_texts(test, runs),
+            p,
+            p_opposite,
+        )
+        for (claim, test, found), (p, p_opposite) in zip(tests, adjusted, strict=True)
+    ]
+
+
+def _over_texts(test: Comparison, runs: Runs) -> Interval | None:
+    first, second = test.first.by_text(runs), test.second.by_text(runs)
+    seeds = sorted(first.keys() & second.keys())
+    if len(seeds) < 2:
+        return None
+    return bootstrap_difference([first[seed] for seed in seeds], [second[seed] for seed in seeds])
+
+
+def read_runs(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """The trainings of every archive in a folder, by the name of its file.
+
+    Raises:
+        SettingsError: if there is none.
+    """
+    from pyarrow import parquet
+
+    found = {file.stem: parquet.read_table(file).to_pylist() for file in sorted(folder.glob("*.parquet"))}
+    if not found:
+        raise SettingsError(f"{folder} has no archive of a study (*.parquet); see training/study/archive.py.")
+    for rows in found.values():
+        for row in rows:
+            row["config"] = json.loads(row["config"])
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints the outcome of every test. Returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path, help="of the archives")
+    try:
+        runs = read_runs(parser.parse_args(arguments).folder)
+    except SettingsError as error:
+        print(f"claims: {error}", file=sys.stderr)
+        return 2
+    for one in outcomes(runs):
+        found = "" if one.difference is None else f"{one.difference}, p = {one.p:.2g}, {one.seeds} seeds"
+        print(f"{one.claim.number:3} {one.test!s:36} {one.verdict:13} {found}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
