@@ -75,7 +75,7 @@ def p_less(differences: ArrayLike) -> float:
     from scipy import stats
 
     if np.ptp(differences) == 0:
-        return float(np.mean(differences) >= 0)
+        return float(np.asarray(differences).mean() >= 0)
     return float(stats.ttest_1samp(np.asarray(differences, dtype=np.float64), 0.0, alternative="less").pvalue)
 
 
