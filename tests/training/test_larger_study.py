@@ -1,0 +1,76 @@
+"""The larger size of the reference study, and the tools that it needs: a tokenizer and a corpus of another kind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from training import compare, train_tokenizer
+from training.data import python_source
+from training.study import outputs
+from training.study.settings import parse_study
+
+STUDY = Path(__file__).resolve().parents[2] / "training" / "studies" / "reference_gpu.yaml"
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory, text_folder: Path) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    assert train_tokenizer.main([str(folder), "--vocab_size=300", f"--dataset_name={text_folder}"]) == 0
+    return folder
+
+
+def test_a_trained_tokenizer_reads_and_writes_any_text(tokenizer_folder: Path, text_folder: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    assert len(tokenizer) == 300
+    for text in (next(text_folder.glob("*.txt")).read_text(), "übel 犬 \x00\n"):
+        tokens = tokenizer(text)["input_ids"]
+        assert tokenizer.decode(tokens) == text
+        assert len(tokens) < len(text.encode()) or len(text) < 10
+    assert tokenizer.eos_token_id != tokenizer.pad_token_id
+
+
+def test_what_no_tokenizer_can_be_trained_from_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_tokenizer.main([str(tmp_path / "out"), f"--dataset_name={tmp_path}/missing.txt"]) == 2
+    assert "missing.txt" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        train_tokenizer.main([str(tmp_path / "out"), "--vocab_size=100"])
+    assert "at least 258" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_python_source_is_a_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert python_source.main([str(tmp_path / "source.jsonl")]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "source.jsonl").read_text().splitlines()]
+    names = {row["name"] for row in rows}
+    assert {"ast.py", "json/decoder.py"} <= names
+    assert not any("test" in Path(name).parts or "site-packages" in name for name in names)
+    assert "JSONDecoder" in next(row["text"] for row in rows if row["name"] == "json/decoder.py")
+    assert python_source.main([str(tmp_path / "source.csv")]) == 2
+    assert "ends in .jsonl" in capsys.readouterr().err
+
+
+def test_the_larger_study_has_the_size_that_its_text_says() -> None:
+    study = parse_study([str(STUDY)], "")
+    assert study.max_steps * study.batch_size * study.train_length == pytest.approx(60e6, rel=0.01)
+    assert study.lengths[-1] == 8192
+    assert (len(study.schemes), len(study.seeds)) == (8, 3)
+
+
+def test_the_larger_study_runs_at_a_small_size(
+    tokenizer_folder: Path, text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outputs, "draw_figures", lambda *_: [])
+    small = {
+        "dataset_name": text_folder, "tokenizer_name": tokenizer_folder, "output_dir": tmp_path / "out", "seeds": 0,
+        "hidden_size": 16, "num_layers": 1, "num_heads": 2, "train_length": 16, "length_factor": 2, "batch_size": 2,
+        "max_steps": 2, "warmup_steps": 1, "eval_windows": 2, "workers": 1, "validation_fraction": 0.25,
+        "trainer": "{bf16: true, use_cpu: true}",
+    }  # fmt: skip
+    assert compare.main([str(STUDY), *(f"--{name}={value}" for name, value in small.items())]) == 0
+    runs = json.loads((tmp_path / "out" / "results.json").read_text())["runs"]
+    assert [run["status"] for run in runs] == ["finished"] * 8
+    assert len({run["by_length"]["loss"][-1] for run in runs}) > 4
