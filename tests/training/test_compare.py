@@ -181,6 +181,8 @@ def test_packed_trainings_are_not_trained_again_elsewhere(finished, arguments_of
     assert set(table.task) == {"causal", "masked", "repeated_copy"}
     assert table.learning_rate.eq(2e-3).all()
     assert len(table.by_length[0]["loss"]) == 3
+    written = json.loads((finished / "results.json").read_text())
+    assert archive.study_in(file) == {name: value for name, value in written.items() if name != "runs"}
 
     monkeypatch.setattr(workers, "run_cell", refuse)
     assert archive.main(["unpack", str(file), str(elsewhere)]) == 0
@@ -199,6 +201,9 @@ def test_what_is_no_archive_is_refused(finished, tmp_path, capsys):
     pd.DataFrame({"loss": [1.0]}).to_parquet(file)
     assert archive.main(["unpack", str(file), str(tmp_path / "out")]) == 2
     assert "holds no trainings of a study" in capsys.readouterr().err
+    file.write_text("loss: 1.0")
+    assert archive.main(["unpack", str(file), str(tmp_path / "out")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
     archive.pack(finished, file)
     assert archive.main(["unpack", str(file), str(finished)]) == 2
     assert "already" in capsys.readouterr().err

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 
-from training.study import claims
+from training.files import write_json
+from training.study import archive, claims
 from training.study.claims import CLAIMS, LENGTH, Outcome, outcomes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,7 +122,11 @@ def test_losses_that_are_never_reached_count_all_steps() -> None:
 
 def test_the_command_reads_archives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, rows in runs_like_the_claims().items():
-        pd.DataFrame(rows).to_parquet(tmp_path / f"{name}.parquet")
+        for row in rows:
+            folder = tmp_path / name / "trainings" / f"{row['task']}-{row['scheme']}-seed{row['seed']}"
+            write_json(folder / "result.json", row | {"config": None})
+            write_json(folder / "settings.json", {"learning_rate": 1e-3})
+        archive.pack(tmp_path / name, tmp_path / f"{name}.parquet")
     assert claims.main([str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 17

@@ -13,7 +13,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -28,13 +28,23 @@ from training.files import read_json, write_json
 _TEXTS = ("config", "training", "swap_options", "swap")
 #: Columns that are not part of a result: the name of the training, and what it began with.
 _NAME, _SETTINGS, _RATE = "name", "settings", "learning_rate"
+#: Where the file keeps what all trainings share.
+_STUDY = b"study"
+
+
+class Training(NamedTuple):
+    """A training that has ended: its name, what it began with, and its result."""
+
+    name: str
+    settings: dict[str, Any]
+    result: dict[str, Any]
 
 
 def pack(folder: Path, file: Path) -> int:
     """Writes all trainings of a study that have ended, also those of a study that was stopped.
 
     Args:
-        folder: the output folder of the study.
+        folder: the output folder of the study. What its `results.json` says of the whole is kept, if there is one.
         file: is replaced.
 
     Returns:
@@ -54,9 +64,40 @@ def pack(folder: Path, file: Path) -> int:
     # The columns of all rows: pyarrow takes those of the first one.
     columns = dict.fromkeys(name for row in rows for name in row)
     table = pyarrow.table({name: [row.get(name) for row in rows] for name in columns})
+    study = read_json(folder / "results.json")
+    if study is not None:
+        del study["runs"]
+        table = table.replace_schema_metadata({_STUDY: json.dumps(study)})
     file.parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(table, file, compression="zstd", compression_level=19)
     return len(rows)
+
+
+def trainings(file: Path) -> list[Training]:
+    """The trainings in a file that `pack` wrote.
+
+    Raises:
+        SettingsError: if it did not.
+    """
+    found = []
+    for row in _table(file).to_pylist():
+        texts = {name: json.loads(row[name]) for name in _TEXTS if row.get(name) is not None}
+        result = {name: value for name, value in row.items() if name not in (_NAME, _SETTINGS, _RATE)}
+        found.append(Training(row[_NAME], json.loads(row[_SETTINGS]), _without_empty(result) | texts))
+    return found
+
+
+def study_in(file: Path) -> dict[str, Any]:
+    """What the `results.json` of the packed study said of the whole study: its tasks, settings and versions.
+
+    Raises:
+        SettingsError: for a study that was stopped before it wrote that file, or a file that `pack` did not write.
+    """
+    metadata = _table(file).schema.metadata or {}
+    if _STUDY not in metadata:
+        raise SettingsError(f"{file} was packed before the study had written its results.json.")
+    study: dict[str, Any] = json.loads(metadata[_STUDY])
+    return study
 
 
 def unpack(file: Path, folder: Path) -> int:
@@ -72,25 +113,26 @@ def unpack(file: Path, folder: Path) -> int:
     Raises:
         SettingsError: for a file that `pack` did not write, or a training that the folder has already.
     """
-    try:
-        rows = parquet.read_table(file).to_pylist()
-        names = [row.pop(_NAME) for row in rows]
-        contents = []
-        for row in rows:
-            settings = json.loads(row.pop(_SETTINGS))
-            del row[_RATE]
-            texts = {name: json.loads(row[name]) for name in _TEXTS if row.get(name) is not None}
-            contents.append((settings, _without_empty(row) | texts))
-    except (OSError, pyarrow.ArrowInvalid, KeyError, TypeError, ValueError) as error:
-        raise SettingsError(f"{file} holds no trainings of a study: {error}") from error
-    folders = [folder / "trainings" / name for name in names]
-    taken = [place.name for place in folders if (place / "settings.json").exists()]
+    packed = trainings(file)
+    places = {training.name: folder / "trainings" / training.name for training in packed}
+    taken = [name for name, place in places.items() if (place / "settings.json").exists()]
     if taken:
         raise SettingsError(f"{folder} has {taken[0]} already. Name a folder without it, or remove {folder}.")
-    for place, (settings, result) in zip(folders, contents, strict=True):
-        write_json(place / "settings.json", settings)
-        write_json(place / "result.json", result)
-    return len(names)
+    for name, settings, result in packed:
+        write_json(places[name] / "settings.json", settings)
+        write_json(places[name] / "result.json", result)
+    return len(packed)
+
+
+def _table(file: Path) -> pyarrow.Table:
+    try:
+        table = parquet.read_table(file)
+    except (OSError, pyarrow.ArrowInvalid) as error:
+        raise SettingsError(f"{file} cannot be read: {error}") from error
+    missing = sorted({_NAME, _SETTINGS, _RATE} - set(table.column_names))
+    if missing:
+        raise SettingsError(f"{file} holds no trainings of a study: it has no column {missing[0]!r}.")
+    return table
 
 
 def _without_empty(values: dict[str, Any]) -> dict[str, Any]:

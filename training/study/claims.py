@@ -6,7 +6,6 @@ python training/study/claims.py docs/study/runs
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ if __package__ in (None, ""):
 import numpy as np
 
 from training.errors import SettingsError
+from training.study.archive import trainings
 from training.study.statistics import (
     Interval,
     bootstrap_difference,
@@ -39,7 +39,7 @@ REACHED = 1.70
 LENGTH = 128
 
 Run = Mapping[str, Any]
-#: The trainings of each study by its name, as `archive.read` returns them.
+#: The trainings of each study by its name, as in `results.json`.
 Runs = Mapping[str, Sequence[Run]]
 
 
@@ -280,14 +280,9 @@ def read_runs(folder: Path) -> dict[str, list[dict[str, Any]]]:
     Raises:
         SettingsError: if there is none.
     """
-    from pyarrow import parquet
-
-    found = {file.stem: parquet.read_table(file).to_pylist() for file in sorted(folder.glob("*.parquet"))}
+    found = {file.stem: [one.result for one in trainings(file)] for file in sorted(folder.glob("*.parquet"))}
     if not found:
         raise SettingsError(f"{folder} has no archive of a study (*.parquet); see training/study/archive.py.")
-    for rows in found.values():
-        for row in rows:
-            row["config"] = json.loads(row["config"])
     return found
 
 
