@@ -31,7 +31,9 @@ def test_the_protocol_names_the_study_and_its_settings(name: str) -> None:
     assert f"`training/studies/{name}.yaml`" in PROTOCOL
     assert study.learning_rates == [1e-3, 2e-3, 4e-3, 8e-3]
     assert study.rate_settings == {"max_steps": 500}
-    assert study.max_steps == 2000
+    steps = 1000 if name == "reference_tasks" else 2000
+    assert study.max_steps == steps
+    assert f"{steps:,} steps" in PROTOCOL
     assert f"| 0 to {study.seeds[-1]} |" in PROTOCOL or study.seeds == [0]
 
 

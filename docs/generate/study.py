@@ -1,0 +1,320 @@
+"""Writes the tables and figures of docs/study from the packed trainings in docs/study/runs.
+
+python docs/generate/study.py             # tables and figures
+python docs/generate/study.py --no-draw   # tables only
+
+A table stands in a page between `<!-- table: NAME -->` and `<!-- end -->`. The text around it is written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import numpy as np
+
+from training.errors import SettingsError
+from training.study.archive import study_in, trainings
+from training.study.claims import LENGTH, REACHED, Measure, Outcome, outcomes, read_runs
+from training.study.statistics import Interval, bootstrap_difference, mean_difference, paired, share
+
+FOLDER = Path(__file__).resolve().parents[1] / "study"
+RUNS = FOLDER / "runs"
+FIGURES = FOLDER / "figures"
+PAGES = ("results.md", "leaderboard.md")
+#: Figures of a study that the pages show.
+DRAWN = ("loss_curves", "tail_loss_by_length", "loss_by_position", "exact_match")
+LENGTHS = (LENGTH, 2 * LENGTH, 4 * LENGTH, 8 * LENGTH)
+#: Labels that start from a trained RoPE.
+SCALINGS = ("pi", "ntk", "yarn", "self_extend", "rerope")
+NOT_RUN = "*Not run yet.*"
+#: Examples of a task per length and seed.
+_SAMPLES = 100
+
+Run = Mapping[str, Any]
+Runs = Mapping[str, Sequence[Run]]
+
+
+def main() -> int:
+    """Writes the tables into the pages, and draws the figures. Returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-draw", action="store_true", help="leave the figures as they are")
+    runs = read_runs(RUNS)
+    for name in PAGES:
+        path = FOLDER / name
+        path.write_text(filled(path.read_text(encoding="utf-8"), runs), encoding="utf-8")
+    if not parser.parse_args().no_draw:
+        draw()
+    return 0
+
+
+def filled(page: str, runs: Runs) -> str:
+    """A page with its tables made anew."""
+
+    def table(match: re.Match[str]) -> str:
+        return f"<!-- table: {match[1]} -->\n\n{TABLES[match[1]](runs)}\n\n<!-- end -->"
+
+    return re.sub(r"<!-- table: (\w+) -->.*?<!-- end -->", table, page, flags=re.DOTALL)
+
+
+def draw() -> None:
+    """Draws the figures of every packed study, for light and dark pages."""
+    from training.study.figures import draw_figures
+    from training.study.records import study_records
+    from training.study.results import check_results
+
+    FIGURES.mkdir(exist_ok=True)
+    for file in sorted(RUNS.glob("*.parquet")):
+        try:
+            whole = study_in(file)
+        except SettingsError:
+            # A study that has not ended has tables only.
+            continue
+        if file.stem.endswith("_rates"):
+            continue
+        study = check_results(whole | {"runs": [one.result for one in trainings(file)]})
+        for figure in draw_figures(study, study_records(study)):
+            if figure.name.endswith(DRAWN):
+                (FIGURES / f"{file.stem}_{figure.name}.png").write_bytes(figure.png)
+                (FIGURES / f"{file.stem}_{figure.name}_dark.png").write_bytes(figure.dark_png)
+
+
+# Numbers
+
+
+def finished(runs: Runs, study: str, task: str = "causal") -> dict[str, dict[int, Run]]:
+    """The finished trainings of a task, by scheme and seed."""
+    found: dict[str, dict[int, Run]] = {}
+    for run in runs.get(study, ()):
+        if run["task"] == task and run["status"] == "finished":
+            found.setdefault(run["scheme"], {})[run["seed"]] = run
+    return found
+
+
+def mean_of(values: Iterable[float]) -> Interval:
+    """The mean over seeds with Student's interval; one seed has no interval."""
+    numbers = list(values)
+    return mean_difference(numbers) if len(numbers) > 1 else Interval(numbers[0], numbers[0], numbers[0])
+
+
+def shown(interval: Interval, digits: int = 3) -> str:
+    """A mean, ± half of its interval."""
+    half = (interval.high - interval.low) / 2
+    return f"{interval.value:,.{digits}f}" + (f" ± {half:,.{digits}f}" if half else "")
+
+
+def ranged(interval: Interval, digits: int = 3) -> str:
+    """A difference with the ends of its interval."""
+    return f"{interval.value:+.{digits}f} [{interval.low:+.{digits}f}, {interval.high:+.{digits}f}]"
+
+
+def tail(seeds: Mapping[int, Run], length: int) -> Interval:
+    """The loss of the same last tokens with this much context."""
+    return mean_of(run["by_length"]["tail_loss"][run["by_length"]["lengths"].index(length)] for run in seeds.values())
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table whose first column is text and whose others are numbers."""
+    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+# Tables
+
+
+def claims_table(runs: Runs) -> str:
+    """Every test with its difference, intervals, p-value and verdict."""
+    head = ("claim", "test", "difference over seeds", "over seeds and texts", "p (Holm)", "verdict")
+    rows, last = [], ""
+    for one in outcomes(runs):
+        claim = f"{one.claim.number}: {one.claim.text} ({one.claim.source})" if one.claim.number != last else ""
+        last = one.claim.number
+        rows.append((claim, f"`{one.test}`", *_difference(one), one.verdict))
+    return markdown(head, rows).replace("|---|---:|", "|---|---|", 1)
+
+
+def _difference(one: Outcome) -> tuple[str, str, str]:
+    if one.difference is None:
+        return "", "", ""
+    digits = 0 if one.test.first.quantity == "steps" else 4
+    over_texts = "" if one.over_texts is None else ranged(one.over_texts, digits)
+    return ranged(one.difference, digits), over_texts, f"{one.p:.2g}"
+
+
+def rates_table(runs: Runs) -> str:
+    """The validation losses that learning rates were chosen from."""
+    found = {
+        study.removesuffix("_rates"): [run for run in rows if run["status"] == "finished"]
+        for study, rows in runs.items()
+        if study.endswith("_rates")
+    }
+    if not found:
+        return NOT_RUN
+    losses: dict[tuple[str, str], dict[float, float]] = {}
+    for study, rows in found.items():
+        for run in rows:
+            scheme, rate = run["scheme"].rsplit("-", 1)[0], run["training"]["learning_rate"]
+            losses.setdefault((study, scheme), {})[rate] = run["curve"]["validation_loss"][-1]
+    rates = sorted({rate for by_rate in losses.values() for rate in by_rate})
+    rows = []
+    for (study, scheme), by_rate in losses.items():
+        best = min(by_rate, key=lambda rate: by_rate[rate])
+        cells = [f"{by_rate[rate]:.3f}" if rate in by_rate else "" for rate in rates]
+        rows.append((f"`{scheme}`", *cells, f"{best:g}", study.removeprefix("reference").strip("_") or "main"))
+    return markdown(("scheme", *(f"{rate:g}" for rate in rates), "chosen", "study"), rows)
+
+
+def losses_of(study: str, only: Callable[[str], bool] = lambda scheme: True) -> Callable[[Runs], str]:
+    """The table of losses of a study by length, from the lowest at the trained length."""
+
+    def table(runs: Runs) -> str:
+        found = {scheme: seeds for scheme, seeds in finished(runs, study).items() if only(scheme)}
+        if not found:
+            return NOT_RUN
+        rows = []
+        for scheme, seeds in sorted(found.items(), key=lambda item: tail(item[1], LENGTH).value):
+            sliding = mean_of(run["by_length"]["sliding_loss"] for run in seeds.values())
+            rows.append(
+                (f"`{scheme}`", *(shown(tail(seeds, length)) for length in LENGTHS), shown(sliding), str(len(seeds)))
+            )
+        return markdown(("scheme", *(f"{length:,}" for length in LENGTHS), "sliding", "seeds"), rows)
+
+    return table
+
+
+def differences_table(runs: Runs) -> str:
+    """Loss at the trained length, less that of RoPE."""
+    found = finished(runs, "reference")
+    texts, rows = Measure("rope").by_text(runs), []
+    for scheme in found:
+        own, rope = Measure(scheme).values(runs), Measure("rope").values(runs)
+        common = sorted(own.keys() & rope.keys())
+        if scheme in ("rope", *SCALINGS) or len(common) < 2:
+            continue
+        by_text = Measure(scheme).by_text(runs)
+        both = bootstrap_difference([by_text[seed] for seed in common], [texts[seed] for seed in common])
+        over_seeds = mean_difference(paired(own, rope))
+        rows.append((over_seeds.value, (f"`{scheme}`", ranged(over_seeds), ranged(both), str(len(common)))))
+    if not rows:
+        return NOT_RUN
+    return markdown(("scheme", "over seeds", "over seeds and texts", "seeds"), [row for _, row in sorted(rows)])
+
+
+def speed_table(runs: Runs) -> str:
+    """Steps to a loss, processor time per step, and the loss of all after the time of the fastest."""
+    found = {scheme: seeds for scheme, seeds in finished(runs, "reference").items() if scheme not in SCALINGS}
+    if "none" not in found:
+        return NOT_RUN
+    seconds = {scheme: np.mean([run["cpu_seconds"] for run in seeds.values()]) for scheme, seeds in found.items()}
+    budget, rows = min(seconds.values()), []
+    for scheme, seeds in found.items():
+        steps = mean_of(Measure(scheme, "steps", REACHED).values(runs).values())
+        reached = all(min(run["curve"]["validation_loss"]) < REACHED for run in seeds.values())
+        equal = mean_of(_loss_after(run, budget) for run in seeds.values())
+        row = (
+            f"`{scheme}`",
+            shown(steps, 0) if reached else "not reached",
+            f"{seconds[scheme] / seconds['none']:.2f}",
+            shown(mean_of(run["curve"]["validation_loss"][-1] for run in seeds.values())),
+            shown(equal),
+        )
+        rows.append((equal.value, row))
+    head = ("scheme", f"steps to {REACHED:.2f}", "time (none = 1)", "loss after all steps", "loss after equal time")
+    return markdown(head, [row for _, row in sorted(rows)])
+
+
+def _loss_after(run: Run, seconds: float) -> float:
+    """The validation loss of a run after so many processor seconds, between two points of its curve."""
+    steps = run["curve"]["step"]
+    return float(np.interp(steps[-1] * seconds / run["cpu_seconds"], steps, run["curve"]["validation_loss"]))
+
+
+def tasks_table(runs: Runs) -> str:
+    """Shares of right answers by task and length."""
+    tasks = list(dict.fromkeys(run["task"] for run in runs.get("reference_tasks", ())))
+    sections = []
+    for task in tasks:
+        found = finished(runs, "reference_tasks", task)
+        lengths = next(iter(next(iter(found.values())).values()))["exact_match"]["lengths"]
+        rows = [
+            (f"`{scheme}`", *(_share(seeds.values(), length) for length in lengths), str(len(seeds)))
+            for scheme, seeds in found.items()
+        ]
+        sections.append(f"**{task}**\n\n{markdown(('scheme', *map(str, lengths), 'seeds'), rows)}")
+    return "\n\n".join(sections) or NOT_RUN
+
+
+def masked_table(runs: Runs) -> str:
+    """Losses of the masked models at the trained length and twice that."""
+    found = finished(runs, "reference_masked", "masked")
+    if not found:
+        return NOT_RUN
+    rows = [
+        (f"`{scheme}`", *(shown(tail(seeds, length)) for length in LENGTHS[:3]), str(len(seeds)))
+        for scheme, seeds in sorted(found.items(), key=lambda item: tail(item[1], LENGTH).value)
+    ]
+    return markdown(("scheme", *(f"{length:,}" for length in LENGTHS[:3]), "seeds"), rows)
+
+
+def leaderboard(runs: Runs) -> str:
+    """Every scheme that was trained, from the lowest loss at the trained length."""
+    main_study, catalogue = finished(runs, "reference"), finished(runs, "reference_catalogue")
+    found = {scheme: seeds for scheme, seeds in (main_study | catalogue).items() if scheme not in SCALINGS}
+    if not found:
+        return NOT_RUN
+    none = main_study.get("none")
+    base = None if none is None else np.mean([run["cpu_seconds"] for run in none.values()])
+    plain = None if none is None else next(iter(none.values()))["parameters"]
+    rows = []
+    for scheme, seeds in sorted(found.items(), key=lambda item: tail(item[1], LENGTH).value):
+        first = next(iter(seeds.values()))
+        seconds = np.mean([run["cpu_seconds"] for run in seeds.values()])
+        rows.append(
+            (
+                f"`{scheme}`",
+                *(shown(tail(seeds, length)) for length in (LENGTHS[0], LENGTHS[2], LENGTHS[3])),
+                *(_answers(runs, scheme, task, at) for task, at in (("copy", 20), ("passkey", 40))),
+                "" if base is None else f"{seconds / base:.2f}",
+                "" if plain is None else f"{first['parameters'] - plain:+,}",
+                str(len(seeds)),
+            )
+        )
+    head = ("scheme", "trained length", "4 times", "8 times", "copy", "retrieval", "time", "parameters", "seeds")
+    return markdown(head, rows)
+
+
+def _answers(runs: Runs, scheme: str, task: str, length: int) -> str:
+    seeds = finished(runs, "reference_tasks", task).get(scheme)
+    return _share(seeds.values(), length) if seeds else ""
+
+
+def _share(seeds: Iterable[Run], length: int) -> str:
+    """The share of right answers at a length, with its interval."""
+    readings = [run["exact_match"] for run in seeds]
+    right = [round(_SAMPLES * reading["accuracy"][reading["lengths"].index(length)]) for reading in readings]
+    interval = share(right, [_SAMPLES] * len(right))
+    return f"{interval.value:.0%} [{interval.low:.0%}, {interval.high:.0%}]"
+
+
+TABLES: dict[str, Callable[[Runs], str]] = {
+    "claims": claims_table,
+    "rates": rates_table,
+    "losses": losses_of("reference", lambda scheme: scheme not in SCALINGS),
+    "scalings": losses_of("reference", lambda scheme: scheme in ("rope", *SCALINGS)),
+    "source_losses": losses_of("reference_source"),
+    "differences": differences_table,
+    "speed": speed_table,
+    "tasks": tasks_table,
+    "masked": masked_table,
+    "leaderboard": leaderboard,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
