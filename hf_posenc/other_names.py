@@ -29,6 +29,7 @@ _SCHEMES = {
     "rnope_swa": ("local_global",),
     "bipe": ("hierarchical",),
     "lerope": ("learned_rope",),
+    "untied": ("tupe",),
     "absolute": ("learned", "sinusoidal"),
     "ape": ("learned", "sinusoidal"),
     "gpt": ("learned",),

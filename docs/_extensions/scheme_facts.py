@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 
@@ -83,8 +84,10 @@ def _bias_inputs(subject: Subject) -> str:
         return added_bias(subject, positions, *given)[..., visible(subject, length)]
 
     found = dict.fromkeys(("positions", "queries", "keys", "hidden states"), False)
-    # Near and far positions: a bias may act on one of them only.
-    for step in (1, 20, 200):
+    # Near and far positions: a bias may act on one of them only. A table may end before the far ones.
+    assert subject.parts.logit_bias is not None
+    limit = subject.parts.logit_bias.length_reach.length or math.inf
+    for step in (step for step in (1, 20, 200) if (length + 1) * step <= limit):
         ids = torch.arange(length) * step
         shifted = biases(ids + (torch.arange(length) >= length // 2) * step)
         for name, one in zip(found, [shifted, *(biases(ids, index) for index in range(3))], strict=True):

@@ -40,6 +40,7 @@ from hf_posenc.schemes.bias.swin import SwinConfig as SwinConfig
 from hf_posenc.schemes.bias.t5 import T5Config as T5Config
 from hf_posenc.schemes.bias.tisa import TisaConfig as TisaConfig
 from hf_posenc.schemes.bias.transformer_xl import TransformerXLConfig as TransformerXLConfig
+from hf_posenc.schemes.bias.tupe import TupeConfig as TupeConfig
 from hf_posenc.schemes.bias.wavelet import WaveletConfig as WaveletConfig
 from hf_posenc.schemes.config import (
     BuildContext as BuildContext,

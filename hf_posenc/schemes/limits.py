@@ -53,6 +53,31 @@ def shown(value: Any) -> str:
         return f"a {type(value).__name__} that is too long to print"
 
 
+def rows_of_table(config: Any, max_positions: int | None) -> int:
+    """The number of rows of a table with one row per position: the config's `num_positions`, or the model's own length.
+
+    Args:
+        config: with `num_positions`, which may be `None`.
+        max_positions: the length that the model states, if it does.
+
+    Raises:
+        ValueError: if neither states a number, or the model states more than 2**20.
+    """
+    owner = type(config).__name__
+    rows: int | None = max_positions if config.num_positions is None else config.num_positions
+    if rows is None:
+        raise ValueError(
+            f"{owner}.num_positions is None and the model's config has no length. Give the number of rows, for example "
+            "num_positions=2048."
+        )
+    if rows > MOST_ROWS:
+        raise ValueError(
+            f"{owner}.num_positions is None and the model's config has {rows} positions; a table has at most "
+            f"{MOST_ROWS} rows. Give num_positions= for the length you need."
+        )
+    return rows
+
+
 def check_shape_of_json(value: Any, owner: str, *, depth: int = DEEPEST_JSON, size: int = MOST_VALUES) -> None:
     """Checks that dictionaries and lists are nested at most `depth` deep and hold at most `size` values.
 

@@ -13,7 +13,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.additive.learned_grid import LearnedGridEncoding
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.grids import check_grid
-from hf_posenc.schemes.limits import MOST_ROWS
+from hf_posenc.schemes.limits import MOST_ROWS, rows_of_table
 from hf_posenc.schemes.parts import AdditiveEncoding, SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.reach import Reach
@@ -208,17 +208,7 @@ class LearnedConfig(SchemeConfig):
                     context.hidden_size, self.grid, self.num_prefix_tokens, self._resizing, context.initializer_range
                 )
             )
-        num_positions = self.num_positions if self.num_positions is not None else context.max_positions
-        if num_positions is None:
-            raise ValueError(
-                "LearnedConfig.num_positions is None and the model's config has no length. Give the number of rows, "
-                "for example num_positions=2048."
-            )
-        if num_positions > MOST_ROWS:
-            raise ValueError(
-                f"LearnedConfig.num_positions is None and the model's config has {num_positions} positions; a table "
-                f"has at most {MOST_ROWS} rows. Give num_positions= for the length you need."
-            )
+        num_positions = rows_of_table(self, context.max_positions)
         return SchemeParts(
             additive=LearnedEncoding(
                 context.hidden_size, num_positions, self.offset, self.extension, context.initializer_range

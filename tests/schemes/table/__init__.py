@@ -5,10 +5,30 @@ A new scheme adds a row to the file of its family; `test_all_schemes.py` fails u
 
 from __future__ import annotations
 
-from . import arrangements, content_biases, coordinates, distance_biases, position_maps, rotations, scales, seeds
+from . import (
+    arrangements,
+    content_biases,
+    coordinates,
+    distance_biases,
+    position_biases,
+    position_maps,
+    rotations,
+    scales,
+    seeds,
+)
 from .row import HEAD_DIM, HEADS, HIDDEN, KEY_VALUE_HEADS, LogitCase, Row, context_for, parts_for, positions_of
 
-FAMILIES = (seeds, distance_biases, content_biases, rotations, coordinates, position_maps, scales, arrangements)
+FAMILIES = (
+    seeds,
+    distance_biases,
+    content_biases,
+    rotations,
+    coordinates,
+    position_biases,
+    position_maps,
+    scales,
+    arrangements,
+)
 TABLE: dict[str, Row] = {name: row for family in FAMILIES for name, row in family.ROWS.items()}
 
 VARIANTS = [

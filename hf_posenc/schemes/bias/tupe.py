@@ -1,0 +1,169 @@
+"""TUPE: untied absolute positions."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.limits import MOST_ROWS, rows_of_table
+from hf_posenc.schemes.parts import LogitScale, PairwiseBias, SchemeParts
+from hf_posenc.schemes.positions import AttentionPairs, Positions
+from hf_posenc.schemes.reach import Reach
+from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.validation import check_boolean, check_integer, whole_positions
+
+#: Row 0 of the table stands for every pair whose query is the first token, row 1 for those whose key it is.
+_FIRST_ROW = 1
+
+
+class UntiedPositionBias(PairwiseBias):
+    """Products of learned positions, with projections of their own.
+
+    Args:
+        hidden_size: width of a position vector.
+        num_heads: number of query heads.
+        head_dim: width of a head.
+        num_positions: number of positions with a vector.
+        reset_first: whether pairs with the first token have a number of their own.
+        initializer_range: standard deviation of new vectors and projections.
+    """
+
+    whole_positions = True
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        head_dim: int,
+        num_positions: int,
+        reset_first: bool,
+        initializer_range: float,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.factor = head_dim**-0.5
+        self.reset_first = reset_first
+        self.initializer_range = initializer_range
+        self.length_reach = Reach(
+            num_positions,
+            "of the table of 'tupe'. Shorten the input, or patch with a larger num_positions.",
+            made_for=num_positions,
+        )
+        self.weight = nn.Parameter(torch.empty(num_positions + _FIRST_ROW, hidden_size))
+        self.norm_weight = nn.Parameter(torch.empty(hidden_size))
+        self.norm_bias = nn.Parameter(torch.empty(hidden_size))
+        self.query_weight = nn.Parameter(torch.empty(num_heads * head_dim, hidden_size))
+        self.query_bias = nn.Parameter(torch.empty(num_heads * head_dim))
+        self.key_weight = nn.Parameter(torch.empty(num_heads * head_dim, hidden_size))
+        self.key_bias = nn.Parameter(torch.empty(num_heads * head_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws vectors and projections from N(0, initializer_range); the layer norm changes nothing."""
+        for weight in (self.weight, self.query_weight, self.key_weight):
+            nn.init.normal_(weight, std=self.initializer_range)
+        for offset in (self.norm_bias, self.query_bias, self.key_bias):
+            nn.init.zeros_(offset)
+        nn.init.ones_(self.norm_weight)
+
+    def forward(self, pairs: AttentionPairs) -> Tensor:
+        """Returns `(batch or 1, heads, query_len, key_len)` in float32.
+
+        Raises:
+            SequenceLengthError: for a position without a vector.
+            ValueError: for positions that are not integers.
+        """
+        ids = pairs.keys.ids
+        whole_positions(ids, "tupe")
+        self.length_reach.check(ids)
+        rows = self._rows(ids.clamp(min=0) + _FIRST_ROW)
+        query, key = self._queries(rows.index_select(-2, pairs.query_slots)), self._keys(rows)
+        bias = query @ key.transpose(-1, -2)
+        if self.reset_first:
+            special = self._rows(torch.arange(2, device=ids.device))
+            products = (self._queries(special) * self._keys(special)).sum(-1)
+            from_first, to_first = products[..., None, None].unbind(1)
+            bias = torch.where((ids == 0)[:, None, None, :], to_first, bias)
+            bias = torch.where((pairs.query_positions == 0)[:, None, :, None], from_first, bias)
+        return bias * self.factor
+
+    def _rows(self, indices: Tensor) -> Tensor:
+        """`(..., hidden)` float32: the normalised rows of the table."""
+        rows = nn.functional.embedding(indices, self.weight).float()
+        return nn.functional.layer_norm(rows, rows.shape[-1:], self.norm_weight.float(), self.norm_bias.float())
+
+    def _queries(self, rows: Tensor) -> Tensor:
+        return self._heads(nn.functional.linear(rows, self.query_weight.float(), self.query_bias.float()))
+
+    def _keys(self, rows: Tensor) -> Tensor:
+        return self._heads(nn.functional.linear(rows, self.key_weight.float(), self.key_bias.float()))
+
+    def _heads(self, projected: Tensor) -> Tensor:
+        """`(..., length, heads * head_dim)` -> `(..., heads, length, head_dim)`."""
+        return projected.unflatten(-1, (self.num_heads, -1)).transpose(-2, -3)
+
+
+class HalvedVariance(LogitScale):
+    """`1 / sqrt(2)`: the factor that two summed products have instead of one."""
+
+    reads_positions = False
+
+    def forward(self, positions: Positions) -> Tensor:
+        """Returns `(batch or 1, 1, length)` in float32."""
+        ids = positions.ids
+        return torch.full(ids.shape, 1 / math.sqrt(2), dtype=torch.float32, device=ids.device).unsqueeze(1)
+
+
+@register_scheme
+@dataclass(frozen=True)
+class TupeConfig(SchemeConfig):
+    """Positions correlate with positions, and words with words (TUPE-A, arXiv:2006.15595, eq. 7 to 10).
+
+    For the query at position i, the key at position j and each head::
+
+        logit(i, j) = (q_i . k_j + p_i U_q . p_j U_k) / sqrt(2 head_dim)
+
+    `p` are learned vectors after a layer norm; `U_q` and `U_k` project them, with offsets as in the authors' code
+    (github.com/guolinke/TUPE). All three are shared by the layers. Each of the two products has the variance of a usual
+    logit, hence the 2.
+
+    In an encoder, the first token is `[CLS]`, which sees everything: pairs with it as the query have one number per
+    head, and pairs with it as the key another. TUPE-R adds T5's bias: `["tupe", "t5"]`, whose buckets also apply to the
+    first token here.
+
+    Args:
+        num_positions: number of positions with a vector, at most 2**20; `None` takes the model's own length.
+        reset_first: whether the first token is treated in this way; `None` does so in bidirectional models.
+    """
+
+    name: ClassVar[str] = "tupe"
+
+    num_positions: int | None = None
+    reset_first: bool | None = None
+
+    def __post_init__(self) -> None:
+        check_integer(self, "num_positions", minimum=1, maximum=MOST_ROWS, optional=True)
+        if self.reset_first is not None:
+            check_boolean(self, "reset_first")
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Builds a logit bias and a logit scale.
+
+        Raises:
+            ValueError: if neither the config nor the model specifies the number of positions, or the model specifies
+                more than 2**20.
+        """
+        bias = UntiedPositionBias(
+            context.hidden_size,
+            context.num_heads,
+            context.head_dim,
+            rows_of_table(self, context.max_positions),
+            not context.causal if self.reset_first is None else self.reset_first,
+            context.initializer_range,
+        )
+        return SchemeParts(logit_bias=bias, logit_scale=HalvedVariance())
