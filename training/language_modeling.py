@@ -29,7 +29,7 @@ from training.data.rows import load_rows
 from training.errors import SettingsError
 from training.files import write_json
 from training.one_run import build_trainer, exit_status, finish, set_up_logging, starting_point, train_and_save, trains
-from training.scheme_code import scheme_code
+from training.scheme_code import note_scheme_code
 from training.starting_model import add_lora, apply_scheme, build_model, load_tokenizer, weights_digest
 from training.swapping import HealingArguments
 from training.trainer import row_order
@@ -145,9 +145,7 @@ def train_language_model(given: RunInput, causal: bool) -> dict[str, float]:
     )
     if arguments.load_best_model_at_end:
         settings["validation_text"] = validation.stream.digest()
-    encoding = getattr(model, "position_encoding", None)
-    if (code := scheme_code(None if encoding is None else encoding.config)) is not None:
-        settings["code of the scheme"] = code
+    note_scheme_code(settings, model)
     begun, checkpoint = starting_point(given.run, arguments, settings)
     trainer = build_trainer(
         arguments,

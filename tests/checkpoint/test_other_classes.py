@@ -29,31 +29,21 @@ from hf_posenc import NoneConfig, patch_model
 from hf_posenc.checkpoint.configuration import CheckpointError
 
 _SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+#: A small decoder behind the encoder.
+_DECODER = {
+    "decoder_hidden_size": 16,
+    "decoder_num_hidden_layers": 1,
+    "decoder_num_attention_heads": 2,
+    "decoder_intermediate_size": 32,
+}
 
 
 def _masked_images() -> PreTrainedConfig:
-    return ViTMAEConfig(
-        **_SIZES,
-        image_size=16,
-        patch_size=4,
-        decoder_hidden_size=16,
-        decoder_num_hidden_layers=1,
-        decoder_num_attention_heads=2,
-        decoder_intermediate_size=32,
-    )
+    return ViTMAEConfig(**_SIZES, **_DECODER, image_size=16, patch_size=4)
 
 
 def _masked_videos() -> PreTrainedConfig:
-    return VideoMAEConfig(
-        **_SIZES,
-        image_size=16,
-        patch_size=8,
-        num_frames=4,
-        decoder_hidden_size=16,
-        decoder_num_hidden_layers=1,
-        decoder_num_attention_heads=2,
-        decoder_intermediate_size=32,
-    )
+    return VideoMAEConfig(**_SIZES, **_DECODER, image_size=16, patch_size=8, num_frames=4)
 
 
 def _speech() -> PreTrainedConfig:

@@ -23,7 +23,7 @@ from training.files import write_json
 from training.images.arguments import SMALL_VIT, ImageArguments, ImageModelArguments
 from training.images.rows import Augmentation, PictureBatches, PictureRows, image_processor, training_pictures
 from training.one_run import build_trainer, exit_status, finish, set_up_logging, starting_point, train_and_save, trains
-from training.scheme_code import scheme_code
+from training.scheme_code import note_scheme_code
 from training.starting_model import apply_scheme, stock_model, weights_digest
 from training.trainer import row_order
 
@@ -114,9 +114,7 @@ def train_image_classifier(given: ImageRunInput) -> dict[str, float]:
     )
     if arguments.load_best_model_at_end:
         settings["validation_pictures"] = validation.digest()
-    encoding = getattr(model, "position_encoding", None)
-    if (code := scheme_code(None if encoding is None else encoding.config)) is not None:
-        settings["code of the scheme"] = code
+    note_scheme_code(settings, model)
     begun, checkpoint = starting_point(given.run, arguments, settings)
     trainer = build_trainer(
         arguments,

@@ -24,6 +24,16 @@ _WAVE = _SMALL | {
     "num_conv_pos_embeddings": 5,
     "num_conv_pos_embedding_groups": 2,
 }
+_PATCHES = {
+    "d_model": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "ffn_dim": 48,
+    "num_input_channels": 2,
+    "context_length": 32,
+    "patch_length": 4,
+    "patch_stride": 4,
+}
 _LIKE_WHISPER = {
     "d_model": 32,
     "encoder_layers": 2,
@@ -122,29 +132,13 @@ FAMILIES: dict[str, tuple[str, Callable[[], Any], Callable[[], dict[str, Tensor]
     ),
     "patchtst": (
         "PatchTSTModel",
-        lambda: hf.PatchTSTConfig(
-            d_model=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            ffn_dim=48,
-            num_input_channels=2,
-            context_length=32,
-            patch_length=4,
-            patch_stride=4,
-        ),
+        lambda: hf.PatchTSTConfig(**_PATCHES),
         lambda: {"past_values": normal(1, 32, 2)},
     ),
     "patchtst with a class token": (
         "PatchTSTModel",
         lambda: hf.PatchTSTConfig(
-            d_model=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            ffn_dim=48,
-            num_input_channels=2,
-            context_length=32,
-            patch_length=4,
-            patch_stride=4,
+            **_PATCHES,
             use_cls_token=True,
             positional_encoding_type="sincos",
         ),
