@@ -10,10 +10,10 @@ from torch import Tensor
 
 from hf_posenc.metrics.forward import check_vocabulary, is_causal, rounding, sentence_states
 from hf_posenc.metrics.in_turn import check_schemes, config_in_force, measure_in_turn
-from hf_posenc.metrics.preserve import evaluation_mode, isolated_rng
 from hf_posenc.metrics.probe import AttentionProbe, probe_distance, probe_heads
 from hf_posenc.metrics.statistics import cosine_distance, relative_l2, spread
 from hf_posenc.metrics.words import tokenize_pair
+from hf_posenc.preserve import evaluation_mode, isolated_rng
 from hf_posenc.report.records import Quantity, Record, Result, View
 from hf_posenc.schemes.config import SchemeConfig
 

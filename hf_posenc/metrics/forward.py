@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedError
-from hf_posenc.metrics.preserve import evaluation_mode
 from hf_posenc.metrics.statistics import relative_l2
 from hf_posenc.patching.find.discovery import find_stacks
 from hf_posenc.patching.find.tables import table_origin, table_weight
 from hf_posenc.patching.place.in_force import current_encoding
 from hf_posenc.patching.place.model_checks import unwrapped
+from hf_posenc.preserve import evaluation_mode
 
 #: Tokens per forward call where every layer's states are kept.
 _TOKENS_PER_BATCH = 2048

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.metrics.preserve import isolated_rng
 from hf_posenc.metrics.statistics import relative_l2
+from hf_posenc.preserve import isolated_rng
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.logits import pairwise_bias
 from hf_posenc.schemes.parts import LogitBias, PairwiseBias, SchemeParts

@@ -11,6 +11,7 @@ from hf_posenc.recipes.gradual import GradualSwapCallback, begin_blend, blend_st
 from hf_posenc.recipes.lora import add_lora
 from hf_posenc.recipes.parameter_groups import parameter_groups
 from hf_posenc.recipes.phases import SchemePhases, SchemePhasesCallback, drope
+from hf_posenc.recipes.spectrum_search import SpectrumSearch, search_spectrum
 from hf_posenc.recipes.swap import Swap, swap_scheme
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "GradualSwapCallback",
     "SchemePhases",
     "SchemePhasesCallback",
+    "SpectrumSearch",
     "Swap",
     "add_lora",
     "begin_blend",
@@ -28,6 +30,7 @@ __all__ = [
     "hidden_state_loss",
     "mean_pooled",
     "parameter_groups",
+    "search_spectrum",
     "set_blend_strength",
     "soft_target_loss",
     "swap_scheme",

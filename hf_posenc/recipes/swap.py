@@ -17,11 +17,11 @@ from hf_posenc.patching.find.model_parts import TEXT
 from hf_posenc.patching.place.in_force import current_encoding
 from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.patching.place.part_in_force import named_part, scheme_in_part
-from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.recipes.gradual import begin_blend, new_scheme
 from hf_posenc.recipes.initialization.model import fit_encoding
 from hf_posenc.recipes.initialization.parts import Fit
 from hf_posenc.recipes.initialization.tables import TABLE_EXTENSIONS
+from hf_posenc.recipes.restore import restore_encoding
 from hf_posenc.schemes import get_scheme
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig
 from hf_posenc.schemes.config import SchemeConfig
@@ -180,9 +180,7 @@ def _left_as_it_was(target: PreTrainedModel) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if current_encoding(target) is not before:
-            transaction = Transaction(target)
-            transaction.undo() if before is None else transaction.install(before)
+        restore_encoding(target, before)
         raise
 
 

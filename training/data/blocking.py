@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc import PositionEncodingError
-from hf_posenc.metrics.preserve import evaluation_mode
+from hf_posenc.preserve import evaluation_mode
 from training.errors import SettingsError
 
 #: Differences between a packed row and its documents alone, as a share of the difference that packing without any

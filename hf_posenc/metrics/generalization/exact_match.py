@@ -16,11 +16,11 @@ from hf_posenc.metrics.generalization.encoding import IGNORED, encode_example, e
 from hf_posenc.metrics.generalization.examples import held_out_examples, is_split
 from hf_posenc.metrics.generalization.task import SyntheticTask, get_task, tested_lengths
 from hf_posenc.metrics.in_turn import measure_in_turn, subject_in_force
-from hf_posenc.metrics.preserve import evaluation_mode
 from hf_posenc.metrics.statistics import wilson_interval
 from hf_posenc.patching.place.encoding import is_length_dependent
 from hf_posenc.patching.place.in_force import current_encoding
 from hf_posenc.patching.place.model_checks import unwrapped
+from hf_posenc.preserve import evaluation_mode
 from hf_posenc.report.records import Quantity, Record, Result, View, joined
 from hf_posenc.report.tables import format_number
 from hf_posenc.schemes.config import SchemeConfig

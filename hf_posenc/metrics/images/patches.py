@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.metrics.preserve import evaluation_mode
 from hf_posenc.patching.place.model_checks import unwrapped
+from hf_posenc.preserve import evaluation_mode
 
 _INTERPOLATES = "interpolate_pos_encoding"
 

@@ -13,9 +13,9 @@ from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedE
 from hf_posenc.metrics.images.patches import PatchSize, run_images
 from hf_posenc.metrics.images.pictures import Normalization, Pictures, load_pictures, resized
 from hf_posenc.metrics.in_turn import check_schemes, measure_in_turn, subject_in_force
-from hf_posenc.metrics.preserve import evaluation_mode
 from hf_posenc.metrics.statistics import wilson_interval
 from hf_posenc.patching.place.model_checks import unwrapped
+from hf_posenc.preserve import evaluation_mode
 from hf_posenc.report.records import Quantity, Record, Result, Subject, View, joined
 from hf_posenc.schemes.config import SchemeConfig
 

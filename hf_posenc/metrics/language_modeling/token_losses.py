@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_posenc.errors import MeasurementError, UnsupportedError
 from hf_posenc.metrics.forward import check_vocabulary, logits_of, predicts_next_token
-from hf_posenc.metrics.preserve import evaluation_mode
+from hf_posenc.preserve import evaluation_mode
 
 #: The label of a token that is not a target, in PyTorch and transformers alike.
 IGNORED = -100

@@ -15,9 +15,9 @@ from hf_posenc.metrics.forward import check_vocabulary, predicts_next_token
 from hf_posenc.metrics.in_turn import measure_in_turn
 from hf_posenc.metrics.minimal_pairs.pairs import MinimalPair, MinimalPairsTask, read_minimal_pairs
 from hf_posenc.metrics.minimal_pairs.scoring import causal_scores, encode_pairs, masked_scores
-from hf_posenc.metrics.preserve import evaluation_mode
 from hf_posenc.metrics.statistics import wilson_interval
 from hf_posenc.patching.place.model_checks import unwrapped
+from hf_posenc.preserve import evaluation_mode
 from hf_posenc.report.records import Quantity, Record, Result, View
 from hf_posenc.schemes.config import SchemeConfig
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import PositionEncodingError
-from hf_posenc.metrics.preserve import isolated_rng
 from hf_posenc.metrics.properties.measurement import DoesNotApplyError, Found, Refusals, measured
 from hf_posenc.metrics.properties.specimen import (
     SEED,
@@ -18,6 +17,7 @@ from hf_posenc.metrics.properties.specimen import (
     positions_at,
     random_contents,
 )
+from hf_posenc.preserve import isolated_rng
 from hf_posenc.schemes.position_maps.hierarchical import HierarchicalConfig
 from hf_posenc.schemes.positions import Positions
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import MeasurementError, PositionEncodingError
 from hf_posenc.metrics.in_turn import resolve_scheme
-from hf_posenc.metrics.preserve import isolated_rng
+from hf_posenc.preserve import isolated_rng
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.logits import positional_logits
 from hf_posenc.schemes.parts import SchemeParts

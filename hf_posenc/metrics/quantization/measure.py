@@ -16,7 +16,6 @@ from hf_posenc.metrics.forward import predicts_next_token
 from hf_posenc.metrics.in_turn import measure_in_turn
 from hf_posenc.metrics.language_modeling.token_losses import TOKENS_PER_BATCH, check_batch, token_losses
 from hf_posenc.metrics.language_modeling.windows import language_targets, text_windows
-from hf_posenc.metrics.preserve import isolated_rng
 from hf_posenc.metrics.quantization.scheme import QuantizedConfig, quantized
 from hf_posenc.patching import native_scheme, patch_model, unpatch_model
 from hf_posenc.patching.place.encoding import PositionEncoding
@@ -24,6 +23,7 @@ from hf_posenc.patching.place.in_force import current_encoding
 from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.patching.place.part_in_force import named_part, scheme_in_part, stacks_in_part
 from hf_posenc.patching.place.transaction import Transaction
+from hf_posenc.preserve import isolated_rng
 from hf_posenc.report.records import Quantity, Record, Result, View
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.labels import scheme_label

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hf_posenc.metrics.preserve import isolated_rng
 from hf_posenc.plots.schemes.drawing import DISTANCE_LABEL, POSITION_LABEL, FigureKind, line_figure, panels
 from hf_posenc.plots.schemes.subject import INPUT_SEED, Subject, shortened
 from hf_posenc.plots.style import palette
+from hf_posenc.preserve import isolated_rng
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig, ScheduleConfig
 from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.position_maps.mapped import PositionMap

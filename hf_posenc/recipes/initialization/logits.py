@@ -17,6 +17,7 @@ from hf_posenc.patching.find.discovery import find_stacks, model_parts
 from hf_posenc.patching.find.model_parts import TEXT
 from hf_posenc.patching.place.encoding import PositionEncoding
 from hf_posenc.patching.place.part_in_force import stacks_in_part
+from hf_posenc.preserve import evaluation_mode
 from hf_posenc.schemes.logits import pairwise_bias, positional_logits
 from hf_posenc.schemes.parts import LogitBias, PairwiseBias, QueryKeyMap, SchemeParts
 from hf_posenc.schemes.positions import AttentionPairs, Positions
@@ -116,26 +117,20 @@ def _recording(layers: list[LayerEncoding]) -> Iterator[list[tuple[_RecordingMap
             layer.query_key_map, layer.logit_bias = parts
 
 
-@torch.no_grad()
 def recorded_heads(
     model: PreTrainedModel, encoding: PositionEncoding, sample: Tensor, part: str = TEXT
 ) -> list[LayerHeads]:
     """Runs a part of a patched model on a sample and returns the inputs of the logits of each of its layers.
 
     Args:
-        model: patched with `encoding`. Dropout is disabled during the run, and the mode is restored.
+        model: patched with `encoding`. Dropout is disabled during the run, and the mode of every module is restored.
         encoding: the current encoding.
         sample: `(batch, length)` token ids without padding.
         part: a part that reads token ids.
     """
-    training = model.training
-    model.eval()
-    try:
-        with _recording(layers_of(encoding, part)) as recorders:
-            for module in readers_of(model, part):
-                module(**_inputs_of(module, sample))
-    finally:
-        model.train(training)
+    with evaluation_mode(model), _recording(layers_of(encoding, part)) as recorders:
+        for module in readers_of(model, part):
+            module(**_inputs_of(module, sample))
     return [
         LayerHeads(one.query, one.key, bias.pairs.keys, bias.pairs.scaling, bias.pairs.hidden_states)
         for one, bias in recorders

@@ -1,0 +1,263 @@
+"""A search for the factors of RoPE's frequencies at a longer context, without training."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.random import Generator
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching import native_scheme, patch_model
+from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.model_checks import unwrapped
+from hf_posenc.preserve import evaluation_mode
+from hf_posenc.recipes.restore import restore_encoding
+from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.rotary.rope import RopeConfig
+from hf_posenc.schemes.rotary.scaling import LongRopeScaling, YarnScaling
+from hf_posenc.schemes.rotary.scaling.base import rope_inverse_frequencies
+
+#: The best candidates, which new ones are made from.
+_PARENTS = 4
+#: Standard deviation of the logarithm by which a mutation multiplies factors.
+_STEP = 0.25
+#: A factor is at most this multiple of the extension.
+_LARGEST = 1.5
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Divisors of the frequencies, and what they gave.
+
+    Args:
+        factors: one per rotated pair, from the fastest to the slowest, never falling.
+        attention_factor: the factor of cosine and sine.
+        loss: the objective of the search, in nats per token; NaN before it is measured.
+    """
+
+    factors: tuple[float, ...]
+    attention_factor: float
+    loss: float = math.nan
+
+
+@dataclass(frozen=True)
+class SpectrumSearch:
+    """The result of `search_spectrum`.
+
+    Args:
+        config: RoPE with the best factors past the trained length, for `patch_model`.
+        best: the best candidate.
+        yarn: YaRN for the same extension, measured in the same way.
+        critical_pair: index of the first pair that makes less than one turn within the trained length.
+        losses: the lowest loss after each evaluation.
+    """
+
+    config: RopeConfig
+    best: Candidate
+    yarn: Candidate
+    critical_pair: int
+    losses: tuple[float, ...]
+
+
+def search_spectrum(
+    model: nn.Module,
+    tokens: Tensor,
+    length: int,
+    *,
+    trained_length: int | None = None,
+    evaluations: int = 64,
+    needle_weight: float = 0.5,
+    needle_tokens: int = 16,
+    seed: int = 0,
+) -> SpectrumSearch:
+    """Searches for the factors with which a model with RoPE reads longer texts best, without training it.
+
+    This is the search of LongRoPE2 (arXiv:2502.20082, sections 3.2 and 3.3) with three differences. Slow pairs, which
+    have not made a full turn in training, have their own factors, which never fall from one pair to the next; faster
+    pairs follow from the first of them as in NTK scaling. Where slow begins is part of the search. The candidates
+    mutate, and the best survive. The differences: the search begins with YaRN, so that its result is not worse on
+    `tokens`; the factor of cosine and sine takes part; and a needle is a span of the text itself, which is repeated at
+    the end, so that no tokenizer is needed.
+
+    Texts of up to the trained length are read with the original frequencies, and with the factor of cosine and sine
+    that was found: stock models have one for all lengths. `patch_model(model, result.config)` puts
+    the result into the model, and `export_model` writes a stock checkpoint of it (`rope_type="longrope"`). Measure it
+    on other texts than `tokens`.
+
+    Args:
+        model: a causal model whose scheme is RoPE without a scaling, native or patched. It is not changed.
+        tokens: `(texts, length)` token ids of long texts, without padding.
+        length: of the texts that the model is to read, in tokens.
+        trained_length: the length that it was trained on; `None` takes that of its config.
+        evaluations: how many candidates are measured, each with one forward per text.
+        needle_weight: share of the repeated spans in the objective, 0 to 1; the rest is the loss of the last quarter of
+            the text.
+        needle_tokens: tokens of a repeated span. Its first quarter is a hint, and does not count.
+        seed: of mutations and of the places of the spans.
+
+    Returns:
+        The config, and what was found on the way.
+
+    Raises:
+        UnsupportedError: for a model that is not causal, or whose scheme is not RoPE without a scaling.
+        ValueError: for a length that is not past the trained one, or texts of another length.
+    """
+    target = unwrapped(model)
+    scheme = _plain_rope(target)
+    trained = trained_length or getattr(target.config.get_text_config(), "max_position_embeddings", None)
+    if trained is None or length <= trained:
+        raise ValueError(
+            f"length is {length}, and the model was trained on {trained or 'an unknown number of'} tokens. Give a "
+            "length past the trained one; trained_length states that, if the config does not."
+        )
+    if tokens.dim() != 2 or tokens.shape[1] != length:
+        raise ValueError(f"tokens have the shape {tuple(tokens.shape)}; expected (texts, {length}).")
+    if not 0 <= needle_weight <= 1 or not 4 <= needle_tokens <= length // 8 or evaluations < 1:
+        raise ValueError(
+            f"needle_weight is {needle_weight}, needle_tokens {needle_tokens} and evaluations {evaluations}; expected "
+            f"0 to 1, 4 to {length // 8}, and at least 1."
+        )
+    generator = np.random.default_rng(seed)
+    space = _Space(scheme, trained, length, _rotary_dim(target, scheme))
+    texts = _with_needles(tokens.to(target.device), needle_tokens, generator)
+    before = current_encoding(target)
+
+    def measured(candidate: Candidate) -> Candidate:
+        patch_model(target, space.config(candidate))
+        loss = _loss(target, texts, needle_tokens, needle_weight)
+        return dataclasses.replace(candidate, loss=loss)
+
+    try:
+        with evaluation_mode(target):
+            yarn = measured(space.yarn())
+            found, losses = [yarn], [yarn.loss]
+            waiting = space.beginnings()
+            while len(losses) < evaluations:
+                parents = sorted(found, key=lambda one: one.loss)[:_PARENTS]
+                candidate = waiting.pop(0) if waiting else space.mutated(parents, generator)
+                found.append(measured(candidate))
+                losses.append(min(losses[-1], found[-1].loss))
+    finally:
+        restore_encoding(target, before)
+    best = min(found, key=lambda one: one.loss)
+    return SpectrumSearch(space.config(best), best, yarn, space.critical, tuple(losses))
+
+
+class _Space:
+    """The candidates of a search.
+
+    Args:
+        scheme: the RoPE of the model.
+        trained: the length that it was trained on.
+        length: the longer one.
+        rotary_dim: rotated dimensions of a head.
+    """
+
+    def __init__(self, scheme: RopeConfig, trained: int, length: int, rotary_dim: int) -> None:
+        self.scheme, self.trained, self.extension = scheme, trained, length / trained
+        self.frequencies = rope_inverse_frequencies(scheme.theta, rotary_dim).double()
+        slow = (self.frequencies * trained < 2 * math.pi).nonzero().flatten().tolist()
+        pairs = len(self.frequencies)
+        self.critical = min(slow, default=pairs - 1)
+        self.pairs, self.rotary_dim = pairs, rotary_dim
+
+    def config(self, candidate: Candidate) -> RopeConfig:
+        """RoPE with the factors of a candidate past the trained length."""
+        scaling = LongRopeScaling(
+            short_factor=(1.0,) * self.pairs,
+            long_factor=candidate.factors,
+            original_max_positions=self.trained,
+            factor=self.extension,
+            attention_factor=candidate.attention_factor,
+        )
+        return dataclasses.replace(self.scheme, scaling=scaling)
+
+    def yarn(self) -> Candidate:
+        """YaRN for the same extension."""
+        scaling = YarnScaling(factor=self.extension, original_max_positions=self.trained)
+        scaled = scaling.constants(self.scheme.theta, self.rotary_dim).double()
+        factors = (self.frequencies / scaled).tolist()
+        return Candidate(_rising(factors, _LARGEST * self.extension), scaling.attention_scaling())
+
+    def beginnings(self) -> list[Candidate]:
+        """Every plausible start of the slow pairs, all of which are divided by the extension."""
+        first = max(1, self.critical - self.pairs // 4)
+        attention_factor = self.yarn().attention_factor
+        return [
+            self._of_slow(start, [self.extension] * (self.pairs - start), attention_factor)
+            for start in range(self.critical, first - 1, -1)
+        ]
+
+    def _of_slow(self, start: int, slow: list[float], attention_factor: float) -> Candidate:
+        """Slow pairs have their own factors; faster ones follow from the first of them as in NTK scaling."""
+        fast = [slow[0] ** (pair / start) for pair in range(start)]
+        return Candidate(_rising([*fast, *slow], _LARGEST * self.extension), attention_factor)
+
+    def mutated(self, parents: list[Candidate], generator: Generator) -> Candidate:
+        """A parent with the factors of some neighbouring slow pairs changed, or its factor of cosine and sine."""
+        parent = parents[int(generator.integers(len(parents)))]
+        if generator.random() < 0.25:
+            changed = parent.attention_factor * math.exp(generator.normal(0.0, _STEP / 4))
+            return Candidate(parent.factors, min(max(changed, 0.8), 2.0))
+        start = int(generator.integers(max(1, self.critical - self.pairs // 4), self.pairs))
+        stop = int(generator.integers(start + 1, self.pairs + 1))
+        step = math.exp(generator.normal(0.0, _STEP))
+        slow = [factor * (step if start <= pair < stop else 1.0) for pair, factor in enumerate(parent.factors)][start:]
+        # What is slower than the first changed pair keeps its order by `_rising`; what is faster follows from it.
+        slow[0] = max(1.0, slow[0])
+        return self._of_slow(start, slow, parent.attention_factor)
+
+
+def _rising(factors: list[float], largest: float) -> tuple[float, ...]:
+    """Factors between 1 and the largest, none below the one before it."""
+    rising = np.maximum.accumulate(np.clip(factors, 1.0, largest))
+    return tuple(float(factor) for factor in rising)
+
+
+def _plain_rope(model: PreTrainedModel) -> RopeConfig:
+    encoding = current_encoding(model)
+    scheme: SchemeConfig = native_scheme(model) if encoding is None else encoding.config
+    if not isinstance(scheme, RopeConfig) or scheme.scaling is not None:
+        raise UnsupportedError(
+            f"The scheme of {type(model).__name__} is {scheme}; the search needs RoPE without a scaling. Patch the "
+            "model with 'rope' and the theta that it was trained with."
+        )
+    return scheme
+
+
+def _rotary_dim(model: PreTrainedModel, scheme: RopeConfig) -> int:
+    config = model.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return scheme.rotary_dim or int(head_dim)
+
+
+def _with_needles(tokens: Tensor, needle_tokens: int, generator: Generator) -> Tensor:
+    """The texts with their last tokens replaced by a span from somewhere before."""
+    length = tokens.shape[1]
+    texts = tokens.clone()
+    for text in texts:
+        start = int(generator.integers(0, length // 2))
+        text[length - needle_tokens :] = text[start : start + needle_tokens].clone()
+    return texts
+
+
+def _loss(model: PreTrainedModel, texts: Tensor, needle_tokens: int, needle_weight: float) -> float:
+    """The objective: the loss of the last quarter of the texts, and that of the repeated spans."""
+    length = texts.shape[1]
+    end = length - needle_tokens
+    tails, needles = [], []
+    for text in texts:
+        logits = model(input_ids=text.unsqueeze(0), use_cache=False).logits[0, :-1].float()
+        losses = functional.cross_entropy(logits, text[1:], reduction="none")
+        tails.append(losses[length * 3 // 4 - 1 : end - 1].mean())
+        needles.append(losses[end - 1 + needle_tokens // 4 :].mean())
+    tail, needle = (float(torch.stack(one).mean()) for one in (tails, needles))
+    loss = (1 - needle_weight) * tail + needle_weight * needle
+    return loss if math.isfinite(loss) else math.inf

