@@ -11,7 +11,7 @@ from hf_posenc.recipes.gradual import GradualSwapCallback, begin_blend, blend_st
 from hf_posenc.recipes.lora import add_lora
 from hf_posenc.recipes.parameter_groups import parameter_groups
 from hf_posenc.recipes.phases import SchemePhases, SchemePhasesCallback, drope
-from hf_posenc.recipes.spectrum_search import SpectrumSearch, search_spectrum
+from hf_posenc.recipes.spectrum_search import SpectrumCandidate, SpectrumSearch, search_spectrum
 from hf_posenc.recipes.swap import Swap, swap_scheme
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "GradualSwapCallback",
     "SchemePhases",
     "SchemePhasesCallback",
+    "SpectrumCandidate",
     "SpectrumSearch",
     "Swap",
     "add_lora",

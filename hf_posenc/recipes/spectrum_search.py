@@ -33,7 +33,7 @@ _LARGEST = 1.5
 
 
 @dataclass(frozen=True)
-class Candidate:
+class SpectrumCandidate:
     """Divisors of the frequencies, and what they gave.
 
     Args:
@@ -60,8 +60,8 @@ class SpectrumSearch:
     """
 
     config: RopeConfig
-    best: Candidate
-    yarn: Candidate
+    best: SpectrumCandidate
+    yarn: SpectrumCandidate
     critical_pair: int
     losses: tuple[float, ...]
 
@@ -129,7 +129,7 @@ def search_spectrum(
     texts = _with_needles(tokens.to(target.device), needle_tokens, generator)
     before = current_encoding(target)
 
-    def measured(candidate: Candidate) -> Candidate:
+    def measured(candidate: SpectrumCandidate) -> SpectrumCandidate:
         patch_model(target, space.config(candidate))
         loss = _loss(target, texts, needle_tokens, needle_weight)
         return dataclasses.replace(candidate, loss=loss)
@@ -168,7 +168,7 @@ class _Space:
         self.critical = min(slow, default=pairs - 1)
         self.pairs, self.rotary_dim = pairs, rotary_dim
 
-    def config(self, candidate: Candidate) -> RopeConfig:
+    def config(self, candidate: SpectrumCandidate) -> RopeConfig:
         """RoPE with the factors of a candidate past the trained length."""
         scaling = LongRopeScaling(
             short_factor=(1.0,) * self.pairs,
@@ -179,14 +179,14 @@ class _Space:
         )
         return dataclasses.replace(self.scheme, scaling=scaling)
 
-    def yarn(self) -> Candidate:
+    def yarn(self) -> SpectrumCandidate:
         """YaRN for the same extension."""
         scaling = YarnScaling(factor=self.extension, original_max_positions=self.trained)
         scaled = scaling.constants(self.scheme.theta, self.rotary_dim).double()
         factors = (self.frequencies / scaled).tolist()
-        return Candidate(_rising(factors, _LARGEST * self.extension), scaling.attention_scaling())
+        return SpectrumCandidate(_rising(factors, _LARGEST * self.extension), scaling.attention_scaling())
 
-    def beginnings(self) -> list[Candidate]:
+    def beginnings(self) -> list[SpectrumCandidate]:
         """Every plausible start of the slow pairs, all of which are divided by the extension."""
         first = max(1, self.critical - self.pairs // 4)
         attention_factor = self.yarn().attention_factor
@@ -195,17 +195,17 @@ class _Space:
             for start in range(self.critical, first - 1, -1)
         ]
 
-    def _of_slow(self, start: int, slow: list[float], attention_factor: float) -> Candidate:
+    def _of_slow(self, start: int, slow: list[float], attention_factor: float) -> SpectrumCandidate:
         """Slow pairs have their own factors; faster ones follow from the first of them as in NTK scaling."""
         fast = [slow[0] ** (pair / start) for pair in range(start)]
-        return Candidate(_rising([*fast, *slow], _LARGEST * self.extension), attention_factor)
+        return SpectrumCandidate(_rising([*fast, *slow], _LARGEST * self.extension), attention_factor)
 
-    def mutated(self, parents: list[Candidate], generator: Generator) -> Candidate:
+    def mutated(self, parents: list[SpectrumCandidate], generator: Generator) -> SpectrumCandidate:
         """A parent with the factors of some neighbouring slow pairs changed, or its factor of cosine and sine."""
         parent = parents[int(generator.integers(len(parents)))]
         if generator.random() < 0.25:
             changed = parent.attention_factor * math.exp(generator.normal(0.0, _STEP / 4))
-            return Candidate(parent.factors, min(max(changed, 0.8), 2.0))
+            return SpectrumCandidate(parent.factors, min(max(changed, 0.8), 2.0))
         start = int(generator.integers(max(1, self.critical - self.pairs // 4), self.pairs))
         stop = int(generator.integers(start + 1, self.pairs + 1))
         step = math.exp(generator.normal(0.0, _STEP))
