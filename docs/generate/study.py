@@ -18,7 +18,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
+import pandas as pd
 
+from hf_posenc import get_scheme
 from training.errors import SettingsError
 from training.study.archive import study_in, trainings
 from training.study.claims import LENGTH, REACHED, Measure, Outcome, outcomes, read_runs
@@ -27,6 +29,7 @@ from training.study.statistics import Interval, bootstrap_difference, mean_diffe
 FOLDER = Path(__file__).resolve().parents[1] / "study"
 RUNS = FOLDER / "runs"
 FIGURES = FOLDER / "figures"
+FREQUENCIES = FOLDER / "frequencies.csv"
 PAGES = ("results.md", "leaderboard.md")
 #: Figures of a study that the pages show.
 DRAWN = ("loss_curves", "tail_loss_by_length", "loss_by_position", "exact_match")
@@ -235,6 +238,24 @@ def _loss_after(run: Run, seconds: float) -> float:
     return float(np.interp(steps[-1] * seconds / run["cpu_seconds"], steps, run["curve"]["validation_loss"]))
 
 
+def frequencies_table(runs: Runs) -> str:
+    """The share of each frequency in what the heads of the trained RoPE could use."""
+    if not FREQUENCIES.is_file():
+        return NOT_RUN
+    frame = pd.read_csv(FREQUENCIES)
+    shares = frame.groupby(["pair", "seed"]).share.mean().unstack()
+    theta, pairs = get_scheme("rope")().theta, len(shares)
+    rows = [
+        (str(pair), f"{2 * np.pi * theta ** (pair / pairs):,.0f}", *_in_percent(shares.loc[pair]))
+        for pair in shares.index
+    ]
+    return markdown(("pair", "tokens per turn", "share (%)", "seeds"), rows)
+
+
+def _in_percent(shares: pd.Series) -> tuple[str, str]:
+    return shown(mean_of(100 * shares), 1), str(len(shares))
+
+
 def tasks_table(runs: Runs) -> str:
     """Shares of right answers by task and length."""
     tasks = list(dict.fromkeys(run["task"] for run in runs.get("reference_tasks", ())))
@@ -310,6 +331,7 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "source_losses": losses_of("reference_source"),
     "differences": differences_table,
     "speed": speed_table,
+    "frequencies": frequencies_table,
     "tasks": tasks_table,
     "masked": masked_table,
     "leaderboard": leaderboard,

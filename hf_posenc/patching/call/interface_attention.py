@@ -59,7 +59,7 @@ class InterfaceAttention(AttentionSite):
     ) -> None:
         super().__init__(module, runtime, encoding)
         self.drop_native_bias = drop_native_bias
-        self.only_rotates = _only_rotates(encoding) and _POSITION_BIAS not in names_used(type(module).forward)
+        self.may_only_rotate = _POSITION_BIAS not in names_used(type(module).forward)
         self.calls: PerThread[LayerCall] = PerThread()
         #: Number of rotations so far in the rotary-only forward.
         self.rotations = 0
@@ -77,7 +77,7 @@ class InterfaceAttention(AttentionSite):
         """Runs the module's forward with replaced globals, as few of them as the scheme needs."""
         if self.retired:
             return self.stock(*args, **kwargs)
-        if self.only_rotates and _POSITION_BIAS not in kwargs:
+        if self.may_only_rotate and self.encoding.only_rotates and _POSITION_BIAS not in kwargs:
             if self.encoding.query_key_map is None:
                 return self._rotary_only_forward(self.module, *args, **kwargs)
             if self.rotates_in_place and not torch.compiler.is_compiling():
@@ -312,11 +312,3 @@ class _FastRotary(_RotaryReplacement):
 def _without_relative_bias(module: nn.Module, query: Tensor, *args: Any) -> tuple[Tensor, None]:
     """Stands in for a function that returns a query and its relative bias."""
     return query, None
-
-
-def _only_rotates(encoding: LayerEncoding) -> bool:
-    """Whether a scheme needs no other change than replacing the rotary function."""
-    if encoding.logit_bias is not None or encoding.logit_scale is not None:
-        return False
-    query_key_map = encoding.query_key_map
-    return query_key_map is None or (query_key_map.width_factor == 1 and not query_key_map.mapped_again)

@@ -41,7 +41,7 @@ class LayerEncoding:
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name in ("query_key_map", "logit_bias") and "num_features" in self.__dict__:
+        if name in ("query_key_map", "logit_bias", "logit_scale") and "num_features" in self.__dict__:
             self.__post_init__()
 
     def __post_init__(self) -> None:
@@ -58,6 +58,15 @@ class LayerEncoding:
         self.only_rotates_by_input = any(kinds) and all(kinds)
         #: Whether the map makes queries and keys wider.
         self.widens_heads = self.query_key_map is not None and self.query_key_map.width_factor != 1
+        #: Whether the scheme needs no other change than replacing the rotary function.
+        self.only_rotates = (
+            bias is None
+            and self.logit_scale is None
+            and (
+                self.query_key_map is None
+                or (self.query_key_map.width_factor == 1 and not self.query_key_map.mapped_again)
+            )
+        )
         #: Whether paged keys (continuous batching) must be read before the attention function is called.
         self.reads_pages = self.widens_heads or bias is not None
 
