@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,9 +17,11 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching import native_scheme, patch_model
+from hf_posenc.patching.find.model_parts import TEXT
 from hf_posenc.patching.place.in_force import current_encoding
 from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.preserve import evaluation_mode
+from hf_posenc.recipes.initialization.logits import layers_of
 from hf_posenc.recipes.restore import restore_encoding
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.rotary.rope import RopeConfig
@@ -125,9 +129,9 @@ def search_spectrum(
             f"0 to 1, 4 to {length // 8}, and at least 1."
         )
     generator = np.random.default_rng(seed)
-    space = _Space(scheme, trained, length, _rotary_dim(target, scheme))
     texts = _with_needles(tokens.to(target.device), needle_tokens, generator)
     before = current_encoding(target)
+    space = _Space(scheme, trained, length, _rotary_dim(target, scheme))
 
     def measured(candidate: SpectrumCandidate) -> SpectrumCandidate:
         patch_model(target, space.config(candidate))
@@ -222,6 +226,11 @@ def _rising(factors: list[float], largest: float) -> tuple[float, ...]:
 
 
 def _plain_rope(model: PreTrainedModel) -> RopeConfig:
+    if not model.can_generate():
+        raise UnsupportedError(
+            f"{type(model).__name__} does not predict the next token, whose loss the search lowers. Load the model "
+            "with AutoModelForCausalLM."
+        )
     encoding = current_encoding(model)
     scheme: SchemeConfig = native_scheme(model) if encoding is None else encoding.config
     if not isinstance(scheme, RopeConfig) or scheme.scaling is not None:
@@ -233,9 +242,21 @@ def _plain_rope(model: PreTrainedModel) -> RopeConfig:
 
 
 def _rotary_dim(model: PreTrainedModel, scheme: RopeConfig) -> int:
-    config = model.config.get_text_config()
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return scheme.rotary_dim or int(head_dim)
+    """How many dimensions of a head the scheme rotates in this model."""
+    before = current_encoding(model)
+    try:
+        patch_model(model, scheme)
+        encoding = current_encoding(model)
+        assert encoding is not None
+        found: set[int] = {getattr(layer.query_key_map, "rotary_dim", 0) for layer in layers_of(encoding, TEXT)}
+    finally:
+        restore_encoding(model, before)
+    if len(found) != 1:
+        raise UnsupportedError(
+            f"The layers of {type(model).__name__} rotate {sorted(map(str, found))} dimensions; the search needs one "
+            "number for all of them."
+        )
+    return found.pop()
 
 
 def _with_needles(tokens: Tensor, needle_tokens: int, generator: Generator) -> Tensor:
@@ -251,13 +272,16 @@ def _with_needles(tokens: Tensor, needle_tokens: int, generator: Generator) -> T
 def _loss(model: PreTrainedModel, texts: Tensor, needle_tokens: int, needle_weight: float) -> float:
     """The objective: the loss of the last quarter of the texts, and that of the repeated spans."""
     length = texts.shape[1]
-    end = length - needle_tokens
+    # The logits of a whole text of a large vocabulary can take more memory than the model.
+    counted = length - length * 3 // 4
+    keeps = "logits_to_keep" in inspect.signature(type(model).forward).parameters
+    options: dict[str, Any] = {"logits_to_keep": counted + 1} if keeps else {}
     tails, needles = [], []
     for text in texts:
-        logits = model(input_ids=text.unsqueeze(0), use_cache=False).logits[0, :-1].float()
-        losses = functional.cross_entropy(logits, text[1:], reduction="none")
-        tails.append(losses[length * 3 // 4 - 1 : end - 1].mean())
-        needles.append(losses[end - 1 + needle_tokens // 4 :].mean())
+        logits = model(input_ids=text.unsqueeze(0), use_cache=False, **options).logits[0, -counted - 1 : -1].float()
+        losses = functional.cross_entropy(logits, text[-counted:], reduction="none")
+        tails.append(losses[:-needle_tokens].mean())
+        needles.append(losses[needle_tokens // 4 - needle_tokens :].mean())
     tail, needle = (float(torch.stack(one).mean()) for one in (tails, needles))
     loss = (1 - needle_weight) * tail + needle_weight * needle
     return loss if math.isfinite(loss) else math.inf

@@ -17,6 +17,7 @@ from hf_posenc import UnsupportedError, export_model, patch_model, unpatch_model
 from hf_posenc.recipes import search_spectrum
 from hf_posenc.schemes import LongRopeScaling, RopeConfig, YarnScaling
 from tests.fixtures.make import CHECKPOINTS
+from tests.models import tiny
 
 TRAINED, LENGTH = 64, 256
 
@@ -132,3 +133,15 @@ def test_only_rope_has_a_spectrum_to_search() -> None:
     with pytest.raises(UnsupportedError, match="needs RoPE without a scaling"):
         search_spectrum(model, speeches(0, 1), LENGTH, trained_length=TRAINED)
     assert model.position_encoding.config.name == "alibi"
+
+
+def test_partial_rotations_have_fewer_pairs_and_encoders_are_refused() -> None:
+    options: dict[str, Any] = {"trained_length": TRAINED, "evaluations": 2}
+    torch.manual_seed(0)
+    partial = tiny(
+        "GPTNeoXForCausalLM", vocab_size=300, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    )
+    found = search_spectrum(partial, speeches(0, 1), LENGTH, **options)
+    assert len(found.best.factors) == 2
+    with pytest.raises(UnsupportedError, match="does not predict the next token"):
+        search_spectrum(tiny("RoFormerForMaskedLM"), speeches(0, 1), LENGTH, **options)
