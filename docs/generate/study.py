@@ -23,8 +23,19 @@ import pandas as pd
 from hf_posenc import get_scheme
 from training.errors import SettingsError
 from training.study.archive import study_in, trainings
-from training.study.claims import LENGTH, REACHED, Measure, Outcome, outcomes, read_runs
-from training.study.statistics import Interval, bootstrap_difference, mean_difference, paired, share
+from training.study.claims import (
+    CLAIMS,
+    LENGTH,
+    NEIGHBOURS,
+    REACHED,
+    Measure,
+    Outcome,
+    outcomes,
+    read_runs,
+    verdict_of,
+)
+from training.study.rates import losses_by_rate
+from training.study.statistics import Interval, difference_over_texts, mean_difference, paired, share
 
 FOLDER = Path(__file__).resolve().parents[1] / "study"
 RUNS = FOLDER / "runs"
@@ -48,11 +59,16 @@ def main() -> int:
     """Writes the tables into the pages, and draws the figures. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--no-draw", action="store_true", help="leave the figures as they are")
-    runs = read_runs(RUNS)
+    options = parser.parse_args()
+    try:
+        runs = read_runs(RUNS)
+    except SettingsError as error:
+        print(f"study: {error}", file=sys.stderr)
+        return 2
     for name in PAGES:
         path = FOLDER / name
         path.write_text(filled(path.read_text(encoding="utf-8"), runs), encoding="utf-8")
-    if not parser.parse_args().no_draw:
+    if not options.no_draw:
         draw()
     return 0
 
@@ -132,43 +148,54 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def claims_table(runs: Runs) -> str:
-    """Every test with its difference, intervals, p-value and verdict."""
-    head = ("claim", "test", "difference over seeds", "over seeds and texts", "p (Holm)", "verdict")
-    rows, last = [], ""
-    for one in outcomes(runs):
-        claim = f"{one.claim.number}: {one.claim.text} ({one.claim.source})" if one.claim.number != last else ""
-        last = one.claim.number
-        rows.append((claim, f"`{one.test}`", *_difference(one), one.verdict))
+    """Every claim with its verdict, and every test with its difference, intervals, p-value and verdict."""
+    head = ("claim", "test", "seeds", "difference over seeds", "over seeds and texts", "p (Holm)", "verdict")
+    found, rows = outcomes(runs), []
+    for claim in CLAIMS:
+        of_claim = [one for one in found if one.claim is claim]
+        text = f"{claim.number}: {claim.text} ({claim.source}): **{verdict_of(of_claim)}**"
+        for one in of_claim:
+            rows.append((text, f"`{one.test}`", *_difference(one), one.verdict))
+            text = ""
     return markdown(head, rows).replace("|---|---:|", "|---|---|", 1)
 
 
-def _difference(one: Outcome) -> tuple[str, str, str]:
+def _difference(one: Outcome) -> tuple[str, str, str, str]:
     if one.difference is None:
-        return "", "", ""
+        return "", "", "", ""
     digits = 0 if one.test.first.quantity == "steps" else 4
     over_texts = "" if one.over_texts is None else ranged(one.over_texts, digits)
-    return ranged(one.difference, digits), over_texts, f"{one.p:.2g}"
+    return str(one.seeds), ranged(one.difference, digits), over_texts, f"{one.decisive_p:.2g}"
+
+
+def diverged_table(runs: Runs) -> str:
+    """The trainings that diverged or could not be made, with the reason."""
+    lines = [
+        f"- `{run['scheme']}` ({study}, {run['task']}, seed {run['seed']}): {run['status']}, {run['reason']}"
+        for study, rows in runs.items()
+        for run in rows
+        if run["status"] != "finished"
+    ]
+    return "\n".join(lines) or "None."
 
 
 def rates_table(runs: Runs) -> str:
     """The validation losses that learning rates were chosen from."""
-    found = {
-        study.removesuffix("_rates"): [run for run in rows if run["status"] == "finished"]
-        for study, rows in runs.items()
-        if study.endswith("_rates")
-    }
-    if not found:
-        return NOT_RUN
     losses: dict[tuple[str, str], dict[float, float]] = {}
-    for study, rows in found.items():
-        for run in rows:
-            scheme, rate = run["scheme"].rsplit("-", 1)[0], run["training"]["learning_rate"]
-            losses.setdefault((study, scheme), {})[rate] = run["curve"]["validation_loss"][-1]
+    for study, found in runs.items():
+        if study.endswith("_rates"):
+            rate_of = {run["scheme"]: run["training"]["learning_rate"] for run in found}
+            for label, loss in losses_by_rate(found).items():
+                place = study.removesuffix("_rates"), label.rsplit("-", 1)[0]
+                losses.setdefault(place, {})[rate_of[label]] = loss
+    if not losses:
+        return NOT_RUN
     rates = sorted({rate for by_rate in losses.values() for rate in by_rate})
     rows = []
     for (study, scheme), by_rate in losses.items():
         best = min(by_rate, key=lambda rate: by_rate[rate])
-        cells = [f"{by_rate[rate]:.3f}" if rate in by_rate else "" for rate in rates]
+        # An infinite loss is that of a training that diverged.
+        cells = [f"{by_rate[rate]:.3f}".replace("inf", "diverged") if rate in by_rate else "" for rate in rates]
         rows.append((f"`{scheme}`", *cells, f"{best:g}", study.removeprefix("reference").strip("_") or "main"))
     return markdown(("scheme", *(f"{rate:g}" for rate in rates), "chosen", "study"), rows)
 
@@ -196,12 +223,12 @@ def differences_table(runs: Runs) -> str:
     found = finished(runs, "reference")
     texts, rows = Measure("rope").by_text(runs), []
     for scheme in found:
-        own, rope = Measure(scheme).values(runs), Measure("rope").values(runs)
-        common = sorted(own.keys() & rope.keys())
+        own, rope, by_text = Measure(scheme).values(runs), Measure("rope").values(runs), Measure(scheme).by_text(runs)
+        common = sorted(by_text.keys() & texts.keys())
         if scheme in ("rope", *SCALINGS) or len(common) < 2:
             continue
-        by_text = Measure(scheme).by_text(runs)
-        both = bootstrap_difference([by_text[seed] for seed in common], [texts[seed] for seed in common])
+        pairs = ([one[seed] for seed in common] for one in (by_text, texts))
+        both = difference_over_texts(*pairs, neighbours=NEIGHBOURS)
         over_seeds = mean_difference(paired(own, rope))
         rows.append((over_seeds.value, (f"`{scheme}`", ranged(over_seeds), ranged(both), str(len(common)))))
     if not rows:
@@ -272,15 +299,15 @@ def tasks_table(runs: Runs) -> str:
 
 
 def masked_table(runs: Runs) -> str:
-    """Losses of the masked models at the trained length and twice that."""
+    """Losses of the masked models at every length."""
     found = finished(runs, "reference_masked", "masked")
     if not found:
         return NOT_RUN
     rows = [
-        (f"`{scheme}`", *(shown(tail(seeds, length)) for length in LENGTHS[:3]), str(len(seeds)))
+        (f"`{scheme}`", *(shown(tail(seeds, length)) for length in LENGTHS), str(len(seeds)))
         for scheme, seeds in sorted(found.items(), key=lambda item: tail(item[1], LENGTH).value)
     ]
-    return markdown(("scheme", *(f"{length:,}" for length in LENGTHS[:3]), "seeds"), rows)
+    return markdown(("scheme", *(f"{length:,}" for length in LENGTHS), "seeds"), rows)
 
 
 def leaderboard(runs: Runs) -> str:
@@ -325,6 +352,7 @@ def _share(seeds: Iterable[Run], length: int) -> str:
 
 TABLES: dict[str, Callable[[Runs], str]] = {
     "claims": claims_table,
+    "diverged": diverged_table,
     "rates": rates_table,
     "losses": losses_of("reference", lambda scheme: scheme not in SCALINGS),
     "scalings": losses_of("reference", lambda scheme: scheme in ("rope", *SCALINGS)),

@@ -27,7 +27,10 @@ BiasSource = Callable[[float | Tensor], Tensor]
 _PRODUCTS = {torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm}
 _ADDED_PRODUCTS = {torch.baddbmm, Tensor.baddbmm}
 _MULTIPLICATIONS = {torch.mul, torch.multiply, Tensor.mul, Tensor.mul_, Tensor.multiply, Tensor.multiply_}
-_DIVISIONS = {torch.div, torch.divide, torch.true_divide, Tensor.div, Tensor.div_, Tensor.divide, Tensor.true_divide}
+_DIVISIONS = {
+    *(torch.div, torch.divide, torch.true_divide),
+    *(Tensor.div, Tensor.div_, Tensor.divide, Tensor.divide_, Tensor.true_divide, Tensor.true_divide_),
+}
 _SOFTMAX = {functional.softmax, torch.softmax, Tensor.softmax}
 _DOT_PRODUCT_ATTENTION = functional.scaled_dot_product_attention
 
@@ -67,8 +70,9 @@ class ScoresMode(TorchFunctionMode):
             self.biased = True
             return func(args[0] + self._bias_like(args[0]), *args[1:], **kwargs)
         result = func(*args, **kwargs)
-        if any(value is self.scores for value in args):
-            self._follow(func, args, result)
+        given = (*args, *kwargs.values())
+        if any(value is self.scores for value in given):
+            self._follow(func, given, result)
         return result
 
     def _product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -84,12 +88,12 @@ class ScoresMode(TorchFunctionMode):
             return self._dot_product_attention(args, kwargs)
         return func(*args, **kwargs)
 
-    def _follow(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+    def _follow(self, func: Any, given: tuple[Any, ...], result: Any) -> None:
         """Notes what a torch function made of the scores, and the factor if it is a multiplication or division."""
         if func in _MULTIPLICATIONS:
-            self.factor = self.factor * (args[1] if args[0] is self.scores else args[0])
-        elif func in _DIVISIONS and args[0] is self.scores:
-            self.factor = self.factor / args[1]
+            self.factor = self.factor * (given[1] if given[0] is self.scores else given[0])
+        elif func in _DIVISIONS and given[0] is self.scores:
+            self.factor = self.factor / given[1]
         if isinstance(result, Tensor) and result.numel() == self.scores.numel():
             self.scores = result
 

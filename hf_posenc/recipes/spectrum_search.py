@@ -83,12 +83,13 @@ def search_spectrum(
 ) -> SpectrumSearch:
     """Searches for the factors with which a model with RoPE reads longer texts best, without training it.
 
-    This is the search of LongRoPE2 (arXiv:2502.20082, sections 3.2 and 3.3) with three differences. Slow pairs, which
-    have not made a full turn in training, have their own factors, which never fall from one pair to the next; faster
-    pairs follow from the first of them as in NTK scaling. Where slow begins is part of the search. The candidates
-    mutate, and the best survive. The differences: the search begins with YaRN, so that its result is not worse on
-    `tokens`; the factor of cosine and sine takes part; and a needle is a span of the text itself, which is repeated at
-    the end, so that no tokenizer is needed.
+    As in LongRoPE2 (arXiv:2502.20082, sections 3.2 and 3.3), slow pairs, which have not made a full turn in training,
+    have their own factors, which never fall from one pair to the next. Faster pairs follow from the first of them as in
+    NTK scaling. Where slow begins is part of the search. The candidates mutate, and the best survive.
+
+    Three things differ from the paper: the search begins with YaRN, so that its result is not worse on `tokens`; the
+    factor of cosine and sine takes part; and a needle is a span of the text itself, which is repeated at the end, so
+    that no tokenizer is needed.
 
     Texts of up to the trained length are read with the original frequencies, and with the factor of cosine and sine
     that was found: stock models have one for all lengths. `patch_model(model, result.config)` puts
@@ -121,7 +122,7 @@ def search_spectrum(
             f"length is {length}, and the model was trained on {trained or 'an unknown number of'} tokens. Give a "
             "length past the trained one; trained_length states that, if the config does not."
         )
-    if tokens.dim() != 2 or tokens.shape[1] != length:
+    if tokens.dim() != 2 or tokens.shape[1] != length or not len(tokens):
         raise ValueError(f"tokens have the shape {tuple(tokens.shape)}; expected (texts, {length}).")
     if not 0 <= needle_weight <= 1 or not 4 <= needle_tokens <= length // 8 or evaluations < 1:
         raise ValueError(
@@ -179,9 +180,10 @@ class _Space:
             long_factor=candidate.factors,
             original_max_positions=self.trained,
             factor=self.extension,
-            attention_factor=candidate.attention_factor,
+            attention_factor=candidate.attention_factor * (self.scheme.attention_scaling or 1.0),
         )
-        return dataclasses.replace(self.scheme, scaling=scaling)
+        # A factor of the config itself would hide that of the scaling.
+        return dataclasses.replace(self.scheme, scaling=scaling, attention_scaling=None)
 
     def yarn(self) -> SpectrumCandidate:
         """YaRN for the same extension."""
@@ -210,7 +212,8 @@ class _Space:
         if generator.random() < 0.25:
             changed = parent.attention_factor * math.exp(generator.normal(0.0, _STEP / 4))
             return SpectrumCandidate(parent.factors, min(max(changed, 0.8), 2.0))
-        start = int(generator.integers(max(1, self.critical - self.pairs // 4), self.pairs))
+        lowest = min(max(1, self.critical - self.pairs // 4), self.pairs - 1)
+        start = int(generator.integers(lowest, self.pairs))
         stop = int(generator.integers(start + 1, self.pairs + 1))
         step = math.exp(generator.normal(0.0, _STEP))
         slow = [factor * (step if start <= pair < stop else 1.0) for pair, factor in enumerate(parent.factors)][start:]
@@ -237,6 +240,12 @@ def _plain_rope(model: PreTrainedModel) -> RopeConfig:
         raise UnsupportedError(
             f"The scheme of {type(model).__name__} is {scheme}; the search needs RoPE without a scaling. Patch the "
             "model with 'rope' and the theta that it was trained with."
+        )
+    if scheme.inverse_frequencies is not None:
+        raise UnsupportedError(
+            f"The RoPE of {type(model).__name__} is stated by its frequencies and not by theta, which a scaling needs. "
+            "A model whose buffers were cast, by model.to(torch.bfloat16) for example, reads like this too: load it "
+            "with from_pretrained(dtype=...) instead, or patch it with 'rope' and its theta."
         )
     return scheme
 

@@ -128,6 +128,21 @@ def test_what_cannot_be_searched_is_refused(changes: dict[str, Any], message: st
         search_spectrum(rope_model(), given.pop("tokens"), given.pop("length"), **given)
 
 
+def test_a_factor_of_the_config_itself_hides_nothing() -> None:
+    plain, own = rope_model(), patch_model(rope_model(), RopeConfig(attention_scaling=1.2))
+    options: dict[str, Any] = {"trained_length": TRAINED, "evaluations": 1}
+    first, second = (search_spectrum(model, speeches(0, 2), LENGTH, **options) for model in (plain, own))
+    assert second.config.attention_scaling is None
+    assert second.config.scaling.attention_factor == pytest.approx(1.2 * first.config.scaling.attention_factor)
+    assert second.yarn.loss != first.yarn.loss
+
+
+def test_frequencies_that_are_given_one_by_one_are_refused() -> None:
+    model = patch_model(rope_model(), RopeConfig(inverse_frequencies=tuple(0.5**pair for pair in range(8))))
+    with pytest.raises(UnsupportedError, match="by its frequencies and not by theta"):
+        search_spectrum(model, speeches(0, 1), LENGTH, trained_length=TRAINED)
+
+
 def test_only_rope_has_a_spectrum_to_search() -> None:
     model = patch_model(rope_model(), "alibi")
     with pytest.raises(UnsupportedError, match="needs RoPE without a scaling"):

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import platform
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from training import compare, train_tokenizer
 from training.data import python_source
 from training.study import outputs
+from training.study.cells import study_cells
+from training.study.models import new_model
 from training.study.settings import parse_study
 
 STUDY = Path(__file__).resolve().parents[2] / "training" / "studies" / "reference_gpu.yaml"
@@ -42,12 +46,20 @@ def test_what_no_tokenizer_can_be_trained_from_is_refused(tmp_path: Path, capsys
     assert not (tmp_path / "out").exists()
 
 
+def test_rows_without_text_are_left_out(tmp_path: Path) -> None:
+    rows = [{"text": "A ship left the harbour."}, {"text": None}, {"text": ""}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = [str(tmp_path / "out"), "--vocab_size=260", f"--dataset_name={tmp_path / 'rows.jsonl'}"]
+    assert train_tokenizer.main(arguments) == 0
+
+
 def test_python_source_is_a_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert python_source.main([str(tmp_path / "source.jsonl")]) == 0
     rows = [json.loads(line) for line in (tmp_path / "source.jsonl").read_text().splitlines()]
     names = {row["name"] for row in rows}
     assert {"ast.py", "json/decoder.py"} <= names
     assert not any("test" in Path(name).parts or "site-packages" in name for name in names)
+    assert {row["python"] for row in rows} == {platform.python_version()}
     assert "JSONDecoder" in next(row["text"] for row in rows if row["name"] == "json/decoder.py")
     assert python_source.main([str(tmp_path / "source.csv")]) == 2
     assert "ends in .jsonl" in capsys.readouterr().err
@@ -58,6 +70,11 @@ def test_the_larger_study_has_the_size_that_its_text_says() -> None:
     assert study.max_steps * study.batch_size * study.train_length == pytest.approx(60e6, rel=0.01)
     assert study.lengths[-1] == 8192
     assert (len(study.schemes), len(study.seeds)) == (8, 3)
+    task = study_cells(study)[0].task
+    words = Tokenizer(models.WordLevel({str(token): token for token in range(8192)}, unk_token="0"))
+    model = new_model(task, study, PreTrainedTokenizerFast(tokenizer_object=words, pad_token="1"), 8192)
+    assert sum(one.numel() for one in model.parameters()) == pytest.approx(15e6, rel=0.01)
+    assert "15 million parameters" in STUDY.read_text()
 
 
 def test_the_larger_study_runs_at_a_small_size(

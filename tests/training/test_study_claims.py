@@ -11,7 +11,7 @@ import pytest
 
 from training.files import write_json
 from training.study import archive, claims
-from training.study.claims import CLAIMS, LENGTH, Outcome, outcomes
+from training.study.claims import CLAIMS, LENGTH, Outcome, outcomes, verdict_of
 
 ROOT = Path(__file__).resolve().parents[2]
 LENGTHS = [LENGTH, 2 * LENGTH, 4 * LENGTH, 8 * LENGTH]
@@ -111,13 +111,46 @@ def test_what_was_not_run_is_said_and_makes_nothing_else_more_certain() -> None:
     assert {one.verdict for one in outcomes(runs_like_the_claims(seeds=1))} == {"not run"}
 
 
+def test_a_training_that_diverged_counts_and_is_not_left_out() -> None:
+    runs = runs_like_the_claims()
+    for one in runs["reference"]:
+        if one["scheme"] == "kerple" and one["seed"] > 2:
+            one |= {"status": "diverged", "token_frequencies": 3.0, "max_steps": 2000, "by_length": None, "curve": None}
+    (found,) = [one for one in outcomes(runs) if one.claim.number == "1a"]
+    assert found.seeds == 5
+    assert found.difference.value == pytest.approx((3 * -0.1 + 2 * 1.4) / 5, abs=0.01)
+    assert found.verdict == "undecided"
+
+
+def test_equal_differences_of_few_seeds_decide_nothing() -> None:
+    runs = runs_like_the_claims(seeds=2)
+    for one in runs["reference"]:
+        one["curve"] = {"step": [100, 350 + 50 * (one["scheme"] != "rope")], "validation_loss": [1.7, 1.6]}
+    (found,) = [one for one in outcomes(runs) if str(one.test) == "rope < learned"]
+    assert found.difference.value == found.difference.low == 0
+    assert found.verdict == "undecided"
+
+
+def test_the_verdict_of_a_claim_needs_all_its_tests() -> None:
+    runs = runs_like_the_claims()
+    flat = [one for one in outcomes(runs) if one.claim.number == "2"]
+    assert verdict_of(flat) == "confirmed"
+    for one in runs["reference"]:
+        if one["scheme"] == "alibi":
+            one["by_length"]["tail_loss"][-1] += 0.05
+    assert verdict_of([one for one in outcomes(runs) if one.claim.number == "2"]) == "contradicted"
+    runs["reference"] = [one for one in runs["reference"] if one["scheme"] != "alibi"]
+    assert verdict_of([one for one in outcomes(runs) if one.claim.number == "2"]) == "not run"
+
+
 def test_losses_that_are_never_reached_count_all_steps() -> None:
     runs = runs_like_the_claims()
     for one in runs["reference"]:
         if one["scheme"] == "sinusoidal":
             one["curve"]["validation_loss"] = [3.0, 2.0, 1.9]
     (found,) = [one for one in outcomes(runs) if str(one.test) == "rope < sinusoidal"]
-    assert found.difference.value == pytest.approx(250 + 100 - 3000)
+    # RoPE is 3.0 after 50 steps and 1.6 after 350, as a mean over seeds.
+    assert found.difference.value == pytest.approx(50 + 300 * 1.3 / 1.4 - 3000)
 
 
 def test_the_command_reads_archives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Writes the source of Python's standard library as a dataset: a corpus that is not prose, on every machine.
+"""Writes the source of this Python's standard library as a dataset: a corpus that is not prose and needs no download.
 
 python training/data/python_source.py outputs/python_source.jsonl
 """
@@ -23,13 +23,16 @@ _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__
 
 def source_files(folder: Path) -> dict[str, str]:
     """The text of every Python file of a folder by its path there, without packages and tests."""
-    texts = {}
+    texts: dict[str, str] = {}
     for path in sorted(folder.rglob("*.py")):
         inner = path.relative_to(folder)
         if not _LEFT_OUT & set(inner.parts):
             # Opens a file with the encoding that it declares.
-            with tokenize.open(path) as file:
-                texts[inner.as_posix()] = file.read()
+            try:
+                with tokenize.open(path) as file:
+                    texts[inner.as_posix()] = file.read()
+            except (SyntaxError, UnicodeDecodeError) as error:
+                print(f"python_source: {inner} is left out: {error}", file=sys.stderr)
     return texts
 
 
@@ -43,9 +46,11 @@ def main(arguments: list[str] | None = None) -> int:
         found = f"the output is {output}" if texts else "this Python comes without the source of its standard library"
         print(f"python_source: {found}; expected are a name that ends in .jsonl, and source files.", file=sys.stderr)
         return 2
-    write_text(output, "".join(json.dumps({"name": name, "text": text}) + "\n" for name, text in texts.items()))
+    version = sys.version.split()[0]
+    rows = ({"name": name, "python": version, "text": text} for name, text in texts.items())
+    write_text(output, "".join(json.dumps(row) + "\n" for row in rows))
     size = sum(map(len, texts.values()))
-    print(f"Written to {output}: {len(texts)} files of Python {sys.version.split()[0]}, {size:,} characters.")
+    print(f"Written to {output}: {len(texts)} files of Python {version}, {size:,} characters.")
     return 0
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ if __package__ in (None, ""):
 import numpy as np
 
 from training.errors import SettingsError
-from training.study.archive import trainings
+from training.study.archive import study_in, trainings
+from training.study.cells import DIVERGED, FINISHED
 from training.study.statistics import (
     Interval,
-    bootstrap_difference,
+    difference_over_texts,
     holm,
     mean_difference,
     p_equivalent,
@@ -37,6 +38,8 @@ MARGIN = 0.01
 REACHED = 1.70
 #: The main study's trained length, and multiples of it.
 LENGTH = 128
+#: Neighbouring windows that count as one text: 256 windows are from 12 documents.
+NEIGHBOURS = 16
 
 Run = Mapping[str, Any]
 #: The trainings of each study by its name, as in `results.json`.
@@ -49,8 +52,8 @@ class Measure:
 
     Args:
         scheme: the label in the study.
-        quantity: "tail_loss", the loss of the same last tokens; "accuracy", the share of right answers; or "steps", to
-            the first point of the curve below a loss.
+        quantity: "tail_loss", the loss of the same last tokens; "accuracy", the share of right answers; or "steps", at
+            which the curve falls below a loss, between two of its points.
         at: the length, or the loss.
         study: the name of the study.
         task: of the study.
@@ -67,24 +70,32 @@ class Measure:
         return {run["seed"]: self._value(run) for run in self._found(runs)}
 
     def by_text(self, runs: Runs) -> dict[int, list[float]]:
-        """The loss of each text by seed; empty for other quantities."""
+        """The loss of each text by seed; empty for other quantities, and without a training that diverged."""
         if self.quantity != "tail_loss":
             return {}
-        found = {run["seed"]: run["by_length"] for run in self._found(runs)}
+        found = {run["seed"]: run["by_length"] for run in self._found(runs) if run["status"] == FINISHED}
         return {seed: reading["window_tail_loss"][reading["lengths"].index(self.at)] for seed, reading in found.items()}
 
     def _found(self, runs: Runs) -> list[Run]:
         return [
             run
             for run in runs.get(self.study, ())
-            if (run["task"], run["scheme"], run["status"]) == (self.task, self.scheme, "finished")
+            if (run["task"], run["scheme"]) == (self.task, self.scheme) and run["status"] in (FINISHED, DIVERGED)
         ]
 
     def _value(self, run: Run) -> float:
+        if run["status"] == DIVERGED:
+            # As good as a model that knows token frequencies, or no answer.
+            lost = {"tail_loss": run["token_frequencies"], "accuracy": 0.0, "steps": run["max_steps"]}
+            return float(lost[self.quantity])
         if self.quantity == "steps":
             steps, losses = run["curve"]["step"], run["curve"]["validation_loss"]
-            # Where the loss is never reached, the number is a lower bound.
-            return float(next((step for step, loss in zip(steps, losses, strict=True) if loss < self.at), steps[-1]))
+            after = next((index for index, loss in enumerate(losses) if loss < self.at), None)
+            if after is None or after == 0:
+                # Where the loss is never reached, the number is a lower bound.
+                return float(steps[-1] if after is None else steps[0])
+            share = (losses[after - 1] - self.at) / (losses[after - 1] - losses[after])
+            return float(steps[after - 1] + share * (steps[after] - steps[after - 1]))
         reading = run["exact_match" if self.quantity == "accuracy" else "by_length"]
         return float(reading[self.quantity][reading["lengths"].index(self.at)])
 
@@ -151,7 +162,7 @@ class Outcome:
         test: the test.
         seeds: how many pairs there are; with fewer than two, there is nothing else.
         difference: the mean with Student's interval over seeds.
-        over_texts: the same with a bootstrap over seeds and texts, for losses.
+        over_texts: the same with an interval over seeds and texts, for losses.
         p: after Holm's correction over all tests of all claims.
         p_opposite: of the opposite, likewise.
     """
@@ -172,6 +183,19 @@ class Outcome:
         if self.p < LEVEL:
             return "confirmed"
         return "contradicted" if self.p_opposite < LEVEL else "undecided"
+
+    @property
+    def decisive_p(self) -> float:
+        """The p-value that the verdict follows from, or the smaller one where nothing is decided."""
+        return min(self.p, self.p_opposite)
+
+
+def verdict_of(outcomes_of_claim: Sequence[Outcome]) -> str:
+    """The verdict of a claim: "confirmed" if all its tests are, "contradicted" if any is."""
+    found = [one.verdict for one in outcomes_of_claim]
+    if "contradicted" in found:
+        return "contradicted"
+    return next((one for one in ("undecided", "not run") if one in found), "confirmed")
 
 
 def _flat(scheme: str) -> Comparison:
@@ -271,19 +295,34 @@ def _over_texts(test: Comparison, runs: Runs) -> Interval | None:
     seeds = sorted(first.keys() & second.keys())
     if len(seeds) < 2:
         return None
-    return bootstrap_difference([first[seed] for seed in seeds], [second[seed] for seed in seeds])
+    pairs = ([one[seed] for seed in seeds] for one in (first, second))
+    return difference_over_texts(*pairs, neighbours=NEIGHBOURS)
 
 
 def read_runs(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """The trainings of every archive in a folder, by the name of its file.
 
+    One that diverged also has the loss of a model that knows token frequencies, as `token_frequencies`.
+
     Raises:
         SettingsError: if there is none.
     """
-    found = {file.stem: [one.result for one in trainings(file)] for file in sorted(folder.glob("*.parquet"))}
+    found = {file.stem: list(_results(file)) for file in sorted(folder.glob("*.parquet"))}
     if not found:
         raise SettingsError(f"{folder} has no archive of a study (*.parquet); see training/study/archive.py.")
     return found
+
+
+def _results(file: Path) -> Iterator[dict[str, Any]]:
+    for training in trainings(file):
+        result = training.result
+        if result["status"] == DIVERGED:
+            task = study_in(file)["tasks"][result["task"]]
+            result |= {
+                "token_frequencies": task.get("unigram_cross_entropy"),
+                "max_steps": training.settings["max_steps"],
+            }
+        yield result
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -296,7 +335,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"claims: {error}", file=sys.stderr)
         return 2
     for one in outcomes(runs):
-        found = "" if one.difference is None else f"{one.difference}, p = {one.p:.2g}, {one.seeds} seeds"
+        found = "" if one.difference is None else f"{one.difference}, p = {one.decisive_p:.2g}, {one.seeds} seeds"
         print(f"{one.claim.number:3} {one.test!s:36} {one.verdict:13} {found}")
     return 0
 

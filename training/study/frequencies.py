@@ -6,6 +6,7 @@ python training/study/frequencies.py outputs/reference docs/study/frequencies.cs
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -46,8 +47,13 @@ def frequency_usage(model: PreTrainedModel, tokens: Tensor) -> Tensor:
         UnsupportedError: if the scheme is not one rotation of pairs.
     """
     encoding = current_encoding(model)
-    maps = [] if encoding is None else [layer.query_key_map for layer in layers_of(encoding, TEXT)]
-    if encoding is None or not maps or not all(isinstance(one, RotaryMap) for one in maps):
+    if encoding is None:
+        raise UnsupportedError(
+            f"{type(model).__name__} is not patched. Patch it with its own scheme: "
+            "patch_model(model, native_scheme(model))."
+        )
+    maps = [layer.query_key_map for layer in layers_of(encoding, TEXT)]
+    if not maps or not all(isinstance(one, RotaryMap) for one in maps):
         raise UnsupportedError(f"{type(model).__name__} has no rotation of pairs, so it has no frequencies to use.")
     usage = []
     for rotation, heads in zip(maps, recorded_heads(model, encoding, tokens), strict=True):
@@ -79,19 +85,23 @@ def study_frequencies(folder: Path, scheme: str) -> pd.DataFrame:
     Raises:
         SettingsError: if there is no such model.
     """
-    models = sorted((folder / "models").glob(f"causal-{scheme}-seed*"))
+    # A training that has not ended leaves a folder with another ending.
+    found = {
+        path: re.fullmatch(rf"causal-{re.escape(scheme)}-seed(\d+)", path.name) for path in folder.glob("models/*")
+    }
+    models = {path: int(match[1]) for path, match in sorted(found.items()) if match}
     if not models:
         raise SettingsError(f"{folder} has no trained model of {scheme!r}; run the study with --save_models.")
     stream = Corpus.open_streams(folder / "data")[1].tokens()
     starts = torch.linspace(0, len(stream) - _LENGTH, _TEXTS).long().tolist()
     tokens = torch.stack([torch.from_numpy(stream[start : start + _LENGTH].astype("int64")) for start in starts])
     frames = []
-    for path in models:
+    for path, seed in models.items():
         model = AutoModelForCausalLM.from_pretrained(path)
         usage = frequency_usage(model, tokens)
         index = pd.MultiIndex.from_product([range(size) for size in usage.shape], names=["layer", "head", "pair"])
         frame = pd.DataFrame({"share": usage.flatten().numpy().round(5)}, index=index).reset_index()
-        frames.append(frame.assign(seed=int(path.name.rpartition("seed")[2])))
+        frames.append(frame.assign(seed=seed))
     return pd.concat(frames, ignore_index=True)
 
 

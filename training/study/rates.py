@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
 from training.errors import SettingsError
-from training.study.cells import default_options
+from training.study.cells import UNSUPPORTED, default_options
 from training.study.settings import SchemeOptions, StudySettings, TaskOptions
 
 
@@ -58,7 +60,7 @@ def rates_study(study: StudySettings) -> StudySettings:
             "tasks": list(tasks),
             "task_options": tasks,
             "rate_seed": None,
-            "seeds": [max(study.seeds) + 1 if study.rate_seed is None else study.rate_seed],
+            "seeds": [max(study.all_seeds) + 1 if study.rate_seed is None else study.rate_seed],
             "save_models": False,
         }
     )
@@ -72,22 +74,38 @@ def with_chosen_rates(study: StudySettings, results: dict[str, Any]) -> StudySet
         results: of its `rates_study`.
 
     Raises:
-        SettingsError: if no training of a scheme finished.
+        SettingsError: if no rate of a scheme finished in every task, and the model could take the scheme.
+    """
+    options = dict(study.scheme_options)
+    by_rate = losses_by_rate(results["runs"])
+    unsupported = {run["scheme"] for run in results["runs"] if run.get("status") == UNSUPPORTED}
+    for label in _chosen_for(study):
+        asked = _asked(study, label)
+        tried = {rate: by_rate.get(_label(label, rate), math.inf) for rate in study.learning_rates}
+        best = min(tried, key=lambda rate: tried[rate])
+        if tried[best] < math.inf:
+            options[label] = asked.model_copy(update={"training": asked.training | {"learning_rate": best}})
+        elif not any(_label(label, rate) in unsupported for rate in tried):
+            raise SettingsError(
+                f"No learning rate can be chosen for {label!r}: none of its trainings with "
+                f"{', '.join(f'{rate:g}' for rate in tried)} finished in every task. Try lower --learning_rates, or "
+                "give it one in --scheme_options."
+            )
+    return study.model_copy(update={"scheme_options": options})
+
+
+def losses_by_rate(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The last validation loss of each training of a `rates_study`, by its label: the mean over tasks.
+
+    A label that diverged or failed in one of its tasks has an infinite loss, so that it is not chosen for being good at
+    the easier ones.
     """
     losses: dict[str, list[float]] = {}
-    for run in results["runs"]:
+    for run in runs:
         curve = run.get("curve", {}).get("validation_loss")
-        if curve:
-            losses.setdefault(run["scheme"], []).append(curve[-1])
-    options = dict(study.scheme_options)
-    for label in _chosen_for(study):
-        found = {rate: fmean(values) for rate in study.learning_rates if (values := losses.get(_label(label, rate)))}
-        asked = _asked(study, label)
-        # A scheme that no model can take is reported by the study itself.
-        if found:
-            training = asked.training | {"learning_rate": min(found, key=lambda rate: found[rate])}
-            options[label] = asked.model_copy(update={"training": training})
-    return study.model_copy(update={"scheme_options": options})
+        if run.get("status") != UNSUPPORTED:
+            losses.setdefault(run["scheme"], []).append(curve[-1] if curve else math.inf)
+    return {label: fmean(found) for label, found in losses.items()}
 
 
 def _chosen_for(study: StudySettings) -> list[str]:

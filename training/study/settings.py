@@ -282,13 +282,13 @@ class StudySettings(TrainingSettings):
     def _known_names(self) -> Self:
         name_modules(self.imports)
         for name in ("rate_settings", "rate_seed"):
-            if getattr(self, name) and not self.learning_rates:
+            if getattr(self, name) not in (None, {}) and not self.learning_rates:
                 raise ValueError(f"--{name} is for choosing among --learning_rates, and the study has none.")
         if "learning_rate" in self.rate_settings:
             raise ValueError("--rate_settings has a learning_rate; the rates to choose from are --learning_rates.")
-        if self.rate_seed in self.seeds:
+        if self.rate_seed in self.all_seeds:
             raise ValueError(
-                f"--rate_seed {self.rate_seed} is among --seeds, so rates would be chosen on the study itself."
+                f"--rate_seed {self.rate_seed} is among the seeds, so rates would be chosen on the study itself."
             )
         self.changed(self.rate_settings, "--rate_settings")
         asked: list[tuple[str, Any, list[str]]] = [
@@ -306,10 +306,19 @@ class StudySettings(TrainingSettings):
         """The settings of a training, without those of the study."""
         return self.changed({}, "The study")
 
+    @property
+    def all_seeds(self) -> set[int]:
+        """The seeds of the study and those that single tasks have of their own."""
+        return {*self.seeds, *(seed for own in self.task_options.values() for seed in own.seeds or ())}
+
     def worker_count(self, jobs: int, accelerators: int) -> int:
         """How many trainings run at the same time."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return max(1, min(self.workers or accelerators or cores, jobs))
+        return max(1, min(self.workers or accelerators or usable_cores(), jobs))
+
+
+def usable_cores() -> int:
+    """The processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def validated(kind: Any, values: dict[str, Any], where: str) -> Any:

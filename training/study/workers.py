@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from training.study.cells import FAILED, Cell
 from training.study.run import run_cell
+from training.study.settings import usable_cores
 from training.trainer import TrainingError
 
 
@@ -44,7 +45,7 @@ def run_cells(
     numbers = context.SimpleQueue()
     for number in range(workers):
         numbers.put(number)
-    threads = max(1, (os.cpu_count() or 1) // workers)
+    threads = max(1, usable_cores() // workers)
     with ProcessPoolExecutor(workers, context, _start_worker, (numbers, threads)) as pool:
         waiting, running = list(cells), dict[Future[dict[str, Any]], Cell]()
         try:

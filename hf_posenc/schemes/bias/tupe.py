@@ -133,8 +133,8 @@ class TupeConfig(SchemeConfig):
     logit, hence the 2.
 
     In an encoder, the first token is `[CLS]`, which sees everything: pairs with it as the query have one number per
-    head, and pairs with it as the key another. TUPE-R adds T5's bias: `["tupe", "t5"]`, whose buckets also apply to the
-    first token here.
+    head, and pairs with it as the key another. TUPE-R adds T5's bias: `["tupe", "t5"]`. In the paper, T5's bias is not
+    divided by sqrt(2), as it is here, and has buckets of its own for the first token.
 
     Args:
         num_positions: number of positions with a vector, at most 2**20; `None` takes the model's own length.

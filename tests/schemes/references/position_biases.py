@@ -18,14 +18,16 @@ def tupe(config: Any, parts: Any, case: LogitCase) -> Logits:
         vector = bias_part.weight[row].tolist()
         mean = sum(vector) / len(vector)
         variance = sum((value - mean) ** 2 for value in vector) / len(vector)
-        return [(value - mean) / math.sqrt(variance + 1e-5) for value in vector]
+        weights, offsets = bias_part.norm_weight.tolist(), bias_part.norm_bias.tolist()
+        scaled = [(value - mean) / math.sqrt(variance + 1e-5) for value in vector]
+        return [value * weight + offset for value, weight, offset in zip(scaled, weights, offsets, strict=True)]
 
     def product(head: int, query_row: int, key_row: int) -> float:
         total = 0.0
         for component in range(head * head_dim, (head + 1) * head_dim):
             one = dot(bias_part.query_weight[component].tolist(), normalised(query_row))
             other = dot(bias_part.key_weight[component].tolist(), normalised(key_row))
-            total += one * other
+            total += (one + float(bias_part.query_bias[component])) * (other + float(bias_part.key_bias[component]))
         return total / math.sqrt(head_dim)
 
     def bias(head: int, query: int, key: int) -> float:
