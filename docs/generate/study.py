@@ -35,7 +35,7 @@ from training.study.claims import (
     verdict_of,
 )
 from training.study.rates import losses_by_rate
-from training.study.statistics import Interval, difference_over_texts, mean_difference, paired, share
+from training.study.significance import Interval, difference_over_texts, mean_difference, paired, share
 
 FOLDER = Path(__file__).resolve().parents[1] / "study"
 RUNS = FOLDER / "runs"
@@ -99,7 +99,7 @@ def draw() -> None:
             continue
         study = check_results(whole | {"runs": [one.result for one in trainings(file)]})
         for figure in draw_figures(study, study_records(study)):
-            if figure.name.endswith(DRAWN):
+            if figure.name.endswith(DRAWN) and "further" not in figure.name:
                 (FIGURES / f"{file.stem}_{figure.name}.png").write_bytes(figure.png)
                 (FIGURES / f"{file.stem}_{figure.name}_dark.png").write_bytes(figure.dark_png)
 

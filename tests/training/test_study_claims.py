@@ -88,7 +88,7 @@ def test_differences_beyond_the_margin_contradict_an_equivalence() -> None:
     runs = runs_like_the_claims()
     for one in runs["reference"]:
         if one["scheme"] == "alibi":
-            one["by_length"]["tail_loss"][-1] += 0.05
+            one["by_length"]["window_tail_loss"][-1][0] += 5 * 0.05
     found = [one for one in outcomes(runs) if one.claim.number == "2"]
     assert [one.verdict for one in found] == ["contradicted", "confirmed", "confirmed"]
 
@@ -97,7 +97,7 @@ def test_noise_decides_nothing() -> None:
     runs = runs_like_the_claims()
     generator = np.random.default_rng(1)
     for one in runs["reference"]:
-        one["by_length"]["tail_loss"] = list(generator.normal(2.0, 0.5, 4))
+        one["by_length"]["window_tail_loss"] = generator.normal(2.0, 0.5, (4, 1)).repeat(5, axis=1).tolist()
     found = [one for one in outcomes(runs) if one.test.first.quantity == "tail_loss"]
     assert {one.verdict for one in found} == {"undecided"}
 
@@ -137,7 +137,7 @@ def test_the_verdict_of_a_claim_needs_all_its_tests() -> None:
     assert verdict_of(flat) == "confirmed"
     for one in runs["reference"]:
         if one["scheme"] == "alibi":
-            one["by_length"]["tail_loss"][-1] += 0.05
+            one["by_length"]["window_tail_loss"][-1][0] += 5 * 0.05
     assert verdict_of([one for one in outcomes(runs) if one.claim.number == "2"]) == "contradicted"
     runs["reference"] = [one for one in runs["reference"] if one["scheme"] != "alibi"]
     assert verdict_of([one for one in outcomes(runs) if one.claim.number == "2"]) == "not run"

@@ -20,7 +20,7 @@ import numpy as np
 from training.errors import SettingsError
 from training.study.archive import study_in, trainings
 from training.study.cells import DIVERGED, FINISHED
-from training.study.statistics import (
+from training.study.significance import (
     Interval,
     difference_over_texts,
     holm,
@@ -96,8 +96,12 @@ class Measure:
                 return float(steps[-1] if after is None else steps[0])
             share = (losses[after - 1] - self.at) / (losses[after - 1] - losses[after])
             return float(steps[after - 1] + share * (steps[after] - steps[after - 1]))
-        reading = run["exact_match" if self.quantity == "accuracy" else "by_length"]
-        return float(reading[self.quantity][reading["lengths"].index(self.at)])
+        if self.quantity == "accuracy":
+            reading = run["exact_match"]
+            return float(reading["accuracy"][reading["lengths"].index(self.at)])
+        # The mean over texts has more digits than the loss that is stored beside it.
+        reading = run["by_length"]
+        return float(np.mean(reading["window_tail_loss"][reading["lengths"].index(self.at)]))
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 from scipy import stats
 
 from training.errors import SettingsError
-from training.study.statistics import (
+from training.study.significance import (
     difference_over_texts,
     holm,
     mean_difference,
