@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from .checks import check_pair
 from .examination import examine, smoke
@@ -42,15 +39,6 @@ WITHOUT_NATIVE = {"causal-xlnet", "masked-deberta[relative]", "masked-deberta-v2
 KNOWN_FAILURES = {"causal-cpmant": {"left padding"}}
 #: One architecture for each way of reading pictures, sound and series that is cheap to check.
 PARTS = ["vision-vit", "image-text-llava", "audio-text-whisper"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Matrices this small are ten times slower when threads share them."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def assert_holds(record: Record, *, native: bool = True) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -53,15 +52,6 @@ def doubled(pair: Pair, as_bias: bool) -> Tensor:
     patch_model(caller.model, DoubledConfig(as_bias))
     with torch.no_grad():
         return caller._run(caller.tokens)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Matrices this small are slower when threads share them."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("name", mostly_slow(PAIRS, lambda name: name in PAIRS[:9]))
