@@ -34,7 +34,8 @@ def test_the_protocol_names_the_study_and_its_settings(name: str) -> None:
     steps = 1000 if name == "reference_tasks" else 2000
     assert study.max_steps == steps
     assert f"{steps:,} steps" in PROTOCOL
-    assert f"| 0 to {study.seeds[-1]} |" in PROTOCOL or study.seeds == [0]
+    row = next(line for line in PROTOCOL.splitlines() if f"`training/studies/{name}.yaml` |" in line)
+    assert re.search(rf" 0 to {study.seeds[-1]} \|", row) or study.seeds == [0]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -47,6 +48,18 @@ def test_a_part_of_the_seeds_has_the_same_learning_rates(name: str) -> None:
         study_of(name, f"--seeds={seeds[0]}")
 
 
+def test_the_study_of_swaps_has_a_control_for_each_learning_rate() -> None:
+    study = study_of("reference_heal")
+    assert "`training/studies/reference_heal.yaml` |" in PROTOCOL
+    healed = {label: options for label, options in study.scheme_options.items() if options.start == "rope"}
+    assert healed.keys() == set(study.schemes) - {"rope"}
+    for speed in ("slow", "fast"):
+        of_speed = {label: options.training for label, options in healed.items() if label.endswith(speed)}
+        assert all(training == of_speed[f"rope-{speed}"] for training in of_speed.values())
+        # 12 % of the steps, as in DroPE.
+        assert of_speed[f"rope-{speed}"]["max_steps"] == 0.12 * study.max_steps
+
+
 def test_the_catalogue_has_the_number_of_schemes_that_the_protocol_says() -> None:
     catalogue, main = study_of("reference_catalogue"), study_of("reference")
     assert f"{len(catalogue.schemes)} further schemes" in PROTOCOL
@@ -55,7 +68,7 @@ def test_the_catalogue_has_the_number_of_schemes_that_the_protocol_says() -> Non
         assert set(name.split(", ")) <= set(main.schemes)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "reference_heal"])
 def test_every_scheme_of_the_study_can_be_placed(name: str) -> None:
     study = study_of(name)
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 300}
