@@ -47,6 +47,8 @@ DRAWN = ("loss_curves", "tail_loss_by_length", "loss_by_position", "exact_match"
 LENGTHS = (LENGTH, 2 * LENGTH, 4 * LENGTH, 8 * LENGTH)
 #: Labels that start from a trained RoPE.
 SCALINGS = ("pi", "ntk", "yarn", "self_extend", "rerope")
+#: The two learning rates of the study of swaps, in its labels: 0.001 and 0.004.
+SPEEDS = ("slow", "fast")
 NOT_RUN = "*Not run yet.*"
 #: Examples of a task per length and seed.
 _SAMPLES = 100
@@ -310,6 +312,42 @@ def masked_table(runs: Runs) -> str:
     return markdown(("scheme", *(f"{length:,}" for length in LENGTHS), "seeds"), rows)
 
 
+def heal_table(runs: Runs) -> str:
+    """Losses after a swap, and after further training with each of two learning rates."""
+    found = finished(runs, "reference_heal")
+    if f"rope-{SPEEDS[0]}" not in found:
+        return NOT_RUN
+    rows = []
+    for scheme in dict.fromkeys(label.rpartition("-")[0] for label in found if "-" in label):
+        healed = {speed: found[f"{scheme}-{speed}"] for speed in SPEEDS}
+        swapped = mean_of(_mean_loss(run["before"]) for run in healed[SPEEDS[0]].values())
+        best = _best_speed(found, scheme)
+        far = tail(best, 4 * LENGTH)
+        above = above_control(found, scheme)
+        losses = [mean_of(_mean_loss(run["by_length"]) for run in seeds.values()) for seeds in healed.values()]
+        row = (f"`{scheme}`", shown(swapped), *map(shown, losses), ranged(above), shown(far), str(len(best)))
+        rows.append((above.value, row))
+    head = ("scheme", "after the swap", "healed at 0.001", "healed at 0.004", "above the control", "4 times", "seeds")
+    return markdown(head, [row for _, row in sorted(rows)])
+
+
+def above_control(found: Mapping[str, Mapping[int, Run]], scheme: str) -> Interval:
+    """The loss after a swap to the scheme and healing, less that of a model that kept RoPE, each at its best rate."""
+    own, control = (_best_speed(found, one) for one in (scheme, "rope"))
+    losses = ({seed: _mean_loss(run["by_length"]) for seed, run in seeds.items()} for seeds in (own, control))
+    return mean_difference(paired(*losses))
+
+
+def _best_speed(found: Mapping[str, Mapping[int, Run]], scheme: str) -> Mapping[int, Run]:
+    both = [found[f"{scheme}-{speed}"] for speed in SPEEDS]
+    return min(both, key=lambda seeds: np.mean([_mean_loss(run["by_length"]) for run in seeds.values()]))
+
+
+def _mean_loss(reading: Mapping[str, Any]) -> float:
+    """The mean loss at the trained length."""
+    return float(reading["loss"][reading["lengths"].index(LENGTH)])
+
+
 def leaderboard(runs: Runs) -> str:
     """Every scheme that was trained, from the lowest loss at the trained length."""
     main_study, catalogue = finished(runs, "reference"), finished(runs, "reference_catalogue")
@@ -319,7 +357,7 @@ def leaderboard(runs: Runs) -> str:
     none = main_study.get("none")
     base = None if none is None else np.mean([run["cpu_seconds"] for run in none.values()])
     plain = None if none is None else next(iter(none.values()))["parameters"]
-    rows = []
+    healed, rows = finished(runs, "reference_heal"), []
     for scheme, seeds in sorted(found.items(), key=lambda item: tail(item[1], LENGTH).value):
         first = next(iter(seeds.values()))
         seconds = np.mean([run["cpu_seconds"] for run in seeds.values()])
@@ -328,13 +366,39 @@ def leaderboard(runs: Runs) -> str:
                 f"`{scheme}`",
                 *(shown(tail(seeds, length)) for length in (LENGTHS[0], LENGTHS[2], LENGTHS[3])),
                 *(_answers(runs, scheme, task, at) for task, at in (("copy", 20), ("passkey", 40))),
+                ranged(above_control(healed, scheme)) if f"{scheme}-{SPEEDS[0]}" in healed else "",
+                f"{cached_numbers(first['config']):,}",
                 "" if base is None else f"{seconds / base:.2f}",
                 "" if plain is None else f"{first['parameters'] - plain:+,}",
                 str(len(seeds)),
             )
         )
-    head = ("scheme", "trained length", "4 times", "8 times", "copy", "retrieval", "time", "parameters", "seeds")
+    head = (
+        *("scheme", "trained length", "4 times", "8 times", "copy", "retrieval", "healed", "cache", "time"),
+        *("parameters", "seeds"),
+    )
     return markdown(head, rows)
+
+
+def cached_numbers(config: Mapping[str, Any]) -> int:
+    """The numbers that a layer of the study's model caches for a token with a scheme: keys, values, and what is added.
+
+    Args:
+        config: of the scheme.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from hf_posenc import patch_model
+
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=8, max_position_embeddings=1024)).eval()
+    if config:
+        patch_model(model, dict(config))
+    with torch.no_grad():
+        cache = model(torch.zeros(1, 8, dtype=torch.int64), use_cache=True).past_key_values
+    layers = [layer.keys.numel() + layer.values.numel() for layer in cache.layers]
+    return round(sum(layers) / len(layers) / 8)
 
 
 def _answers(runs: Runs, scheme: str, task: str, length: int) -> str:
@@ -362,6 +426,7 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "frequencies": frequencies_table,
     "tasks": tasks_table,
     "masked": masked_table,
+    "heal": heal_table,
     "leaderboard": leaderboard,
 }
 

@@ -76,3 +76,24 @@ def test_tables_rank_schemes_and_give_their_intervals(study: ModuleType) -> None
     assert speed["| `rope`"][1:3] == ["78 ± 32", "0.50"]
     # Half of the steps of `none` fit the time of `rope`.
     assert speed["| `none`"][4].startswith("2.000")
+
+
+def test_swaps_are_compared_with_the_control_at_the_better_rate_of_each(study: ModuleType) -> None:
+    def run(label: str, seed: int, loss: float) -> dict[str, object]:
+        reading = {"lengths": list(study.LENGTHS), "loss": [loss] * 4, "tail_loss": [loss] * 4}
+        before = {"lengths": list(study.LENGTHS), "loss": [3.0] * 4}
+        figures = {"by_length": reading, "before": before}
+        return {"task": "causal", "scheme": label, "seed": seed, "status": "finished", **figures}
+
+    losses = {"rope-slow": 1.2, "rope-fast": 1.3, "none-slow": 2.0, "none-fast": 1.7}
+    runs = {"reference_heal": [run(label, seed, loss + seed) for label, loss in losses.items() for seed in (0, 1)]}
+    rows = [line.split(" | ") for line in study.TABLES["heal"](runs).splitlines()[2:]]
+    assert [row[0] for row in rows] == ["| `rope`", "| `none`"]
+    assert rows[1][1] == "3.000"
+    assert rows[1][4] == "+0.500 [+0.500, +0.500]"
+
+
+@pytest.mark.parametrize(("name", "numbers"), [("rope", 256), ("forget_gate", 256 + 4), (None, 256)])
+def test_cached_numbers_count_keys_values_and_features(study: ModuleType, name: str | None, numbers: int) -> None:
+    # 4 heads of width 32; a forget gate adds one number to the key of each head.
+    assert study.cached_numbers({} if name is None else {"scheme": name}) == numbers
