@@ -292,7 +292,7 @@ class AttentionSite(LogitSite):
         if not features:
             return update(key, value_states, *args, **kwargs)
         keys, values = update(key, value_states, *args, **kwargs)
-        keys, call.key_features = split_features(keys, encoding.num_heads, features)
+        keys, call.key_features = split_features(keys, encoding.feature_heads, features)
         return keys, values
 
     def _check_cached(self, update: Callable[..., Any], key: Tensor, layer_idx: int = 0, *_: Any, **__: Any) -> None:

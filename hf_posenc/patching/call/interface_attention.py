@@ -220,7 +220,7 @@ class InterfaceAttention(AttentionSite):
             key = append_features(key, self.new_features(call))
         keys, values = read_pages(key, value, self.module.layer_idx, kwargs)
         if self.encoding.num_features:
-            keys, features = split_features(keys, self.encoding.num_heads, self.encoding.num_features)
+            keys, features = split_features(keys, self.encoding.feature_heads, self.encoding.num_features)
         output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
         for requests in requests_of(call.state, keys.shape[2], mask, kwargs):
             own = LayerCall(requests.state, cut(call.hidden_states, requests.queries))

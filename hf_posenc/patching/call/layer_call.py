@@ -11,6 +11,7 @@ from torch import Tensor
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.grid_state import GridTokens
 from hf_posenc.patching.call.split_parts import HeadShard
+from hf_posenc.schemes.features import feature_counts
 from hf_posenc.schemes.parts import LogitBias, LogitScale, PairwiseBias, QueryKeyMap
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
 
@@ -47,8 +48,13 @@ class LayerEncoding:
     def __post_init__(self) -> None:
         # Computed once, because every layer reads these in every call.
         bias = self.logit_bias
-        #: Number of features per head and token that the bias caches next to the keys.
-        self.num_features = bias.num_features if isinstance(bias, PairwiseBias) else 0
+        own, shared = feature_counts(bias)
+        #: Number of heads for which the bias caches features next to the keys.
+        self.feature_heads = self.num_key_value_heads if shared else self.num_heads
+        #: Number of features of each of them per token.
+        self.num_features = own + shared
+        if shared:
+            self.num_features = self.num_heads // self.num_key_value_heads * own + shared
         #: Whether it combines features of neighbouring tokens.
         self.needs_oldest_keys = isinstance(bias, PairwiseBias) and bias.needs_oldest_keys
         #: Whether the bias is a rotation of heads by what the layer's input says, or contains one.

@@ -25,6 +25,7 @@ from hf_posenc.patching.call.length_checks import check_cache
 from hf_posenc.patching.call.placed_forward import PlacedForward
 from hf_posenc.patching.call.runtime import StackRuntime
 from hf_posenc.patching.find.offloading import onload_weights
+from hf_posenc.schemes.features import pairs_of_parts
 from hf_posenc.schemes.parts import DistanceBias, LogitBias, PairwiseBias, Part, SeparableBias
 from hf_posenc.schemes.positions import AttentionPairs, Positions
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
@@ -71,7 +72,7 @@ class LogitSite(PlacedForward):
             )
 
     def new_features(self, call: LayerCall) -> Tensor:
-        """`(batch, heads, query_len, num_features)` float32 of the new tokens."""
+        """`(batch, feature heads, query_len, features)` float32 of the new tokens."""
         bias = self.encoding.logit_bias
         assert isinstance(bias, PairwiseBias)
         with onload_weights(bias), without_autocast(call.hidden_states.device):
@@ -105,20 +106,17 @@ class LogitSite(PlacedForward):
         assert bias is not None
         summands = bias.summands()
         forms: list[BiasForm] = []
-        pairs, first = None, 0
-        for summand in summands:
+        pairs: list[AttentionPairs] = []
+        for index, summand in enumerate(summands):
             if rotated and isinstance(summand, ContextualRotation):
-                first += summand.num_features
                 continue
             if isinstance(summand, DistanceBias):
                 forms.append(self._distance_form(summand, state, query, key, mask, separates_restarts))
                 continue
-            if pairs is None:
+            if not pairs:
                 check_cache(bias, state)
-                pairs = self._pairs(call, query, key, scaling)
-            count = summand.num_features if isinstance(summand, PairwiseBias) else 0
-            forms.append(_pairwise_form(summand, pairs.with_features(first, count)))
-            first += count
+                pairs = pairs_of_parts(summands, self._pairs(call, query, key, scaling))
+            forms.append(_pairwise_form(summand, pairs[index]))
         form = sum_of_forms(forms, query.shape[-2], key.shape[-2], self.encoding.causal)
         check_heads(form.heads, query.shape[1])
         return form if self.encoding.logit_scale is None else self._scaled_form(form, state, query, key.shape[-2])
@@ -131,14 +129,11 @@ class LogitSite(PlacedForward):
         # Rotated heads are multiplied by the layer itself, with its own factor.
         pairs = self._pairs(call, query, key, scaling=1.0)
         check_heads(self.encoding.num_heads, query.shape[1])
-        first = 0
-        for summand in bias.summands():
-            count = summand.num_features if isinstance(summand, PairwiseBias) else 0
+        summands = bias.summands()
+        for summand, own in zip(summands, pairs_of_parts(summands, pairs), strict=True):
             if isinstance(summand, ContextualRotation):
                 with onload_weights(summand), without_autocast(query.device):
-                    query, key = summand.rotated(pairs.with_features(first, count))
-                pairs = dataclasses.replace(pairs, query=query, key=key)
-            first += count
+                    query, key = summand.rotated(dataclasses.replace(own, query=query, key=key))
         return query, key
 
     def bias_is_zero(self, state: ForwardState, device: torch.device) -> bool:

@@ -35,7 +35,7 @@ class ContextualRotation(PairwiseBias):
         super().__init__()
         self.rotary_dim = rotary_dim
         self.layout = "half" if layout == "auto" else layout
-        self.num_heads = num_heads
+        self.num_key_heads = num_key_heads
         self.groups = num_heads // num_key_heads
 
     def own_features(self, hidden_states: Tensor) -> Tensor:
@@ -62,9 +62,9 @@ class ContextualRotation(PairwiseBias):
         raise NotImplementedError
 
     def key_features(self, hidden_states: Tensor) -> Tensor:
-        """Returns the features of each token, `(batch, heads, length, num_features)` float32."""
+        """Returns the features of each token, `(batch, key_value_heads, length, num_features)` float32."""
         own = self.own_features(hidden_states.float())
-        return own.repeat_interleave(self.num_heads // own.shape[1], dim=1)
+        return own if own.shape[1] == self.num_key_heads else own.expand(-1, self.num_key_heads, -1, -1)
 
     def rotated(self, pairs: AttentionPairs) -> tuple[Tensor, Tensor]:
         """Rotates queries and keys; each keeps its shape and dtype.
@@ -76,7 +76,7 @@ class ContextualRotation(PairwiseBias):
             raise ValueError(
                 f"{type(self).__name__} computes angles from hidden states, but this layer does not provide them."
             )
-        angles = self.angles(pairs.key_features[:, :: self.groups], pairs.keys).transpose(1, 2)
+        angles = self.angles(pairs.key_features, pairs.keys).transpose(1, 2)
         query = self._turn(pairs.query, angles.index_select(1, pairs.query_slots))
         return query, self._turn(pairs.key, angles)
 
@@ -104,6 +104,7 @@ class ContextualPlaces(ContextualRotation):
     """
 
     num_features = 1
+    num_shared_features = 1
 
     def __init__(self, rotation: RotaryMap, num_heads: int, num_key_heads: int) -> None:
         super().__init__(rotation.rotary_dim, rotation.layout, num_heads, num_key_heads)
