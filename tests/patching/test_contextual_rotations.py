@@ -16,6 +16,8 @@ from transformers import (
     GenerationConfig,
     GPTNeoConfig,
     GPTNeoForCausalLM,
+    JetMoeConfig,
+    JetMoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -244,6 +246,38 @@ def test_continuous_batching_gives_the_same_text(scheme: str) -> None:
         assert result.error is None
         alone = model.generate(torch.tensor([prompt]), use_cache=False, generation_config=settings)
         assert result.generated_tokens == alone[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@torch.no_grad()
+def test_keys_that_are_repeated_behind_the_cache(scheme: str) -> None:
+    """JetMoe caches fewer heads than its attention function receives, so that even places of `repo` are features."""
+    sizes = {"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 64}
+    config = JetMoeConfig(**sizes, num_key_value_heads=2, kv_channels=16, num_local_experts=4, num_experts_per_tok=2)
+    torch.manual_seed(0)
+    model = patch_model(JetMoeForCausalLM(config).eval(), scheme, **SCHEMES[scheme])
+    ids, cache = tokens(), DynamicCache(config=config)
+    parts = [slice(0, 9), *(slice(start, start + 1) for start in range(9, 24))]
+    steps = [logits(model, ids[:, part], past_key_values=cache) for part in parts]
+    torch.testing.assert_close(torch.cat(steps, dim=1), logits(model, ids, use_cache=False), **CLOSE)
+    assert cache.layers[0].keys.shape[-1] > 16
+
+
+def test_a_quantised_cache_holds_rotated_keys_but_no_features() -> None:
+    """Rounded keys change logits as they do without a scheme."""
+    pytest.importorskip("optimum.quanto", reason="optimum-quanto is not installed")
+    given: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False, "output_logits": True}
+    given |= {"return_dict_in_generate": True}
+    few_bits = {"backend": "quanto", "nbits": 4, "residual_length": 1, "q_group_size": 16}
+    rounded = given | {"cache_implementation": "quantized", "cache_config": few_bits}
+    errors = {}
+    for scheme in ("repo", "none"):
+        model = patched(scheme, **SCHEMES.get(scheme, {}))
+        found, expected = model.generate(tokens(), **rounded), model.generate(tokens(), use_cache=False, **given)
+        errors[scheme] = float((found.logits[1] - expected.logits[1]).abs().max())
+    assert 0 < errors["repo"] <= 5 * errors["none"]
+    with pytest.raises(UnsupportedError, match="round them to a few bits"):
+        patched("grape_m", **SCHEMES["grape_m"]).generate(tokens(), **rounded)
 
 
 def test_constant_increments_are_rope() -> None:
