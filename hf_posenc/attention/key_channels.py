@@ -22,12 +22,15 @@ def append_features(key: Tensor, features: Tensor) -> Tensor:
 
     Args:
         key: `(batch, key_value_heads, length, width)`.
-        features: `(batch, heads, length, num_features)` float32; `heads` is a multiple of `key_value_heads`.
+        features: `(batch, heads, length, num_features)` float32. `heads` is a multiple of `key_value_heads`, or, if the
+            architecture has repeated its keys, a divisor of it.
 
     Returns:
         `(batch, key_value_heads, length, width + channels)` in the dtype of the key.
     """
-    batch, _, length, _ = features.shape
+    batch, heads, length, _ = features.shape
+    if heads < key.shape[1]:
+        features = features.repeat_interleave(key.shape[1] // heads, dim=1)
     if length == 1:
         grouped = features.reshape(batch, key.shape[1], 1, -1)
     else:
@@ -41,12 +44,24 @@ def append_features(key: Tensor, features: Tensor) -> Tensor:
 
 
 def split_features(key: Tensor, num_heads: int, num_features: int) -> tuple[Tensor, Tensor]:
-    """The inverse of `append_features`: `(batch, key_value_heads, length, width)` and `(batch, heads, length, n)`."""
-    per_key = num_heads // key.shape[1] * num_features
+    """The inverse of `append_features`.
+
+    Args:
+        key: keys with features.
+        num_heads: number of heads that have features.
+        num_features: number of features of each of them.
+
+    Returns:
+        `(batch, key_value_heads, length, width)` in the dtype of the key, and `(batch, num_heads, length,
+        num_features)` float32.
+    """
+    per_key = max(1, num_heads // key.shape[1]) * num_features
     count = channels_per_number(key.dtype)
     plain, channels = torch.split_with_sizes(key, [key.shape[-1] - count * per_key, count * per_key], dim=-1)
     if count > 1:
         channels = channels.float().unflatten(-1, (count, per_key)).sum(-2)
+    if num_heads < key.shape[1]:
+        channels = channels[:, :: key.shape[1] // num_heads]
     if num_features > 1:
         channels = channels.unflatten(-1, (-1, num_features))
     features = channels.transpose(2, 3).reshape(key.shape[0], num_heads, key.shape[2], num_features)

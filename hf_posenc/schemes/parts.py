@@ -173,6 +173,9 @@ class PairwiseBias(LogitBias):
 
     #: Number of features per head and token that `key_features` returns. They are cached with the keys.
     num_features: int = 0
+    #: How many of them, the last ones, are numbers of a key head, which all query heads that read it share. They are
+    #: cached once. The other features are numbers of a query head.
+    num_shared_features: int = 0
     #: Whether `forward` reads `pairs.query` or `pairs.key`. Such a bias requires heads of their original width.
     reads_heads: bool = False
     #: Whether the bias corrects the logits that the layer computes, which must therefore not be modified before the
@@ -188,7 +191,15 @@ class PairwiseBias(LogitBias):
     zero_within: int = 0
 
     def key_features(self, hidden_states: Tensor) -> Tensor:
-        """`(batch, length, hidden)` -> `(batch, heads, length, num_features)` float32, before the cache."""
+        """The features of new tokens, before the cache.
+
+        Args:
+            hidden_states: `(batch, length, hidden)`, the layer's input.
+
+        Returns:
+            Float32. `(batch, heads, length, num_features)`; `(batch, key_value_heads, length, num_features)` if all
+            features are shared; if some are, as `hf_posenc.schemes.features` describes.
+        """
         raise NotImplementedError
 
     def forward(self, pairs: AttentionPairs) -> Tensor:

@@ -115,8 +115,8 @@ class AttentionPairs:
             queries before, or a tensor that fits the logits if heads differ.
         hidden_states: `(batch, query_len, hidden)`, the input from which the layer projects queries and keys; `None`
             if it is not available.
-        key_features: `(batch, heads, key_len, features)` float32, the features that `PairwiseBias.key_features`
-            computed for each key, cached ones included; `None` for parts without features.
+        key_features: float32, the features that `PairwiseBias.key_features` computed for each key, cached ones
+            included, in the shape in which it returns them, with `key_len` tokens; `None` for parts without features.
     """
 
     query: Tensor
@@ -137,13 +137,6 @@ class AttentionPairs:
             query_slots=self.query_slots[start:stop],
             hidden_states=None if self.hidden_states is None else self.hidden_states[:, start:stop],
         )
-
-    def with_features(self, first: int, count: int) -> AttentionPairs:
-        """The same pairs with `count` features from `first` on, which belong to one of several summed biases."""
-        if self.key_features is None or self.key_features.shape[-1] == count:
-            return self
-        features = self.key_features[..., first : first + count] if count else None
-        return dataclasses.replace(self, key_features=features)
 
     def of_first_keys(self, count: int) -> AttentionPairs:
         """The same queries with the first `count` keys."""

@@ -113,6 +113,8 @@ def layer_problem(layer: LayerEncoding, takes_slopes: bool) -> str:
     """Returns why an engine cannot compute the parts of one layer; empty if it can."""
     if layer.widens_heads:
         return "it makes queries and keys wider, but the pages of the engine have the width of the model's heads"
+    if layer.rotates_by_input:
+        return "it rotates queries and keys by the input of their layer, but the plug-in rotates only by positions"
     if layer.num_features:
         return "it stores features of each token next to its key, but the pages of the engine have no room for them"
     if layer.logit_bias is None:

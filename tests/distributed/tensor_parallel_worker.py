@@ -26,6 +26,7 @@ CUT: dict[str, Any] = {
     "learned": {"scheme": "learned", "num_positions": 64},
     "t5": "t5",
     "forget_gate": "forget_gate",
+    "selective_rope": "selective_rope",
     "ssmax": "ssmax",
     "pope": "pope",
     "transformer_xl": "transformer_xl",

@@ -9,21 +9,28 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    ContinuousBatchingConfig,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DynamicCache,
+    GenerationConfig,
     GPTNeoConfig,
     GPTNeoForCausalLM,
+    JetMoeConfig,
+    JetMoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
+    StaticCache,
     XGLMConfig,
     XGLMForCausalLM,
 )
 
 from hf_posenc import UnsupportedError, patch_model
+from hf_posenc.attention.key_channels import channels_per_number
 from hf_posenc.patching.call import interface_attention
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
 from hf_posenc.recipes import swap_scheme
@@ -144,6 +151,133 @@ def test_windows_of_caches_are_kept_or_refused() -> None:
     model.generate(ids, use_cache=False, **given)
     pointwise = patched("selective_rope", window=8, **SCHEMES["selective_rope"] | {"kernel_size": 1})
     assert torch.equal(pointwise.generate(ids, **given), pointwise.generate(ids, use_cache=False, **given))
+
+
+def whole_site(model: PreTrainedModel) -> InterfaceAttention:
+    site = model.model.layers[0].self_attn.__dict__["forward"]
+    assert isinstance(site, InterfaceAttention)
+    return site
+
+
+#: What acts beside `repo`, and the width of a cached key of 16 dimensions: other biases may need it as it was.
+BESIDE: dict[str, tuple[list[Any], int]] = {
+    "nothing": ([], 16),
+    "a distance": (["alibi"], 16),
+    "positions": (["fire"], 16),
+    "keys": (["grape"], 16 + 1),
+    "features": (["forget_gate"], 16 + 1 + 2),
+    "a rotation": (["rope"], 16),
+    "a rotation of whole heads": ([{"scheme": "string"}], 16),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("beside", BESIDE)
+@torch.no_grad()
+def test_places_of_a_token_alone_need_no_channels(beside: str, dtype: torch.dtype) -> None:
+    """The cache holds rotated keys, which give what rotating all keys in every call gives."""
+    others, width = BESIDE[beside]
+    scheme: Any = [*others, {"scheme": "repo", **SCHEMES["repo"]}]
+    model = patched(scheme).to(dtype)
+    ids, found, caches = tokens(), [], []
+    for rotated in (True, False):
+        for layer in model.model.layers:
+            if not rotated:
+                layer.self_attn.__dict__["forward"].encoding.rotation_before_cache = None
+        cache = DynamicCache(config=model.config)
+        parts = [slice(0, 9), slice(9, 13), *(slice(start, start + 1) for start in range(13, 24))]
+        found.append(torch.cat([model(ids[:, part], past_key_values=cache).logits for part in parts], dim=1))
+        caches.append(cache)
+    numbers = (width - 16) * channels_per_number(dtype)
+    assert [layer.keys.shape[-1] for layer in caches[0].layers] == [16 + numbers] * 2
+    assert caches[1].layers[0].keys.shape[-1] > 16
+    # Logits are below 1. Two rotations of one bfloat16 key round once more than one.
+    close = CLOSE if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    torch.testing.assert_close(*found, **close)
+
+
+@torch.no_grad()
+def test_cached_keys_are_rotated_by_what_their_own_token_says() -> None:
+    model, ids = patched("repo", **SCHEMES["repo"]), tokens()
+    seen: list[Tensor] = []
+    model.model.layers[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    cache = model(ids, use_cache=True).past_key_values
+    site, attention = whole_site(model), model.model.layers[0].self_attn
+    states = model.model.layers[0].input_layernorm(seen[0])
+    plain = attention.k_proj(states).unflatten(-1, (2, 16)).transpose(1, 2)
+    bias = site.encoding.logit_bias
+    places = bias.contributions(states)
+    angles = places.unsqueeze(-1) * 10000.0 ** (-torch.arange(8) / 8)
+    torch.testing.assert_close(cache.layers[0].keys, bias.turned(plain, angles), **CLOSE)
+    assert (cache.layers[0].keys - plain).abs().max() > 1e-2
+
+
+@torch.no_grad()
+def test_rotated_keys_behind_padding_and_packing() -> None:
+    for scheme in ("repo", ["repo", "alibi"]):
+        own = {"scheme": "repo", **SCHEMES["repo"]}
+        model = patched(own if scheme == "repo" else [own, "alibi"])
+        ids = tokens()
+        alone = logits(model, ids)
+        padded = torch.cat((torch.zeros(1, 5, dtype=torch.long), ids), dim=1)
+        mask = (padded != 0).long()
+        for cache in (DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=32)):
+            steps = []
+            for part in (slice(0, 12), slice(12, 16), *(slice(start, start + 1) for start in range(16, 29))):
+                given = {"attention_mask": mask[:, : part.stop], "past_key_values": cache}
+                steps.append(logits(model, padded[:, part], **given))
+            torch.testing.assert_close(torch.cat(steps, dim=1)[:, 5:], alone, **CLOSE)
+        cache = DynamicCache(config=model.config)
+        logits(model, ids, past_key_values=cache)
+        cache.crop(-6)
+        torch.testing.assert_close(logits(model, ids[:, 18:], past_key_values=cache), alone[:, 18:], **CLOSE)
+
+
+@pytest.mark.parametrize("scheme", ["repo", "repo+alibi", "repo+string", "selective_rope", "forget_gate+grape_m"])
+def test_continuous_batching_gives_the_same_text(scheme: str) -> None:
+    parts = [{"scheme": part, **SCHEMES.get(part, {})} for part in scheme.split("+")]
+    model = patched(parts if len(parts) > 1 else parts[0])
+    prompts = [tokens(length)[0].tolist() for length in (5, 9, 12)]
+    settings = GenerationConfig(max_new_tokens=5, do_sample=False, pad_token_id=0, eos_token_id=-1)
+    size = {"page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size": 8}
+    paged = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=16, **size)
+    found = model.generate_batch(prompts, generation_config=settings, continuous_batching_config=paged, warmup=False)
+    for prompt, result in zip(prompts, found.values(), strict=True):
+        assert result.error is None
+        alone = model.generate(torch.tensor([prompt]), use_cache=False, generation_config=settings)
+        assert result.generated_tokens == alone[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@torch.no_grad()
+def test_keys_that_are_repeated_behind_the_cache(scheme: str) -> None:
+    """JetMoe caches fewer heads than its attention function receives, so that even places of `repo` are features."""
+    sizes = {"vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 64}
+    config = JetMoeConfig(**sizes, num_key_value_heads=2, kv_channels=16, num_local_experts=4, num_experts_per_tok=2)
+    torch.manual_seed(0)
+    model = patch_model(JetMoeForCausalLM(config).eval(), scheme, **SCHEMES[scheme])
+    ids, cache = tokens(), DynamicCache(config=config)
+    parts = [slice(0, 9), *(slice(start, start + 1) for start in range(9, 24))]
+    steps = [logits(model, ids[:, part], past_key_values=cache) for part in parts]
+    torch.testing.assert_close(torch.cat(steps, dim=1), logits(model, ids, use_cache=False), **CLOSE)
+    assert cache.layers[0].keys.shape[-1] > 16
+
+
+def test_a_quantised_cache_holds_rotated_keys_but_no_features() -> None:
+    """Rounded keys change logits as they do without a scheme."""
+    pytest.importorskip("optimum.quanto", reason="optimum-quanto is not installed")
+    given: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False, "output_logits": True}
+    given |= {"return_dict_in_generate": True}
+    few_bits = {"backend": "quanto", "nbits": 4, "residual_length": 1, "q_group_size": 16}
+    rounded = given | {"cache_implementation": "quantized", "cache_config": few_bits}
+    errors = {}
+    for scheme in ("repo", "none"):
+        model = patched(scheme, **SCHEMES.get(scheme, {}))
+        found, expected = model.generate(tokens(), **rounded), model.generate(tokens(), use_cache=False, **given)
+        errors[scheme] = float((found.logits[1] - expected.logits[1]).abs().max())
+    assert 0 < errors["repo"] <= 5 * errors["none"]
+    with pytest.raises(UnsupportedError, match="round them to a few bits"):
+        patched("grape_m", **SCHEMES["grape_m"]).generate(tokens(), **rounded)
 
 
 def test_constant_increments_are_rope() -> None:

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from transformers import DynamicCache, StaticCache
 
-from hf_posenc import UnsupportedError, patch_model
-from hf_posenc.attention.key_channels import append_features, split_features
+from hf_posenc import AttentionPairs, BuildContext, PairwiseBias, Positions, UnsupportedError, patch_model
+from hf_posenc.attention.key_channels import append_features, channels_per_number, split_features
+from hf_posenc.patching.call.split_parts import HeadShard, SplitPairwiseBias
+from hf_posenc.patching.find.model_parts import TEXT
+from hf_posenc.patching.place.wide_pages import page_width
+from hf_posenc.recipes.initialization.logits import layers_of
+from hf_posenc.schemes.arrangement.blended import BlendedPairwiseBias
+from hf_posenc.schemes.arrangement.composed import SummedPairwiseBias
+from hf_posenc.schemes.features import joined, separated
+from hf_posenc.schemes.registry import as_scheme
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
 
@@ -20,20 +32,142 @@ LLAMA = ARCHITECTURES["llama_gqa"]
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     key_heads=st.integers(1, 3),
     groups=st.integers(1, 3),
+    repeated=st.booleans(),
     features=st.integers(1, 3),
     size=st.floats(1e-3, 1e3),
 )
 @settings(max_examples=60, deadline=None)
-def test_features_come_back(dtype, key_heads, groups, features, size):
+def test_features_come_back(dtype, key_heads, groups, repeated, features, size):
+    """Of more heads than there are keys, and of fewer, where an architecture caches repeated keys."""
     generator = torch.Generator().manual_seed(0)
-    key = torch.randn(2, key_heads, 5, 4, generator=generator).to(dtype)
-    kept = size * torch.randn(2, key_heads * groups, 5, features, generator=generator)
+    few, many = key_heads, key_heads * groups
+    key = torch.randn(2, many if repeated else few, 5, 4, generator=generator).to(dtype)
+    kept = size * torch.randn(2, few if repeated else many, 5, features, generator=generator)
     wide = append_features(key, kept)
     assert wide.dtype == dtype
-    again, back = split_features(wide, key_heads * groups, features)
+    again, back = split_features(wide, kept.shape[1], features)
     assert torch.equal(again, key)
     # Three bfloat16 channels hold 24 bits; float16 ends at 2**-24 below 1, where its third channel is subnormal.
     torch.testing.assert_close(back, kept, rtol=2**-23, atol=2**-24)
+
+
+#: Scheme -> numbers that a token has per key head, in a layer of 6 query heads and 2 key heads of width 8.
+NUMBERS: dict[str, tuple[Any, int]] = {
+    "grape_m": ("grape_m", 1),
+    "grape_m per head": ({"scheme": "grape_m", "per_head": True}, 1),
+    "selective_rope": ("selective_rope", 4),
+    "selective_rope with gates": ({"scheme": "selective_rope", "gate": True}, 5),
+    "forget_gate": ("forget_gate", 3),
+    "grape_ap": ({"scheme": "grape_ap", "width": 2}, 6),
+    "both kinds": (["forget_gate", "selective_rope", {"scheme": "grape_ap", "width": 2}], 3 + 4 + 6),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("label", NUMBERS)
+@torch.no_grad()
+def test_what_query_heads_share_is_cached_once(label: str, dtype: torch.dtype) -> None:
+    scheme, numbers = NUMBERS[label]
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8, "hidden_size": 48}
+    model, ids = patched("llama_gqa", scheme, **heads).to(dtype), tokens(2, 9)
+    cache = DynamicCache(config=model.config)
+    outputs(model, LLAMA, ids, past_key_values=cache, use_cache=True)
+    width = 8 + numbers * channels_per_number(dtype)
+    assert [layer.keys.shape[-1] for layer in cache.layers] == [width] * len(cache.layers)
+    assert {page_width(layer, dtype) for layer in layers_of(model.position_encoding, TEXT)} == {width}
+
+
+class SharedBias(PairwiseBias):
+    """Slopes that depend on two numbers of each key: one of its head, and one of each query head that reads it."""
+
+    num_features = 2
+    num_shared_features = 1
+
+    def key_features(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Of 2 key heads and 6 query heads, the first numbers of the input."""
+        return joined(*(hidden_states[..., :count].transpose(1, 2).unsqueeze(-1) for count in (6, 2)))
+
+    def forward(self, pairs: AttentionPairs) -> torch.Tensor:
+        """`(batch, 6, query_len, key_len)`."""
+        own, shared = separated(pairs.key_features, 1, 1)
+        slopes = own + 2 * shared.repeat_interleave(3, dim=1)
+        return pairs.steps.unsqueeze(1) * slopes.squeeze(-1).unsqueeze(-2)
+
+
+def pairs_for(bias: PairwiseBias, hidden_states: torch.Tensor, queries: slice = slice(None)) -> AttentionPairs:
+    length = hidden_states.shape[1]
+    generator = torch.Generator().manual_seed(0)
+    query, key = (torch.randn(2, heads, length, 8, generator=generator) for heads in (6, 2))
+    slots = torch.arange(length)[queries]
+    positions = Positions(torch.arange(length).unsqueeze(0), torch.tensor([[length]]))
+    features = bias.key_features(hidden_states)
+    return AttentionPairs(query[:, :, queries], key, slots, positions, 0.3, hidden_states[:, queries], features)
+
+
+def featured_biases() -> dict[str, PairwiseBias]:
+    """Each kind of features: of query heads, of key heads, and of both."""
+    context = BuildContext(num_heads=6, num_key_value_heads=2, head_dim=8, hidden_size=48, causal=True)
+    built = {name: as_scheme(name).build(context).logit_bias for name in ("forget_gate", "selective_rope")}
+    return built | {"shared": SharedBias()}
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(("forget_gate", "selective_rope", "shared"))))
+@torch.no_grad()
+def test_sums_and_blends_give_each_bias_its_own_features(order: tuple[str, ...]) -> None:
+    hidden = torch.randn(2, 7, 48, generator=torch.Generator().manual_seed(1))
+    found = featured_biases()
+    parts = [found[name] for name in order]
+    alone = [part(pairs_for(part, hidden)) for part in parts]
+    nested = SummedPairwiseBias([parts[0], SummedPairwiseBias(parts[1:])])
+    assert (nested.num_features, nested.num_shared_features) == (1 + 4 + 2, 4 + 1)
+    for total in (SummedPairwiseBias(parts), nested):
+        torch.testing.assert_close(total(pairs_for(total, hidden)), sum(alone), rtol=1e-5, atol=1e-5)
+    blend = BlendedPairwiseBias(parts[0], SummedPairwiseBias(parts[1:]), 0.25)
+    expected = 0.75 * alone[0] + 0.25 * (alone[1] + alone[2])
+    torch.testing.assert_close(blend(pairs_for(blend, hidden)), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shared_keys", [False, True])
+@torch.no_grad()
+def test_each_process_has_the_features_of_its_own_heads(shared_keys: bool) -> None:
+    """With one key head in both processes, what its query heads share is whole in each of them."""
+    key_heads = 1 if shared_keys else 2
+    context = BuildContext(num_heads=4, num_key_value_heads=key_heads, head_dim=8, hidden_size=48, causal=True)
+    parts = [as_scheme(name).build(context).logit_bias for name in ("forget_gate", "selective_rope")]
+    hidden = torch.randn(2, 7, 48, generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(2)
+    query, key = (torch.randn(2, heads, 7, 8, generator=generator) for heads in (4, key_heads))
+    positions = Positions(torch.arange(7).unsqueeze(0), torch.tensor([[7]]))
+    for bias in (*parts, SummedPairwiseBias(parts)):
+
+        def of(query: torch.Tensor, key: torch.Tensor, one: Any) -> torch.Tensor:
+            features = one.key_features(hidden)
+            return one(AttentionPairs(query, key, torch.arange(7), positions, 0.3, hidden, features))
+
+        whole = of(query, key, bias)
+        for rank in range(2):
+            mesh = SimpleNamespace(size=lambda: 2, get_local_rank=lambda rank=rank: rank)
+            split = SplitPairwiseBias(bias, HeadShard(mesh, shared_keys))
+            own_key = key if shared_keys else key[:, rank : rank + 1]
+            assert split.key_features(hidden).shape[1] in (1, 2)
+            found = of(query[:, 2 * rank : 2 * rank + 2], own_key, split)
+            torch.testing.assert_close(found, whole[:, 2 * rank : 2 * rank + 2], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("scheme", [["forget_gate", "grape_m"], ["selective_rope", "forget_gate", "grape_ap"]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_both_kinds_of_features_in_every_cache(scheme: list[str], dtype: torch.dtype) -> None:
+    differences = {}
+    for name, own in (("both", scheme), ("none", "none")):
+        model, ids = patched("llama_gqa", own).to(dtype), tokens(2, 16)
+        full = outputs(model, LLAMA, ids, use_cache=False).float()
+        for cache in (DynamicCache(config=model.config), StaticCache(model.config, max_cache_len=20)):
+            parts = [slice(0, 5), slice(5, 9), *(slice(start, start + 1) for start in range(9, 16))]
+            steps = [outputs(model, LLAMA, ids[:, part], past_key_values=cache, use_cache=True) for part in parts]
+            differences[name, type(cache)] = distance(torch.cat(steps, dim=1).float(), full)
+    for cache_type in (DynamicCache, StaticCache):
+        assert differences["both", cache_type] <= 3 * differences["none", cache_type] + 20 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -154,6 +154,7 @@ REFUSED = {
     "t5": ("t5", "T5Bias"),
     "pope": ("pope", "makes queries and keys wider"),
     "forget_gate": ("forget_gate", "features of each token"),
+    "repo": ("repo", "by the input of their layer"),
     "self_extend": ("self_extend", "bias to the logits"),
     "cope": ("cope", "bias to the logits"),
     "dynamic": (

@@ -281,10 +281,13 @@ class AttentionSite(LogitSite):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Replaces a cache's `update`: maps the keys and caches the features of the bias in extra key channels."""
+        """Replaces a cache's `update`: maps the keys, and caches the features of the bias in extra key channels."""
         key = self._map_new_keys(call, key_states)
         encoding = self.encoding
         features = encoding.num_features
+        is_mapped = encoding.query_key_map is None or call.rotations > 0 or call.keys_mapped
+        if features and is_mapped and self.rotates_before_cache(key):
+            key, features = self.rotated_before_cache(call, key), 0
         if features:
             key = append_features(key, self.new_features(call))
         if features or encoding.widens_heads:
@@ -292,7 +295,7 @@ class AttentionSite(LogitSite):
         if not features:
             return update(key, value_states, *args, **kwargs)
         keys, values = update(key, value_states, *args, **kwargs)
-        keys, call.key_features = split_features(keys, encoding.num_heads, features)
+        keys, call.key_features = split_features(keys, encoding.feature_heads, features)
         return keys, values
 
     def _check_cached(self, update: Callable[..., Any], key: Tensor, layer_idx: int = 0, *_: Any, **__: Any) -> None:

@@ -215,16 +215,19 @@ class InterfaceAttention(AttentionSite):
         **kwargs: Any,
     ) -> Any:
         """Same as `_attend` for continuous batching: many requests in one row, with their keys in pages."""
-        features = None
-        if self.encoding.num_features:
+        features, count = None, self.encoding.num_features
+        if count and self.rotates_before_cache(key):
+            key, count = self.rotated_before_cache(call, key), 0
+        if count:
             key = append_features(key, self.new_features(call))
         keys, values = read_pages(key, value, self.module.layer_idx, kwargs)
-        if self.encoding.num_features:
-            keys, features = split_features(keys, self.encoding.num_heads, self.encoding.num_features)
+        if count:
+            keys, features = split_features(keys, self.encoding.feature_heads, count)
         output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
         for requests in requests_of(call.state, keys.shape[2], mask, kwargs):
             own = LayerCall(requests.state, cut(call.hidden_states, requests.queries))
             own.key_features = None if features is None else cut_heads(features, requests.keys)
+            own.angles = None if call.angles is None else cut(call.angles, requests.queries)
             heads = (cut_heads(query, requests.queries), *(cut_heads(each, requests.keys) for each in (keys, values)))
             own_mask = requests.mask(implementation or _EAGER, mask, query.dtype)
             attended = self._attend(own, implementation, function, *heads, own_mask, *args, **without_requests(kwargs))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.grid_state import GridTokens
 from hf_posenc.patching.call.split_parts import HeadShard
+from hf_posenc.schemes.features import feature_counts
 from hf_posenc.schemes.parts import LogitBias, LogitScale, PairwiseBias, QueryKeyMap
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
 
@@ -47,15 +49,23 @@ class LayerEncoding:
     def __post_init__(self) -> None:
         # Computed once, because every layer reads these in every call.
         bias = self.logit_bias
-        #: Number of features per head and token that the bias caches next to the keys.
-        self.num_features = bias.num_features if isinstance(bias, PairwiseBias) else 0
+        own, shared = feature_counts(bias)
+        #: Number of heads for which the bias caches features next to the keys.
+        self.feature_heads = self.num_key_value_heads if shared else self.num_heads
+        #: Number of features of each of them per token.
+        self.num_features = own + shared
+        if shared:
+            self.num_features = self.num_heads // self.num_key_value_heads * own + shared
         #: Whether it combines features of neighbouring tokens.
         self.needs_oldest_keys = isinstance(bias, PairwiseBias) and bias.needs_oldest_keys
         #: Whether the bias is a rotation of heads by what the layer's input says, or contains one.
-        kinds = [isinstance(one, ContextualRotation) for one in (() if bias is None else bias.summands())]
+        summands = () if bias is None else bias.summands()
+        kinds = [isinstance(one, ContextualRotation) for one in summands]
         self.rotates_by_input = any(kinds)
         #: Whether it consists of such rotations only.
         self.only_rotates_by_input = any(kinds) and all(kinds)
+        #: The one of them that can be applied to keys before they are cached; the bias then needs no features.
+        self.rotation_before_cache = _rotation_before_cache(summands)
         #: Whether the map makes queries and keys wider.
         self.widens_heads = self.query_key_map is not None and self.query_key_map.width_factor != 1
         #: Whether the scheme needs no other change than replacing the rotary function.
@@ -77,6 +87,17 @@ class LayerEncoding:
         return any(part is not None and next(part.parameters(), None) is not None for part in parts)
 
 
+def _rotation_before_cache(summands: Sequence[LogitBias]) -> ContextualRotation | None:
+    """The rotation by the layer's input, if it needs no other token, and no other summand needs keys without it."""
+    rotations = [one for one in summands if isinstance(one, ContextualRotation)]
+    others = [one for one in summands if not isinstance(one, ContextualRotation)]
+    if len(rotations) != 1 or not rotations[0].angles_of_own_token:
+        return None
+    if any(isinstance(one, PairwiseBias) and (one.reads_heads or one.num_features) for one in others):
+        return None
+    return rotations[0]
+
+
 @dataclass
 class LayerCall:
     """A record of one call of a layer.
@@ -90,6 +111,8 @@ class LayerCall:
         rotated_query: the query last returned in place of a rotary function, `(batch, heads, query_len, width)`.
         next_token: the first token whose attention has not been computed, in layers that compute it in parts.
         key_features: the features of the bias for each key, cached ones included, once they are known.
+        angles: `(batch, query_len, key_value_heads, rotary_dim / 2)` float32, in radians, if the layer's input has
+            rotated the keys of the new tokens before they entered the cache.
     """
 
     state: ForwardState
@@ -99,6 +122,7 @@ class LayerCall:
     attended: bool = False
     rotated_query: Tensor | None = None
     key_features: Tensor | None = None
+    angles: Tensor | None = None
     next_token: int = 0
 
     def of_next(self, length: int) -> LayerCall:

@@ -25,6 +25,7 @@ from hf_posenc.patching.call.length_checks import check_cache
 from hf_posenc.patching.call.placed_forward import PlacedForward
 from hf_posenc.patching.call.runtime import StackRuntime
 from hf_posenc.patching.find.offloading import onload_weights
+from hf_posenc.schemes.features import pairs_of_parts
 from hf_posenc.schemes.parts import DistanceBias, LogitBias, PairwiseBias, Part, SeparableBias
 from hf_posenc.schemes.positions import AttentionPairs, Positions
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
@@ -71,7 +72,7 @@ class LogitSite(PlacedForward):
             )
 
     def new_features(self, call: LayerCall) -> Tensor:
-        """`(batch, heads, query_len, num_features)` float32 of the new tokens."""
+        """`(batch, feature heads, query_len, features)` float32 of the new tokens."""
         bias = self.encoding.logit_bias
         assert isinstance(bias, PairwiseBias)
         with onload_weights(bias), without_autocast(call.hidden_states.device):
@@ -105,41 +106,58 @@ class LogitSite(PlacedForward):
         assert bias is not None
         summands = bias.summands()
         forms: list[BiasForm] = []
-        pairs, first = None, 0
-        for summand in summands:
+        pairs: list[AttentionPairs] = []
+        for index, summand in enumerate(summands):
             if rotated and isinstance(summand, ContextualRotation):
-                first += summand.num_features
                 continue
             if isinstance(summand, DistanceBias):
                 forms.append(self._distance_form(summand, state, query, key, mask, separates_restarts))
                 continue
-            if pairs is None:
+            if not pairs:
                 check_cache(bias, state)
-                pairs = self._pairs(call, query, key, scaling)
-            count = summand.num_features if isinstance(summand, PairwiseBias) else 0
-            forms.append(_pairwise_form(summand, pairs.with_features(first, count)))
-            first += count
+                pairs = pairs_of_parts(summands, self._pairs(call, query, key, scaling))
+            forms.append(_pairwise_form(summand, pairs[index]))
         form = sum_of_forms(forms, query.shape[-2], key.shape[-2], self.encoding.causal)
         check_heads(form.heads, query.shape[1])
         return form if self.encoding.logit_scale is None else self._scaled_form(form, state, query, key.shape[-2])
 
     def rotated_by_input(self, call: LayerCall, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Applies the rotations in the bias to queries and keys of the shapes that `bias` receives."""
+        """Applies the rotations in the bias to queries and keys of the shapes that `bias` receives.
+
+        Keys that were rotated before they entered the cache are returned as they are.
+        """
         bias = self.encoding.logit_bias
         assert bias is not None
         check_cache(bias, call.state)
+        rotation = self.encoding.rotation_before_cache
+        if rotation is not None and call.angles is not None:
+            check_heads(self.encoding.num_heads, query.shape[1])
+            with without_autocast(query.device):
+                return rotation.turned(query, call.angles), key
         # Rotated heads are multiplied by the layer itself, with its own factor.
         pairs = self._pairs(call, query, key, scaling=1.0)
         check_heads(self.encoding.num_heads, query.shape[1])
-        first = 0
-        for summand in bias.summands():
-            count = summand.num_features if isinstance(summand, PairwiseBias) else 0
+        summands = bias.summands()
+        for summand, own in zip(summands, pairs_of_parts(summands, pairs), strict=True):
             if isinstance(summand, ContextualRotation):
                 with onload_weights(summand), without_autocast(query.device):
-                    query, key = summand.rotated(pairs.with_features(first, count))
-                pairs = dataclasses.replace(pairs, query=query, key=key)
-            first += count
+                    query, key = summand.rotated(dataclasses.replace(own, query=query, key=key))
         return query, key
+
+    def rotates_before_cache(self, key: Tensor) -> bool:
+        """Whether the layer's input rotates new keys before they are cached: if they are complete heads by then."""
+        encoding = self.encoding
+        if encoding.rotation_before_cache is None or not encoding.rotates_by_input:
+            return False
+        return key.shape[1] == encoding.num_key_value_heads and key.shape[-1] == encoding.head_dim
+
+    def rotated_before_cache(self, call: LayerCall, key: Tensor) -> Tensor:
+        """Rotates new keys `(batch, key_value_heads, query_len, head_dim)`, and keeps the angles for the queries."""
+        rotation = self.encoding.rotation_before_cache
+        assert rotation is not None
+        with onload_weights(rotation), without_autocast(key.device):
+            call.angles = rotation.own_angles(call.hidden_states, call.state.positions(key.device))
+            return rotation.turned(key, call.angles)
 
     def bias_is_zero(self, state: ForwardState, device: torch.device) -> bool:
         """Whether the bias of all pairs of a call is known to be 0."""
@@ -212,7 +230,7 @@ class LogitSite(PlacedForward):
 
     def _pairs(self, call: LayerCall, query: Tensor, key: Tensor, scaling: float | Tensor) -> AttentionPairs:
         state, query_length, key_length = call.state, query.shape[-2], key.shape[-2]
-        if self.encoding.num_features and call.key_features is None:
+        if self.encoding.num_features and call.key_features is None and call.angles is None:
             if key_length != query_length:
                 raise UnsupportedError(
                     f"{type(self.module).__name__} has {key_length} keys for {query_length} queries, but they did not "

@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar, cast
 import torch
 from torch import Tensor
 
+from hf_posenc.schemes.features import feature_counts, joined, separated
 from hf_posenc.schemes.parts import (
     DistanceBias,
     LogitBias,
@@ -136,9 +137,13 @@ class SplitPairwiseBias(_SplitPart[PairwiseBias], PairwiseBias):
     """A pairwise bias for the heads of one process."""
 
     def key_features(self, hidden_states: Tensor) -> Tensor:
-        """`(batch, heads of this process, length, num_features)` float32."""
+        """The features of the heads of this process, in the shapes of the inner bias."""
         with self.summed_gradients():
-            return self.shard.own(self.inner.key_features(self.shard.with_summed_gradient(hidden_states)), 1)
+            features = self.inner.key_features(self.shard.with_summed_gradient(hidden_states))
+        own, shared = separated(features, *feature_counts(self))
+        if shared is None or not self.shard.shared_keys:
+            return self.shard.own(features, 1)
+        return joined(None if own is None else self.shard.own(own, 1), shared)
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads of this process, query_len, key_len)` in float32."""
@@ -153,11 +158,18 @@ class SplitPairwiseBias(_SplitPart[PairwiseBias], PairwiseBias):
         if not self.whole_heads:
             return pairs
         if pairs.key_features is not None:
-            pairs = dataclasses.replace(pairs, key_features=self.shard.repeated_to_all_heads(pairs.key_features))
+            pairs = dataclasses.replace(pairs, key_features=self._of_all_heads(pairs.key_features))
         if not self.reads_heads:
             return pairs
         key = pairs.key if self.shard.shared_keys else self.shard.repeated_to_all_heads(pairs.key)
         return dataclasses.replace(pairs, query=self.shard.repeated_to_all_heads(pairs.query), key=key)
+
+    def _of_all_heads(self, features: Tensor) -> Tensor:
+        """Features in the shape of all heads, repeated from those of this process."""
+        own, shared = separated(features, *feature_counts(self))
+        if shared is None or not self.shard.shared_keys:
+            return self.shard.repeated_to_all_heads(features)
+        return joined(None if own is None else self.shard.repeated_to_all_heads(own), shared)
 
 
 class SplitSeparableBias(SplitPairwiseBias, SeparableBias):

@@ -19,7 +19,9 @@ from hf_posenc.patching.call.layer_call import LayerEncoding
 def page_width(layer: LayerEncoding, dtype: torch.dtype) -> int:
     """The width of the keys of one layer when they are written to a page."""
     factor = 1 if layer.query_key_map is None else layer.query_key_map.width_factor
-    numbers = layer.num_heads // layer.num_key_value_heads * layer.num_features
+    numbers = layer.feature_heads // layer.num_key_value_heads * layer.num_features
+    if layer.rotation_before_cache is not None:
+        numbers = 0
     return layer.head_dim * factor + numbers * channels_per_number(dtype)
 
 

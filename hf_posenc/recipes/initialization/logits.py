@@ -77,7 +77,8 @@ class _RecordingBias(PairwiseBias):
         super().__init__()
         self.inner = inner
         if isinstance(inner, PairwiseBias):
-            self.num_features, self.key_features = inner.num_features, inner.key_features  # type: ignore[method-assign]
+            self.num_features, self.num_shared_features = inner.num_features, inner.num_shared_features
+            self.key_features = inner.key_features  # type: ignore[method-assign]
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         self.pairs = pairs

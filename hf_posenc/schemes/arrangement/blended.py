@@ -15,6 +15,7 @@ from torch import Tensor
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.arrangement.schedule import check_not_layered
 from hf_posenc.schemes.config import OuterConfig, SchemeConfig
+from hf_posenc.schemes.features import feature_counts, joined_features, pairs_of_parts
 from hf_posenc.schemes.logits import pairwise_bias
 from hf_posenc.schemes.none import NoneConfig
 from hf_posenc.schemes.parts import (
@@ -154,22 +155,20 @@ class BlendedPairwiseBias(BlendedPart[LogitBias], PairwiseBias):
 
     def __init__(self, old: LogitBias | None, new: LogitBias | None, strength: float) -> None:
         super().__init__(old, new, strength)
-        self.num_features = sum(_num_features(part) for part in (old, new))
+        counts = [feature_counts(part) for part in (old, new)]
+        self.num_features = sum(own + shared for own, shared in counts)
+        self.num_shared_features = sum(shared for _, shared in counts)
 
     def key_features(self, hidden_states: Tensor) -> Tensor:
-        """Returns the features of both biases, concatenated to `(batch, heads, length, num_features)`."""
-        featured = [part for part in (self.old, self.new) if isinstance(part, PairwiseBias) and part.num_features]
-        return torch.cat([part.key_features(hidden_states) for part in featured], dim=-1)
+        """Returns the features of both biases in one float32 tensor."""
+        return joined_features((self.old, self.new), hidden_states)
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32."""
-        biases = []
-        for part, weight in self.weighted():
-            start = _num_features(self.old) if part is self.new else 0
-            width, features = _num_features(part), None
-            if width and pairs.key_features is not None:
-                features = pairs.key_features[..., start : start + width]
-            biases.append((pairwise_bias(part, dataclasses.replace(pairs, key_features=features)), weight))
+        of_old, of_new = pairs_of_parts((self.old, self.new), pairs)
+        biases = [
+            (pairwise_bias(part, of_new if part is self.new else of_old), weight) for part, weight in self.weighted()
+        ]
         return _weighted_sum(biases, self.old, pairs)
 
 
@@ -194,10 +193,6 @@ def _weighted_sum(biases: list[tuple[Tensor, float]], old: LogitBias | None, arg
         biases = [(removed.detach(), 0.0)]
     first, *others = (bias * weight for bias, weight in biases)
     return sum(others, start=first)
-
-
-def _num_features(part: LogitBias | None) -> int:
-    return part.num_features if isinstance(part, PairwiseBias) else 0
 
 
 def _attention_scaling(part: QueryKeyMap) -> float:

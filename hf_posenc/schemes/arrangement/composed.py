@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.config import OuterConfig, SchemeConfig
+from hf_posenc.schemes.features import feature_counts, joined_features, pairs_of_parts
 from hf_posenc.schemes.limits import MOST_PARTS, shown
 from hf_posenc.schemes.logits import pairwise_bias
 from hf_posenc.schemes.none import NoneConfig
@@ -87,26 +89,19 @@ class SummedPairwiseBias(_PartSum[LogitBias], PairwiseBias):
 
     def __init__(self, parts: list[LogitBias]) -> None:
         super().__init__(parts)
-        self.num_features = sum(part.num_features for part in parts if isinstance(part, PairwiseBias))
+        counts = [feature_counts(part) for part in parts]
+        self.num_features = sum(own + shared for own, shared in counts)
+        self.num_shared_features = sum(shared for _, shared in counts)
 
     def key_features(self, hidden_states: Tensor) -> Tensor:
-        """Returns the features of all summands, concatenated to `(batch, heads, length, num_features)`."""
-        return torch.cat([part.key_features(hidden_states) for part in self._featured()], dim=-1)
+        """Returns the features of all summands in one float32 tensor."""
+        return joined_features(self.summands(), hidden_states)
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32."""
-        total: Tensor | None = None
-        first = 0
-        for part in self.summands():
-            count = part.num_features if isinstance(part, PairwiseBias) else 0
-            bias = pairwise_bias(part, pairs.with_features(first, count))
-            first += count
-            total = bias if total is None else total + bias
-        assert total is not None
-        return total
-
-    def _featured(self) -> list[PairwiseBias]:
-        return [part for part in self.summands() if isinstance(part, PairwiseBias) and part.num_features]
+        parts = self.summands()
+        biases = [pairwise_bias(part, own) for part, own in zip(parts, pairs_of_parts(parts, pairs), strict=True)]
+        return functools.reduce(torch.add, biases)
 
 
 class MultipliedScale(_PartSum[LogitScale], LogitScale):

@@ -147,7 +147,7 @@ class MappedBias(_MappedPart[LogitBias], PairwiseBias):
         self.zero_within = 0
 
     def key_features(self, hidden_states: Tensor) -> Tensor:
-        """`(batch, heads, length, num_features)` of the inner bias."""
+        """Returns the features of the inner bias."""
         return cast("PairwiseBias", self.inner).key_features(hidden_states)
 
     def forward(self, pairs: AttentionPairs) -> Tensor:

@@ -16,7 +16,8 @@ class ContextualRotation(PairwiseBias):
     """Rotates queries and keys by angles that are computed from the layer's input.
 
     A cache holds keys before this rotation, and the features of each token in additional channels of its key. So the
-    rotation is applied to all keys in every call. Attention functions receive the rotated heads. Where heads cannot be
+    rotation is applied to all keys in every call. If the angles of a token depend on its own features only, a cache
+    holds rotated keys instead, as with RoPE. Attention functions receive the rotated heads. Where heads cannot be
     exchanged, `forward` gives the change of the logits as a bias.
 
     Args:
@@ -30,12 +31,14 @@ class ContextualRotation(PairwiseBias):
     replaces_logits = True
     reads_later_keys = False
     reads_positions = False
+    #: Whether the angles of a token depend on no other token, so that its rotated key can be cached.
+    angles_of_own_token: bool = False
 
     def __init__(self, rotary_dim: int, layout: str, num_heads: int, num_key_heads: int) -> None:
         super().__init__()
         self.rotary_dim = rotary_dim
         self.layout = "half" if layout == "auto" else layout
-        self.num_heads = num_heads
+        self.num_key_heads = num_key_heads
         self.groups = num_heads // num_key_heads
 
     def own_features(self, hidden_states: Tensor) -> Tensor:
@@ -62,9 +65,9 @@ class ContextualRotation(PairwiseBias):
         raise NotImplementedError
 
     def key_features(self, hidden_states: Tensor) -> Tensor:
-        """Returns the features of each token, `(batch, heads, length, num_features)` float32."""
+        """Returns the features of each token, `(batch, key_value_heads, length, num_features)` float32."""
         own = self.own_features(hidden_states.float())
-        return own.repeat_interleave(self.num_heads // own.shape[1], dim=1)
+        return own if own.shape[1] == self.num_key_heads else own.expand(-1, self.num_key_heads, -1, -1)
 
     def rotated(self, pairs: AttentionPairs) -> tuple[Tensor, Tensor]:
         """Rotates queries and keys; each keeps its shape and dtype.
@@ -76,9 +79,35 @@ class ContextualRotation(PairwiseBias):
             raise ValueError(
                 f"{type(self).__name__} computes angles from hidden states, but this layer does not provide them."
             )
-        angles = self.angles(pairs.key_features[:, :: self.groups], pairs.keys).transpose(1, 2)
-        query = self._turn(pairs.query, angles.index_select(1, pairs.query_slots))
-        return query, self._turn(pairs.key, angles)
+        angles = self.angles(pairs.key_features, pairs.keys).transpose(1, 2)
+        query = self.turned(pairs.query, angles.index_select(1, pairs.query_slots))
+        return query, self.turned(pairs.key, angles)
+
+    def own_angles(self, hidden_states: Tensor, positions: Positions) -> Tensor:
+        """The angles of new tokens, if they depend on no other token.
+
+        Args:
+            hidden_states: `(batch, length, hidden)`, the layer's input.
+            positions: the positions of these tokens.
+
+        Returns:
+            `(batch, length, key_value_heads, rotary_dim / 2)` float32, in radians.
+        """
+        return self.angles(self.key_features(hidden_states), positions).transpose(1, 2)
+
+    def turned(self, heads: Tensor, angles: Tensor) -> Tensor:
+        """Rotates queries or keys.
+
+        Args:
+            heads: `(batch, heads or key_value_heads, length, head_dim)`.
+            angles: `(batch, length, key_value_heads, rotary_dim / 2)` in radians.
+
+        Returns:
+            The heads in their shape and dtype.
+        """
+        both = for_both_of_pair(angles, self.layout)
+        factors = rotation_factors(both.cos(), both.sin(), self.layout, heads.dtype)
+        return apply_rotation(heads, factors, self.layout)
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, query_len, key_len)` in float32: rotated logits minus those before the rotation."""
@@ -86,12 +115,6 @@ class ContextualRotation(PairwiseBias):
         query, key = self.rotated(before)
         after = dataclasses.replace(pairs, query=query, key=key)
         return (_products(after) - _products(before)) * pairs.scaling
-
-    def _turn(self, heads: Tensor, angles: Tensor) -> Tensor:
-        """Rotates heads by angles `(batch, length, key_value_heads, rotary_dim / 2)`."""
-        both = for_both_of_pair(angles, self.layout)
-        factors = rotation_factors(both.cos(), both.sin(), self.layout, heads.dtype)
-        return apply_rotation(heads, factors, self.layout)
 
 
 class ContextualPlaces(ContextualRotation):
@@ -104,6 +127,7 @@ class ContextualPlaces(ContextualRotation):
     """
 
     num_features = 1
+    num_shared_features = 1
 
     def __init__(self, rotation: RotaryMap, num_heads: int, num_key_heads: int) -> None:
         super().__init__(rotation.rotary_dim, rotation.layout, num_heads, num_key_heads)

@@ -32,6 +32,8 @@ class RepoRotation(ContextualPlaces):
         initial_std: standard deviation of new weights.
     """
 
+    angles_of_own_token = True
+
     def __init__(
         self,
         rotation: RotaryMap,
@@ -82,7 +84,7 @@ class RepoConfig(SchemeConfig):
 
     The gated projection follows the official code, which computes one position per attention head. Query heads that
     share a key head also share its position. The option of the official code that mixes the index of the token into
-    its position is not implemented. Causal models only.
+    its position is not implemented. A cache holds rotated keys, as with RoPE. Causal models only.
 
     Args:
         theta: the base of the frequencies.

@@ -53,7 +53,7 @@ class SelectiveRotation(ContextualRotation):
         count = inverse_frequencies.shape[0]
         super().__init__(2 * count, layout, num_heads, num_key_heads)
         self.initial_std = initial_std
-        self.num_features = count + gate
+        self.num_features = self.num_shared_features = count + gate
         self.needs_oldest_keys = kernel_size > 1
         self._frequencies = DeviceConstant(inverse_frequencies)
         self.down = nn.Parameter(torch.empty(rank, input_size))
@@ -141,8 +141,8 @@ class SelectiveRopeConfig(SchemeConfig):
     share of each key head in the input to length 1. The rotation depends on the order of tokens and not on position
     ids. Equal angles of all tokens give RoPE.
 
-    A cache holds `a` and `g` of each token in additional channels of its key: for every query head half as many numbers
-    as a head has rotated dimensions, each in one channel in float32 and in three in 16 bits. Caches of sliding windows
+    A cache holds `a` and `g` of each token in additional channels of its key: for every key head half as many numbers
+    as it has rotated dimensions, each in one channel in float32 and in three in 16 bits. Caches of sliding windows
     drop tokens that the convolution needs, so they are refused. Causal models only.
 
     The low rank, the convolution, and the frequencies follow the official code for language models. Its options for
