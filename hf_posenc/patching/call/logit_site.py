@@ -84,6 +84,8 @@ class LogitSite(PlacedForward):
         query: Tensor,
         key: Tensor,
         scaling: float | Tensor,
+        query_factor: float | Tensor = 1.0,
+        key_factor: float | Tensor = 1.0,
         mask: Any = None,
         separates_restarts: bool = False,
         rotated: bool = False,
@@ -95,6 +97,8 @@ class LogitSite(PlacedForward):
             query: `(batch, heads, query_len, width)`, mapped, before the scale.
             key: `(batch, key_value_heads, key_len, width)`, mapped.
             scaling: the layer's factor of `query . key`; a tensor that fits the logits if heads differ.
+            query_factor: what the layer has already multiplied `query` with.
+            key_factor: what it has already multiplied `key` with.
             mask: the mask passed to the attention function, if known.
             separates_restarts: whether the attention function separates documents where positions restart at 0,
                 although no mask shows it.
@@ -116,6 +120,7 @@ class LogitSite(PlacedForward):
             if pairs is None:
                 check_cache(bias, state)
                 pairs = self._pairs(call, query, key, scaling)
+                pairs = dataclasses.replace(pairs, query_factor=query_factor, key_factor=key_factor)
             count = summand.num_features if isinstance(summand, PairwiseBias) else 0
             forms.append(_pairwise_form(summand, pairs.with_features(first, count)))
             first += count
