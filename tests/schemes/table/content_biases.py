@@ -56,6 +56,7 @@ ROWS: dict[str, Row] = {
         ),
         everywhere=True,
         marks="-++.++..-++",
+        causal_marks="-++.++..-++",
     ),
     "wavelet": Row(
         "logits",
