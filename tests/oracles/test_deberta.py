@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from torch import Tensor
@@ -153,6 +154,17 @@ def test_the_stock_tables_are_taken_over_in_every_layer() -> None:
     assert stack.adopted == [f"logit_bias: encoder.layer.{layer}.attention.self" for layer in range(2)]
     patch_model(model, "disentangled", max_distance=20, buckets=6)
     assert next(iter(model.position_encoding.stacks.values())).adopted == []
+
+
+@torch.no_grad()
+def test_offloaded_layers_give_their_tables() -> None:
+    model = stock(*CASES["v2_shared_projections"][:2])
+    given = tokens_of(30)
+    before = model(**given).last_hidden_state
+    accelerate.cpu_offload(model.encoder.layer, execution_device=torch.device("cpu"))
+    assert model.encoder.layer[0].attention.self.query_proj.weight.is_meta
+    patch_model(model, native_scheme(model))
+    assert (model(**given).last_hidden_state - before).abs().max() <= CLOSE * before.abs().max()
 
 
 @pytest.mark.parametrize(

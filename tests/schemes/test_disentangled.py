@@ -11,7 +11,7 @@ from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_p
 from hf_posenc.errors import UnknownNameError
 from hf_posenc.schemes import AttentionPairs, BuildContext, DisentangledConfig, Positions, SchemeConfig
 from hf_posenc.schemes.bias import relative_tables
-from hf_posenc.schemes.bias.disentangled import log_bucket
+from hf_posenc.schemes.bias.disentangled import LogBuckets
 from hf_posenc.schemes.bias.relative_tables import select_rows_of_keys
 
 HEADS, HEAD_DIM = 3, 4
@@ -23,8 +23,9 @@ HEADS, HEAD_DIM = 3, 4
 def test_buckets_equal_those_of_transformers(buckets: int, max_distance: int) -> None:
     distance = torch.arange(-3 * max_distance, 3 * max_distance + 1)
     expected = make_log_bucket_position(distance, buckets, max_distance).long()
-    assert torch.equal(log_bucket(distance, buckets, max_distance), expected)
-    assert int(log_bucket(torch.tensor(max_distance - 1), buckets, max_distance)) == max(2 * (buckets // 2) - 1, 1)
+    found = LogBuckets(buckets, max_distance)
+    assert torch.equal(found(distance), expected)
+    assert int(found(torch.tensor(max_distance - 1))) == max(2 * (buckets // 2) - 1, 1)
 
 
 @pytest.mark.parametrize("most", [1, 100, 2**23])

@@ -21,27 +21,28 @@ from hf_posenc.schemes.validation import check_choice, check_integer
 BOTH_TERMS = "c2p|p2c"
 
 
-def log_bucket(distance: Tensor, buckets: int, max_distance: int) -> Tensor:
-    """The bucket of a distance, which keeps its sign (DeBERTa-v2).
+class LogBuckets:
+    """The buckets of distances, which keep their sign (DeBERTa-v2).
 
     Up to `buckets // 2` tokens, every distance has its own bucket. The next ones grow logarithmically, so that
     `max_distance - 1` tokens have the bucket `2 * (buckets // 2) - 1`. Farther distances go on beyond it.
 
     Args:
-        distance: int64 of any shape.
         buckets: number of buckets of one direction.
         max_distance: more than `buckets // 2 + 1`.
-
-    Returns:
-        int64 of the same shape.
     """
-    exact = buckets // 2
-    steps = distance.abs()
-    # The logarithms in float32, in this order, decide on distances at the edge of a bucket as the authors' code does.
-    whole = float(torch.tensor((max_distance - 1) / exact, dtype=torch.float32, device="cpu").log())
-    share = (steps.clamp(min=exact).float() / exact).log() / whole
-    grown = exact + (share * (exact - 1)).ceil().long()
-    return distance.sign() * torch.where(steps <= exact, steps, grown)
+
+    def __init__(self, buckets: int, max_distance: int) -> None:
+        self.exact = buckets // 2
+        # Logarithms in float32, in this order: they decide at the edge of a bucket as those of the authors do.
+        self.whole = float(torch.tensor((max_distance - 1) / self.exact, dtype=torch.float32, device="cpu").log())
+
+    def __call__(self, distance: Tensor) -> Tensor:
+        """Returns int64 of the same shape as `distance`, int64."""
+        steps = distance.abs()
+        share = (steps.clamp(min=self.exact).float() / self.exact).log() / self.whole
+        grown = self.exact + (share * (self.exact - 1)).ceil().long()
+        return distance.sign() * torch.where(steps <= self.exact, steps, grown)
 
 
 class DisentangledBias(PairwiseBias):
@@ -73,7 +74,7 @@ class DisentangledBias(PairwiseBias):
     ) -> None:
         super().__init__()
         self.max_distance = max_distance
-        self.buckets = buckets
+        self.buckets = None if buckets is None else LogBuckets(buckets, max_distance)
         self.initializer_range = initializer_range
         self.span = max_distance if buckets is None else buckets
         self.first = 0 if causal else -self.span
@@ -117,7 +118,7 @@ class DisentangledBias(PairwiseBias):
         """`(batch or 1, query_len, key_len)` int64: the row of each pair."""
         behind = -pairs.distance
         if self.buckets is not None:
-            behind = log_bucket(behind, self.buckets, self.max_distance)
+            behind = self.buckets(behind)
         return behind.clamp(self.first, self.span - 1) - self.first
 
     def _of_keys(self, pairs: AttentionPairs, rows: Tensor) -> Tensor:

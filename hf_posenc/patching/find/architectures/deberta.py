@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.architectures.declaration import Architecture, register_architecture
 from hf_posenc.patching.find.architectures.silencers import NoBias
+from hf_posenc.patching.find.offloading import onload_weights
 from hf_posenc.patching.find.sites import FoundAttention, Stack
 from hf_posenc.patching.find.tables import table_origin
 from hf_posenc.schemes import ComposedConfig, DisentangledConfig, LearnedConfig
@@ -119,14 +120,12 @@ def _tables(stack: Stack, attention: FoundAttention) -> Tensor | None:
     names = {"c2p": "pos_proj", "p2c": "pos_q_proj"}
     if not _is_first_version(module):
         names = {"c2p": "key_proj", "p2c": "query_proj"} if shared else {"c2p": "pos_key_proj", "p2c": "pos_query_proj"}
-    embeddings = stack.module.encoder.get_rel_embedding()
-    tables = []
-    for term in _terms(module):
-        projection = getattr(module, names[term])
-        weight = projection.weight
-        projected = projection(embeddings.to(weight.device, weight.dtype))
-        tables.append(projected.unflatten(-1, (attention.num_heads, -1)).transpose(0, 1).float())
-    return torch.stack(tables)
+    encoder = stack.module.encoder
+    with onload_weights(encoder.rel_embeddings):
+        embeddings = encoder.get_rel_embedding()
+    # The modules are called, and not multiplied with, because their weights may be elsewhere, quantized or adapted.
+    projected = [getattr(module, names[term])(embeddings) for term in _terms(module)]
+    return torch.stack([each.unflatten(-1, (attention.num_heads, -1)).transpose(0, 1).float() for each in projected])
 
 
 def declare_deberta() -> None:
