@@ -73,11 +73,12 @@ class DisentangledBias(PairwiseBias):
         initializer_range: float,
     ) -> None:
         super().__init__()
-        self.max_distance = max_distance
         self.buckets = None if buckets is None else LogBuckets(buckets, max_distance)
         self.initializer_range = initializer_range
         self.span = max_distance if buckets is None else buckets
         self.first = 0 if causal else -self.span
+        #: Layers with equal names have equal rows for the same positions.
+        self._name_of_rows = f"rows of disentangled: {max_distance}, {buckets}, {causal}"
         shape = (num_heads, self.span - self.first, head_dim)
         self.key_weight = nn.Parameter(torch.empty(shape)) if "c2p" in terms else None
         self.query_weight = nn.Parameter(torch.empty(shape)) if "p2c" in terms else None
@@ -104,10 +105,7 @@ class DisentangledBias(PairwiseBias):
         Raises:
             ValueError: for positions that are not integers.
         """
-        check_whole_distances(pairs.distance, "The learned table of disentangled", "Use integer positions.")
-        rows = pairs.remembered(
-            f"rows of disentangled {self.span} {self.max_distance} {self.first}", lambda: self._rows(pairs)
-        )
+        rows = pairs.remembered(self._name_of_rows, lambda: self._rows(pairs))
         if self.key_weight is None:
             return self._of_keys(pairs, rows)
         products = pairs.query.float() @ self.key_weight.float().transpose(-1, -2)
@@ -116,7 +114,9 @@ class DisentangledBias(PairwiseBias):
 
     def _rows(self, pairs: AttentionPairs) -> Tensor:
         """`(batch or 1, query_len, key_len)` int64: the row of each pair."""
-        behind = -pairs.distance
+        distance = pairs.distance
+        check_whole_distances(distance, "The learned table of disentangled", "Use integer positions.")
+        behind = -distance
         if self.buckets is not None:
             behind = self.buckets(behind)
         return behind.clamp(self.first, self.span - 1) - self.first
@@ -145,7 +145,7 @@ class DisentangledConfig(SchemeConfig):
     own. In DeBERTa they are the products of one table of all layers with projections of each layer, which are the
     layer's own query and key projections in version 2 and 3 (`share_att_key`). `native_scheme` finds the options, and
     patching a DeBERTa with them copies these products, after which they are trained as they are. DeBERTa's dropout of
-    the table is left out.
+    the table is left out. Next to other schemes, the divisor applies to their biases too.
 
     With `buckets`, which DeBERTa-v2 introduced, distances of more than `h = buckets // 2` tokens share vectors, and
     there are `2 * buckets` of them::

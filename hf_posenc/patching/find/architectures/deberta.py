@@ -54,9 +54,9 @@ def _terms(module: Any) -> list[str]:
 
 def _logit_terms(module: Any) -> int:
     """The number of terms by which an attention module divides its logits, whether it computes them or not."""
-    # The first version counts all entries, even unknown ones.
-    counted = [term for term in module.pos_att_type if _is_first_version(module) or term in ("c2p", "p2c")]
-    return 1 + (len(counted) if _is_first_version(module) else len(set(counted)))
+    if _is_first_version(module):
+        return 1 + len(module.pos_att_type)  # Unknown entries count too.
+    return 1 + sum(term in module.pos_att_type for term in ("c2p", "p2c"))
 
 
 def _refusal(module: Any) -> str | None:
