@@ -30,6 +30,8 @@ _SCHEMES = {
     "bipe": ("hierarchical",),
     "lerope": ("learned_rope",),
     "untied": ("tupe",),
+    "deberta": ("disentangled",),
+    "disentangled_attention": ("disentangled",),
     "absolute": ("learned", "sinusoidal"),
     "ape": ("learned", "sinusoidal"),
     "gpt": ("learned",),

@@ -3,7 +3,8 @@
 While the forward of such a module runs, a `TorchFunctionMode` intercepts the torch functions it calls: the first
 product of queries and keys uses the mapped ones, and the bias is added before the softmax over keys. The module's own
 code does everything else, and no forward is copied. What it multiplies the product with on the way is the scaling that
-the bias is told: some modules scale their queries, some their scores, and some neither.
+the bias is told: some modules scale their queries, some their keys, some their scores, and some nothing. The bias is
+also told what the queries and the keys were multiplied with.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from hf_posenc.attention.backends import merge_mask
 TensorPair = tuple[Tensor, Tensor]
 #: (query, key), each `(..., length, head_dim)` -> the same, mapped.
 PairMap = Callable[[Tensor, Tensor], TensorPair]
-#: The module's factor of `query . key` -> the bias, `(batch or 1, heads, query_len, key_len)` float32.
-BiasSource = Callable[[float | Tensor], Tensor]
+Factor = float | Tensor
+#: (factor of `query . key`, factor that the queries contain, that of the keys) -> the bias, `(batch or 1, heads,
+#: query_len, key_len)` float32.
+BiasSource = Callable[[Factor, Factor, Factor], Tensor]
 
 _PRODUCTS = {torch.matmul, torch.bmm, Tensor.matmul, Tensor.__matmul__, Tensor.bmm}
 _ADDED_PRODUCTS = {torch.baddbmm, Tensor.baddbmm}
@@ -30,6 +33,12 @@ _MULTIPLICATIONS = {torch.mul, torch.multiply, Tensor.mul, Tensor.mul_, Tensor.m
 _DIVISIONS = {
     *(torch.div, torch.divide, torch.true_divide),
     *(Tensor.div, Tensor.div_, Tensor.divide, Tensor.divide_, Tensor.true_divide, Tensor.true_divide_),
+}
+#: Functions whose result holds the numbers of their first argument in another shape or order.
+_RESHAPES = {
+    *(torch.reshape, torch.transpose, torch.permute, torch.unsqueeze, torch.squeeze, torch.flatten, torch.unflatten),
+    *(Tensor.view, Tensor.reshape, Tensor.transpose, Tensor.permute, Tensor.contiguous, Tensor.unsqueeze),
+    *(Tensor.squeeze, Tensor.flatten, Tensor.unflatten, Tensor.to, Tensor.float, Tensor.type_as),
 }
 _SOFTMAX = {functional.softmax, torch.softmax, Tensor.softmax}
 _DOT_PRODUCT_ATTENTION = functional.scaled_dot_product_attention
@@ -53,7 +62,11 @@ class ScoresMode(TorchFunctionMode):
         self.biased = False
         #: The product of queries and keys, or what the module has made of it, and its factor so far.
         self.scores: Any = None
-        self.factor: float | Tensor = 1.0
+        self.factor: Factor = 1.0
+        self.query_factor: Factor = 1.0
+        self.key_factor: Factor = 1.0
+        #: The tensors that were multiplied with one number before the product, by id, and that number.
+        self._scaled: dict[int, tuple[Tensor, Factor]] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -62,7 +75,11 @@ class ScoresMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.score_shape is None:
             result = self._product(func, args, kwargs)
-            self.scores = None if self.score_shape is None else result
+            if self.score_shape is None:
+                self._note_factor(func, args, result)
+            else:
+                self.scores = result
+                self._scaled.clear()
             return result
         if self.bias is None or self.biased:
             return func(*args, **kwargs)
@@ -78,6 +95,7 @@ class ScoresMode(TorchFunctionMode):
     def _product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a torch function; with mapped queries and keys if it multiplies them."""
         if func in _PRODUCTS and self._is_score_product(args[0], args[1].transpose(-1, -2)):
+            self._read_factors(args[0], args[1])
             query, key = self._map(args[0], args[1].transpose(-1, -2))
             return func(query, key.transpose(-1, -2), *args[2:], **kwargs)
         if func in _ADDED_PRODUCTS:
@@ -87,6 +105,26 @@ class ScoresMode(TorchFunctionMode):
         if func is _DOT_PRODUCT_ATTENTION:
             return self._dot_product_attention(args, kwargs)
         return func(*args, **kwargs)
+
+    def _note_factor(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Notes which tensors have been multiplied with a number, which may be queries or keys."""
+        if not (args and isinstance(args[0], Tensor) and isinstance(result, Tensor)):
+            return
+        factor = self._factor_of(args[0])
+        if func in _RESHAPES:
+            if id(args[0]) in self._scaled:
+                self._scaled[id(result)] = (result, factor)
+        elif len(args) > 1 and _is_number(args[1]):
+            if func in _MULTIPLICATIONS:
+                self._scaled[id(result)] = (result, factor * args[1])
+            elif func in _DIVISIONS:
+                self._scaled[id(result)] = (result, factor / args[1])
+
+    def _factor_of(self, tensor: Tensor) -> Factor:
+        return self._scaled[id(tensor)][1] if id(tensor) in self._scaled else 1.0
+
+    def _read_factors(self, query: Tensor, key: Tensor) -> None:
+        self.query_factor, self.key_factor = self._factor_of(query), self._factor_of(key)
 
     def _follow(self, func: Any, given: tuple[Any, ...], result: Any) -> None:
         """Notes what a torch function made of the scores, and the factor if it is a multiplication or division."""
@@ -113,6 +151,7 @@ class ScoresMode(TorchFunctionMode):
         query, key = given["batch1"], given["batch2"].transpose(-1, -2)
         if not self._is_score_product(query, key):
             return func(*args, **kwargs)
+        self._read_factors(query, given["batch2"])
         query, key = self._map(query, key)
         self.factor = given.get("alpha", 1.0)
         rest = {name: value for name, value in given.items() if name not in names}
@@ -128,6 +167,7 @@ class ScoresMode(TorchFunctionMode):
             query = operands[0].movedim((query_time, query_width), (-2, -1))
             key = operands[1].movedim((key_time, key_width), (-2, -1))
             if self._is_score_product(query, key):
+                self._read_factors(*operands)
                 query, key = self._map(query, key)
                 operands = (
                     query.movedim((-2, -1), (query_time, query_width)),
@@ -140,10 +180,11 @@ class ScoresMode(TorchFunctionMode):
         given = dict(zip(names, args, strict=False)) | kwargs
         scale = given.get("scale")
         self.factor = given["query"].shape[-1] ** -0.5 if scale is None else scale
+        self._read_factors(given["query"], given["key"])
         given["query"], given["key"] = self._map(given["query"], given["key"])
         if self.bias is not None:
             query_length, key_length = self.score_shape or (0, 0)
-            bias = self.bias(self.factor)
+            bias = self.bias(self.factor, self.query_factor, self.key_factor)
             mask = given.get("attn_mask")
             if given.pop("is_causal", False):
                 mask = torch.ones(query_length, key_length, dtype=torch.bool, device=bias.device).tril()
@@ -153,11 +194,15 @@ class ScoresMode(TorchFunctionMode):
 
     def _bias_like(self, scores: Tensor) -> Tensor:
         assert self.bias is not None
-        bias = self.bias(self.factor).to(scores.dtype)
+        bias = self.bias(self.factor, self.query_factor, self.key_factor).to(scores.dtype)
         if scores.dim() == 3:
             # Batch and heads share one axis, batch-major.
             return bias.expand(scores.shape[0] // bias.shape[1], -1, -1, -1).flatten(0, 1)
         return bias
+
+
+def _is_number(value: Any) -> bool:
+    return value.dim() == 0 if isinstance(value, Tensor) else isinstance(value, int | float)
 
 
 def _score_axes(equation: str) -> tuple[tuple[int, int], tuple[int, int]] | None:

@@ -28,6 +28,7 @@ from hf_posenc.schemes.arrangement.schedule import (
 )
 from hf_posenc.schemes.bias.alibi import AlibiConfig as AlibiConfig
 from hf_posenc.schemes.bias.cope import CopeConfig as CopeConfig
+from hf_posenc.schemes.bias.disentangled import DisentangledConfig as DisentangledConfig
 from hf_posenc.schemes.bias.fire import FireConfig as FireConfig
 from hf_posenc.schemes.bias.forget_gate import ForgetGateConfig as ForgetGateConfig
 from hf_posenc.schemes.bias.grape import GrapeConfig as GrapeConfig

@@ -32,6 +32,8 @@ class BuildContext:
         num_key_value_heads: number of key heads, `key_value_heads`; `None` for as many as query heads.
         layer_input_size: width of the input from which a layer projects its queries and keys; `None` for
             `hidden_size`.
+        logit_terms: for how many summed products of queries and keys the layer's own factor is made: usually 1, and 3
+            for `1 / sqrt(3 head_dim)`, as in DeBERTa.
     """
 
     hidden_size: int
@@ -43,6 +45,7 @@ class BuildContext:
     initializer_range: float = 0.02
     num_key_value_heads: int | None = None
     layer_input_size: int | None = None
+    logit_terms: int = 1
 
 
 @dataclass(frozen=True)

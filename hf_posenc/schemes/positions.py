@@ -117,6 +117,8 @@ class AttentionPairs:
             if it is not available.
         key_features: float32, the features that `PairwiseBias.key_features` computed for each key, cached ones
             included, in the shape in which it returns them, with `key_len` tokens; `None` for parts without features.
+        query_factor: what the layer multiplied its queries with before, which `query` contains and `scaling` does not.
+        key_factor: the same for the keys.
     """
 
     query: Tensor
@@ -126,6 +128,18 @@ class AttentionPairs:
     scaling: float | Tensor
     hidden_states: Tensor | None = None
     key_features: Tensor | None = None
+    query_factor: float | Tensor = 1.0
+    key_factor: float | Tensor = 1.0
+
+    @property
+    def query_scaling(self) -> float | Tensor:
+        """The factor of a query times a vector that takes the place of a key, such as that of a distance."""
+        return self.scaling * self.key_factor
+
+    @property
+    def key_scaling(self) -> float | Tensor:
+        """The factor of a key times a vector that takes the place of a query."""
+        return self.scaling * self.query_factor
 
     def of_queries(self, start: int, stop: int) -> AttentionPairs:
         """The queries `[start, stop)` with all keys."""

@@ -28,13 +28,15 @@ CROSS_SECTION = [
     "masked-roformer",
     "masked-mpnet",
     "masked-deberta",
+    "masked-deberta[relative]",
+    "masked-deberta-v2[relative]",
     "masked-squeezebert",
     "seq2seq-t5",
     "seq2seq-m2m_100",
     "encoder-t5",
 ]
 #: Own mechanisms that no scheme of the library describes: `native_scheme` says so.
-WITHOUT_NATIVE = {"causal-xlnet", "masked-deberta[relative]", "masked-deberta-v2[relative]"}
+WITHOUT_NATIVE = {"causal-xlnet"}
 #: CPM-Ant puts 32 prompt tokens in front of left padding, so distances between prompt and text count padding.
 KNOWN_FAILURES = {"causal-cpmant": {"left padding"}}
 #: One architecture for each way of reading pictures, sound and series that is cheap to check.

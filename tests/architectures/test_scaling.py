@@ -31,6 +31,26 @@ class Doubling(LogitScale):
         return torch.full((1, 1, positions.ids.shape[-1]), 2.0)
 
 
+class Factors(PairwiseBias):
+    """Notes the width of a head and what scores, queries and keys are multiplied with, and adds nothing."""
+
+    reads_heads = True
+    found: ClassVar[list[tuple[int, list[float]]]] = []
+
+    def forward(self, pairs: AttentionPairs) -> Tensor:
+        factors = (pairs.scaling, pairs.query_factor, pairs.key_factor)
+        self.found.append((pairs.query.shape[-1], [float(factor) for factor in factors]))
+        return pairs.query.new_zeros(1, *pairs.query.shape[1:3], pairs.key.shape[2], dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class FactorsConfig(SchemeConfig):
+    name: ClassVar[str] = "factors_for_tests"
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        return SchemeParts(logit_bias=Factors())
+
+
 class DoubledLogits(PairwiseBias):
     reads_heads = True
 
@@ -63,3 +83,33 @@ def test_a_bias_of_the_logits_themselves_doubles_them(name: str) -> None:
     plain = Caller(pair)
     patch_model(plain.model, "none")
     assert (plain._run(plain.tokens) - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("causal-llama", 0),
+        ("causal-gptj", 0),
+        ("masked-bert", 0),
+        ("causal-xglm", 1),
+        ("causal-opt", 1),
+        ("causal-trocr", 1),
+        ("masked-deberta", 1),
+        ("masked-deberta-v2", 2),
+        ("causal-gpt_neo", None),
+        ("seq2seq-t5", None),
+    ],
+)
+def test_a_bias_is_told_what_was_multiplied(name: str, place: int | None) -> None:
+    """The scores, the queries or the keys, with `head_dim ** -0.5`, or none of them."""
+    caller = Caller(pair_named(name))
+    Factors.found.clear()
+    patch_model(caller.model, FactorsConfig())
+    with torch.no_grad():
+        caller._run(caller.tokens)
+    assert Factors.found
+    for width, factors in Factors.found:
+        expected = [1.0, 1.0, 1.0]
+        if place is not None:
+            expected[place] = width**-0.5
+        assert factors == pytest.approx(expected)

@@ -17,7 +17,7 @@ from tests.thinning import mostly_slow
 #: The second one compiles for any length, and the third one shows it.
 LENGTHS = (32, 48, 64)
 #: One for each form of a bias, and for each other place of a scheme.
-SCHEMES = ["alibi", "t5", "forget_gate", "shaw", "none", "rope", "sinusoidal", "learned"]
+SCHEMES = ["alibi", "t5", "forget_gate", "shaw", "disentangled", "none", "rope", "sinusoidal", "learned"]
 #: One for the first length, and one for all others.
 STOCK_GRAPHS = 2
 

@@ -195,7 +195,9 @@ class InterfaceAttention(AttentionSite):
             if not self.encoding.only_rotates_by_input:
                 # With a batch size of 1, flash kernels are told where packed documents begin.
                 separates_restarts = flash and mask is None and query.shape[0] == 1
-                bias = self.bias(call, *heads, factor, mask, separates_restarts, self.encoding.rotates_by_input)
+                before = self._factor_in_queries(factor)
+                rotated = self.encoding.rotates_by_input
+                bias = self.bias(call, *heads, factor, before, 1.0, mask, separates_restarts, rotated)
                 attend = functools.partial(attend_with_bias, implementation, function, bias)
         arguments = (self.module, self.scaled(call.state, query), key, value, mask, *args)
         if self.encoding.widens_heads and implementation not in (None, "eager") and query.shape[2] > 1:
@@ -253,6 +255,11 @@ class InterfaceAttention(AttentionSite):
                 "passed and is_causal is False. Some versions of transformers omit the mask of a decoder. Load the "
                 "model with attn_implementation='eager', or use another version of transformers."
             )
+
+    def _factor_in_queries(self, scaling: float | Tensor) -> float:
+        """What the module has multiplied its queries with, if it asks for logits without a factor (Whisper, OPT)."""
+        own = getattr(self.module, "scaling", None)
+        return own if isinstance(own, float) and isinstance(scaling, float | int) and scaling == 1 else 1.0
 
     @property
     def _scaling(self) -> float:

@@ -85,6 +85,8 @@ class LogitSite(PlacedForward):
         query: Tensor,
         key: Tensor,
         scaling: float | Tensor,
+        query_factor: float | Tensor = 1.0,
+        key_factor: float | Tensor = 1.0,
         mask: Any = None,
         separates_restarts: bool = False,
         rotated: bool = False,
@@ -96,6 +98,8 @@ class LogitSite(PlacedForward):
             query: `(batch, heads, query_len, width)`, mapped, before the scale.
             key: `(batch, key_value_heads, key_len, width)`, mapped.
             scaling: the layer's factor of `query . key`; a tensor that fits the logits if heads differ.
+            query_factor: what the layer has already multiplied `query` with.
+            key_factor: what it has already multiplied `key` with.
             mask: the mask passed to the attention function, if known.
             separates_restarts: whether the attention function separates documents where positions restart at 0,
                 although no mask shows it.
@@ -115,7 +119,9 @@ class LogitSite(PlacedForward):
                 continue
             if not pairs:
                 check_cache(bias, state)
-                pairs = pairs_of_parts(summands, self._pairs(call, query, key, scaling))
+                whole = self._pairs(call, query, key, scaling)
+                whole = dataclasses.replace(whole, query_factor=query_factor, key_factor=key_factor)
+                pairs = pairs_of_parts(summands, whole)
             forms.append(_pairwise_form(summand, pairs[index]))
         form = sum_of_forms(forms, query.shape[-2], key.shape[-2], self.encoding.causal)
         check_heads(form.heads, query.shape[1])

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.attention.scores import ScoresMode
+from hf_posenc.attention.scores import Factor, ScoresMode
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.cache_update import CacheUpdateHook
@@ -66,8 +66,9 @@ class ScoresAttention(AttentionSite):
             scaled = self.scaled(call.state, heads[0])
             return scaled.reshape(*query.shape[:-1], -1), heads[1].reshape(*key.shape[:-1], -1)
 
-        def bias(scaling: float | Tensor) -> Tensor:
-            return self.bias(call, *seen[0], scaling, rotated=self.encoding.rotates_by_input).dense()
+        def bias(scaling: Factor, query_factor: Factor, key_factor: Factor) -> Tensor:
+            rotated = self.encoding.rotates_by_input
+            return self.bias(call, *seen[0], scaling, query_factor, key_factor, rotated=rotated).dense()
 
         parts = (self.encoding.query_key_map, self.encoding.logit_bias, self.encoding.logit_scale)
         adds_bias = self.encoding.logit_bias is not None and not self.encoding.only_rotates_by_input

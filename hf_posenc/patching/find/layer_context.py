@@ -33,6 +33,7 @@ def build_context(stack: Stack, attention: FoundAttention) -> BuildContext:
         max_positions = stack.grid.tables[0].weight.shape[0]
     if stack.series is not None and stack.series.parameters:
         max_positions = stack.series.parameters[0].weight.shape[0]
+    logit_terms = stack.architecture.logit_terms
     deviation = getattr(config, "initializer_range", None) or getattr(config, "init_std", None)
     return BuildContext(
         hidden_size=stack.hidden_size,
@@ -45,6 +46,7 @@ def build_context(stack: Stack, attention: FoundAttention) -> BuildContext:
         # Zamba's shared layers read the embeddings in addition to the hidden states.
         layer_input_size=getattr(attention.module, "attention_hidden_size", None),
         initializer_range=deviation if isinstance(deviation, float) and deviation > 0 else 0.02,
+        logit_terms=1 if logit_terms is None else logit_terms(attention.module),
     )
 
 

@@ -56,7 +56,11 @@ def verify_adopted_tables(transaction: Transaction, stacks: list[Stack]) -> None
         UnsupportedError: if the outputs differ.
     """
     model = transaction.model
-    declared = [stack for stack in stacks if stack.architecture.bias_table is not None]
+    declared = [
+        stack
+        for stack in stacks
+        if any(stack.architecture.native_bias_table(stack, one) is not None for one in stack.attentions)
+    ]
     native = {stack.architecture.native(stack) for stack in declared if stack.architecture.native is not None}
     if encodings(model):
         return

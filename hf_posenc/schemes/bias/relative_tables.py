@@ -1,4 +1,4 @@
-"""Products of queries with vectors that depend on the distance to a key, without storing a vector per pair."""
+"""Products of queries or keys with vectors that depend on their distance, without storing a vector per pair."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import torch
 from torch import Tensor
 
 from hf_posenc.schemes.device_constant import DeviceConstant
+from hf_posenc.schemes.positions import traced
 
 #: For larger `u`, `(1 - u**2) * exp(-u**2 / 2)` is below 2e-9, which is negligible in float32 compared with its peak of
 #: 1.
 RICKER_SUPPORT = 7.0
+#: Maximum number of products of keys with all rows of a table that are stored at a time, 4 bytes each.
+_MOST_PRODUCTS = 2**23
 
 
 def check_whole_distances(distance: Tensor, owner: str, remedy: str) -> None:
@@ -44,6 +47,52 @@ def select_rows(products: Tensor, rows: Tensor) -> Tensor:
         return selected
     row = int(rows[0, 0, 0])
     return torch.cat((products[..., row : row + 1].expand(-1, -1, -1, same), selected), dim=-1)
+
+
+def select_rows_of_keys(key: Tensor, table: Tensor, rows: Tensor) -> Tensor:
+    """Multiplies the key of every pair with the vector of the pair's distance.
+
+    All queries of a block share the keys, so that products of keys with all rows of a table would be needed for every
+    block. Keys that are far from the whole block are multiplied with one row only, and the others a part at a time.
+
+    Args:
+        key: `(batch, heads, key_len, width)` float32.
+        table: `(heads, rows, width)` float32.
+        rows: `(batch or 1, query_len, key_len)` int64, which row belongs to each pair.
+
+    Returns:
+        `(batch, heads, query_len, key_len)`.
+    """
+    if rows.shape[1] == 1:
+        vectors = table[:, rows.squeeze(1)].transpose(0, 1)
+        return (key * vectors).sum(-1).unsqueeze(-2)
+    length = key.shape[-2]
+    before = leading_keys_of_one_row(rows)
+    near = length - (leading_keys_of_one_row(rows.flip(-1)) if before < length else 0)
+    pieces = []
+    if before:
+        pieces.append(_of_one_row(key[..., :before, :], table, rows[..., :before]))
+    for start, stop in _pieces(before, near, key.shape[0] * table.shape[0] * table.shape[1]):
+        products = key[..., start:stop, :] @ table.transpose(-1, -2)
+        index = rows[..., start:stop].transpose(-1, -2).unsqueeze(1).expand(*products.shape[:2], -1, -1)
+        pieces.append(products.gather(-1, index).transpose(-1, -2))
+    if near < length:
+        pieces.append(_of_one_row(key[..., near:, :], table, rows[..., near:]))
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-1)
+
+
+def _of_one_row(key: Tensor, table: Tensor, rows: Tensor) -> Tensor:
+    """The same for keys whose pairs all have the same row."""
+    vector = table[:, int(rows[0, 0, 0])].unsqueeze(-1)
+    return (key @ vector).transpose(-1, -2).expand(-1, -1, rows.shape[1], -1)
+
+
+def _pieces(start: int, stop: int, products_per_key: int) -> list[tuple[int, int]]:
+    """Divides the keys `[start, stop)`. A traced program has one piece, because its lengths are open."""
+    if traced():
+        return [(start, stop)]
+    size = max(_MOST_PRODUCTS // products_per_key, 1)
+    return [(first, min(first + size, stop)) for first in range(start, stop, size)]
 
 
 def leading_keys_of_one_row(rows: Tensor) -> int:

@@ -78,7 +78,7 @@ class ShawBias(PairwiseBias):
             distance, "The learned table of shaw", "Use integer positions, or ShawConfig(table='sinusoidal')."
         )
         products = pairs.query.float() @ self.weight.float().transpose(-1, -2)
-        return select_rows(products, distance.clamp(-self.behind, self.ahead) + self.behind) * pairs.scaling
+        return select_rows(products, distance.clamp(-self.behind, self.ahead) + self.behind) * pairs.query_scaling
 
 
 class SinusoidalShawBias(PairwiseBias):
@@ -99,7 +99,7 @@ class SinusoidalShawBias(PairwiseBias):
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, query_len, key_len)` in float32."""
         products = sinusoidal_products(pairs.query.float(), self._frequencies, pairs.query_positions, pairs.keys.ids)
-        return products * pairs.scaling
+        return products * pairs.query_scaling
 
 
 @register_scheme

@@ -83,14 +83,15 @@ class TransformerXLBias(PairwiseBias):
             ValueError: for positions that are not integers, if distances are clamped.
         """
         by_key = self.content_bias.float().unsqueeze(-2) @ pairs.expanded_key.float().transpose(-1, -2)
-        query = pairs.query.float() + self.position_bias.float().unsqueeze(-2)
+        # Where the layer has scaled its queries, the bias is added to scaled ones.
+        query = pairs.query.float() + self.position_bias.float().unsqueeze(-2) * pairs.query_factor
         # (heads, head_dim, hidden): W_R of each head.
         projection = self.position_projection.float().unflatten(0, self.content_bias.shape)
         if self.clamp_length is None:
             by_distance = self._by_any_distance(query @ projection, pairs)
         else:
             by_distance = self._by_clamped_distance(query, projection, pairs, self.clamp_length)
-        return (by_key + by_distance) * pairs.scaling
+        return by_key * pairs.key_scaling + by_distance * pairs.query_scaling
 
     def _by_any_distance(self, query: Tensor, pairs: AttentionPairs) -> Tensor:
         # The sinusoid of i - j is that of j - i with its sines negated.

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.limits import MOST_ROWS, rows_of_table
-from hf_posenc.schemes.parts import LogitScale, PairwiseBias, SchemeParts
-from hf_posenc.schemes.positions import AttentionPairs, Positions
+from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
+from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.reach import Reach
 from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.scale.constant import ConstantScale
 from hf_posenc.schemes.validation import check_boolean, check_integer, whole_positions
 
 #: Row 0 of the table stands for every pair whose query is the first token, row 1 for those whose key it is.
@@ -108,17 +109,6 @@ class UntiedPositionBias(PairwiseBias):
         return projected.unflatten(-1, (self.num_heads, -1)).transpose(-2, -3)
 
 
-class HalvedVariance(LogitScale):
-    """`1 / sqrt(2)`: the factor that two summed products have instead of one."""
-
-    reads_positions = False
-
-    def forward(self, positions: Positions) -> Tensor:
-        """Returns `(batch or 1, 1, length)` in float32."""
-        ids = positions.ids
-        return torch.full(ids.shape, 1 / math.sqrt(2), dtype=torch.float32, device=ids.device).unsqueeze(1)
-
-
 @register_scheme
 @dataclass(frozen=True)
 class TupeConfig(SchemeConfig):
@@ -166,4 +156,4 @@ class TupeConfig(SchemeConfig):
             not context.causal if self.reset_first is None else self.reset_first,
             context.initializer_range,
         )
-        return SchemeParts(logit_bias=bias, logit_scale=HalvedVariance())
+        return SchemeParts(logit_bias=bias, logit_scale=ConstantScale(1 / math.sqrt(2)))

@@ -47,7 +47,7 @@ class WaveletBias(PairwiseBias):
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, query_len, key_len)` in float32."""
         distance = -pairs.distance
-        query = pairs.query.float() * pairs.scaling
+        query = pairs.query.float() * pairs.query_scaling
         if distance.is_floating_point():
             return self._at_real_distances(query, distance)
         products = query @ self._table.on(query.device).transpose(-1, -2)

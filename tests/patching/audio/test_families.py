@@ -23,10 +23,10 @@ NATIVE = {
 }
 REASONS = {
     "wavlm": "gate",
-    "sew-d": "Disentangled",
     "conformer rotary": "before",
 } | dict.fromkeys(
-    ("wav2vec2", "wav2vec2 stable", "hubert", "unispeech", "unispeech-sat", "sew", "data2vec-audio"), "convolution"
+    ("wav2vec2", "wav2vec2 stable", "hubert", "unispeech", "unispeech-sat", "sew", "sew-d", "data2vec-audio"),
+    "convolution",
 )
 
 

@@ -78,6 +78,48 @@ def shaw(config: Any, parts: Any, case: LogitCase) -> Logits:
     )
 
 
+def disentangled_row(config: Any, distance: int) -> int:
+    """arXiv:2006.03654, eq. 3, for the distance i - j; with buckets as in the code of DeBERTa-v2."""
+    span = config.buckets or config.max_distance
+    steps = abs(distance)
+    if config.buckets and steps > span // 2:
+        middle = span // 2
+        share = math.log(steps / middle) / math.log((config.max_distance - 1) / middle)
+        # The rounding of float64 must not lift a whole number over the next bucket.
+        steps = middle + math.ceil(share * (middle - 1) - 1e-9)
+        distance = steps if distance > 0 else -steps
+    if distance <= -span:
+        return 0
+    return 2 * span - 1 if distance >= span else distance + span
+
+
+def disentangled(config: Any, parts: Any, case: LogitCase) -> Logits:
+    """arXiv:2006.03654, eq. 4. The rows of later keys come first, and are missing in a causal model."""
+    bias = parts.logit_bias
+    span = config.buckets or config.max_distance
+    terms = [("c2p" in config.terms, bias.key_weight), ("p2c" in config.terms, bias.query_weight)]
+    tables = [table.tolist() if used else None for used, table in terms]
+    assert sum(table is not None for _, table in terms) == sum(used for used, _ in terms)
+
+    def vector(table: Any, head: int, query: int, key: int) -> list[float]:
+        row = disentangled_row(config, case.positions[query] - case.positions[key])
+        if len(table[head]) == span:
+            row = max(row - span, 0)
+        found: list[float] = table[head][row]
+        return found
+
+    def value(head: int, query: int, key: int) -> float:
+        total = 0.0
+        if tables[0] is not None:
+            total += dot(case.query[head][query], vector(tables[0], head, query, key))
+        if tables[1] is not None:
+            total += dot(case.key[head][key], vector(tables[1], head, query, key))
+        return case.scaling * total
+
+    divisor = math.sqrt(1 + sum(used for used, _ in terms))
+    return [[[one / divisor for one in row] for row in rows] for rows in add_to_dot_products(case, value)]
+
+
 def wavelet(config: Any, parts: Any, case: LogitCase) -> Logits:
     width = len(case.query[0][0])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hf_posenc.schemes.bias.cope import CopeConfig
+from hf_posenc.schemes.bias.disentangled import DisentangledConfig
 from hf_posenc.schemes.bias.forget_gate import ForgetGateConfig
 from hf_posenc.schemes.bias.grape import GrapeConfig
 from hf_posenc.schemes.bias.grape_ap import GrapeApConfig
@@ -43,6 +44,19 @@ ROWS: dict[str, Row] = {
         ),
         everywhere=True,
         marks="-++.++..-++",
+    ),
+    "disentangled": Row(
+        "logits",
+        content_biases.disentangled,
+        (
+            DisentangledConfig(max_distance=4),
+            DisentangledConfig(),
+            DisentangledConfig("c2p", max_distance=5),
+            DisentangledConfig("p2c", max_distance=20, buckets=6),
+        ),
+        everywhere=True,
+        marks="-++.++..-++",
+        causal_marks="-++.++..-++",
     ),
     "wavelet": Row(
         "logits",

@@ -7,6 +7,7 @@ how to silence a mechanism that is neither a rotary function nor a table, how to
 from __future__ import annotations
 
 from hf_posenc.patching.find.architectures.audio import declare_audio_architectures
+from hf_posenc.patching.find.architectures.deberta import declare_deberta
 from hf_posenc.patching.find.architectures.declaration import (
     Architecture,
     Silencer,
@@ -17,6 +18,7 @@ from hf_posenc.patching.find.architectures.stock import declare_stock_architectu
 from hf_posenc.patching.find.architectures.vision import declare_vision_architectures
 
 declare_stock_architectures()
+declare_deberta()
 declare_vision_architectures()
 declare_audio_architectures()
 

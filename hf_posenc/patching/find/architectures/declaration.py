@@ -44,7 +44,10 @@ class Architecture:
         native: the scheme that is equivalent to those mechanisms, `(stack) -> config`; `None` if discovery finds it.
         fixed_tables: tables that `native` describes. Row p must hold the sines and cosines of p (base 10000, sines
             first).
-        bias_table: the native `(buckets, heads)` table of relative biases that a layer uses, or `None`.
+        bias_table: the native table of relative biases that a layer uses, in the shape that the part of the native
+            scheme adopts: `(buckets, heads)` for T5; or `None`.
+        logit_terms: `(attention module) -> number` of products for which the factor of its logits is made, such as 3
+            for `1 / sqrt(3 head_dim)`; `None` for 1.
         kept: native position-dependent behaviour that remains active under every scheme, for the report.
         suffix_tokens: number of tokens without a place on the grid that follow the patches of an image. May be a
             function of the config.
@@ -70,6 +73,7 @@ class Architecture:
     native: Callable[[Stack], SchemeConfig | None] | None = None
     fixed_tables: Callable[[Stack], list[FixedTable]] | None = None
     bias_table: Callable[[Stack, FoundAttention], Tensor | None] | None = None
+    logit_terms: Callable[[nn.Module], int] | None = None
     kept: tuple[str, ...] = field(default_factory=tuple)
     fixed_length: str | None = None
     suffix_tokens: int | Callable[[Any], int] = 0

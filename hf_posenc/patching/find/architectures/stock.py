@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.architectures.declaration import Architecture, register_architecture
 from hf_posenc.patching.find.architectures.silencers import (
-    NoBias,
     ZeroBias,
     ZeroRelativeShift,
 )
@@ -50,22 +49,6 @@ def _silence_xlnet(stack: Stack, patches: Journal) -> None:
         patches.replace(attention.module, "rel_shift_bnij", ZeroRelativeShift())
         patches.freeze(attention.module, "r")
         patches.freeze(attention.module, "r_r_bias")
-
-
-def _silence_deberta(stack: Stack, patches: Journal) -> None:
-    for attention in stack.attentions:
-        # The method has different names in DeBERTa and DeBERTa-v2.
-        first = hasattr(attention.module, "disentangled_att_bias")
-        patches.replace(attention.module, "disentangled_att_bias" if first else "disentangled_attention_bias", NoBias())
-
-
-def _deberta_native(stack: Stack) -> SchemeConfig | None:
-    if not getattr(stack.config, "relative_attention", False):
-        return None
-    raise UnsupportedError(
-        "Disentangled attention (relative_attention=True) multiplies queries and keys with embeddings of their "
-        "distance, which no scheme of this library does. Any scheme can replace it, and unpatch_model restores it."
-    )
 
 
 def _silence_cpmant(stack: Stack, patches: Journal) -> None:
@@ -272,12 +255,6 @@ def declare_stock_architectures() -> None:
             head_shape=_xlnet_heads,
             causal=lambda config: config.attn_type == "uni",
         ),
-    )
-    register_architecture(
-        "deberta",
-        "deberta-v2",
-        "sew-d",
-        architecture=Architecture(mechanism="disentangled attention", silence=_silence_deberta, native=_deberta_native),
     )
     register_architecture(
         "cpmant",

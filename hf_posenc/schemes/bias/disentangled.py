@@ -1,0 +1,198 @@
+"""DeBERTa's disentangled attention."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.schemes.bias.relative_tables import check_whole_distances, select_rows, select_rows_of_keys
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.limits import LARGEST_LENGTH, MOST_DISTANCES
+from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
+from hf_posenc.schemes.positions import AttentionPairs
+from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.scale.constant import ConstantScale
+from hf_posenc.schemes.validation import check_choice, check_integer
+
+BOTH_TERMS = "c2p|p2c"
+
+
+class LogBuckets:
+    """The buckets of distances, which keep their sign (DeBERTa-v2).
+
+    Up to `buckets // 2` tokens, every distance has its own bucket. The next ones grow logarithmically, so that
+    `max_distance - 1` tokens have the bucket `2 * (buckets // 2) - 1`. Farther distances go on beyond it.
+
+    Args:
+        buckets: number of buckets of one direction.
+        max_distance: more than `buckets // 2 + 1`.
+    """
+
+    def __init__(self, buckets: int, max_distance: int) -> None:
+        self.exact = buckets // 2
+        # Logarithms in float32, in this order: they decide at the edge of a bucket as those of the authors do.
+        self.whole = float(torch.tensor((max_distance - 1) / self.exact, dtype=torch.float32, device="cpu").log())
+
+    def __call__(self, distance: Tensor) -> Tensor:
+        """Returns int64 of the same shape as `distance`, int64."""
+        steps = distance.abs()
+        share = (steps.clamp(min=self.exact).float() / self.exact).log() / self.whole
+        grown = self.exact + (share * (self.exact - 1)).ceil().long()
+        return distance.sign() * torch.where(steps <= self.exact, steps, grown)
+
+
+class DisentangledBias(PairwiseBias):
+    """The products of queries, and of keys, with a learned vector per distance.
+
+    Args:
+        num_heads: number of query heads.
+        head_dim: width of a head.
+        terms: the terms, of `DisentangledConfig`.
+        max_distance: the distance from which on keys share one vector.
+        buckets: number of logarithmic buckets of one direction, or `None`.
+        causal: whether there are vectors for earlier keys only.
+        initializer_range: standard deviation of new entries.
+    """
+
+    reads_later_keys = False
+    reads_heads = True
+    whole_positions = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        terms: str,
+        max_distance: int,
+        buckets: int | None,
+        causal: bool,
+        initializer_range: float,
+    ) -> None:
+        super().__init__()
+        self.buckets = None if buckets is None else LogBuckets(buckets, max_distance)
+        self.initializer_range = initializer_range
+        self.span = max_distance if buckets is None else buckets
+        self.first = 0 if causal else -self.span
+        #: Layers with equal names have equal rows for the same positions.
+        self._name_of_rows = f"rows of disentangled: {max_distance}, {buckets}, {causal}"
+        shape = (num_heads, self.span - self.first, head_dim)
+        self.key_weight = nn.Parameter(torch.empty(shape)) if "c2p" in terms else None
+        self.query_weight = nn.Parameter(torch.empty(shape)) if "p2c" in terms else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws every entry from N(0, initializer_range)."""
+        for weight in self.parameters():
+            nn.init.normal_(weight, std=self.initializer_range)
+
+    @torch.no_grad()
+    def adopt(self, native: Tensor) -> bool:
+        """Copies stock tables `(terms, heads, rows, head_dim)`, that of the keys first; rows from the latest key on."""
+        own = list(self.parameters())
+        if native.shape != (len(own), *own[0].shape):
+            return False
+        for weight, table in zip(own, native, strict=True):
+            weight.copy_(table)
+        return True
+
+    def forward(self, pairs: AttentionPairs) -> Tensor:
+        """Returns `(batch, heads, query_len, key_len)` in float32.
+
+        Raises:
+            ValueError: for positions that are not integers.
+        """
+        rows = pairs.remembered(self._name_of_rows, lambda: self._rows(pairs))
+        if self.key_weight is None:
+            return self._of_keys(pairs, rows)
+        products = pairs.query.float() @ self.key_weight.float().transpose(-1, -2)
+        of_queries = select_rows(products, rows) * pairs.query_scaling
+        return of_queries if self.query_weight is None else of_queries + self._of_keys(pairs, rows)
+
+    def _rows(self, pairs: AttentionPairs) -> Tensor:
+        """`(batch or 1, query_len, key_len)` int64: the row of each pair."""
+        distance = pairs.distance
+        check_whole_distances(distance, "The learned table of disentangled", "Use integer positions.")
+        behind = -distance
+        if self.buckets is not None:
+            behind = self.buckets(behind)
+        return behind.clamp(self.first, self.span - 1) - self.first
+
+    def _of_keys(self, pairs: AttentionPairs, rows: Tensor) -> Tensor:
+        assert self.query_weight is not None
+        return select_rows_of_keys(pairs.expanded_key.float(), self.query_weight.float(), rows) * pairs.key_scaling
+
+
+@register_scheme
+@dataclass(frozen=True)
+class DisentangledConfig(SchemeConfig):
+    """Multiplies queries, and keys, with a vector per distance (DeBERTa, arXiv:2006.03654, eq. 2 to 4).
+
+    With `s` the layer's own factor (`head_dim ** -0.5`), the query at position i and the key at position j::
+
+        logit(i, j) = s * (q_i . k_j + q_i . K[d] + k_j . Q[d]) / sqrt(3)
+        d           = clip(i - j, -max_distance, max_distance - 1) + max_distance
+
+    The second product is "content to position" (c2p), the third is "position to content" (p2c). With one of them the
+    divisor is `sqrt(2)`. In DeBERTa itself, whose own factor is `(3 head_dim) ** -0.5`, nothing more is divided. The
+    paper indexes `Q` with the distance of (j, i). The authors' code and transformers index it with that of (i, j), as
+    here.
+
+    `K` and `Q` are `(heads, 2 * max_distance, head_dim)`, without the first half in a causal model. Every layer has its
+    own. In DeBERTa they are the products of one table of all layers with projections of each layer, which are the
+    layer's own query and key projections in version 2 and 3 (`share_att_key`). `native_scheme` finds the options, and
+    patching a DeBERTa with them copies these products, after which they are trained as they are. DeBERTa's dropout of
+    the table is left out. Next to other schemes, the divisor applies to their biases too.
+
+    With `buckets`, which DeBERTa-v2 introduced, distances of more than `h = buckets // 2` tokens share vectors, and
+    there are `2 * buckets` of them::
+
+        d = clip(bucket(i - j), -buckets, buckets - 1) + buckets
+        bucket(x) = x                                                                          for |x| <= h
+                  = sign(x) * (h + ceil((h - 1) * log(|x| / h) / log((max_distance - 1) / h)))  beyond
+
+    DeBERTa's v2 and v3 models have `buckets=256, max_distance=512`.
+
+    Args:
+        terms: "c2p|p2c", "c2p" or "p2c".
+        max_distance: the distance in tokens from which on keys share one vector, at most 2**16 without buckets.
+        buckets: number of vectors of one direction, at least 2 and at most 2**16; `None` for one per distance.
+    """
+
+    name: ClassVar[str] = "disentangled"
+    per_layer: ClassVar[bool] = True
+
+    terms: str = BOTH_TERMS
+    max_distance: int = 512
+    buckets: int | None = None
+
+    def __post_init__(self) -> None:
+        check_choice(self, "terms", (BOTH_TERMS, "c2p", "p2c"))
+        check_integer(self, "buckets", minimum=2, maximum=MOST_DISTANCES, optional=True)
+        most = MOST_DISTANCES if self.buckets is None else LARGEST_LENGTH
+        check_integer(self, "max_distance", minimum=1, maximum=most)
+        if self.buckets is not None and self.max_distance <= self.buckets // 2 + 1:
+            raise ValueError(
+                f"DisentangledConfig.max_distance is {self.max_distance}; expected more than {self.buckets // 2 + 1}, "
+                f"because with buckets={self.buckets} the first {self.buckets // 2} distances have a bucket each and "
+                "the logarithmic buckets come after them. Give a larger max_distance, or omit buckets."
+            )
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Builds a logit bias, and a logit scale unless the layer's own factor is made for as many terms."""
+        bias = DisentangledBias(
+            context.num_heads,
+            context.head_dim,
+            self.terms,
+            self.max_distance,
+            self.buckets,
+            context.causal,
+            context.initializer_range,
+        )
+        products = 1 + len(self.terms.split("|"))
+        if products == context.logit_terms:
+            return SchemeParts(logit_bias=bias)
+        return SchemeParts(logit_bias=bias, logit_scale=ConstantScale(math.sqrt(context.logit_terms / products)))
