@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hf_posenc.errors import UnknownNameError
+from hf_posenc.errors import SequenceLengthError, UnknownNameError
 from hf_posenc.recipes.distillation import IGNORED
 from hf_posenc.recipes.position_views import PositionViews, document_starts
 
@@ -51,8 +51,8 @@ def perturbed_positions(
         `(batch, length)` int64.
 
     Raises:
-        ValueError: for positions of another shape, a `largest_skip` below 1, or documents that leave no room for a
-            skip below `limit`.
+        ValueError: for positions of another shape, or a `largest_skip` below 1.
+        SequenceLengthError: for documents that leave no room for a skip below `limit`.
         UnknownNameError: for an unknown shift.
     """
     if shift not in SHIFTS:
@@ -92,7 +92,7 @@ def perturbed_positions(
 def _refuse_full(positions: Tensor, room: Tensor, real: Tensor, limit: int) -> None:
     if bool(((room < 1) & real).any()):
         longest = int(positions.where(real, -1).max()) + 1
-        raise ValueError(
+        raise SequenceLengthError(
             f"The positions reach {longest} and the model has {limit}, so no token can be moved further away. Train on "
             f"rows of fewer than {limit} tokens, give the model more positions, or use shift='cyclic', which stays "
             "within the positions of a row."
@@ -176,8 +176,9 @@ class PerturbedSelfDistillation:
             num_items: number of targets in the whole update, by which the sum over tokens is divided.
 
         Raises:
-            UnsupportedError: if other positions change nothing in this model, or if they change its attention.
-            ValueError: for inputs that cannot be perturbed, or rows that fill all positions of the model.
+            UnsupportedError: if other positions change nothing in this model, if they change which tokens it attends
+                to, or for inputs whose positions cannot be perturbed.
+            SequenceLengthError: for rows that fill all positions of the model.
         """
         view = self.views.of(inputs, outputs.logits)
         positions = perturbed_positions(

@@ -181,7 +181,8 @@ class PositionViews:
         # away, or nearer if the model has no more positions.
         row, slot = inside[len(inside) // 2].tolist()
         documents = starts[row].cumsum(-1)
-        behind = (documents == documents[slot]) & view.real[row] & (torch.arange(len(documents)).to(starts) >= slot)
+        before = torch.arange(len(documents), device=starts.device) < slot
+        behind = (documents == documents[slot]) & view.real[row] & ~before
         limit, last = self.limit(), int(view.positions[row, behind].max())
         others = view.positions.clone()
         others[row] += behind * (1 if limit is None or last + 1 < limit else -1)
@@ -204,13 +205,13 @@ class PositionViews:
                 "still such that they have no effect. There is nothing to distil; train without perturbed positions."
             )
         tolerance = max(_ROUNDED, _SHARE * effect)
-        before = torch.arange(len(documents)).to(starts) < slot
         if _distance(same[view.real], usual[view.real]) > tolerance:
             raise UnsupportedError(
                 f"{name} gives other logits with the same positions and an explicit attention mask, so its views would "
-                "differ in more than their positions. Rows with a mask of documents are not supported in a model with "
-                "a window of attention; position_ids that do not begin at 0 must be given. Use one document per row "
-                "(in the training scripts: --packing concatenate)."
+                "differ in more than their positions. Documents that share a row cannot be kept apart in both views of "
+                "a model with a window of attention, or of one that does not find them by their position_ids: use one "
+                "document per row (in the training scripts: --packing concatenate). A model whose positions do not "
+                "begin at 0 needs position_ids in its inputs."
             )
         if _distance(moved[row, before], same[row, before]) > tolerance:
             raise UnsupportedError(
