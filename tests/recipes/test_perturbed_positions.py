@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_posenc import SequenceLengthError, UnknownNameError, UnsupportedError, patch_model
 from hf_posenc.recipes import PerturbedSelfDistillation, perturbed_positions, reverse_divergence
+from tests.documentation.pages import page_text
 from tests.matrix.running import patched, tokens
 
 torch.set_num_threads(1)
@@ -435,29 +436,34 @@ def test_adapters_learn_it_too():
     assert any(p.grad is not None and p.grad.abs().max() > 0 for n, p in adapted.named_parameters() if "lora_" in n)
 
 
-def test_a_trainer_of_transformers(tmp_path):
-    from transformers import Trainer, TrainingArguments
+def test_a_trainer_of_transformers(tmp_path, monkeypatch):
+    """The class of docs/how_to/healing.md, with accumulated batches, checkpointing and bfloat16."""
+    from transformers import TrainingArguments
 
+    page = page_text("healing")
+    (block,) = [
+        text.split("```")[0] for text in page.split("```python\n") if "PerturbedSelfDistillation(model)" in text
+    ]
     model = patched("llama_gqa", "rope")
-    hook = PerturbedSelfDistillation(model)
-    added = []
-
-    class SelfDistilling(Trainer):
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-            items = num_items_in_batch if num_items_in_batch is not None else (inputs["labels"] != -100).sum()
-            total = hook(inputs, outputs, loss, items) if model.training else loss
-            added.append(float((total - loss).detach()))
-            return (total, outputs) if return_outputs else total
-
-    rows = [{"input_ids": ids, "labels": ids} for ids in tokens(batch=16)]
     arguments = TrainingArguments(
         str(tmp_path), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2, use_cpu=True,
-        report_to="none", save_strategy="no", bf16=True, gradient_checkpointing=True, disable_tqdm=True,
+        report_to="none", save_strategy="no", bf16=True, disable_tqdm=True, logging_steps=1,
     )  # fmt: skip
+    model.activation_checkpointing_enable()
     before = [parameter.detach().clone() for parameter in model.parameters() if parameter.requires_grad]
-    SelfDistilling(model, arguments, train_dataset=rows).train()
-    assert len(added) == 6
-    assert all(one > 0 for one in added)
+    calls = []
+    called = PerturbedSelfDistillation.__call__
+
+    def counted(self: Any, inputs: Any, outputs: Any, loss: Tensor, num_items: Any) -> Tensor:
+        total = called(self, inputs, outputs, loss, num_items)
+        calls.append((int(num_items), float((total - loss).detach())))
+        return total
+
+    monkeypatch.setattr(PerturbedSelfDistillation, "__call__", counted)
+    rows = [{"input_ids": ids, "labels": ids} for ids in tokens(batch=16)]
+    exec(compile(block, "healing.md", "exec"), {"model": model, "arguments": arguments, "rows": rows})
+    assert len(calls) == 6
+    assert {items for items, _ in calls} == {4 * 14}
+    assert all(added > 0 for _, added in calls)
     after = [parameter for parameter in model.parameters() if parameter.requires_grad]
     assert all(not torch.equal(one, other) for one, other in zip(before, after, strict=True))
