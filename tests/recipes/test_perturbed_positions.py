@@ -388,7 +388,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(reentrant):
     for checkpointing in (False, True):
         model = patched("llama_gqa", "rope").train()
         if checkpointing:
-            model.activation_checkpointing_enable({"use_reentrant": reentrant})
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         outputs = model(ids, use_cache=False)
         hook = PerturbedSelfDistillation(model, generator=_generator(4))
         loss = outputs.logits.float().logsumexp(-1).mean()
@@ -449,7 +449,7 @@ def test_a_trainer_of_transformers(tmp_path, monkeypatch):
         str(tmp_path), max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2, use_cpu=True,
         report_to="none", save_strategy="no", bf16=True, disable_tqdm=True, logging_steps=1,
     )  # fmt: skip
-    model.activation_checkpointing_enable()
+    model.gradient_checkpointing_enable()
     before = [parameter.detach().clone() for parameter in model.parameters() if parameter.requires_grad]
     calls = []
     called = PerturbedSelfDistillation.__call__
