@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -81,8 +82,10 @@ class PositionViews:
     def limit(self) -> int | None:
         """The number of positions that the model has; `None` without a limit."""
         encoding = current_encoding(self.target)
-        if encoding is not None:
-            return encoding.reach().length
+        return self._native_limit if encoding is None else encoding.reach().length
+
+    @cached_property
+    def _native_limit(self) -> int | None:
         try:
             return rows_of_tables(find_stacks(self.target))
         except UnsupportedError:  # Not an architecture that can be patched; its own forward is then the judge.
