@@ -56,9 +56,10 @@ class RunInput:
     trainer: TrainingArguments
     healing: HealingArguments
 
-    def check_healing(self) -> None:
+    def check_healing(self, causal: bool) -> None:
         """Raises `SettingsError` if there is nothing to swap, or nothing to learn from."""
         healing = self.healing
+        healing.check_objective(causal)
         if healing.swaps and (self.scheme.scheme is None or self.scheme.scheme_layers is not None):
             raise SettingsError(
                 "--initialization and --gradual_steps are about a new scheme: give --scheme, for some layers only as "
@@ -114,7 +115,7 @@ def train_language_model(given: RunInput, causal: bool) -> dict[str, float]:
             f"--hub_strategy {arguments.hub_strategy} would upload adapters while training, and beside an adapter the "
             "merged model of the end could not be loaded. With --lora give --hub_strategy end."
         )
-    given.check_healing()
+    given.check_healing(causal)
     tokenizer = load_tokenizer(given.model, causal)
     with arguments.main_process_first(desc="loading and tokenising"):
         seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
@@ -141,7 +142,7 @@ def train_language_model(given: RunInput, causal: bool) -> dict[str, float]:
         mlm_probability=None if causal else given.data.mlm_probability,
         scheme=given.scheme,
         lora=given.lora,
-        **({"healing": dataclasses.asdict(healing)} if healing.swaps or healing.distill else {}),
+        **({"healing": dataclasses.asdict(healing)} if healing.swaps or healing.teaches else {}),
     )
     if arguments.load_best_model_at_end:
         settings["validation_text"] = validation.stream.digest()
@@ -156,7 +157,7 @@ def train_language_model(given: RunInput, causal: bool) -> dict[str, float]:
         data_collator=batches,
         processing_class=tokenizer,
         callbacks=callbacks,
-        loss_hooks=healing.loss_hooks(teacher, causal),
+        loss_hooks=healing.loss_hooks(model, teacher, causal),
     )
     if trainer.is_world_process_zero() and not begun:
         write_json(folder / SETTINGS_FILE, settings)

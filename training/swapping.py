@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,8 +10,9 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from hf_posenc.recipes import Distillation, GradualSwapCallback, Swap, swap_scheme
+from hf_posenc.recipes import Distillation, GradualSwapCallback, PerturbedSelfDistillation, Swap, swap_scheme
 from hf_posenc.recipes.initialization.tables import TABLE_EXTENSIONS
+from hf_posenc.recipes.perturbed_positions import SHIFTS
 from hf_posenc.recipes.swap import INITIALIZATIONS
 from training.errors import SettingsError
 from training.trainer import LossHook
@@ -21,7 +23,7 @@ SAMPLE_ROWS = 8
 
 @dataclass
 class HealingArguments:
-    """How a pretrained model gets its scheme, and what helps it to recover. All of it needs --scheme."""
+    """How a pretrained model gets its scheme, and what helps it to recover."""
 
     initialization: str = field(
         default="default",
@@ -47,9 +49,25 @@ class HealingArguments:
     distill_weight: float = field(
         default=0.5, metadata={"help": "The teacher's share of the loss, above 0; 1 leaves the text's own tokens out."}
     )
+    self_distill: bool = field(
+        default=False, metadata={"help": "Learn to predict the same from perturbed positions (causal models)."}
+    )
+    self_distill_weight: float = field(
+        default=1.0, metadata={"help": "Weight of the divergence between the views, added to the loss; above 0."}
+    )
+    self_distill_shift: str = field(
+        default="skip",
+        metadata={
+            "help": "How positions are perturbed: 'skip' moves the rest of a text further away, 'cyclic' rotates all.",
+            "choices": list(SHIFTS),
+        },
+    )
 
     def __post_init__(self) -> None:
-        for name, choices in (("initialization", INITIALIZATIONS), ("table_extension", (None, *TABLE_EXTENSIONS))):
+        for name, choices in (
+            ("initialization", INITIALIZATIONS), ("table_extension", (None, *TABLE_EXTENSIONS)),
+            ("self_distill_shift", SHIFTS),
+        ):  # fmt: skip
             if getattr(self, name) not in choices:
                 known = ", ".join(str(choice) for choice in choices if choice)
                 raise SettingsError(f"--{name} is {getattr(self, name)!r}; choose from {known}.")
@@ -57,11 +75,14 @@ class HealingArguments:
             ("gradual_steps", self.gradual_steps >= 0, "0 or more"),
             ("distill_temperature", self.distill_temperature > 0, "more than 0"),
             ("distill_weight", 0 < self.distill_weight <= 1, "more than 0 and at most 1"),
+            ("self_distill_weight", 0 < self.self_distill_weight < math.inf, "a number above 0"),
         ):
             if not fits:
                 raise SettingsError(f"--{name} is {getattr(self, name)}; expected {expected}.")
         if not self.distill and (self.distill_temperature, self.distill_weight) != (2.0, 0.5):
             raise SettingsError("--distill_temperature and --distill_weight are given without --distill.")
+        if not self.self_distill and (self.self_distill_weight, self.self_distill_shift) != (1.0, "skip"):
+            raise SettingsError("--self_distill_weight and --self_distill_shift are given without --self_distill.")
         if self.table_extension is not None and self.initialization == "default":
             raise SettingsError("--table_extension is for a fitted table: give --initialization fitted as well.")
 
@@ -69,6 +90,19 @@ class HealingArguments:
     def swaps(self) -> bool:
         """Whether anything but the plain swap is asked for."""
         return self.initialization != "default" or self.gradual_steps > 0
+
+    @property
+    def teaches(self) -> bool:
+        """Whether the model learns from predictions, its own or a teacher's."""
+        return self.distill or self.self_distill
+
+    def check_objective(self, causal: bool) -> None:
+        """Raises `SettingsError` for what only causal language models can learn."""
+        if self.self_distill and not causal:
+            raise SettingsError(
+                "--self_distill compares the predictions of the next token at two sets of positions. It is for causal "
+                "language models: run_clm.py, or the task 'causal' of a study."
+            )
 
     def check_training(self, steps: int, lora: bool) -> None:
         """Raises `SettingsError` if the training ends before the old scheme is gone, or cannot follow the change."""
@@ -99,11 +133,25 @@ class HealingArguments:
         """For the Trainer: what raises the new scheme's share."""
         return [GradualSwapCallback(self.gradual_steps)] if self.gradual_steps else []
 
-    def loss_hooks(self, teacher: Any, causal: bool) -> list[LossHook]:
-        """For the Trainer: what adds the predictions of a teacher; nothing without one."""
-        if teacher is None:
-            return []
-        return [Distillation(teacher, causal=causal, temperature=self.distill_temperature, weight=self.distill_weight)]
+    def loss_hooks(self, model: Any, teacher: Any, causal: bool) -> list[LossHook]:
+        """For the Trainer: what adds the predictions of a teacher, and those from perturbed positions.
+
+        Args:
+            model: as it is trained.
+            teacher: the model before the swap, or `None`.
+            causal: whether a place predicts the token after it.
+
+        Raises:
+            UnsupportedError: if the model cannot be given other positions.
+        """
+        weight, shift = self.self_distill_weight, self.self_distill_shift
+        hooks: list[LossHook] = []
+        if teacher is not None:
+            softened = {"temperature": self.distill_temperature, "weight": self.distill_weight}
+            hooks.append(Distillation(teacher, causal=causal, **softened))
+        if self.self_distill:
+            hooks.append(PerturbedSelfDistillation(model, weight=weight, shift=shift))
+        return hooks
 
 
 def sample_rows(rows: Any) -> Tensor:

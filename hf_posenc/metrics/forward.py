@@ -6,13 +6,13 @@ import inspect
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedError
 from hf_posenc.metrics.statistics import relative_l2
 from hf_posenc.patching.find.discovery import find_stacks
-from hf_posenc.patching.find.tables import table_origin, table_weight
 from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.lengths import rows_of_tables
 from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.preserve import evaluation_mode
 
@@ -215,10 +215,4 @@ def native_capacity(model: Any) -> int | None:
     except UnsupportedError:
         # Not an architecture that this library patches; its own forward is then the judge.
         return None
-    rows = [
-        table.module.weight.shape[0] - table_origin(table.module)
-        for stack in stacks
-        for table in stack.tables
-        if isinstance(table.module, nn.Embedding) and table_weight(table.module) is not None
-    ]
-    return min(rows, default=None)
+    return rows_of_tables(stacks)

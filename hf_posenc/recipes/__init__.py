@@ -10,6 +10,11 @@ from hf_posenc.recipes.distillation import (
 from hf_posenc.recipes.gradual import GradualSwapCallback, begin_blend, blend_strength, finish_blend, set_blend_strength
 from hf_posenc.recipes.lora import add_lora
 from hf_posenc.recipes.parameter_groups import parameter_groups
+from hf_posenc.recipes.perturbed_positions import (
+    PerturbedSelfDistillation,
+    perturbed_positions,
+    reverse_divergence,
+)
 from hf_posenc.recipes.phases import SchemePhases, SchemePhasesCallback, drope
 from hf_posenc.recipes.spectrum_search import SpectrumCandidate, SpectrumSearch, search_spectrum
 from hf_posenc.recipes.swap import Swap, swap_scheme
@@ -17,6 +22,7 @@ from hf_posenc.recipes.swap import Swap, swap_scheme
 __all__ = [
     "Distillation",
     "GradualSwapCallback",
+    "PerturbedSelfDistillation",
     "SchemePhases",
     "SchemePhasesCallback",
     "SpectrumCandidate",
@@ -31,6 +37,8 @@ __all__ = [
     "hidden_state_loss",
     "mean_pooled",
     "parameter_groups",
+    "perturbed_positions",
+    "reverse_divergence",
     "search_spectrum",
     "set_blend_strength",
     "soft_target_loss",

@@ -310,6 +310,7 @@ def _check(cell: Cell) -> None:
     """Refuses settings with which nothing could be measured, or which would change nothing."""
     settings, swap, task = cell.settings, cell.asked.swap, cell.task
     swap.check_training(settings.max_steps, swap.lora)
+    swap.check_objective(task.causal)
     own = {*_OF_THE_TASK, *(_SHAPE if cell.goes_on else ()), *_unused(task)}
     own |= set() if task.name == MASKED else {"mlm_probability"}
     unused = sorted(own & set(cell.asked.training))
@@ -326,8 +327,8 @@ def _check(cell: Cell) -> None:
         "swap options have no meaning for new weights: give 'from', or --model_name_or_path for the whole study.": (
             swap.given() and not cell.goes_on
         ),
-        "lora and distill have no meaning without training (max_steps is 0).": (
-            not settings.max_steps and (swap.lora or swap.distill)
+        "lora, distill and self_distill have no meaning without training (max_steps is 0).": (
+            not settings.max_steps and (swap.lora or swap.teaches)
         ),
         f"the task {IMAGES!r} takes no swap options.": task.name == IMAGES and swap.given(),
         f"the task {EMBEDDING!r} always has a teacher, and takes no lora.": (

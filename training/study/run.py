@@ -66,7 +66,10 @@ def run_cell(cell: Cell, on_step: OnStep) -> dict[str, Any]:
     if beginning.swap is not None:
         # Its options may be those of the old scheme.
         head |= {"config": beginning.swap.new.to_dict(), "swap": beginning.swap.to_dict()}
-    trainer = _trainer(cell, beginning, data, teacher, on_step)
+    try:
+        trainer = _trainer(cell, beginning, data, teacher, on_step)
+    except PositionEncodingError as error:
+        return _conclude(cell, {**head, "status": UNSUPPORTED, "reason": str(error)})
     trained_parameters = sum(one.numel() for one in trainer.model.parameters() if one.requires_grad)
     head |= {"parameters": trained_parameters, "threads": torch.get_num_threads(), "processes": trainer.args.world_size}
     head["processor"] = processor_name()
@@ -129,7 +132,7 @@ def _trainer(
         windows = cell.task.settings.eval_windows
         trainer: SchemeTrainer = TeacherTrainer(**common, teacher=teacher, lengths=cell.task.lengths, windows=windows)
     else:
-        hooks = swap.loss_hooks(beginning.teacher, cell.task.causal)
+        hooks = swap.loss_hooks(common["model"], beginning.teacher, cell.task.causal)
         trainer = SchemeTrainer(**common, causal=cell.task.causal, loss_hooks=hooks)
     trainer.remove_callback(PrinterCallback)
     curve.trainer = trainer

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
@@ -29,6 +30,17 @@ from hf_posenc.schemes.reach import Reach, shortest
 
 #: Lengths of which modules keep a copy.
 _COPIED = ("max_source_positions", "max_target_positions")
+
+
+def rows_of_tables(stacks: Iterable[Stack]) -> int | None:
+    """The number of positions of the shortest learned table of a stock model; `None` if it has no such table."""
+    rows = [
+        table.module.weight.shape[0] - table_origin(table.module)
+        for stack in stacks
+        for table in stack.tables
+        if isinstance(table.module, nn.Embedding) and table_weight(table.module) is not None
+    ]
+    return min(rows, default=None)
 
 
 def native_length(model: PreTrainedModel, stacks: list[Stack]) -> int | None:

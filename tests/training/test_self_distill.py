@@ -1,0 +1,136 @@
+"""Self-distillation with perturbed positions in the training scripts and studies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Trainer
+
+from hf_posenc.recipes import PerturbedSelfDistillation
+from tests.training.run_cases import CONFIGS, REPOSITORY, SIZES, curve, launch, run, words, write_texts
+from tests.training.trainer_cases import Rows, tiny, trainer
+from training import compare
+from training.checkpoints import latest_complete_checkpoint
+from training.study import outputs
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_texts(tmp_path_factory.mktemp("texts"))
+
+
+def _weights(one: Trainer) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in one.model.state_dict().items()}
+
+
+def test_a_resumed_run_is_the_same_run(tmp_path: Path) -> None:
+    """With dropout and accumulated batches; the positions are drawn from the state that a checkpoint contains."""
+    ends = []
+    for stops in (False, True):
+        folder = tmp_path / str(stops)
+        options: dict[str, Any] = {
+            "gradient_accumulation_steps": 2, "train_dataset": Rows(11, True), "save_strategy": "steps",
+            "save_steps": 3, "lr_scheduler_type": "constant",
+        }  # fmt: skip
+        for steps in (3, 6) if stops else (6,):
+            model = tiny(scheme="rope")
+            hooks = [PerturbedSelfDistillation(model)]
+            one = trainer(folder, model=model, **options, max_steps=steps, loss_hooks=hooks)
+            checkpoint = latest_complete_checkpoint(folder)
+            torch.manual_seed(1 if checkpoint is None else 99)
+            one.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        ends.append(_weights(one))
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+    plain = trainer(tmp_path / "plain", model=tiny(scheme="rope"), **options, max_steps=6)
+    torch.manual_seed(1)
+    plain.train()
+    assert any(not torch.equal(value, _weights(plain)[name]) for name, value in ends[0].items())
+
+
+@pytest.mark.parametrize("packing", ["documents", "concatenate"])
+def test_a_run_distils_itself(packing: str, texts: Path, tmp_path: Path) -> None:
+    losses = {}
+    for name, options in (("plain", {}), ("self", {"self_distill": "true"})):
+        folder = tmp_path / name
+        # Large enough for positions to matter at the first step.
+        sizes = json.dumps(SIZES | {"initializer_range": 0.3})
+        common = {"scheme": "rope", "packing": packing, "max_steps": 4, "config_overrides": sizes}
+        assert run(words(texts, folder, **common, **options)) == 0
+        losses[name] = [entry["loss"] for entry in curve(folder) if "loss" in entry]
+        assert AutoModelForCausalLM.from_pretrained(folder).position_encoding.config.name == "rope"
+    assert losses["self"][0] > losses["plain"][0]
+    assert len(losses["self"]) == 4
+    recorded = json.loads((tmp_path / "self/run_settings.json").read_text())
+    assert recorded["healing.self_distill"] is True
+    assert "healing.self_distill" not in json.loads((tmp_path / "plain/run_settings.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"self_distill_weight": 0.5}, "without --self_distill"),
+        ({"self_distill_shift": "cyclic"}, "without --self_distill"),
+        ({"self_distill": "true", "self_distill_weight": 0}, "--self_distill_weight is 0"),
+        ({"self_distill": "true", "self_distill_weight": "inf"}, "--self_distill_weight is inf"),
+        ({"self_distill": "true", "scheme": "none"}, "change nothing"),
+        ({"self_distill": "true", "scheme": "learned", "scheme_options": '{"num_positions": 32}'}, "reach 32"),
+    ],
+)
+def test_a_run_that_could_not_learn_it_says_why(
+    changes: dict[str, Any], message: str, texts: Path, tmp_path: Path, capsys: Any
+) -> None:
+    options = {"scheme": "rope", "packing": "concatenate", "max_steps": 2} | changes
+    assert run(words(texts, tmp_path / "out", **options)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_masked_models_are_refused(texts: Path, tmp_path: Path, capsys: Any) -> None:
+    assert run(words(texts, tmp_path / "out", causal=False, scheme="rope", self_distill="true"), causal=False) == 2
+    assert "It is for causal language models" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_study_with_and_without(texts: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(outputs, "draw_figures", lambda *_: [])
+    schemes = {
+        "base": {"scheme": "rope"},
+        "control": {"scheme": "rope", "from": "base"},
+        "self": {"scheme": "rope", "from": "base", "swap": {"self_distill": True, "self_distill_weight": 1000.0}},
+        "cyclic": {"scheme": "t5", "from": "base", "swap": {"self_distill": True, "self_distill_shift": "cyclic"}},
+        "none": {"from": "base", "swap": {"self_distill": True}},
+    }
+    options = {
+        "dataset_name": texts, "validation_fraction": 0.25, "output_dir": tmp_path / "out", "tasks": "causal",
+        "schemes": ",".join(schemes), "scheme_options": json.dumps(schemes), "train_length": 16, "length_factor": 2,
+        "hidden_size": 16, "num_heads": 2, "eval_windows": 2, "max_steps": 3, "batch_size": 4, "eval_every": 3,
+        "warmup_steps": 0, "workers": 1,
+    }  # fmt: skip
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    assert compare.main(arguments) == 0, capsys.readouterr().err
+    content = json.loads((tmp_path / "out/results.json").read_text())
+    runs = {one["scheme"]: one for one in content["runs"]}
+    assert runs["none"]["status"] == "unsupported"
+    assert "change nothing" in runs["none"]["reason"]
+    assert all(runs[name]["status"] == "finished" for name in ("control", "self", "cyclic"))
+    assert runs["self"]["curve"]["train_loss"][-1] > runs["control"]["curve"]["train_loss"][-1]
+    assert compare.main([*arguments[:3], "--tasks=masked", *arguments[4:]]) == 2
+    assert "It is for causal language models" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_processes_learn_what_one_does(texts: Path, tmp_path: Path) -> None:
+    """A cyclic shift of two tokens has one outcome, so all processes draw the same positions."""
+    common: dict[str, Any] = {
+        "scheme": "learned", "config_overrides": json.dumps(SIZES), "block_size": 2, "packing": "concatenate",
+        "max_steps": 3, "self_distill": "true", "self_distill_shift": "cyclic",
+    }  # fmt: skip
+    assert run(words(texts, tmp_path / "alone", per_device_train_batch_size=8, **common)) == 0
+    both = words(texts, tmp_path / "both", per_device_train_batch_size=4, **common)
+    both = [word for word in both if "use_cpu" not in word]  # The launcher's config alone says so.
+    launch(CONFIGS / "ddp_cpu.yaml", REPOSITORY / "training/run_clm.py", both)
+    for one, other in zip(curve(tmp_path / "alone"), curve(tmp_path / "both"), strict=True):
+        assert one.get("loss", 0) == pytest.approx(other.get("loss", 0), rel=1e-4)
