@@ -141,7 +141,8 @@ class PerturbedSelfDistillation:
     Raises:
         ValueError: for a weight or a skip out of range.
         UnknownNameError: for an unknown shift.
-        UnsupportedError: for a model that takes no `position_ids`.
+        UnsupportedError: for a model that takes no `position_ids`; for "cyclic" with a scheme that takes a wrap of the
+            positions for the start of another document.
     """
 
     def __init__(
@@ -160,6 +161,8 @@ class PerturbedSelfDistillation:
         if largest_skip is not None and largest_skip < 1:
             raise ValueError(f"PerturbedSelfDistillation.largest_skip is {largest_skip!r}; expected 1 or more.")
         self.views = PositionViews(model)
+        if shift == "cyclic":
+            self.views.refuse_wrapping()
         self.weight = weight
         self.shift = shift
         self.largest_skip = largest_skip

@@ -17,6 +17,7 @@ from hf_posenc.patching.place.in_force import current_encoding
 from hf_posenc.patching.place.lengths import rows_of_tables
 from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.preserve import evaluation_mode, isolated_rng
+from hf_posenc.schemes.parts import Part
 
 #: Inputs that are not inputs of a forward with other positions.
 _NOT_GIVEN = ("labels", "num_items_in_batch")
@@ -78,6 +79,20 @@ class PositionViews:
         self.model, self.target = model, target
         self._uncached = {"use_cache": False} if "use_cache" in taken else {}
         self._checked = False
+
+    def refuse_wrapping(self) -> None:
+        """Refuses positions that do not always increase.
+
+        Raises:
+            UnsupportedError: if a part of the scheme finds the documents of a row by its positions.
+        """
+        if any(isinstance(part, Part) and part.finds_documents for part in self.target.modules()):
+            encoding = current_encoding(self.target)
+            raise UnsupportedError(
+                f"{'The scheme' if encoding is None else repr(encoding.config.name)} takes every decrease of the "
+                "positions for the start of another document, and with shift='cyclic' positions decrease within a "
+                "document. Use shift='skip'."
+            )
 
     def limit(self) -> int | None:
         """The number of positions that the model has; `None` without a limit."""

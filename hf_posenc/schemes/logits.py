@@ -19,6 +19,8 @@ def positional_logits(
     positions: Positions,
     hidden_states: Tensor | None = None,
     scaling: float | Tensor | None = None,
+    query_factor: float | Tensor = 1.0,
+    key_factor: float | Tensor = 1.0,
 ) -> Tensor:
     """Computes the attention logits of self-attention, before mask and softmax.
 
@@ -29,6 +31,8 @@ def positional_logits(
         positions: positions of the tokens, `(batch or 1, length)`, in any order.
         hidden_states: `(batch, length, hidden)`, for schemes that read them.
         scaling: factor of `query . key`; `head_dim ** -0.5` by default.
+        query_factor: what `query` was multiplied with before, which `scaling` does not contain.
+        key_factor: the same for `key`.
 
     Returns:
         `(batch, heads, length, length)`, queries before keys, in the dtype of the queries.
@@ -43,7 +47,7 @@ def positional_logits(
             raise ValueError(f"{type(parts.logit_bias).__name__} reads hidden states: give hidden_states.")
         features = parts.logit_bias.key_features(hidden_states)
     slots = torch.arange(query.shape[-2], device=query.device)
-    pairs = AttentionPairs(query, key, slots, positions, scaling, hidden_states, features)
+    pairs = AttentionPairs(query, key, slots, positions, scaling, hidden_states, features, query_factor, key_factor)
     logits = query @ pairs.expanded_key.transpose(-1, -2) * scaling
     if parts.logit_bias is not None:
         logits = logits + pairwise_bias(parts.logit_bias, pairs).to(logits.dtype)

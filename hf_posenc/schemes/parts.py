@@ -45,6 +45,8 @@ class Part(nn.Module):
     #: False if the part depends only on the order of tokens, so that a position map has no effect. A position map of
     #: such parts alone is refused.
     reads_positions: bool = True
+    #: Whether a decrease of the positions is the start of another document for it.
+    finds_documents: bool = False
     #: Whether the part reads `Positions.coordinates` if the caller passes positions on several axes.
     reads_coordinates: bool = False
     #: Whether positions, or their distances, must be integers; a map to real numbers is refused.

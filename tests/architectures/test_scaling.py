@@ -8,6 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import Tensor
+from transformers import OpenAIGPTConfig, OpenAIGPTLMHeadModel
 
 from hf_posenc import SchemeConfig, patch_model
 from hf_posenc.schemes import BuildContext, PairwiseBias, SchemeParts
@@ -85,6 +86,29 @@ def test_a_bias_of_the_logits_themselves_doubles_them(name: str) -> None:
     assert (plain._run(plain.tokens) - expected).abs().max() > 1e-2
 
 
+def test_a_module_that_multiplies_queries_and_keys_is_declared() -> None:
+    caller = Caller(pair_named("text-openai_privacy_filter"))
+    Factors.found.clear()
+    patch_model(caller.model, FactorsConfig())
+    with torch.no_grad():
+        caller._run(caller.tokens)
+    assert Factors.found
+    for width, factors in Factors.found:
+        assert factors == pytest.approx([1.0, width**-0.25, width**-0.25])
+
+
+@pytest.mark.parametrize("length", [7, 8])
+def test_a_factor_in_the_shape_of_the_logits_is_not_one_of_the_query(length: int) -> None:
+    """OpenAI GPT multiplies its scores with a matrix of zeros and ones; 8 is the width of a head."""
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 32, "n_positions": 16}
+    model = OpenAIGPTLMHeadModel(OpenAIGPTConfig(**sizes)).eval()
+    patch_model(model, "wavelet")
+    tokens = torch.arange(16).unsqueeze(0)
+    with torch.no_grad():
+        whole, part = model(tokens).logits, model(tokens[:, :length]).logits
+    assert (whole[:, :length] - part).abs().max() < 1e-5
+
+
 @pytest.mark.parametrize(
     ("name", "place"),
     [
@@ -96,6 +120,7 @@ def test_a_bias_of_the_logits_themselves_doubles_them(name: str) -> None:
         ("causal-trocr", 1),
         ("masked-deberta", 1),
         ("masked-deberta-v2", 2),
+        ("masked-esm", 1),
         ("causal-gpt_neo", None),
         ("seq2seq-t5", None),
     ],

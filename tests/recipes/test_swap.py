@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import DebertaV2Config, DebertaV2Model
 
 from hf_posenc import UnsupportedError, patch_model
 from hf_posenc.patching.place.in_force import current_encoding
@@ -135,6 +136,27 @@ def test_mean_logits_by_distance(causal):
     assert found.shape[-1] == (SAMPLE_LENGTH if causal else 2 * SAMPLE_LENGTH - 1)
     for index, distance_ in enumerate(range(1 - SAMPLE_LENGTH, 1 if causal else SAMPLE_LENGTH)):
         assert torch.allclose(found[:, index], _mean_by_hand(logits, distance_), atol=1e-5)
+
+
+def test_a_fitted_bias_takes_the_place_of_one_in_scaled_keys():
+    """DeBERTa-v2 multiplies keys with the factor of its logits. With equal queries, its bias depends on distance."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    options = {"relative_attention": True, "position_biased_input": False, "pos_att_type": ["c2p"], "vocab_size": 96}
+    model = DebertaV2Model(DebertaV2Config(**sizes, **options, max_position_embeddings=64)).eval()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+        if "query_proj" in name:
+            torch.nn.init.normal_(parameter, std=float(name.endswith("bias")))
+    sample = torch.randint(3, 90, (8, 32))
+    with torch.no_grad():
+        before = model(sample).last_hidden_state
+        swap_scheme(model, "t5", initialization="fitted", sample=sample, num_buckets=128, max_distance=200)
+        # One bucket per distance; what is left is rounding in a least-squares fit.
+        assert (model(sample).last_hidden_state - before).abs().max() < 1e-3
+        patch_model(model, "none")
+        assert (model(sample).last_hidden_state - before).abs().max() > 0.02
 
 
 def test_recording_leaves_the_model_as_it_was():

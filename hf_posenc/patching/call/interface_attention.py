@@ -52,12 +52,20 @@ class InterfaceAttention(AttentionSite):
         runtime: the runtime of its stack.
         encoding: the scheme's parts at this layer.
         drop_native_bias: whether to drop the `position_bias` that the model computes itself.
+        operand_factors: of `Architecture`.
     """
 
     def __init__(
-        self, module: nn.Module, runtime: StackRuntime, encoding: LayerEncoding, *, drop_native_bias: bool
+        self,
+        module: nn.Module,
+        runtime: StackRuntime,
+        encoding: LayerEncoding,
+        *,
+        drop_native_bias: bool,
+        operand_factors: Callable[[nn.Module], tuple[float, float]] | None = None,
     ) -> None:
         super().__init__(module, runtime, encoding)
+        self.operand_factors = None if operand_factors is None else operand_factors(module)
         self.drop_native_bias = drop_native_bias
         self.may_only_rotate = _POSITION_BIAS not in names_used(type(module).forward)
         self.calls: PerThread[LayerCall] = PerThread()
@@ -195,9 +203,9 @@ class InterfaceAttention(AttentionSite):
             if not self.encoding.only_rotates_by_input:
                 # With a batch size of 1, flash kernels are told where packed documents begin.
                 separates_restarts = flash and mask is None and query.shape[0] == 1
-                before = self._factor_in_queries(factor)
+                factors = (factor, *self._factors_before(factor))
                 rotated = self.encoding.rotates_by_input
-                bias = self.bias(call, *heads, factor, before, 1.0, mask, separates_restarts, rotated)
+                bias = self.bias(call, *heads, *factors, mask, separates_restarts, rotated)
                 attend = functools.partial(attend_with_bias, implementation, function, bias)
         arguments = (self.module, self.scaled(call.state, query), key, value, mask, *args)
         if self.encoding.widens_heads and implementation not in (None, "eager") and query.shape[2] > 1:
@@ -256,10 +264,13 @@ class InterfaceAttention(AttentionSite):
                 "model with attn_implementation='eager', or use another version of transformers."
             )
 
-    def _factor_in_queries(self, scaling: float | Tensor) -> float:
-        """What the module has multiplied its queries with, if it asks for logits without a factor (Whisper, OPT)."""
+    def _factors_before(self, scaling: float | Tensor) -> tuple[float, float]:
+        """What the module has multiplied its queries and its keys with."""
+        if self.operand_factors is not None:
+            return self.operand_factors
+        # Whisper and OPT multiply queries with their own factor, and ask for logits without one.
         own = getattr(self.module, "scaling", None)
-        return own if isinstance(own, float) and isinstance(scaling, float | int) and scaling == 1 else 1.0
+        return own if isinstance(own, float) and isinstance(scaling, float | int) and scaling == 1 else 1.0, 1.0
 
     @property
     def _scaling(self) -> float:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.call.cache_scheme import check_cached_scheme, mark_cache
 from hf_posenc.patching.call.cached_positions import matches_keys, recorded, remember_keys
 from hf_posenc.patching.call.caches import cache_among, cached_length
 from hf_posenc.patching.call.context_parallel import refuse_context_parallel
@@ -28,6 +29,7 @@ from hf_posenc.patching.call.slot_buffers import SlotBuffers
 from hf_posenc.patching.find.forward_code import named_arguments
 from hf_posenc.patching.find.grids.found import FoundGrid
 from hf_posenc.patching.find.series.found import given_features
+from hf_posenc.schemes.config import SchemeConfig
 
 #: Arguments of a stack with one row per token.
 _TOKENS = ("input_ids", "inputs_embeds", "input", "hidden_states")
@@ -55,9 +57,14 @@ class PagesCheck(Protocol):
 
 
 class StackRuntime:
-    """Holds the `ForwardState` of the call in progress of one stack."""
+    """Holds the `ForwardState` of the call in progress of one stack.
 
-    def __init__(self) -> None:
+    Args:
+        scheme: the scheme of the stack.
+    """
+
+    def __init__(self, scheme: SchemeConfig) -> None:
+        self.scheme = scheme
         self.states: PerThread[ForwardState] = PerThread()
         self.recomputation = Recomputation(self.states)
         self.time_major = False
@@ -175,12 +182,15 @@ class StackForward(PlacedForward):
         depth = len(calls)
         try:
             state, kwargs = self._resolve(args, kwargs)
+            if state.cache_object is not None:
+                check_cached_scheme(state.cache_object, self.runtime.scheme)
             calls.append(state)
             if torch.is_grad_enabled():
                 self.runtime.recomputation.keep_state(self.module)
             result = self._stock_or_view(state, *args, **kwargs)
             if state.cache_object is not None:
                 remember_keys(state.cache_object)
+                mark_cache(state.cache_object, self.runtime.scheme)
             return result
         finally:
             del calls[depth:]

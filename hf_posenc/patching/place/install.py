@@ -125,7 +125,9 @@ def _install_attention(
 ) -> None:
     module, runtime = attention.module, encoding.runtime
     if attention.uses_interface:
-        found = InterfaceAttention(module, runtime, layer, drop_native_bias=True)
+        found = InterfaceAttention(
+            module, runtime, layer, drop_native_bias=True, operand_factors=architecture.operand_factors
+        )
         found.window = attention.window
         journal.set_forward(module, found)
     else:

@@ -60,7 +60,7 @@ class StackEncoding(nn.Module):
         self._device = device
         #: Whether the tokens of the stack are patches of images.
         self.on_grid = stack.grid is not None
-        self.runtime = StackRuntime()
+        self.runtime = StackRuntime(config)
         self.groups = nn.ModuleList()
         self.additive: AdditiveEncoding | None = None
         self.layers: list[LayerEncoding] = []

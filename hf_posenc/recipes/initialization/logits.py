@@ -33,6 +33,8 @@ class LayerHeads:
         positions: positions of the tokens.
         scaling: the layer's factor of `query . key`.
         hidden_states: `(batch, length, hidden)`, the layer's input.
+        query_factor: what the layer multiplied `query` with before, as in `AttentionPairs`.
+        key_factor: the same for `key`.
     """
 
     query: Tensor
@@ -40,6 +42,8 @@ class LayerHeads:
     positions: Positions
     scaling: float | Tensor
     hidden_states: Tensor | None
+    query_factor: float | Tensor = 1.0
+    key_factor: float | Tensor = 1.0
 
 
 class _RecordingMap(QueryKeyMap):
@@ -132,10 +136,12 @@ def recorded_heads(
     with evaluation_mode(model), _recording(layers_of(encoding, part)) as recorders:
         for module in readers_of(model, part):
             module(**_inputs_of(module, sample))
-    return [
-        LayerHeads(one.query, one.key, bias.pairs.keys, bias.pairs.scaling, bias.pairs.hidden_states)
-        for one, bias in recorders
-    ]
+    return [_recorded(one, bias.pairs) for one, bias in recorders]
+
+
+def _recorded(heads: _RecordingMap, pairs: AttentionPairs) -> LayerHeads:
+    factors = (pairs.query_factor, pairs.key_factor)
+    return LayerHeads(heads.query, heads.key, pairs.keys, pairs.scaling, pairs.hidden_states, *factors)
 
 
 def _inputs_of(module: nn.Module, sample: Tensor) -> dict[str, Any]:
@@ -159,9 +165,8 @@ def mean_logits(parts: SchemeParts, heads: LayerHeads, causal: bool) -> Tensor:
         `(heads, distances)` float32; distance is key position minus query position, from `1 - length` up to 0, or to
         `length - 1` in a bidirectional layer.
     """
-    logits = positional_logits(
-        parts, heads.query, heads.key, heads.positions, heads.hidden_states, heads.scaling
-    ).float()
+    factors = (heads.scaling, heads.query_factor, heads.key_factor)
+    logits = positional_logits(parts, heads.query, heads.key, heads.positions, heads.hidden_states, *factors).float()
     mean, length = logits.mean(0), logits.shape[-1]
     distances = range(1 - length, 1 if causal else length)
     return torch.stack([mean.diagonal(distance, dim1=-2, dim2=-1).mean(-1) for distance in distances], dim=-1)

@@ -47,11 +47,12 @@ class WaveletBias(PairwiseBias):
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, query_len, key_len)` in float32."""
         distance = -pairs.distance
-        query = pairs.query.float() * pairs.query_scaling
+        query = pairs.query.float()
         if distance.is_floating_point():
-            return self._at_real_distances(query, distance)
+            return self._at_real_distances(query, distance) * pairs.query_scaling
         products = query @ self._table.on(query.device).transpose(-1, -2)
-        return select_rows(products, distance.clamp(self.first, self.last) - self.first)
+        # The factor may have the shape of the logits, so it is not one of the query.
+        return select_rows(products, distance.clamp(self.first, self.last) - self.first) * pairs.query_scaling
 
     def _at_real_distances(self, query: Tensor, distance: Tensor) -> Tensor:
         """Evaluates one wavelet at a time, to avoid storing a vector per pair."""

@@ -63,6 +63,7 @@ class SeparatedSegments(PositionMap):
 
     needs_whole_sequence = True
     reads_positions = False
+    finds_documents = True
 
     def __init__(self, separators: tuple[int, ...], within: bool, last: int) -> None:
         super().__init__()

@@ -37,6 +37,7 @@ class SelectiveRotation(ContextualRotation):
     """
 
     no_weight_decay = frozenset({"gate_bias"})
+    finds_documents = True
 
     def __init__(
         self,

@@ -48,6 +48,8 @@ class Architecture:
             scheme adopts: `(buckets, heads)` for T5; or `None`.
         logit_terms: `(attention module) -> number` of products for which the factor of its logits is made, such as 3
             for `1 / sqrt(3 head_dim)`; `None` for 1.
+        operand_factors: `(attention module) -> (factor of queries, factor of keys)` with which the module multiplies
+            them before it calls the attention function; `None` if it does not, or only with its own `scaling`.
         kept: native position-dependent behaviour that remains active under every scheme, for the report.
         suffix_tokens: number of tokens without a place on the grid that follow the patches of an image. May be a
             function of the config.
@@ -74,6 +76,7 @@ class Architecture:
     fixed_tables: Callable[[Stack], list[FixedTable]] | None = None
     bias_table: Callable[[Stack, FoundAttention], Tensor | None] | None = None
     logit_terms: Callable[[nn.Module], int] | None = None
+    operand_factors: Callable[[nn.Module], tuple[float, float]] | None = None
     kept: tuple[str, ...] = field(default_factory=tuple)
     fixed_length: str | None = None
     suffix_tokens: int | Callable[[Any], int] = 0

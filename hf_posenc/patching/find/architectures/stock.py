@@ -169,6 +169,14 @@ def _convbert_heads(module: nn.Module, config: Any) -> tuple[int, int]:
     return module.num_attention_heads, module.attention_head_size  # type: ignore[return-value]
 
 
+def _scaled_queries(module: Any) -> tuple[float, float]:
+    return module.attention_head_size**-0.5, 1.0
+
+
+def _scaled_heads(module: Any) -> tuple[float, float]:
+    return module.scaling, module.scaling
+
+
 def declare_stock_architectures() -> None:
     """Registers the declarations of all architectures in this file; called once on import."""
     for reason, names in (
@@ -287,6 +295,8 @@ def declare_stock_architectures() -> None:
             mechanism="relative bias that depends on the query", silence=_silence_inkling, kept=(temperature,)
         ),
     )
+    register_architecture("esm", architecture=Architecture(operand_factors=_scaled_queries))
+    register_architecture("openai_privacy_filter", architecture=Architecture(operand_factors=_scaled_heads))
     register_architecture("xlm", architecture=Architecture(causal=lambda config: config.causal))
     register_architecture("squeezebert", architecture=Architecture(channels_first=True))
     register_architecture("convbert", architecture=Architecture(head_shape=_convbert_heads))
