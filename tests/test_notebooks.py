@@ -16,6 +16,8 @@ import nbformat
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
+from tests.thinning import mostly_slow
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "tutorials"
 #: The notebooks, and the option that makes their trainings brief.
@@ -120,7 +122,7 @@ def assert_prints_what_is_stored(stored: list[Any], fresh: list[Any], compared: 
 
 @pytest.mark.assets
 @pytest.mark.usefixtures("environment")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", mostly_slow(NAMES, lambda name: name in ("patch_train_save", "your_own_scheme")))
 def test_a_notebook_runs_with_brief_trainings(name: str, tmp_path: Path) -> None:
     skip_without_packages(name)
     notebook = read(name)

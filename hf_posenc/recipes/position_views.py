@@ -17,7 +17,6 @@ from hf_posenc.patching.place.in_force import current_encoding
 from hf_posenc.patching.place.lengths import rows_of_tables
 from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.preserve import evaluation_mode, isolated_rng
-from hf_posenc.schemes.parts import Part
 
 #: Inputs that are not inputs of a forward with other positions.
 _NOT_GIVEN = ("labels", "num_items_in_batch")
@@ -86,7 +85,7 @@ class PositionViews:
         Raises:
             UnsupportedError: if a part of the scheme finds the documents of a row by its positions.
         """
-        if any(isinstance(part, Part) and part.finds_documents for part in self.target.modules()):
+        if any(getattr(module, "finds_documents", False) for module in self.target.modules()):
             encoding = current_encoding(self.target)
             raise UnsupportedError(
                 f"{'The scheme' if encoding is None else repr(encoding.config.name)} takes every decrease of the "

@@ -11,9 +11,11 @@ import pytest
 from tests.browser import served
 from tests.explorer.conftest import DOCS
 from tests.explorer.library import data
+from tests.thinning import mostly_slow
 
 SCHEMES = list(data("options")["schemes"])
 #: What a change can move: the pictures that depend on a scheme's options.
+ANIMATED = ["none", "integer", "binary", "sinusoidal", "learned", "alibi", "rope", "self_extend"]
 PANELS = ("#dog", "#steps", "#decay", "#attention", "#map")
 #: A drawing as text; canvases as a sum of their pixels.
 CONTENT = """(id) => {
@@ -113,7 +115,8 @@ def test_the_number_of_positions_and_the_mask_change_the_pictures(open_page: Any
     assert float(page.get_attribute("#dog [data-scheme=none]", "data-distance")) > 0.1
 
 
-@pytest.mark.parametrize("name", ["none", "integer", "binary", "sinusoidal", "learned", "alibi", "rope", "self_extend"])
+# By default one with vectors, one with slopes and one that turns.
+@pytest.mark.parametrize("name", mostly_slow(ANIMATED, lambda name: name in ("sinusoidal", "alibi", "rope")))
 def test_the_animation_moves_by_keyboard_and_stops(open_page: Any, name: str) -> None:
     page = open_page(f"#{name}")
     figure = page.locator("#figure")

@@ -265,11 +265,11 @@ def test_keys_that_are_repeated_behind_the_cache(scheme: str) -> None:
 
 def test_a_quantised_cache_holds_rotated_keys_but_no_features() -> None:
     """Rounded keys change logits as they do without a scheme."""
-    pytest.importorskip("optimum.quanto", reason="optimum-quanto is not installed")
+    pytest.importorskip("hqq", reason="hqq is not installed")
     given: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False, "output_logits": True}
     given |= {"return_dict_in_generate": True}
-    few_bits = {"backend": "quanto", "nbits": 4, "residual_length": 1, "q_group_size": 16}
-    rounded = given | {"cache_implementation": "quantized", "cache_config": few_bits}
+    few_bits = {"nbits": 4, "residual_length": 1, "q_group_size": 16, "axis_key": 1, "axis_value": 1}
+    rounded = given | {"cache_implementation": "quantized", "cache_config": {"backend": "hqq", **few_bits}}
     errors = {}
     for scheme in ("repo", "none"):
         model = patched(scheme, **SCHEMES.get(scheme, {}))

@@ -333,7 +333,10 @@ def test_attention_that_splits_rows_at_jumps_is_found(monkeypatch):
         PerturbedSelfDistillation(model)({"input_ids": ids, "labels": ids}, outputs, torch.zeros(()), 26)
 
 
-@pytest.mark.parametrize("scheme", ["selective_rope", ["selective_rope", "alibi"]])
+SEGMENTS = {"scheme": "hierarchical", "segment": "rope", "separators": [5]}
+
+
+@pytest.mark.parametrize("scheme", ["selective_rope", ["selective_rope", "alibi"], SEGMENTS])
 def test_a_scheme_that_finds_documents_by_positions_takes_no_wraps(scheme):
     model = patched("llama_gqa", scheme)
     with pytest.raises(UnsupportedError, match="start of another document"):

@@ -91,10 +91,11 @@ def test_a_map_hides_no_correction_of_logits():
 class Declares(PairwiseBias):
     """Declares the opposite of every default."""
 
-    length_dependent = needs_whole_sequence = reads_coordinates = whole_positions = True
+    length_dependent = needs_whole_sequence = reads_coordinates = whole_positions = finds_documents = True
     reads_heads = replaces_logits = needs_oldest_keys = True
     reads_positions = False
     num_features = 3
+    num_shared_features = 1
     zero_within = 4
     no_weight_decay = frozenset({"weight"})
     length_reach = Reach(10, "of a table.", made_for=10)

@@ -97,6 +97,7 @@ def test_two_processes_are_one(causal: bool, texts: Path, tmp_path: Path) -> Non
     assert curve(tmp_path / "both") == before
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="with accelerators the two processes find each other")
 def test_processes_that_do_not_find_each_other_are_refused(texts: Path, tmp_path: Path) -> None:
     arguments = words(texts, tmp_path / "out", max_steps=2, use_cpu="false")

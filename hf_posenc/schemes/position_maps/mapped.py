@@ -38,6 +38,8 @@ class PositionMap(nn.Module):
     length_dependent: bool = False
     #: Whether it depends on earlier tokens that a cache does not store (see `Part`).
     needs_whole_sequence: bool = False
+    #: Whether a decrease of the positions is the start of another document for it.
+    finds_documents: bool = False
     #: False if the new positions depend only on the order of tokens, not on their positions.
     reads_positions: bool = True
     #: Whether the original positions must be integers.
