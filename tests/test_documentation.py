@@ -147,6 +147,12 @@ def test_the_page_of_wrong_claims_quotes_its_sources(source: str, row: str, figu
     assert all(figure in page for figure in figures)
 
 
+def test_the_readme_counts_the_encodings() -> None:
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"There are {len(hf_posenc.list_schemes())} encodings" in readme
+    assert f"| {len(hf_posenc.list_schemes())}, and your own |" in readme
+
+
 def test_the_readme_counts_architectures_as_their_page_does() -> None:
     page = (ROOT / "docs" / "reference" / "architectures.md").read_text()
     counts = re.search(

@@ -86,14 +86,19 @@ def test_a_bias_of_the_logits_themselves_doubles_them(name: str) -> None:
     assert (plain._run(plain.tokens) - expected).abs().max() > 1e-2
 
 
-def test_a_module_that_multiplies_queries_and_keys_is_declared() -> None:
-    caller = Caller(pair_named("text-openai_privacy_filter"))
+def factors_in(name: str) -> list[tuple[int, list[float]]]:
+    """The width of a head, and the factors of scores, queries and keys, in each layer of an architecture."""
+    caller = Caller(pair_named(name))
     Factors.found.clear()
     patch_model(caller.model, FactorsConfig())
     with torch.no_grad():
         caller._run(caller.tokens)
     assert Factors.found
-    for width, factors in Factors.found:
+    return list(Factors.found)
+
+
+def test_a_module_that_multiplies_queries_and_keys_is_declared() -> None:
+    for width, factors in factors_in("text-openai_privacy_filter"):
         assert factors == pytest.approx([1.0, width**-0.25, width**-0.25])
 
 
@@ -127,13 +132,7 @@ def test_a_factor_in_the_shape_of_the_logits_is_not_one_of_the_query(length: int
 )
 def test_a_bias_is_told_what_was_multiplied(name: str, place: int | None) -> None:
     """The scores, the queries or the keys, with `head_dim ** -0.5`, or none of them."""
-    caller = Caller(pair_named(name))
-    Factors.found.clear()
-    patch_model(caller.model, FactorsConfig())
-    with torch.no_grad():
-        caller._run(caller.tokens)
-    assert Factors.found
-    for width, factors in Factors.found:
+    for width, factors in factors_in(name):
         expected = [1.0, 1.0, 1.0]
         if place is not None:
             expected[place] = width**-0.5
