@@ -11,15 +11,30 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
 import pandas as pd
 
+from docs.generate.study_leaderboard import leaderboard
+from docs.generate.study_numbers import (
+    LENGTHS,
+    NOT_RUN,
+    SCALINGS,
+    Run,
+    Runs,
+    finished,
+    markdown,
+    mean_of,
+    ranged,
+    share_of_answers,
+    shown,
+    tail,
+)
+from docs.generate.study_swaps import heal_table
 from hf_posenc import get_scheme
 from training.errors import SettingsError
 from training.study.archive import study_in, trainings
@@ -35,7 +50,7 @@ from training.study.claims import (
     verdict_of,
 )
 from training.study.rates import losses_by_rate
-from training.study.significance import Interval, difference_over_texts, mean_difference, paired, share
+from training.study.significance import difference_over_texts, mean_difference, paired, prediction
 
 FOLDER = Path(__file__).resolve().parents[1] / "study"
 RUNS = FOLDER / "runs"
@@ -44,17 +59,6 @@ FREQUENCIES = FOLDER / "frequencies.csv"
 PAGES = ("results.md", "leaderboard.md")
 #: Figures of a study that the pages show.
 DRAWN = ("loss_curves", "tail_loss_by_length", "loss_by_position", "exact_match")
-LENGTHS = (LENGTH, 2 * LENGTH, 4 * LENGTH, 8 * LENGTH)
-#: Labels that start from a trained RoPE.
-SCALINGS = ("pi", "ntk", "yarn", "self_extend", "rerope")
-#: The two learning rates of the study of swaps, in its labels: 0.001 and 0.004.
-SPEEDS = ("slow", "fast")
-NOT_RUN = "*Not run yet.*"
-#: Examples of a task per length and seed.
-_SAMPLES = 100
-
-Run = Mapping[str, Any]
-Runs = Mapping[str, Sequence[Run]]
 
 
 def main() -> int:
@@ -107,43 +111,6 @@ def draw() -> None:
 
 
 # Numbers
-
-
-def finished(runs: Runs, study: str, task: str = "causal") -> dict[str, dict[int, Run]]:
-    """The finished trainings of a task, by scheme and seed."""
-    found: dict[str, dict[int, Run]] = {}
-    for run in runs.get(study, ()):
-        if run["task"] == task and run["status"] == "finished":
-            found.setdefault(run["scheme"], {})[run["seed"]] = run
-    return found
-
-
-def mean_of(values: Iterable[float]) -> Interval:
-    """The mean over seeds with Student's interval; one seed has no interval."""
-    numbers = list(values)
-    return mean_difference(numbers) if len(numbers) > 1 else Interval(numbers[0], numbers[0], numbers[0])
-
-
-def shown(interval: Interval, digits: int = 3) -> str:
-    """A mean, ± half of its interval."""
-    half = (interval.high - interval.low) / 2
-    return f"{interval.value:,.{digits}f}" + (f" ± {half:,.{digits}f}" if half else "")
-
-
-def ranged(interval: Interval, digits: int = 3) -> str:
-    """A difference with the ends of its interval."""
-    return f"{interval.value:+.{digits}f} [{interval.low:+.{digits}f}, {interval.high:+.{digits}f}]"
-
-
-def tail(seeds: Mapping[int, Run], length: int) -> Interval:
-    """The loss of the same last tokens with this much context."""
-    return mean_of(run["by_length"]["tail_loss"][run["by_length"]["lengths"].index(length)] for run in seeds.values())
-
-
-def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table whose first column is text and whose others are numbers."""
-    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
 # Tables
@@ -238,6 +205,24 @@ def differences_table(runs: Runs) -> str:
     return markdown(("scheme", "over seeds", "over seeds and texts", "seeds"), [row for _, row in sorted(rows)])
 
 
+def rerun_table(runs: Runs) -> str:
+    """Trainings with a new seed, beside the interval in which those of the main study expect them."""
+    again, found, rows = finished(runs, "reference_rerun"), finished(runs, "reference"), []
+    for scheme in again:
+        for length in (LENGTHS[0], LENGTHS[-1]):
+            before, after = (Measure(scheme, at=length, study=study) for study in ("reference", "reference_rerun"))
+            expected = prediction(list(before.values(runs).values()))
+            for seed, loss in after.values(runs).items():
+                inside = "yes" if expected.low <= loss <= expected.high else "**no**"
+                interval = f"[{expected.low:.3f}, {expected.high:.3f}]"
+                rows.append(
+                    (f"`{scheme}`", f"{length:,}", str(len(found[scheme])), interval, str(seed), f"{loss:.3f}", inside)
+                )
+    if not rows:
+        return NOT_RUN
+    return markdown(("scheme", "tokens", "seeds", "expected", "new seed", "its loss", "inside"), rows)
+
+
 def speed_table(runs: Runs) -> str:
     """Steps to a loss, processor time per step, and the loss of all after the time of the fastest."""
     found = {scheme: seeds for scheme, seeds in finished(runs, "reference").items() if scheme not in SCALINGS}
@@ -293,7 +278,7 @@ def tasks_table(runs: Runs) -> str:
         found = finished(runs, "reference_tasks", task)
         lengths = next(iter(next(iter(found.values())).values()))["exact_match"]["lengths"]
         rows = [
-            (f"`{scheme}`", *(_share(seeds.values(), length) for length in lengths), str(len(seeds)))
+            (f"`{scheme}`", *(share_of_answers(seeds.values(), length) for length in lengths), str(len(seeds)))
             for scheme, seeds in found.items()
         ]
         sections.append(f"**{task}**\n\n{markdown(('scheme', *map(str, lengths), 'seeds'), rows)}")
@@ -312,108 +297,6 @@ def masked_table(runs: Runs) -> str:
     return markdown(("scheme", *(f"{length:,}" for length in LENGTHS), "seeds"), rows)
 
 
-def heal_table(runs: Runs) -> str:
-    """Losses after a swap, and after further training with each of two learning rates."""
-    found = finished(runs, "reference_heal")
-    if f"rope-{SPEEDS[0]}" not in found:
-        return NOT_RUN
-    rows = []
-    for scheme in dict.fromkeys(label.rpartition("-")[0] for label in found if "-" in label):
-        healed = {speed: found[f"{scheme}-{speed}"] for speed in SPEEDS}
-        swapped = mean_of(_mean_loss(run["before"]) for run in healed[SPEEDS[0]].values())
-        best = _best_speed(found, scheme)
-        far = tail(best, 4 * LENGTH)
-        above = above_control(found, scheme)
-        losses = [mean_of(_mean_loss(run["by_length"]) for run in seeds.values()) for seeds in healed.values()]
-        row = (f"`{scheme}`", shown(swapped), *map(shown, losses), ranged(above), shown(far), str(len(best)))
-        rows.append((above.value, row))
-    head = ("scheme", "after the swap", "healed at 0.001", "healed at 0.004", "above the control", "4 times", "seeds")
-    return markdown(head, [row for _, row in sorted(rows)])
-
-
-def above_control(found: Mapping[str, Mapping[int, Run]], scheme: str) -> Interval:
-    """The loss after a swap to the scheme and healing, less that of a model that kept RoPE, each at its best rate."""
-    own, control = (_best_speed(found, one) for one in (scheme, "rope"))
-    losses = ({seed: _mean_loss(run["by_length"]) for seed, run in seeds.items()} for seeds in (own, control))
-    return mean_difference(paired(*losses))
-
-
-def _best_speed(found: Mapping[str, Mapping[int, Run]], scheme: str) -> Mapping[int, Run]:
-    both = [found[f"{scheme}-{speed}"] for speed in SPEEDS]
-    return min(both, key=lambda seeds: np.mean([_mean_loss(run["by_length"]) for run in seeds.values()]))
-
-
-def _mean_loss(reading: Mapping[str, Any]) -> float:
-    """The mean loss at the trained length."""
-    return float(reading["loss"][reading["lengths"].index(LENGTH)])
-
-
-def leaderboard(runs: Runs) -> str:
-    """Every scheme that was trained, from the lowest loss at the trained length."""
-    main_study, catalogue = finished(runs, "reference"), finished(runs, "reference_catalogue")
-    found = {scheme: seeds for scheme, seeds in (main_study | catalogue).items() if scheme not in SCALINGS}
-    if not found:
-        return NOT_RUN
-    none = main_study.get("none")
-    base = None if none is None else np.mean([run["cpu_seconds"] for run in none.values()])
-    plain = None if none is None else next(iter(none.values()))["parameters"]
-    healed, rows = finished(runs, "reference_heal"), []
-    for scheme, seeds in sorted(found.items(), key=lambda item: tail(item[1], LENGTH).value):
-        first = next(iter(seeds.values()))
-        seconds = np.mean([run["cpu_seconds"] for run in seeds.values()])
-        rows.append(
-            (
-                f"`{scheme}`",
-                *(shown(tail(seeds, length)) for length in (LENGTHS[0], LENGTHS[2], LENGTHS[3])),
-                *(_answers(runs, scheme, task, at) for task, at in (("copy", 20), ("passkey", 40))),
-                ranged(above_control(healed, scheme)) if f"{scheme}-{SPEEDS[0]}" in healed else "",
-                f"{cached_numbers(first['config']):,}",
-                "" if base is None else f"{seconds / base:.2f}",
-                "" if plain is None else f"{first['parameters'] - plain:+,}",
-                str(len(seeds)),
-            )
-        )
-    head = (
-        *("scheme", "trained length", "4 times", "8 times", "copy", "retrieval", "healed", "cache", "time"),
-        *("parameters", "seeds"),
-    )
-    return markdown(head, rows)
-
-
-def cached_numbers(config: Mapping[str, Any]) -> int:
-    """The numbers that a layer of the study's model caches for a token with a scheme: keys, values, and what is added.
-
-    Args:
-        config: of the scheme.
-    """
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from hf_posenc import patch_model
-
-    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=8, max_position_embeddings=1024)).eval()
-    if config:
-        patch_model(model, dict(config))
-    with torch.no_grad():
-        cache = model(torch.zeros(1, 8, dtype=torch.int64), use_cache=True).past_key_values
-    layers = [layer.keys.numel() + layer.values.numel() for layer in cache.layers]
-    return round(sum(layers) / len(layers) / 8)
-
-
-def _answers(runs: Runs, scheme: str, task: str, length: int) -> str:
-    seeds = finished(runs, "reference_tasks", task).get(scheme)
-    return _share(seeds.values(), length) if seeds else ""
-
-
-def _share(seeds: Iterable[Run], length: int) -> str:
-    """The share of right answers at a length, with its interval."""
-    readings = [run["exact_match"] for run in seeds]
-    right = [round(_SAMPLES * reading["accuracy"][reading["lengths"].index(length)]) for reading in readings]
-    interval = share(right, [_SAMPLES] * len(right))
-    return f"{interval.value:.0%} [{interval.low:.0%}, {interval.high:.0%}]"
-
-
 TABLES: dict[str, Callable[[Runs], str]] = {
     "claims": claims_table,
     "diverged": diverged_table,
@@ -422,6 +305,7 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "scalings": losses_of("reference", lambda scheme: scheme in ("rope", *SCALINGS)),
     "source_losses": losses_of("reference_source"),
     "differences": differences_table,
+    "rerun": rerun_table,
     "speed": speed_table,
     "frequencies": frequencies_table,
     "tasks": tasks_table,

@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+from docs.generate import study_leaderboard
 from training.study.claims import CLAIMS, read_runs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,6 +79,22 @@ def test_tables_rank_schemes_and_give_their_intervals(study: ModuleType) -> None
     assert speed["| `none`"][4].startswith("2.000")
 
 
+def test_a_new_seed_is_compared_with_what_the_others_expect(study: ModuleType) -> None:
+    def run(seed: int, loss: float) -> dict[str, object]:
+        reading = {
+            "lengths": list(study.LENGTHS),
+            "window_tail_loss": [[loss, loss], *[[2.0, 2.0]] * 2, [loss + 1] * 2],
+        }
+        return {"task": "causal", "scheme": "none", "seed": seed, "status": "finished", "by_length": reading}
+
+    # Student's quantile of one degree of freedom, 12.706, times 0.0141 * sqrt(1.5): 0.220 around 1.51.
+    runs = {"reference": [run(0, 1.50), run(1, 1.52)], "reference_rerun": [run(6, 1.72), run(7, 1.74)]}
+    rows = [line.split(" | ") for line in study.TABLES["rerun"](runs).splitlines()[2:]]
+    assert [row[1] for row in rows] == ["128", "128", "1,024", "1,024"]
+    assert [row[3] for row in rows[::2]] == ["[1.290, 1.730]", "[2.290, 2.730]"]
+    assert [row[-1] for row in rows] == ["yes |", "**no** |"] * 2
+
+
 def test_swaps_are_compared_with_the_control_at_the_better_rate_of_each(study: ModuleType) -> None:
     def run(label: str, seed: int, loss: float) -> dict[str, object]:
         reading = {"lengths": list(study.LENGTHS), "loss": [loss] * 4, "tail_loss": [loss] * 4}
@@ -96,4 +113,4 @@ def test_swaps_are_compared_with_the_control_at_the_better_rate_of_each(study: M
 @pytest.mark.parametrize(("name", "numbers"), [("rope", 256), ("forget_gate", 256 + 4), (None, 256)])
 def test_cached_numbers_count_keys_values_and_features(study: ModuleType, name: str | None, numbers: int) -> None:
     # 4 heads of width 32; a forget gate adds one number to the key of each head.
-    assert study.cached_numbers({} if name is None else {"scheme": name}) == numbers
+    assert study_leaderboard.cached_numbers({} if name is None else {"scheme": name}) == numbers

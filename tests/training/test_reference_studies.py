@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import warnings
 from pathlib import Path
@@ -13,7 +14,8 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 from hf_posenc import patch_model
 from training.errors import SettingsError
 from training.study.cells import MASKED, study_cells
-from training.study.rates import rates_study
+from training.study.claims import read_runs
+from training.study.rates import losses_by_rate, rates_study, with_chosen_rates
 from training.study.settings import StudySettings, parse_study
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,6 +60,21 @@ def test_the_study_of_swaps_has_a_control_for_each_learning_rate() -> None:
         assert all(training == of_speed[f"rope-{speed}"] for training in of_speed.values())
         # 12 % of the steps, as in DroPE.
         assert of_speed[f"rope-{speed}"]["max_steps"] == 0.12 * study.max_steps
+
+
+def test_the_rerun_repeats_cells_of_the_main_study_with_a_new_seed() -> None:
+    rerun, main = study_of("reference_rerun"), study_of("reference")
+    schemes = re.search(r"none, sinusoidal, [a-z_0-9, ]+pope", PROTOCOL)[0].split(", ")
+    assert rerun.schemes == random.Random(0).sample(schemes, 3)
+    assert not set(rerun.seeds) & {*main.seeds, main.rate_seed}
+    rates = read_runs(ROOT / "docs" / "study" / "runs")["reference_rates"]
+    losses = losses_by_rate(rates)
+    best = {scheme: min(main.learning_rates, key=lambda rate: losses[f"{scheme}-{rate:g}"]) for scheme in schemes}
+    cells = study_cells(with_chosen_rates(main, {"runs": rates}))
+    chosen = {cell.label: cell.settings for cell in cells if cell.seed == 0}
+    for cell in study_cells(rerun):
+        assert cell.settings.learning_rate == best[cell.label]
+        assert cell.settings == chosen[cell.label]
 
 
 def test_the_catalogue_has_the_number_of_schemes_that_the_protocol_says() -> None:

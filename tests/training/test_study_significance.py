@@ -15,6 +15,7 @@ from training.study.significance import (
     p_equivalent,
     p_less,
     paired,
+    prediction,
     share,
 )
 
@@ -34,6 +35,15 @@ def test_the_interval_of_a_mean_is_students() -> None:
     assert found.value == pytest.approx(0.3)
     assert (found.low, found.high) == pytest.approx((0.3 - 2.776 * error, 0.3 + 2.776 * error), abs=1e-4)
     assert str(found) == "0.300 [0.104, 0.496]"
+
+
+def test_one_more_training_is_inside_the_interval_of_prediction_as_often_as_it_says() -> None:
+    """Of 2,000 simulated ones after 5 seeds; 95 % with a standard error of 0.5 %."""
+    draws = np.random.default_rng(0).normal(1.2, 0.01, (2000, 6))
+    found = [prediction(one[:5]) for one in draws]
+    inside = [one.low <= new <= one.high for one, new in zip(found, draws[:, 5], strict=True)]
+    assert np.mean(inside) == pytest.approx(0.95, abs=4 * 0.005)
+    assert found[0].value == pytest.approx(draws[0, :5].mean())
 
 
 def test_less_is_one_sided() -> None:

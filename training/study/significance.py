@@ -66,6 +66,19 @@ def mean_difference(differences: ArrayLike) -> Interval:
     return Interval(float(values.mean()), float(low), float(high))
 
 
+def prediction(values: ArrayLike) -> Interval:
+    """The mean of trainings, with the 95 % interval in which one more training is expected.
+
+    Args:
+        values: `(seeds,)`, at least two, from a normal distribution.
+    """
+    from scipy import stats
+
+    known = np.asarray(values, dtype=np.float64)
+    half = stats.t.ppf((1 + _LEVEL) / 2, len(known) - 1) * known.std(ddof=1) * np.sqrt(1 + 1 / len(known))
+    return Interval(float(known.mean()), float(known.mean() - half), float(known.mean() + half))
+
+
 def p_less(differences: ArrayLike) -> float:
     """The p-value of a one-sided paired t-test: that the mean difference is not below 0.
 

@@ -1,0 +1,80 @@
+"""The leaderboard: every scheme that the reference study has trained, with everything that it measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from docs.generate.study_numbers import (
+    LENGTHS,
+    NOT_RUN,
+    SCALINGS,
+    Runs,
+    finished,
+    markdown,
+    ranged,
+    share_of_answers,
+    shown,
+    tail,
+)
+from docs.generate.study_swaps import SPEEDS, above_control
+
+
+def leaderboard(runs: Runs) -> str:
+    """Every scheme that was trained, from the lowest loss at the trained length."""
+    main_study, catalogue = finished(runs, "reference"), finished(runs, "reference_catalogue")
+    found = {scheme: seeds for scheme, seeds in (main_study | catalogue).items() if scheme not in SCALINGS}
+    if not found:
+        return NOT_RUN
+    none = main_study.get("none")
+    base = None if none is None else np.mean([run["cpu_seconds"] for run in none.values()])
+    plain = None if none is None else next(iter(none.values()))["parameters"]
+    healed, rows = finished(runs, "reference_heal"), []
+    for scheme, seeds in sorted(found.items(), key=lambda item: tail(item[1], LENGTHS[0]).value):
+        first = next(iter(seeds.values()))
+        seconds = np.mean([run["cpu_seconds"] for run in seeds.values()])
+        rows.append(
+            (
+                f"`{scheme}`",
+                *(shown(tail(seeds, length)) for length in (LENGTHS[0], LENGTHS[2], LENGTHS[3])),
+                *(_answers(runs, scheme, task, at) for task, at in (("copy", 20), ("passkey", 40))),
+                ranged(above_control(healed, scheme)) if f"{scheme}-{SPEEDS[0]}" in healed else "",
+                f"{cached_numbers(first['config']):,}",
+                "" if base is None else f"{seconds / base:.2f}",
+                "" if plain is None else f"{first['parameters'] - plain:+,}",
+                str(len(seeds)),
+            )
+        )
+    head = (
+        *("scheme", "trained length", "4 times", "8 times", "copy", "retrieval", "healed", "cache", "time"),
+        *("parameters", "seeds"),
+    )
+    return markdown(head, rows)
+
+
+def cached_numbers(config: Mapping[str, Any]) -> int:
+    """The numbers that a layer of the study's model caches for a token with a scheme: keys, values, and what is added.
+
+    Args:
+        config: of the scheme.
+    """
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from hf_posenc import patch_model
+
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=8, max_position_embeddings=1024)).eval()
+    if config:
+        patch_model(model, dict(config))
+    with torch.no_grad():
+        cache = model(torch.zeros(1, 8, dtype=torch.int64), use_cache=True).past_key_values
+    layers = [layer.keys.numel() + layer.values.numel() for layer in cache.layers]
+    return round(sum(layers) / len(layers) / 8)
+
+
+def _answers(runs: Runs, scheme: str, task: str, length: int) -> str:
+    seeds = finished(runs, "reference_tasks", task).get(scheme)
+    return share_of_answers(seeds.values(), length) if seeds else ""

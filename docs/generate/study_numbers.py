@@ -1,0 +1,64 @@
+"""What the tables of docs/study share: which trainings they are about, and how numbers are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from training.study.claims import LENGTH
+from training.study.significance import Interval, mean_difference, share
+
+LENGTHS = (LENGTH, 2 * LENGTH, 4 * LENGTH, 8 * LENGTH)
+#: Labels that start from a trained RoPE.
+SCALINGS = ("pi", "ntk", "yarn", "self_extend", "rerope")
+NOT_RUN = "*Not run yet.*"
+#: Examples of a task per length and seed.
+_SAMPLES = 100
+
+Run = Mapping[str, Any]
+Runs = Mapping[str, Sequence[Run]]
+
+
+def finished(runs: Runs, study: str, task: str = "causal") -> dict[str, dict[int, Run]]:
+    """The finished trainings of a task, by scheme and seed."""
+    found: dict[str, dict[int, Run]] = {}
+    for run in runs.get(study, ()):
+        if run["task"] == task and run["status"] == "finished":
+            found.setdefault(run["scheme"], {})[run["seed"]] = run
+    return found
+
+
+def mean_of(values: Iterable[float]) -> Interval:
+    """The mean over seeds with Student's interval; one seed has no interval."""
+    numbers = list(values)
+    return mean_difference(numbers) if len(numbers) > 1 else Interval(numbers[0], numbers[0], numbers[0])
+
+
+def shown(interval: Interval, digits: int = 3) -> str:
+    """A mean, ± half of its interval."""
+    half = (interval.high - interval.low) / 2
+    return f"{interval.value:,.{digits}f}" + (f" ± {half:,.{digits}f}" if half else "")
+
+
+def ranged(interval: Interval, digits: int = 3) -> str:
+    """A difference with the ends of its interval."""
+    return f"{interval.value:+.{digits}f} [{interval.low:+.{digits}f}, {interval.high:+.{digits}f}]"
+
+
+def tail(seeds: Mapping[int, Run], length: int) -> Interval:
+    """The loss of the same last tokens with this much context."""
+    return mean_of(run["by_length"]["tail_loss"][run["by_length"]["lengths"].index(length)] for run in seeds.values())
+
+
+def share_of_answers(seeds: Iterable[Run], length: int) -> str:
+    """The share of right answers at a length, with its interval."""
+    readings = [run["exact_match"] for run in seeds]
+    right = [round(_SAMPLES * reading["accuracy"][reading["lengths"].index(length)]) for reading in readings]
+    interval = share(right, [_SAMPLES] * len(right))
+    return f"{interval.value:.0%} [{interval.low:.0%}, {interval.high:.0%}]"
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table whose first column is text and whose others are numbers."""
+    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
