@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import numpy as np
 import pandas as pd
 
-from docs.generate.study_leaderboard import leaderboard
+from docs.generate.study_leaderboard import leaderboard, one_seed_leaderboard
 from docs.generate.study_numbers import (
     LENGTHS,
     NOT_RUN,
@@ -30,6 +30,7 @@ from docs.generate.study_numbers import (
     markdown,
     mean_of,
     ranged,
+    seeds_of,
     share_of_answers,
     shown,
     tail,
@@ -150,23 +151,24 @@ def diverged_table(runs: Runs) -> str:
 
 def rates_table(runs: Runs) -> str:
     """The validation losses that learning rates were chosen from."""
-    losses: dict[tuple[str, str], dict[float, float]] = {}
+    losses: dict[tuple[str, str, str], dict[float, float]] = {}
     for study, found in runs.items():
         if study.endswith("_rates"):
             rate_of = {run["scheme"]: run["training"]["learning_rate"] for run in found}
-            for label, loss in losses_by_rate(found).items():
-                place = study.removesuffix("_rates"), label.rsplit("-", 1)[0]
+            for (task, label), loss in losses_by_rate(found).items():
+                place = study.removesuffix("_rates"), task, label.rsplit("-", 1)[0]
                 losses.setdefault(place, {})[rate_of[label]] = loss
     if not losses:
         return NOT_RUN
     rates = sorted({rate for by_rate in losses.values() for rate in by_rate})
     rows = []
-    for (study, scheme), by_rate in losses.items():
+    for (study, task, scheme), by_rate in losses.items():
         best = min(by_rate, key=lambda rate: by_rate[rate])
         # An infinite loss is that of a training that diverged.
         cells = [f"{by_rate[rate]:.3f}".replace("inf", "diverged") if rate in by_rate else "" for rate in rates]
-        rows.append((f"`{scheme}`", *cells, f"{best:g}", study.removeprefix("reference").strip("_") or "main"))
-    return markdown(("scheme", *(f"{rate:g}" for rate in rates), "chosen", "study"), rows)
+        name = study.removeprefix("reference").strip("_") or "main"
+        rows.append((f"`{scheme}`", *cells, f"{best:g}", task if name == "tasks" else name))
+    return markdown(("scheme", *(f"{rate:g}" for rate in rates), "chosen", "study or task"), rows)
 
 
 def losses_of(study: str, only: Callable[[str], bool] = lambda scheme: True) -> Callable[[Runs], str]:
@@ -180,7 +182,12 @@ def losses_of(study: str, only: Callable[[str], bool] = lambda scheme: True) -> 
         for scheme, seeds in sorted(found.items(), key=lambda item: tail(item[1], LENGTH).value):
             sliding = mean_of(run["by_length"]["sliding_loss"] for run in seeds.values())
             rows.append(
-                (f"`{scheme}`", *(shown(tail(seeds, length)) for length in LENGTHS), shown(sliding), str(len(seeds)))
+                (
+                    f"`{scheme}`",
+                    *(shown(tail(seeds, length)) for length in LENGTHS),
+                    shown(sliding),
+                    seeds_of(runs, study, scheme),
+                )
             )
         return markdown(("scheme", *(f"{length:,}" for length in LENGTHS), "sliding", "seeds"), rows)
 
@@ -278,7 +285,11 @@ def tasks_table(runs: Runs) -> str:
         found = finished(runs, "reference_tasks", task)
         lengths = next(iter(next(iter(found.values())).values()))["exact_match"]["lengths"]
         rows = [
-            (f"`{scheme}`", *(share_of_answers(seeds.values(), length) for length in lengths), str(len(seeds)))
+            (
+                f"`{scheme}`",
+                *(share_of_answers(seeds.values(), length) for length in lengths),
+                seeds_of(runs, "reference_tasks", scheme, task),
+            )
             for scheme, seeds in found.items()
         ]
         sections.append(f"**{task}**\n\n{markdown(('scheme', *map(str, lengths), 'seeds'), rows)}")
@@ -291,7 +302,11 @@ def masked_table(runs: Runs) -> str:
     if not found:
         return NOT_RUN
     rows = [
-        (f"`{scheme}`", *(shown(tail(seeds, length)) for length in LENGTHS), str(len(seeds)))
+        (
+            f"`{scheme}`",
+            *(shown(tail(seeds, length)) for length in LENGTHS),
+            seeds_of(runs, "reference_masked", scheme, "masked"),
+        )
         for scheme, seeds in sorted(found.items(), key=lambda item: tail(item[1], LENGTH).value)
     ]
     return markdown(("scheme", *(f"{length:,}" for length in LENGTHS), "seeds"), rows)
@@ -312,6 +327,7 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "masked": masked_table,
     "heal": heal_table,
     "leaderboard": leaderboard,
+    "one_seed": one_seed_leaderboard,
 }
 
 

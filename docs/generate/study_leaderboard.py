@@ -11,10 +11,13 @@ from docs.generate.study_numbers import (
     LENGTHS,
     NOT_RUN,
     SCALINGS,
+    Run,
     Runs,
     finished,
     markdown,
+    mean_of,
     ranged,
+    seeds_of,
     share_of_answers,
     shown,
     tail,
@@ -23,35 +26,55 @@ from docs.generate.study_swaps import SPEEDS, above_control
 
 
 def leaderboard(runs: Runs) -> str:
-    """Every scheme that was trained, from the lowest loss at the trained length."""
-    main_study, catalogue = finished(runs, "reference"), finished(runs, "reference_catalogue")
-    found = {scheme: seeds for scheme, seeds in (main_study | catalogue).items() if scheme not in SCALINGS}
+    """Every scheme with several seeds, from the lowest loss at the trained length."""
+    return _table(runs, "reference")
+
+
+def one_seed_leaderboard(runs: Runs) -> str:
+    """Every scheme of the catalogue."""
+    return _table(runs, "reference_catalogue")
+
+
+def _table(runs: Runs, study: str) -> str:
+    found = {scheme: seeds for scheme, seeds in finished(runs, study).items() if scheme not in SCALINGS}
     if not found:
         return NOT_RUN
-    none = main_study.get("none")
-    base = None if none is None else np.mean([run["cpu_seconds"] for run in none.values()])
-    plain = None if none is None else next(iter(none.values()))["parameters"]
-    healed, rows = finished(runs, "reference_heal"), []
+    main_study, healed, rows = finished(runs, "reference"), finished(runs, "reference_heal"), []
+    none, rope = (main_study.get(scheme, {}) for scheme in ("none", "rope"))
+    base = np.mean([run["cpu_seconds"] for run in none.values()]) if none else None
+    plain = next(iter(none.values()))["parameters"] if none else None
     for scheme, seeds in sorted(found.items(), key=lambda item: tail(item[1], LENGTHS[0]).value):
         first = next(iter(seeds.values()))
         seconds = np.mean([run["cpu_seconds"] for run in seeds.values()])
         rows.append(
             (
                 f"`{scheme}`",
-                *(shown(tail(seeds, length)) for length in (LENGTHS[0], LENGTHS[2], LENGTHS[3])),
+                shown(tail(seeds, LENGTHS[0])),
+                _less_rope(seeds, rope),
+                *(shown(tail(seeds, length)) for length in LENGTHS[2:]),
                 *(_answers(runs, scheme, task, at) for task, at in (("copy", 20), ("passkey", 40))),
                 ranged(above_control(healed, scheme)) if f"{scheme}-{SPEEDS[0]}" in healed else "",
                 f"{cached_numbers(first['config']):,}",
                 "" if base is None else f"{seconds / base:.2f}",
                 "" if plain is None else f"{first['parameters'] - plain:+,}",
-                str(len(seeds)),
+                seeds_of(runs, study, scheme),
             )
         )
     head = (
-        *("scheme", "trained length", "4 times", "8 times", "copy", "retrieval", "healed", "cache", "time"),
-        *("parameters", "seeds"),
+        *("scheme", "trained length", "less RoPE", "4 times", "8 times", "copy", "retrieval", "healed", "cache"),
+        *("time", "parameters", "seeds"),
     )
     return markdown(head, rows)
+
+
+def _less_rope(seeds: Mapping[int, Run], rope: Mapping[int, Run]) -> str:
+    """The mean difference from RoPE at the trained length over the seeds that both have."""
+    common = sorted(seeds.keys() & rope.keys())
+    if not common or all(seeds[seed] is rope[seed] for seed in common):
+        return ""
+    own, other = ([np.mean(one[seed]["by_length"]["window_tail_loss"][0]) for seed in common] for one in (seeds, rope))
+    differences = np.subtract(own, other)
+    return ranged(mean_of(differences)) if len(common) > 1 else f"{differences[0]:+.3f}"
 
 
 def cached_numbers(config: Mapping[str, Any]) -> int:

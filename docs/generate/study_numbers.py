@@ -28,6 +28,13 @@ def finished(runs: Runs, study: str, task: str = "causal") -> dict[str, dict[int
     return found
 
 
+def seeds_of(runs: Runs, study: str, scheme: str, task: str = "causal") -> str:
+    """How many trainings of a scheme a row is about, such as "5", or "4 of 5" if one diverged or could not be made."""
+    found = [run["status"] for run in runs.get(study, ()) if (run["task"], run["scheme"]) == (task, scheme)]
+    ended = found.count("finished")
+    return str(ended) if ended == len(found) else f"{ended} of {len(found)}"
+
+
 def mean_of(values: Iterable[float]) -> Interval:
     """The mean over seeds with Student's interval; one seed has no interval."""
     numbers = list(values)

@@ -113,18 +113,21 @@ def _loaded(name: str) -> tuple[Any, str | None]:
 def _processor(name: str, model: Any) -> tuple[Any, str]:
     """The tokenizer of a model, or the processor of one of images or sound, and which of these it is.
 
-    It is `None`, with a line on stderr, if the model has none.
+    It has the length of the model. It is `None`, with a line on stderr, if the model has none.
     """
     from hf_posenc.export.modalities import other_modalities
     from hf_posenc.loading import load_processor, load_tokenizer
+    from hf_posenc.patching.place.context_length import update_tokenizer_length
     from hf_posenc.patching.place.model_checks import unwrapped
 
     load, kind = (load_processor, "processor") if other_modalities(unwrapped(model)) else (load_tokenizer, "tokenizer")
     try:
-        return load(name), kind
+        processor = load(name)
     except UsageError as error:
         print(f"The model is saved without a {kind}: {error}", file=sys.stderr)
         return None, kind
+    update_tokenizer_length(processor, model)
+    return processor, kind
 
 
 def plot(options: argparse.Namespace) -> int:

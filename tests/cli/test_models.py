@@ -1,6 +1,7 @@
 """`hf-posenc inspect` and `hf-posenc patch`."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from hf_posenc.cli import main
 
+from .conftest import save_tokenizer
 from .running import logits, refused
 
 
@@ -58,6 +60,19 @@ class TestPatch:
         model = AutoModelForMaskedLM.from_pretrained(tmp_path)
         assert model.position_encoding.config.name == "alibi"
         assert AutoTokenizer.from_pretrained(tmp_path)("the dog")["input_ids"] == [4, 5]
+
+    def test_the_tokenizer_gets_the_length_of_a_scaling(self, llama, tmp_path, capsys):
+        """Serving engines and pipelines cut texts at the tokenizer's length."""
+        from transformers import AutoTokenizer
+
+        stock, longer, exported = tmp_path / "stock", tmp_path / "longer", tmp_path / "exported"
+        shutil.copytree(llama, stock)
+        save_tokenizer(stock)
+        AutoTokenizer.from_pretrained(stock, model_max_length=32).save_pretrained(stock)
+        scaling = 'scaling={"type": "yarn", "factor": 4.0, "original_max_positions": 32}'
+        assert main(["patch", str(stock), "rope", "--option", scaling, "--output", str(longer)]) == 0
+        assert main(["export", str(longer), "--output", str(exported)]) == 0
+        assert [AutoTokenizer.from_pretrained(folder).model_max_length for folder in (longer, exported)] == [128, 128]
 
     def test_options_reach_the_scheme(self, llama, tmp_path, capsys):
         from transformers import AutoModelForCausalLM

@@ -28,6 +28,7 @@ from hf_posenc import (
     patch_model,
     unpatch_model,
 )
+from hf_posenc.patching.place.context_length import update_tokenizer_length
 from tests.checkpoint.checkpoint_cases import t5
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
@@ -40,6 +41,21 @@ NATIVE, LONG = 64, 150
 
 def tokenizer(length: int = NATIVE) -> Any:
     return SimpleNamespace(model_max_length=length)
+
+
+def test_a_tokenizer_follows_a_scheme_that_is_made_for_longer_texts() -> None:
+    model = tiny("LlamaForCausalLM", max_position_embeddings=NATIVE)
+    own, short = tokenizer(), tokenizer(NATIVE // 2)
+    for one in (own, short, None):
+        update_tokenizer_length(one, model)
+    assert own.model_max_length == NATIVE
+    patch_model(model, RopeConfig(scaling=YarnScaling(factor=4.0, original_max_positions=NATIVE)))
+    holder = SimpleNamespace(tokenizer=own)
+    for one in (holder, short, None, SimpleNamespace()):
+        update_tokenizer_length(one, model)
+    assert own.model_max_length == model.config.max_position_embeddings == 4 * NATIVE
+    # Somebody has set another length.
+    assert short.model_max_length == NATIVE // 2
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,9 @@ def test_the_rerun_repeats_cells_of_the_main_study_with_a_new_seed() -> None:
     assert not set(rerun.seeds) & {*main.seeds, main.rate_seed}
     rates = read_runs(ROOT / "docs" / "study" / "runs")["reference_rates"]
     losses = losses_by_rate(rates)
-    best = {scheme: min(main.learning_rates, key=lambda rate: losses[f"{scheme}-{rate:g}"]) for scheme in schemes}
+    best = {
+        scheme: min(main.learning_rates, key=lambda rate: losses["causal", f"{scheme}-{rate:g}"]) for scheme in schemes
+    }
     cells = study_cells(with_chosen_rates(main, {"runs": rates}))
     chosen = {cell.label: cell.settings for cell in cells if cell.seed == 0}
     for cell in study_cells(rerun):

@@ -102,6 +102,19 @@ def test_noise_decides_nothing() -> None:
     assert {one.verdict for one in found} == {"undecided"}
 
 
+@pytest.mark.parametrize("scheme", ["none", "rope"])
+def test_a_scheme_that_has_not_learned_to_copy_decides_nothing(scheme: str) -> None:
+    """Otherwise a scheme that learns slowly, and copies nothing at any length, would contradict the claim."""
+    runs = runs_like_the_claims(sign=-1.0)
+    for one in runs["reference_tasks"]:
+        if one["scheme"] == scheme:
+            one["exact_match"]["accuracy"] = [0.85, 0.0]
+    found = {str(one.test): one for one in outcomes(runs) if one.claim.number == "4"}
+    others = {test for test in found if scheme == "none" or test.startswith(f"{scheme} <")}
+    assert {test for test, one in found.items() if one.verdict == "not decidable"} == others
+    assert all(found[test].p == found[test].p_opposite == 1 for test in others)
+
+
 def test_what_was_not_run_is_said_and_makes_nothing_else_more_certain() -> None:
     complete = runs_like_the_claims()
     part = outcomes({"reference": complete["reference"]})

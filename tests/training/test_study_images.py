@@ -137,25 +137,53 @@ def test_text_ignores_no_settings_of_pictures() -> None:
 
 def test_schemes_with_a_rate_of_their_own_are_left_alone() -> None:
     options = {"alibi": {"training": {"learning_rate": 0.5}}, "on": {"scheme": "rope", "from": "alibi"}}
-    given = {"learning_rates": [0.1, 0.2], "scheme_options": options, "schemes": ["sinusoidal", "alibi", "on"]}
+    given = {"learning_rates": [0.1, 0.2], "scheme_options": options, "tasks": ["causal"]}
+    given |= {"schemes": ["sinusoidal", "alibi", "on"]}
     study = validated(StudySettings, given, "The study")
     tried = rates_study(study)
     assert tried.schemes == ["sinusoidal-0.1", "sinusoidal-0.2"]
     # With the options that the study would use.
     assert {cell.options["scale"] for cell in study_cells(tried)} == {0.07}
     runs = [
-        {"scheme": "sinusoidal-0.1", "curve": {"validation_loss": [1.0]}},
-        {"scheme": "sinusoidal-0.1", "curve": {"validation_loss": [4.0]}},
-        {"scheme": "sinusoidal-0.2", "curve": {"validation_loss": [2.0]}},
+        {"task": "causal", "scheme": "sinusoidal-0.1", "curve": {"validation_loss": [4.0, 3.0]}},
+        {"task": "causal", "scheme": "sinusoidal-0.2", "curve": {"validation_loss": [5.0, 2.0]}},
     ]
-    chosen = with_chosen_rates(study, {"runs": runs}).scheme_options
-    assert chosen["sinusoidal"].training == {"learning_rate": 0.2}
-    assert chosen["alibi"].training == {"learning_rate": 0.5}
+    chosen = with_chosen_rates(study, {"runs": runs})
+    assert chosen.options_of("sinusoidal", "causal").training == {"learning_rate": 0.2}
+    assert chosen.options_of("alibi", "causal").training == {"learning_rate": 0.5}
     tasks = {"task_options": {"copy": {"schemes": ["alibi"], "seeds": [5]}}, "tasks": ["causal", "copy"]}
     assert rates_study(validated(StudySettings, given | tasks, "The study")).tasks == ["causal"]
     only = validated(StudySettings, given | {"schemes": ["alibi", "on"]}, "The study")
     with pytest.raises(SettingsError, match="--learning_rates are for schemes"):
         rates_study(only)
+
+
+def test_every_task_chooses_its_own_rate() -> None:
+    given = {"learning_rates": [0.1, 0.2], "schemes": ["t5", "rope"], "tasks": ["copy", "reverse"], "seeds": [1]}
+    own = {"reverse": {"scheme_options": {"t5": {"max_distance": 40, "training": {"warmup_steps": 7}}}}}
+    study = validated(
+        StudySettings, given | {"task_options": own, "scheme_options": {"t5": {"bidirectional": False}}}, ""
+    )
+    tried = {(cell.task.name, cell.label): cell for cell in study_cells(rates_study(study))}
+    assert len(tried) == 2 * 2 * 2
+    assert tried["reverse", "t5-0.1"].options == {"bidirectional": False, "max_distance": 40}
+    assert tried["copy", "t5-0.1"].options == {"bidirectional": False}
+    losses = {("copy", "t5-0.1"): 1.0, ("copy", "t5-0.2"): 2.0, ("reverse", "t5-0.1"): 4.0, ("reverse", "t5-0.2"): 3.0}
+    losses |= {(task, f"rope-{rate}"): 1.0 + rate for task in study.tasks for rate in (0.1, 0.2)}
+    runs = [
+        {"task": task, "scheme": label, "curve": {"validation_loss": [loss]}} for (task, label), loss in losses.items()
+    ]
+    chosen = with_chosen_rates(study, {"runs": runs})
+    rates = {(cell.task.name, cell.label): cell.settings.learning_rate for cell in study_cells(chosen)}
+    assert rates == {
+        ("copy", "t5"): 0.1, ("reverse", "t5"): 0.2, ("copy", "rope"): 0.1, ("reverse", "rope"): 0.1,
+    }  # fmt: skip
+    assert {cell.settings.warmup_steps for cell in study_cells(chosen) if cell.task.name == "reverse"} == {7, 50}
+    for diverged in runs:
+        if diverged["scheme"].startswith("t5") and diverged["task"] == "copy":
+            diverged["curve"] = {}
+    with pytest.raises(SettingsError, match="for 't5' in the task 'copy'"):
+        with_chosen_rates(study, {"runs": runs})
 
 
 def test_the_study_of_the_results_page() -> None:

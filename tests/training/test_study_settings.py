@@ -196,6 +196,29 @@ def test_a_yaml_file_says_what_flags_say_and_flags_come_after_it(tmp_path):
     assert parse_study(words, "") == from_flags.model_copy(update={"dataset_name": "2024"})
 
 
+def test_flags_choose_a_part_of_a_file_with_its_options(tmp_path):
+    path = tmp_path / "study.yaml"
+    path.write_text(
+        "schemes: [rope, t5, ntk]\ntasks: [copy, parity]\n"
+        "scheme_options: {t5: {max_distance: 11}, ntk: {scheme: rope, theta: 500.0}}\n"
+        "task_options: {copy: {seeds: [0, 1], schemes: [rope, t5], scheme_options: {t5: {num_buckets: 8}}}, "
+        "parity: {max_steps: 5}}\n"
+    )
+    part = parse_study([str(path), "--schemes=rope", "--tasks=copy"], "")
+    assert (part.scheme_options, list(part.task_options)) == ({}, ["copy"])
+    assert [cell.name for cell in study_cells(part)] == ["copy-rope-seed0", "copy-rope-seed1"]
+    whole = {cell.name: cell for cell in study_cells(parse_study([str(path)], ""))}
+    assert whole["copy-rope-seed0"].identity({}) == study_cells(part)[0].identity({})
+    assert whole["copy-t5-seed0"].options == {"max_distance": 11, "num_buckets": 8}
+    assert whole["parity-t5-seed0"].options == {"max_distance": 11}
+    # A name that is nowhere in the file stays a mistake.
+    with pytest.raises(SettingsError, match="names 't6'"):
+        parse_study([str(path), "--schemes=rope", "--scheme_options={t6: {}}"], "")
+    path.write_text("schemes: [rope, t5]\nscheme_options: {t6: {}}\n")
+    with pytest.raises(SettingsError, match="names 't6'"):
+        parse_study([str(path), "--schemes=rope"], "")
+
+
 def test_an_unknown_flag_is_refused_with_the_nearest_name():
     with pytest.raises(SettingsError, match="Did you mean 'schemes'"):
         parse_study(["--scheme=none"], "")

@@ -17,12 +17,12 @@ if __package__ in (None, ""):
 
 from training.files import write_text
 
-#: Installed packages, and tests, which repeat what they test.
-_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+#: Installed packages; tests, which repeat what they test; and encodings, whose tables repeat one another.
+_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "__pycache__"}
 
 
 def source_files(folder: Path) -> dict[str, str]:
-    """The text of every Python file of a folder by its path there, without packages and tests."""
+    """The text of every Python file of a folder by its path there, without packages, tests and tables."""
     texts: dict[str, str] = {}
     for path in sorted(folder.rglob("*.py")):
         inner = path.relative_to(folder)

@@ -7,6 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+
 from hf_posenc import PositionEncodingError, UnknownNameError, get_scheme
 from hf_posenc.metrics.generalization import SYNTHETIC_TASKS, SyntheticTask
 from hf_posenc.schemes.config import SchemeConfig
@@ -70,7 +72,13 @@ class StudyTask:
     @property
     def causal(self) -> bool:
         """Whether its models predict the next token."""
-        return self.name not in (MASKED, EMBEDDING, IMAGES)
+        return self.name not in (MASKED, EMBEDDING, IMAGES) and not self.encoder_decoder
+
+    @property
+    def encoder_decoder(self) -> bool:
+        """Whether its models read a prompt with an encoder, and write the answer with a decoder."""
+        known = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+        return self.synthetic is not None and self.settings.model_type in known
 
     @property
     def kind(self) -> str:
@@ -126,7 +134,7 @@ class Cell:
     @property
     def asked(self) -> SchemeOptions:
         """What the study says of its label."""
-        return self.study.scheme_options.get(self.label, SchemeOptions())
+        return self.study.options_of(self.label, self.task.name)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -235,7 +243,6 @@ def study_cells(study: StudySettings) -> list[Cell]:
         UnknownNameError: for an unknown task, scheme or option.
         SettingsError: for settings that cannot work.
     """
-    starts = {label: options.start for label, options in study.scheme_options.items() if options.start is not None}
     cells: dict[tuple[str, str, int], Cell] = {}
 
     def add(task: StudyTask, label: str, seed: int, waiting: tuple[str, ...] = ()) -> Cell:
@@ -246,7 +253,9 @@ def study_cells(study: StudySettings) -> list[Cell]:
             )
         key = (task.name, label, seed)
         if key not in cells:
-            start = add(task, starts[label], seed, (*waiting, label)) if label in starts else None
+            starts = {one: study.options_of(one, task.name).start for one in study.schemes}
+            begins = starts[label]
+            start = None if begins is None else add(task, begins, seed, (*waiting, label))
             cells[key] = Cell(study, task, label, seed, start, is_start=label in starts.values())
             _check(cells[key])
         return cells[key]

@@ -38,6 +38,10 @@ MARGIN = 0.01
 REACHED = 1.70
 #: The main study's trained length, and multiples of it.
 LENGTH = 128
+#: The longest text, in letters, that models are trained to copy.
+COPIED = 10
+#: The share of right answers at that length from which on a scheme has learned to copy.
+LEARNED = 0.9
 #: Neighbouring windows that count as one text: 256 windows are from 12 documents.
 NEIGHBOURS = 16
 
@@ -105,6 +109,24 @@ class Measure:
 
 
 @dataclass(frozen=True)
+class Condition:
+    """What a test takes for granted: that the mean of a number over seeds has a least value.
+
+    Args:
+        measure: the number.
+        at_least: the least value of its mean.
+    """
+
+    measure: Measure
+    at_least: float
+
+    def holds(self, runs: Runs) -> bool:
+        """Whether it holds for the trainings that there are."""
+        values = list(self.measure.values(runs).values())
+        return bool(values) and float(np.mean(values)) >= self.at_least
+
+
+@dataclass(frozen=True)
 class Comparison:
     """One test: that the first measure is below the second, or with a margin, that both are the same.
 
@@ -112,11 +134,13 @@ class Comparison:
         first: what is compared.
         second: with what.
         margin: of an equivalence; `None` for "less".
+        conditions: without which the test says nothing.
     """
 
     first: Measure
     second: Measure
     margin: float | None = None
+    conditions: tuple[Condition, ...] = ()
 
     def __str__(self) -> str:
         same = self.first.scheme == self.second.scheme
@@ -169,6 +193,7 @@ class Outcome:
         over_texts: the same with an interval over seeds and texts, for losses.
         p: after Holm's correction over all tests of all claims.
         p_opposite: of the opposite, likewise.
+        decidable: whether the conditions of the test hold.
     """
 
     claim: Claim
@@ -178,12 +203,15 @@ class Outcome:
     over_texts: Interval | None
     p: float
     p_opposite: float
+    decidable: bool
 
     @property
     def verdict(self) -> str:
-        """One of "confirmed", "contradicted", "undecided" and "not run"."""
+        """One of "confirmed", "contradicted", "undecided", "not decidable" and "not run"."""
         if self.difference is None:
             return "not run"
+        if not self.decidable:
+            return "not decidable"
         if self.p < LEVEL:
             return "confirmed"
         return "contradicted" if self.p_opposite < LEVEL else "undecided"
@@ -199,7 +227,7 @@ def verdict_of(outcomes_of_claim: Sequence[Outcome]) -> str:
     found = [one.verdict for one in outcomes_of_claim]
     if "contradicted" in found:
         return "contradicted"
-    return next((one for one in ("undecided", "not run") if one in found), "confirmed")
+    return next((one for one in ("undecided", "not decidable", "not run") if one in found), "confirmed")
 
 
 def _flat(scheme: str) -> Comparison:
@@ -214,9 +242,12 @@ def _steps(scheme: str) -> Measure:
     return Measure(scheme, "steps", REACHED)
 
 
-def _copied(scheme: str) -> Measure:
-    # Twice the longest length that the task is trained on.
-    return Measure(scheme, "accuracy", 20, "reference_tasks", "copy")
+def _copied(scheme: str, letters: int = 2 * COPIED) -> Measure:
+    return Measure(scheme, "accuracy", letters, "reference_tasks", "copy")
+
+
+def _has_learned(scheme: str) -> Condition:
+    return Condition(_copied(scheme, COPIED), LEARNED)
 
 
 CLAIMS = (
@@ -241,7 +272,7 @@ CLAIMS = (
     Claim(
         "3",
         "at 4 times the trained length, without training: YaRN < NTK < no scaling < PI",
-        "arXiv:2309.00071, 2306.15595",
+        "arXiv:2309.00071; the last step is our own",
         tuple(
             Comparison(_stretched(first), _stretched(second))
             for first, second in (("yarn", "ntk"), ("ntk", "rope"), ("rope", "pi"))
@@ -249,10 +280,10 @@ CLAIMS = (
     ),
     Claim(
         "4",
-        "without positions, a model copies longer texts than with any other scheme",
+        f"trained on up to {COPIED} letters, a model without positions copies {2 * COPIED} better than with any scheme",
         "arXiv:2305.19466",
         tuple(
-            Comparison(_copied(other), _copied("none"))
+            Comparison(_copied(other), _copied("none"), conditions=(_has_learned(other), _has_learned("none")))
             for other in ("sinusoidal", "learned", "t5", "alibi", "rope", "forget_gate")
         ),
     ),
@@ -274,11 +305,15 @@ CLAIMS = (
 def outcomes(runs: Runs, claims: Sequence[Claim] = CLAIMS) -> list[Outcome]:
     """The outcome of every test, in the order of the claims.
 
-    A test that was not run takes part in Holm's correction with a p-value of 1, so that results cannot become more
-    certain because others are missing.
+    A test that was not run, or is not decidable, takes part in Holm's correction with a p-value of 1, so that results
+    cannot become more certain because others are missing.
     """
     tests = [(claim, test, test.differences(runs)) for claim in claims for test in claim.tests]
-    pairs = [test.p_values(found) if found else (1.0, 1.0) for _, test, found in tests]
+    decidable = [all(one.holds(runs) for one in test.conditions) for _, test, _ in tests]
+    pairs = [
+        test.p_values(found) if found and decided else (1.0, 1.0)
+        for (_, test, found), decided in zip(tests, decidable, strict=True)
+    ]
     adjusted = zip(holm([one for one, _ in pairs]), holm([other for _, other in pairs]), strict=True)
     return [
         Outcome(
@@ -289,8 +324,9 @@ def outcomes(runs: Runs, claims: Sequence[Claim] = CLAIMS) -> list[Outcome]:
             _over_texts(test, runs),
             p,
             p_opposite,
+            decided,
         )
-        for (claim, test, found), (p, p_opposite) in zip(tests, adjusted, strict=True)
+        for (claim, test, found), (p, p_opposite), decided in zip(tests, adjusted, decidable, strict=True)
     ]
 
 

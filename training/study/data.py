@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, StackDataset, default_collate
 from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBase
 
 from hf_posenc.errors import UsageError
-from hf_posenc.metrics.generalization import SyntheticExamples, held_out_examples
+from hf_posenc.metrics.generalization import EncoderDecoderCollator, SyntheticExamples, held_out_examples
 from hf_posenc.metrics.generalization.encoding import encode_example, padding_token, row_length
 from hf_posenc.metrics.generalization.task import SyntheticTask
 from hf_posenc.metrics.images.pictures import Normalization, Pictures, load_pictures
@@ -277,16 +277,18 @@ def _synthetic(cell: Cell, task: SyntheticTask, tokenizer: PreTrainedTokenizerBa
     settings, lengths = cell.settings, cell.task.train_lengths(cell.task.settings)
     longest = max(task.character_count(length) for length in {*lengths, *cell.train_lengths, *cell.task.lengths})
     size = max(settings.max_steps, 1) * settings.batch_size
+    padding = padding_token(tokenizer)
     # A few examples of every trained length.
     examples = [one for length in lengths for one in held_out_examples(task, length, samples=8, seed=0)]
     encoded = [encode_example(tokenizer, one) for one in examples]
     rows, labels = ([torch.tensor(one[part]) for one in encoded] for part in (0, 1))
     return CellData(
         train=SyntheticExamples(task, cell.train_lengths, seed=cell.seed, tokenizer=tokenizer, size=size),
-        collate=default_collate,
+        # Models with new weights start to decode with the padding token, as T5 and Marian do.
+        collate=EncoderDecoderCollator(padding, padding) if cell.task.encoder_decoder else default_collate,
         validation=_rows(
             {
-                "input_ids": pad_sequence(rows, batch_first=True, padding_value=padding_token(tokenizer)),
+                "input_ids": pad_sequence(rows, batch_first=True, padding_value=padding),
                 "attention_mask": pad_sequence([torch.ones_like(row) for row in rows], batch_first=True),
                 "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORED),
             }

@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
     set_seed,
@@ -19,6 +20,7 @@ from transformers import (
 
 from hf_posenc import UnknownNameError, patch_model, unpatch_model
 from hf_posenc.metrics.forward import native_capacity
+from hf_posenc.metrics.generalization.encoding import padding_token
 from hf_posenc.recipes import Swap, frozen_teacher
 from training.errors import SettingsError
 from training.starting_model import build_model as starting_model, weights_digest
@@ -64,6 +66,7 @@ def new_model(task: StudyTask, settings: TrainingSettings, tokenizer: PreTrained
         raise SettingsError(f"--model_type: {UnknownNameError('architecture', model_type, CONFIG_MAPPING)}")
     stock: PreTrainedConfig = CONFIG_MAPPING[model_type]()
     padding = tokenizer.pad_token_id or 0
+    inner = 2 * settings.hidden_size
     wanted: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "hidden_size": settings.hidden_size,
@@ -71,7 +74,7 @@ def new_model(task: StudyTask, settings: TrainingSettings, tokenizer: PreTrained
         "num_attention_heads": settings.num_heads,
         "num_key_value_heads": settings.num_heads,
         "head_dim": settings.hidden_size // settings.num_heads,
-        "intermediate_size": 2 * settings.hidden_size,
+        "intermediate_size": inner,
         # Some tables (RoBERTa's) begin behind the row of the padding token.
         "max_position_embeddings": positions + (padding + 1 if task.settings.model_type and not task.causal else 0),
         "initializer_range": INITIALIZER_RANGE,
@@ -79,7 +82,15 @@ def new_model(task: StudyTask, settings: TrainingSettings, tokenizer: PreTrained
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "tie_word_embeddings": True,
-    } | ({"use_cache": False} if task.causal else {})
+    } | ({"use_cache": False} if task.causal or task.encoder_decoder else {})
+    if task.encoder_decoder:
+        for part in ("encoder", "decoder"):
+            wanted |= {f"{part}_layers": settings.num_layers, f"{part}_attention_heads": settings.num_heads}
+            wanted |= {f"{part}_ffn_dim": inner}
+        # In Marian and T5, and their descendants.
+        wanted |= {"decoder_vocab_size": len(tokenizer), "num_decoder_layers": settings.num_layers, "d_ff": inner}
+        wanted |= {"init_std": INITIALIZER_RANGE, "decoder_start_token_id": padding_token(tokenizer)}
+        wanted |= {"forced_eos_token_id": None}
     lacking = [name for name in _NEEDED if not hasattr(stock, name)]
     if lacking:
         raise SettingsError(f"--model_type {model_type} has no {lacking[0]} to set: its models cannot be made small.")
@@ -140,6 +151,8 @@ def _loader(task: StudyTask) -> Any:
         return AutoModelForImageClassification
     if task.kind == "embedding":
         return AutoModel
+    if task.encoder_decoder:
+        return AutoModelForSeq2SeqLM
     return AutoModelForCausalLM if task.causal else AutoModelForMaskedLM
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 from typing import Any
 
 from training.errors import SettingsError
@@ -21,33 +20,23 @@ def rates_study(study: StudySettings) -> StudySettings:
     Raises:
         SettingsError: if no scheme is left to choose for.
     """
-    chosen_for, rates = _chosen_for(study), study.learning_rates
-    if not chosen_for:
+    rates, tasks = study.learning_rates, {}
+    for name in study.tasks:
+        options = {
+            _label(label, rate): _with_rate(study, name, label, rate)
+            for label in _chosen_for(study, name)
+            for rate in rates
+        }
+        if options:
+            own = study.task_options.get(name, TaskOptions())
+            changes = {"seeds": None, "schemes": list(options), "scheme_options": options}
+            tasks[name] = own.model_copy(update=changes)
+    if not tasks:
         raise SettingsError(
             "--learning_rates are for schemes that begin with new weights and have no learning rate of their own, and "
             "the study has none."
         )
-    options = {}
-    for label in chosen_for:
-        asked = _asked(study, label)
-        for rate in rates:
-            training = asked.training | study.rate_settings | {"learning_rate": rate}
-            options[_label(label, rate)] = SchemeOptions(
-                **default_options(label, asked) | (asked.model_extra or {}),
-                scheme=asked.scheme or label,
-                training=training,
-                swap=asked.swap,
-            )
-    tried = {
-        name: [_label(label, rate) for label in own.schemes or study.schemes if label in chosen_for for rate in rates]
-        for name in study.tasks
-        for own in [study.task_options.get(name, TaskOptions())]
-    }
-    tasks = {
-        name: study.task_options.get(name, TaskOptions()).model_copy(update={"seeds": None, "schemes": labels})
-        for name, labels in tried.items()
-        if labels
-    }
+    labels = dict.fromkeys(label for own in tasks.values() for label in own.schemes or ())
     return study.model_copy(
         update={
             "name": f"{study.name}_rates",
@@ -55,8 +44,8 @@ def rates_study(study: StudySettings) -> StudySettings:
             "output_dir": f"{study.output_dir.rstrip('/')}_rates",
             "learning_rates": [],
             "rate_settings": {},
-            "schemes": list(options),
-            "scheme_options": options,
+            "schemes": list(labels),
+            "scheme_options": {},
             "tasks": list(tasks),
             "task_options": tasks,
             "rate_seed": None,
@@ -67,57 +56,61 @@ def rates_study(study: StudySettings) -> StudySettings:
 
 
 def with_chosen_rates(study: StudySettings, results: dict[str, Any]) -> StudySettings:
-    """The study with the rate of each scheme that had the lowest validation loss, as a mean over tasks.
+    """The study in which each scheme has the rate with the lowest validation loss, in each task its own.
 
     Args:
         study: with `learning_rates`.
         results: of its `rates_study`.
 
     Raises:
-        SettingsError: if no rate of a scheme finished in every task, and the model could take the scheme.
+        SettingsError: if no rate of a scheme finished in a task, and the model could take the scheme.
     """
-    options = dict(study.scheme_options)
-    by_rate = losses_by_rate(results["runs"])
-    unsupported = {run["scheme"] for run in results["runs"] if run.get("status") == UNSUPPORTED}
-    for label in _chosen_for(study):
-        asked = _asked(study, label)
-        tried = {rate: by_rate.get(_label(label, rate), math.inf) for rate in study.learning_rates}
-        best = min(tried, key=lambda rate: tried[rate])
-        if tried[best] < math.inf:
-            options[label] = asked.model_copy(update={"training": asked.training | {"learning_rate": best}})
-        elif not any(_label(label, rate) in unsupported for rate in tried):
-            raise SettingsError(
-                f"No learning rate can be chosen for {label!r}: none of its trainings with "
-                f"{', '.join(f'{rate:g}' for rate in tried)} finished in every task. Try lower --learning_rates, or "
-                "give it one in --scheme_options."
-            )
-    return study.model_copy(update={"scheme_options": options})
+    task_options = dict(study.task_options)
+    losses = losses_by_rate(results["runs"])
+    unsupported = {(run["task"], run["scheme"]) for run in results["runs"] if run.get("status") == UNSUPPORTED}
+    for task in study.tasks:
+        own = task_options.get(task, TaskOptions())
+        options = dict(own.scheme_options)
+        for label in _chosen_for(study, task):
+            tried = {rate: losses.get((task, _label(label, rate)), math.inf) for rate in study.learning_rates}
+            best = min(tried, key=lambda rate: tried[rate])
+            if tried[best] < math.inf:
+                chosen = SchemeOptions(training={"learning_rate": best})
+                options[label] = options.get(label, SchemeOptions()).changed(chosen)
+            elif not any((task, _label(label, rate)) in unsupported for rate in tried):
+                raise SettingsError(
+                    f"No learning rate can be chosen for {label!r} in the task {task!r}: none of its trainings with "
+                    f"{', '.join(f'{rate:g}' for rate in tried)} finished. Try lower --learning_rates, or give it one "
+                    "in --scheme_options."
+                )
+        task_options[task] = own.model_copy(update={"scheme_options": options})
+    return study.model_copy(update={"task_options": task_options})
 
 
-def losses_by_rate(runs: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The last validation loss of each training of a `rates_study`, by its label: the mean over tasks.
-
-    A label that diverged or failed in one of its tasks has an infinite loss, so that it is not chosen for being good at
-    the easier ones.
-    """
-    losses: dict[str, list[float]] = {}
+def losses_by_rate(runs: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], float]:
+    """The last validation loss of each training of a `rates_study`, by its task and label; infinite if it diverged."""
+    losses = {}
     for run in runs:
         curve = run.get("curve", {}).get("validation_loss")
         if run.get("status") != UNSUPPORTED:
-            losses.setdefault(run["scheme"], []).append(curve[-1] if curve else math.inf)
-    return {label: fmean(found) for label, found in losses.items()}
+            losses[run["task"], run["scheme"]] = curve[-1] if curve else math.inf
+    return losses
 
 
-def _chosen_for(study: StudySettings) -> list[str]:
+def _chosen_for(study: StudySettings, task: str) -> list[str]:
+    own = study.task_options.get(task, TaskOptions())
     return [
         label
-        for label in study.schemes
-        if (asked := _asked(study, label)).start is None and "learning_rate" not in asked.training
+        for label in own.schemes or study.schemes
+        if (asked := study.options_of(label, task)).start is None and "learning_rate" not in asked.training
     ]
 
 
-def _asked(study: StudySettings, label: str) -> SchemeOptions:
-    return study.scheme_options.get(label, SchemeOptions())
+def _with_rate(study: StudySettings, task: str, label: str, rate: float) -> SchemeOptions:
+    asked = study.options_of(label, task)
+    # A label such as rope-0.001 names no scheme, and has no default options.
+    named = SchemeOptions.model_validate({"scheme": asked.scheme or label, **default_options(label, asked)})
+    return named.changed(asked).changed(SchemeOptions(training=study.rate_settings | {"learning_rate": rate}))
 
 
 def _label(label: str, rate: float) -> str:

@@ -95,7 +95,8 @@ def run_cell(cell: Cell, on_step: OnStep) -> dict[str, Any]:
 
 def _try_out(cell: Cell, model: Any, data: CellData) -> None:
     if data.pictures is None:
-        model(input_ids=torch.zeros(1, data.positions, dtype=torch.int64, device=model.device))
+        tokens = torch.zeros(1, data.positions, dtype=torch.int64, device=model.device)
+        model(input_ids=tokens, **({"decoder_input_ids": tokens} if cell.task.encoder_decoder else {}))
     else:
         batch = data.collate([data.train[0]])
         model(**{name: value for name, value in batch.items() if name != "labels"})

@@ -95,7 +95,7 @@ class TrainingSettings(BaseModel):
     model_type: str = Field(
         "",
         description="Architecture, such as qwen3, gpt2 or modernbert. Default: llama; bert for the masked task, vit "
-        "for images.",
+        "for images. An encoder-decoder such as marian or t5 learns synthetic tasks: its encoder reads the prompt.",
     )
     hidden_size: int = Field(128, ge=1, description="Width of the models.")
     num_layers: int = Field(2, ge=1, description="Layers of the models.")
@@ -182,14 +182,23 @@ class SchemeOptions(BaseModel):
     )
     training: dict[str, Any] = Field({}, description="Settings of the training for this label only.")
 
+    def changed(self, changes: SchemeOptions) -> SchemeOptions:
+        """A copy in which what is given in `changes` has its values."""
+        given = changes.model_dump(exclude_unset=True)
+        both = self.model_dump(exclude_unset=True) | given | {"training": self.training | changes.training}
+        return SchemeOptions.model_validate(both)
+
 
 class TaskOptions(BaseModel):
-    """Which schemes and seeds a task is run with; everything else is a setting of its trainings."""
+    """What a task does otherwise than the study; all other keys are settings of its trainings."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     schemes: Names | None = Field(None, description="Labels that the task is run with. Default: those of the study.")
     seeds: Seeds | None = Field(None, description="Seeds that the task is run with. Default: those of the study.")
+    scheme_options: dict[str, SchemeOptions] = Field(
+        {}, description="Options per scheme in this task, which replace those of the study one by one."
+    )
 
 
 class StudySettings(TrainingSettings):
@@ -217,12 +226,15 @@ class StudySettings(TrainingSettings):
         "reverse, addition, ...) trains a small Llama that is tested on longer examples. Separated by commas.",
     )
     task_options: dict[str, TaskOptions] = Field(
-        {}, description="Settings per task: '{copy: {max_steps: 800}}', and 'schemes' and 'seeds' of its own."
+        {},
+        description="Settings per task: '{copy: {max_steps: 800}}', and 'schemes', 'seeds' and 'scheme_options' of its "
+        "own.",
     )
     learning_rates: list[Annotated[float, Field(gt=0)]] = Field(
         [],
         description="Learning rates to choose from. Each scheme without a rate of its own is first trained with each "
-        "of them, with a seed that the study does not use, and keeps the one with the lowest validation loss. These "
+        "of them, with a seed that the study does not use, and keeps the one with the lowest validation loss, in each "
+        "task its own. These "
         "trainings go to a folder beside the output folder, with '_rates' after its name.",
     )
     rate_settings: dict[str, Any] = Field(
@@ -294,7 +306,10 @@ class StudySettings(TrainingSettings):
         asked: list[tuple[str, Any, list[str]]] = [
             ("--scheme_options", self.scheme_options, self.schemes),
             ("--task_options", self.task_options, self.tasks),
-            *((f"Task {task!r}", own.schemes or [], self.schemes) for task, own in self.task_options.items()),
+            *(
+                (f"Task {task!r}", [*(own.schemes or []), *own.scheme_options], self.schemes)
+                for task, own in self.task_options.items()
+            ),
         ]
         for where, found, known in asked:
             unknown = sorted(set(found) - set(known))
@@ -305,6 +320,12 @@ class StudySettings(TrainingSettings):
     def base(self) -> TrainingSettings:
         """The settings of a training, without those of the study."""
         return self.changed({}, "The study")
+
+    def options_of(self, label: str, task: str | None = None) -> SchemeOptions:
+        """What is said of a label, by the study and by one of its tasks."""
+        options = self.scheme_options.get(label, SchemeOptions())
+        own = self.task_options.get(task or "", TaskOptions()).scheme_options.get(label)
+        return options if own is None else options.changed(own)
 
     @property
     def all_seeds(self) -> set[int]:
@@ -365,8 +386,33 @@ def parse_study(arguments: list[str], description: str) -> StudySettings:
     found, others = parser.parse_known_args(arguments)
     if others:
         raise SettingsError(str(UnknownNameError("option", others[0].partition("=")[0].lstrip("-"), settings)))
+    given = {}
     for name, words in vars(found).items():
         # Text is read as it stands: a folder may be called 2024.
         as_text = settings[name].annotation in (str, str | None) or not isinstance(words, str)
-        values[name] = words if as_text else parse_structured(words, name)
-    return validated(StudySettings, values, "The study")
+        given[name] = words if as_text else parse_structured(words, name)
+    chosen = _of_the_chosen(values, given) if values and {"schemes", "tasks"} & given.keys() else {}
+    return validated(StudySettings, values | chosen | given, "The study")
+
+
+def _of_the_chosen(file: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The options in a file without those of its own schemes and tasks that the flags leave out."""
+    whole = validated(StudySettings, file, "The study")
+    part = validated(StudySettings, {key: given[key] for key in ("schemes", "tasks") if key in given}, "The study")
+    schemes = set(whole.schemes) - set(part.schemes) if "schemes" in given else set()
+    tasks = set(whole.tasks) - set(part.tasks) if "tasks" in given else set()
+    task_options = {}
+    for name, options in (file.get("task_options") or {}).items():
+        if name in tasks:
+            continue
+        task_options[name] = dict(options)
+        if "schemes" in options:
+            names = whole.task_options[name].schemes or []
+            task_options[name]["schemes"] = [one for one in names if one not in schemes]
+        if "scheme_options" in options:
+            task_options[name]["scheme_options"] = _without(options["scheme_options"], schemes)
+    return {"scheme_options": _without(file.get("scheme_options") or {}, schemes), "task_options": task_options}
+
+
+def _without(options: dict[str, Any], labels: set[str]) -> dict[str, Any]:
+    return {label: own for label, own in options.items() if label not in labels}

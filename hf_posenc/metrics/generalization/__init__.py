@@ -1,11 +1,12 @@
 """Synthetic length generalisation: train on short problems, test on long ones, count the answers that are right."""
 
+from hf_posenc.metrics.generalization.collate import EncoderDecoderCollator
 from hf_posenc.metrics.generalization.encoding import IGNORED, encode_example
 from hf_posenc.metrics.generalization.exact_match import compare_generalization, exact_match
 from hf_posenc.metrics.generalization.examples import SyntheticExamples, held_out_examples
 from hf_posenc.metrics.generalization.task import SYNTHETIC_TASKS, Example, SyntheticTask, get_task
 
 __all__ = [
-    "IGNORED", "SYNTHETIC_TASKS", "Example", "SyntheticExamples", "SyntheticTask", "compare_generalization",
-    "encode_example", "exact_match", "get_task", "held_out_examples",
+    "IGNORED", "SYNTHETIC_TASKS", "EncoderDecoderCollator", "Example", "SyntheticExamples", "SyntheticTask",
+    "compare_generalization", "encode_example", "exact_match", "get_task", "held_out_examples",
 ]  # fmt: skip

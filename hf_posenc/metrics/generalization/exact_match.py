@@ -105,7 +105,7 @@ def compare_generalization(
     """`exact_match` under schemes that are put in place after training, such as a scaled RoPE or none at all.
 
     Args:
-        model: a causal language model, patched or not; left as it was found.
+        model: a causal language model or an encoder-decoder, patched or not; left as it was found.
         tokenizer: the one that it was trained with.
         task: see `exact_match`, as are the options that follow `schemes`.
         lengths: the lengths to test.
@@ -122,7 +122,7 @@ def compare_generalization(
     Raises:
         UnknownNameError: for an unknown task or scheme, before the model is touched.
         MeasurementError: for a length, a method or a tokenizer that does not do.
-        UnsupportedError: for a model that is not causal, unless `schemes` are given: their rows then say so.
+        UnsupportedError: for a model that writes no answer, unless `schemes` are given: their rows then say so.
     """
     task = get_task(task)
     lengths = tested_lengths(task, task.test_lengths if lengths is None else lengths)
@@ -176,7 +176,9 @@ def exact_match(
     method: Method = "teacher_forced",
     batch_size: int = 64,
 ) -> GeneralizationResult:
-    """Tests a causal model on examples of each length that no training set of the task contains.
+    """Tests a model on examples of each length that no training set of the task contains.
+
+    A causal model continues the prompt. In an encoder-decoder the encoder reads it and the decoder writes the answer.
 
     Teacher forcing reads prompt and right answer at once and asks at every place for the most likely token. That an
     answer is right from first to last means the same there as in greedy decoding: up to its first error both have read
@@ -185,7 +187,7 @@ def exact_match(
     Examples of equally many tokens share a batch, so that nothing is padded. The model is left as it was found.
 
     Args:
-        model: a causal language model, patched or not.
+        model: a causal language model or an encoder-decoder, patched or not.
         tokenizer: the one that it was trained with.
         task: a task, or the name of one.
         lengths: the lengths to test; those of the task if `None`.
@@ -199,8 +201,9 @@ def exact_match(
 
     Raises:
         UnknownNameError: for an unknown task.
-        MeasurementError: for a length, a method or a tokenizer that does not do.
-        UnsupportedError: for a model that is not causal.
+        MeasurementError: for a length, a method or a tokenizer that does not do; for an encoder-decoder whose config
+            does not say what its decoder starts with.
+        UnsupportedError: for a model that is neither causal nor an encoder-decoder, or has no logits.
     """
     task = get_task(task)
     lengths = tested_lengths(task, task.test_lengths if lengths is None else lengths)
@@ -213,7 +216,8 @@ def exact_match(
         for length in lengths
     }
     check_vocabulary(model, *(max(ids) for group in rows.values() for ids, _ in group))
-    _check_causal(model, rows[lengths[0]][0][0])
+    if not _has_encoder(model):
+        _check_causal(model, rows[lengths[0]][0][0])
     with evaluation_mode(model):
         measured = tuple(
             _measure(model, tokenizer, length, rows[length], is_split(task, length), method, batch_size)
@@ -229,7 +233,7 @@ def _measure(
 ) -> GeneralizationRow:
     right, right_tokens, tokens = 0, 0, 0
     try:
-        check_capacity(model, max(len(ids) for ids, _ in rows))
+        check_capacity(model, max(_longest_sequence(model, ids, labels) for ids, labels in rows))
         for prompts, answers in _batches(model, rows, batch_size):
             if method == "generate":
                 right += int(_generated(model, tokenizer, prompts, answers).all(dim=1).sum())
@@ -258,7 +262,18 @@ def _batches(model: Any, rows: list[_Row], batch_size: int) -> Iterator[tuple[Te
 
 def _teacher_forced(model: Any, prompts: Tensor, answers: Tensor) -> Tensor:
     """Whether each token of the answers is the most likely one, `(batch, answer_length)`."""
-    logits = logits_of(model, torch.cat([prompts, answers], dim=1))[:, -answers.shape[1] - 1 : -1]
+    if _has_encoder(model):
+        start = answers.new_full((len(answers), 1), _decoder_start(model))
+        decoder_input_ids = torch.cat([start, answers[:, :-1]], dim=1)
+        output = model(input_ids=prompts, decoder_input_ids=decoder_input_ids, use_cache=False)
+        if getattr(output, "logits", None) is None:
+            raise UnsupportedError(
+                f"{type(model).__name__} returns no logits, so that it writes no answer. Load the model with "
+                f"AutoModelForSeq2SeqLM."
+            )
+        logits = output.logits
+    else:
+        logits = logits_of(model, torch.cat([prompts, answers], dim=1))[:, -answers.shape[1] - 1 : -1]
     if bool(logits.isnan().any()):
         raise FloatingPointError("The logits are no numbers, so that none of them is the largest.")
     return torch.eq(logits.argmax(dim=-1), answers.to(logits.device))
@@ -275,21 +290,45 @@ def _generated(model: Any, tokenizer: Any, prompts: Tensor, answers: Tensor) -> 
         min_new_tokens=0,
         do_sample=False,
         num_beams=1,
+        forced_bos_token_id=None,
+        forced_eos_token_id=None,
         repetition_penalty=1.0,
         no_repeat_ngram_size=0,
         eos_token_id=end,
         pad_token_id=end,
-    )[:, prompts.shape[1] :]
+    )[:, 1 if _has_encoder(model) else prompts.shape[1] :]
     # Where every answer of the batch ended early, it is filled up with what cannot be a token.
     written = torch.nn.functional.pad(written, (0, answers.shape[1] - written.shape[1]), value=-1)
     return torch.eq(written, answers.to(written.device))
 
 
+def _has_encoder(model: Any) -> bool:
+    return bool(getattr(model.config, "is_encoder_decoder", False))
+
+
+def _longest_sequence(model: Any, ids: list[int], labels: list[int]) -> int:
+    """The longest sequence that the model reads of an example: all of it, or the longer one of prompt and answer."""
+    prompt = labels.count(IGNORED)
+    return max(prompt, len(ids) - prompt) if _has_encoder(model) else len(ids)
+
+
+def _decoder_start(model: Any) -> int:
+    """The token that stands before an answer in the decoder."""
+    for config in (getattr(model, "generation_config", None), model.config):
+        start = getattr(config, "decoder_start_token_id", None)
+        if start is not None:
+            return int(start)
+    raise MeasurementError(
+        f"The config of {type(model).__name__} has no decoder_start_token_id, so that it is not known what an answer "
+        f"begins with. Set model.config.decoder_start_token_id to the token that it was trained with."
+    )
+
+
 def _check_causal(model: Any, ids: list[int]) -> None:
     """Refuses a model that would read the answer it has to give."""
-    if getattr(model.config, "is_encoder_decoder", False) or not predicts_next_token(model, torch.tensor([ids])):
+    if not predicts_next_token(model, torch.tensor([ids])):
         raise UnsupportedError(
             f"Length generalisation is tested on the continuation of a prompt. In {type(model).__name__} a token sees "
-            f"those behind it, so that it would read the answer that it has to give, or the prompt is read by an "
-            f"encoder. Load a decoder with AutoModelForCausalLM."
+            f"those behind it, so that it would read the answer that it has to give. Load a decoder with "
+            f"AutoModelForCausalLM, or an encoder-decoder with AutoModelForSeq2SeqLM."
         )

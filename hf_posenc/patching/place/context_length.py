@@ -81,6 +81,25 @@ def extend_context(model: ModelType, tokenizer: Any = None, *, length: int, part
     return model
 
 
+def update_tokenizer_length(tokenizer: Any, model: Any) -> None:
+    """Gives a tokenizer the length of a patched model, if it still has the model's native one. In place.
+
+    A scheme that was made for longer sequences, such as a scaled rotation, changes the length of the model alone. For
+    tools that save a model together with its tokenizer.
+
+    Args:
+        tokenizer: of the model, or a processor that holds one; without a length, as of images or sound, or `None`, it
+            stays as it is.
+        model: patched or not.
+    """
+    encoding = current_encoding(unwrapped(model))
+    holder = getattr(tokenizer, "tokenizer", tokenizer)
+    if encoding is None or encoding.lengths is None or encoding.lengths.current is None:
+        return
+    if getattr(holder, "model_max_length", None) == encoding.lengths.native:
+        holder.model_max_length = encoding.lengths.current
+
+
 def _patch_first(target: PreTrainedModel, part: str | None) -> str:
     parts = model_parts(target)
     if len(parts) == 1:
