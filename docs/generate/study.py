@@ -277,23 +277,30 @@ def _in_percent(shares: pd.Series) -> tuple[str, str]:
     return shown(mean_of(100 * shares), 1), str(len(shares))
 
 
-def tasks_table(runs: Runs) -> str:
-    """Shares of right answers by task and length."""
-    tasks = list(dict.fromkeys(run["task"] for run in runs.get("reference_tasks", ())))
-    sections = []
-    for task in tasks:
-        found = finished(runs, "reference_tasks", task)
-        lengths = next(iter(next(iter(found.values())).values()))["exact_match"]["lengths"]
-        rows = [
-            (
-                f"`{scheme}`",
-                *(share_of_answers(seeds.values(), length) for length in lengths),
-                seeds_of(runs, "reference_tasks", scheme, task),
-            )
-            for scheme, seeds in found.items()
-        ]
-        sections.append(f"**{task}**\n\n{markdown(('scheme', *map(str, lengths), 'seeds'), rows)}")
-    return "\n\n".join(sections) or NOT_RUN
+def answers_of(study: str) -> Callable[[Runs], str]:
+    """The table of the shares of right answers of a study, by task and length."""
+
+    def table(runs: Runs) -> str:
+        tasks = dict.fromkeys(run["task"] for run in runs.get(study, ()))
+        return "\n\n".join(_answers(runs, study, task) for task in tasks) or NOT_RUN
+
+    return table
+
+
+def _answers(runs: Runs, study: str, task: str) -> str:
+    found = finished(runs, study, task)
+    if not found:
+        return f"**{task}**: no training has finished."
+    lengths = next(iter(next(iter(found.values())).values()))["exact_match"]["lengths"]
+    rows = [
+        (
+            f"`{scheme}`",
+            *(share_of_answers(seeds.values(), length) for length in lengths),
+            seeds_of(runs, study, scheme, task),
+        )
+        for scheme, seeds in found.items()
+    ]
+    return f"**{task}**\n\n{markdown(('scheme', *map(str, lengths), 'seeds'), rows)}"
 
 
 def masked_table(runs: Runs) -> str:
@@ -323,7 +330,8 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "rerun": rerun_table,
     "speed": speed_table,
     "frequencies": frequencies_table,
-    "tasks": tasks_table,
+    "tasks": answers_of("reference_tasks"),
+    "encoder_decoders": answers_of("reference_marian"),
     "masked": masked_table,
     "heal": heal_table,
     "leaderboard": leaderboard,

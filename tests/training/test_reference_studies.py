@@ -32,7 +32,9 @@ def test_the_protocol_names_the_study_and_its_settings(name: str) -> None:
     study = study_of(name)
     assert f"`training/studies/{name}.yaml`" in PROTOCOL
     assert study.learning_rates == [1e-3, 2e-3, 4e-3, 8e-3]
-    assert study.rate_settings == {"max_steps": 500}
+    causal = name in ("reference", "reference_catalogue")
+    assert study.rate_settings == {"max_steps": 500 if causal else 1000}
+    assert "500 steps for causal models, and 1,000 for masked ones and algorithms" in PROTOCOL
     steps = 1000 if name == "reference_tasks" else 2000
     assert study.max_steps == steps
     assert f"{steps:,} steps" in PROTOCOL
@@ -85,6 +87,13 @@ def test_the_catalogue_has_the_number_of_schemes_that_the_protocol_says() -> Non
     assert not set(catalogue.schemes) & set(main.schemes)
     for name in re.findall(r"none, sinusoidal, [a-z_0-9, ]+pope", PROTOCOL):
         assert set(name.split(", ")) <= set(main.schemes)
+
+
+def test_the_encoder_decoders_are_those_of_the_protocol() -> None:
+    study = study_of("reference_marian")
+    assert "`training/studies/reference_marian.yaml` |" in PROTOCOL
+    assert study.rate_seed not in study.seeds
+    assert all(cell.task.encoder_decoder for cell in study_cells(study))
 
 
 @pytest.mark.parametrize("name", [*NAMES, "reference_heal"])

@@ -89,12 +89,14 @@ def new_model(task: StudyTask, settings: TrainingSettings, tokenizer: PreTrained
             wanted |= {f"{part}_ffn_dim": inner}
         # In Marian and T5, and their descendants.
         wanted |= {"decoder_vocab_size": len(tokenizer), "num_decoder_layers": settings.num_layers, "d_ff": inner}
-        wanted |= {"init_std": INITIALIZER_RANGE, "decoder_start_token_id": padding_token(tokenizer)}
-        wanted |= {"forced_eos_token_id": None}
+        wanted |= {"init_std": INITIALIZER_RANGE, "forced_eos_token_id": None}
     lacking = [name for name in _NEEDED if not hasattr(stock, name)]
     if lacking:
         raise SettingsError(f"--model_type {model_type} has no {lacking[0]} to set: its models cannot be made small.")
     fields = _without_dropout(stock) | {name: value for name, value in wanted.items() if hasattr(stock, name)}
+    if task.encoder_decoder:
+        # Not every config has a field for it.
+        fields["decoder_start_token_id"] = padding_token(tokenizer)
     try:
         return _loader(task).from_config(type(stock)(**fields))
     except (ValueError, TypeError, StrictDataclassError) as error:
