@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_posenc import UnsupportedError, native_scheme, patch_model
+from hf_posenc import UnsupportedError, native_scheme, patch_model, unpatch_model
 from hf_posenc.patching.find import architectures
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import WITHOUT_POSITIONS, tiny_model
@@ -134,3 +134,20 @@ def test_a_causal_model_without_any_positions_has_none(dtype: torch.dtype) -> No
     model.transformer.wpe.forward = lambda ids: torch.zeros(1, dtype=dtype)
     assert native_scheme(model).name == "none"
     patch_model(model, "alibi")
+
+
+@pytest.mark.parametrize("name", ["DebertaV2ForMultipleChoice", "MPNetForMultipleChoice", "RoFormerForMultipleChoice"])
+@torch.no_grad()
+def test_models_of_several_choices_are_run_on_questions_with_choices(name: str) -> None:
+    """They read `(batch, choices, length)`, and cut a plain text into choices of one token."""
+    model = tiny(name, vocab_size=64).eval()
+    choices = torch.arange(5, 5 + 2 * 3 * 7).view(2, 3, 7) % 64
+    stock = model(input_ids=choices).logits
+    assert stock.shape == (2, 3)
+    patch_model(model, "alibi")
+    patched_logits = model(input_ids=choices).logits
+    assert not torch.allclose(patched_logits, stock)
+    # Each choice is read as a text of its own.
+    assert torch.allclose(model(input_ids=choices[:, 1:2]).logits, patched_logits[:, 1:2], atol=1e-6)
+    unpatch_model(model)
+    assert torch.equal(model(input_ids=choices).logits, stock)

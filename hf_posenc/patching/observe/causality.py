@@ -85,7 +85,7 @@ def _other_last_token(models: list[PreTrainedModel], name: str) -> Iterator[None
         if name not in kwargs:
             return None
         tokens = kwargs[name].clone()
-        tokens[:, -1] = tokens[:, 0]
+        tokens[..., -1] = tokens[..., 0]
         return args, kwargs | {name: tokens}
 
     handles = [model.register_forward_pre_hook(exchange, with_kwargs=True) for model in models]

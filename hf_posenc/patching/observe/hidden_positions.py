@@ -123,7 +123,7 @@ def _reordered(models: list[PreTrainedModel], stacks: list[Stack], swaps: dict[s
     """Context manager in which the first two tokens, or patches, of every call are swapped."""
 
     def reorder(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        tokens = {name: kwargs[name][:, _ORDER] for name in ("input_ids", "decoder_input_ids") if name in kwargs}
+        tokens = {name: kwargs[name][..., _ORDER] for name in ("input_ids", "decoder_input_ids") if name in kwargs}
         return args, kwargs | tokens
 
     handles = [model.register_forward_pre_hook(reorder, with_kwargs=True) for model in models]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES
 
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
 from hf_posenc.patching.find.discovery import model_parts
@@ -155,7 +156,8 @@ def _inputs(module: PreTrainedModel, device: torch.device, length: int, constant
             f"(its arguments: {', '.join(list(parameters)[1:8])})."
         )
     tokens = torch.arange(5, 5 + length, device=device).unsqueeze(0)
-    given: dict[str, Any] = {"input_ids": tokens}
+    # One question with one choice, which is a text.
+    given: dict[str, Any] = {"input_ids": tokens.unsqueeze(1) if _reads_choices(module) else tokens}
     if "use_cache" in parameters:
         given["use_cache"] = False
     width = cross_attention_width(module) if "encoder_hidden_states" in parameters else None
@@ -164,3 +166,9 @@ def _inputs(module: PreTrainedModel, device: torch.device, length: int, constant
     if getattr(module.config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
         given["decoder_input_ids"] = tokens
     return given
+
+
+def _reads_choices(module: PreTrainedModel) -> bool:
+    """Whether it reads several texts for each question: `(batch, choices, length)`."""
+    known = set(MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES.values())
+    return any(kind.__name__ in known for kind in type(module).__mro__)
