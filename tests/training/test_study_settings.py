@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from hf_posenc import RopeConfig, SinusoidalConfig, UnknownNameError
+from hf_posenc.metrics.generalization.exact_match import GeneralizationResult
 from training import compare
 from training.errors import SettingsError
 from training.objectives import IGNORED
+from training.study import reading
 from training.study.cells import study_cells
 from training.study.corpus import study_tokenizer
 from training.study.data import cell_data
@@ -258,6 +260,15 @@ def test_every_option_has_a_help_text(capsys):
     for name, setting in StudySettings.model_fields.items():
         assert f"--{name}" in text
         assert setting.description
+
+
+def test_every_seed_is_asked_other_questions_and_every_scheme_the_same(monkeypatch):
+    asked = []
+    monkeypatch.setattr(reading, "exact_match", lambda *_, seed, **__: asked.append(seed) or GeneralizationResult(()))
+    for cell in study_cells(settings(tasks="copy", schemes="rope,alibi", seeds="0,1")):
+        reading.read_lengths(cell, None, None, None, None)
+    # 0 is the seed of the validation examples, which the learning rate is chosen by.
+    assert asked == [1, 1, 2, 2]
 
 
 def test_one_worker_for_each_gpu():
