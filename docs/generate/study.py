@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -56,6 +56,8 @@ from training.study.significance import difference_over_texts, mean_difference, 
 FOLDER = Path(__file__).resolve().parents[1] / "study"
 RUNS = FOLDER / "runs"
 FIGURES = FOLDER / "figures"
+#: The loss, in nats per token, to which the steps of masked models are counted.
+MASKED = 2.50
 FREQUENCIES = FOLDER / "frequencies.csv"
 PAGES = ("results.md", "leaderboard.md")
 #: Figures of a study that the pages show.
@@ -238,12 +240,10 @@ def speed_table(runs: Runs) -> str:
     seconds = {scheme: np.mean([run["cpu_seconds"] for run in seeds.values()]) for scheme, seeds in found.items()}
     budget, rows = min(seconds.values()), []
     for scheme, seeds in found.items():
-        steps = mean_of(Measure(scheme, "steps", REACHED).values(runs).values())
-        reached = all(min(run["curve"]["validation_loss"]) < REACHED for run in seeds.values())
         equal = mean_of(_loss_after(run, budget) for run in seeds.values())
         row = (
             f"`{scheme}`",
-            shown(steps, 0) if reached else "not reached",
+            _steps_to(Measure(scheme, "steps", REACHED), runs, seeds.values()),
             f"{seconds[scheme] / seconds['none']:.2f}",
             shown(mean_of(run["curve"]["validation_loss"][-1] for run in seeds.values())),
             shown(equal),
@@ -251,6 +251,12 @@ def speed_table(runs: Runs) -> str:
         rows.append((equal.value, row))
     head = ("scheme", f"steps to {REACHED:.2f}", "time (none = 1)", "loss after all steps", "loss after equal time")
     return markdown(head, [row for _, row in sorted(rows)])
+
+
+def _steps_to(measure: Measure, runs: Runs, finished_runs: Iterable[Run]) -> str:
+    """The steps to a loss, if every training has reached it."""
+    reached = all(min(run["curve"]["validation_loss"]) < measure.at for run in finished_runs)
+    return shown(mean_of(measure.values(runs).values()), 0) if reached else "not reached"
 
 
 def _loss_after(run: Run, seconds: float) -> float:
@@ -312,11 +318,12 @@ def masked_table(runs: Runs) -> str:
         (
             f"`{scheme}`",
             *(shown(tail(seeds, length)) for length in LENGTHS),
+            _steps_to(Measure(scheme, "steps", MASKED, "reference_masked", "masked"), runs, seeds.values()),
             seeds_of(runs, "reference_masked", scheme, "masked"),
         )
         for scheme, seeds in sorted(found.items(), key=lambda item: tail(item[1], LENGTH).value)
     ]
-    return markdown(("scheme", *(f"{length:,}" for length in LENGTHS), "seeds"), rows)
+    return markdown(("scheme", *(f"{length:,}" for length in LENGTHS), f"steps to {MASKED:.2f}", "seeds"), rows)
 
 
 TABLES: dict[str, Callable[[Runs], str]] = {
