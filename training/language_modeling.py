@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
-from hf_posenc.patching.place.context_length import update_tokenizer_length
+from hf_posenc.patching.place.context_length import context_length, update_tokenizer_length
 from hf_posenc.recipes import frozen_teacher
 from training.argument_files import parse_arguments
 from training.arguments import (
@@ -187,8 +187,9 @@ def prepare_model(
     """
     model = build_model(given.model, tokenizer, causal, given.trainer.seed)
     teacher = frozen_teacher(model) if given.healing.distill else None
+    before = context_length(model)
     apply_scheme(model, given.scheme, given.healing, rows)
-    update_tokenizer_length(tokenizer, model)
+    update_tokenizer_length(tokenizer, model, before)
     size, vocabulary = given.data.block_size, len(tokenizer)
     check_reads(model, size, causal, vocabulary)
     blocking = find_blocking(model, size, causal, vocabulary) if given.data.packing == "documents" else None

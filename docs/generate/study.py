@@ -12,6 +12,7 @@ import argparse
 import re
 import sys
 from collections.abc import Callable, Iterable
+from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -34,6 +35,7 @@ from docs.generate.study_numbers import (
     share_of_answers,
     shown,
     tail,
+    tail_by_seed,
 )
 from docs.generate.study_swaps import heal_table
 from hf_posenc import get_scheme
@@ -158,7 +160,7 @@ def rates_table(runs: Runs) -> str:
         if study.endswith("_rates"):
             rate_of = {run["scheme"]: run["training"]["learning_rate"] for run in found}
             for (task, label), loss in losses_by_rate(found).items():
-                place = study.removesuffix("_rates"), task, label.rsplit("-", 1)[0]
+                place = study.removesuffix("_rates"), task, label.removesuffix(f"-{rate_of[label]:g}")
                 losses.setdefault(place, {})[rate_of[label]] = loss
     if not losses:
         return NOT_RUN
@@ -169,7 +171,8 @@ def rates_table(runs: Runs) -> str:
         # An infinite loss is that of a training that diverged.
         cells = [f"{by_rate[rate]:.3f}".replace("inf", "diverged") if rate in by_rate else "" for rate in rates]
         name = study.removeprefix("reference").strip("_") or "main"
-        rows.append((f"`{scheme}`", *cells, f"{best:g}", task if name == "tasks" else name))
+        name = {"tasks": task, "marian": f"{task} (Marian)"}.get(name, name)
+        rows.append((f"`{scheme}`", *cells, f"{best:g}", name))
     return markdown(("scheme", *(f"{rate:g}" for rate in rates), "chosen", "study or task"), rows)
 
 
@@ -200,8 +203,9 @@ def differences_table(runs: Runs) -> str:
     """Loss at the trained length, less that of RoPE."""
     found = finished(runs, "reference")
     texts, rows = Measure("rope").by_text(runs), []
+    rope = tail_by_seed(found.get("rope", {}), LENGTH)
     for scheme in found:
-        own, rope, by_text = Measure(scheme).values(runs), Measure("rope").values(runs), Measure(scheme).by_text(runs)
+        own, by_text = tail_by_seed(found[scheme], LENGTH), Measure(scheme).by_text(runs)
         common = sorted(by_text.keys() & texts.keys())
         if scheme in ("rope", *SCALINGS) or len(common) < 2:
             continue
@@ -216,17 +220,18 @@ def differences_table(runs: Runs) -> str:
 
 def rerun_table(runs: Runs) -> str:
     """Trainings with a new seed, beside the interval in which those of the main study expect them."""
-    again, found, rows = finished(runs, "reference_rerun"), finished(runs, "reference"), []
-    for scheme in again:
-        for length in (LENGTHS[0], LENGTHS[-1]):
-            before, after = (Measure(scheme, at=length, study=study) for study in ("reference", "reference_rerun"))
-            expected = prediction(list(before.values(runs).values()))
-            for seed, loss in after.values(runs).items():
-                inside = "yes" if expected.low <= loss <= expected.high else "**no**"
-                interval = f"[{expected.low:.3f}, {expected.high:.3f}]"
-                rows.append(
-                    (f"`{scheme}`", f"{length:,}", str(len(found[scheme])), interval, str(seed), f"{loss:.3f}", inside)
-                )
+    found, rows = finished(runs, "reference"), []
+    reruns = [run for run in runs.get("reference_rerun", ()) if len(found.get(run["scheme"], {})) > 1]
+    for scheme in dict.fromkeys(run["scheme"] for run in reruns):
+        for length, again in product((LENGTHS[0], LENGTHS[-1]), [run for run in reruns if run["scheme"] == scheme]):
+            seed = again["seed"]
+            expected = prediction(list(tail_by_seed(found[scheme], length).values()))
+            # A training that diverged has no loss, and is not inside.
+            loss = tail_by_seed({seed: again}, length)[seed] if again["status"] == "finished" else float("inf")
+            inside = "yes" if expected.low <= loss <= expected.high else "**no**"
+            interval = f"[{expected.low:.3f}, {expected.high:.3f}]"
+            seeds = str(len(found[scheme]))
+            rows.append((f"`{scheme}`", f"{length:,}", seeds, interval, str(seed), f"{loss:.3f}", inside))
     if not rows:
         return NOT_RUN
     return markdown(("scheme", "tokens", "seeds", "expected", "new seed", "its loss", "inside"), rows)
@@ -254,9 +259,11 @@ def speed_table(runs: Runs) -> str:
 
 
 def _steps_to(measure: Measure, runs: Runs, finished_runs: Iterable[Run]) -> str:
-    """The steps to a loss, if every training has reached it."""
-    reached = all(min(run["curve"]["validation_loss"]) < measure.at for run in finished_runs)
-    return shown(mean_of(measure.values(runs).values()), 0) if reached else "not reached"
+    """The steps to a loss of the trainings that finished, if all of them have reached it."""
+    seeds = {run["seed"]: min(run["curve"]["validation_loss"]) for run in finished_runs}
+    if any(lowest >= measure.at for lowest in seeds.values()):
+        return "not reached"
+    return shown(mean_of(steps for seed, steps in measure.values(runs).items() if seed in seeds), 0)
 
 
 def _loss_after(run: Run, seconds: float) -> float:

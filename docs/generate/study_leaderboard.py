@@ -21,8 +21,9 @@ from docs.generate.study_numbers import (
     share_of_answers,
     shown,
     tail,
+    tail_by_seed,
 )
-from docs.generate.study_swaps import SPEEDS, above_control
+from docs.generate.study_swaps import above_control
 
 
 def leaderboard(runs: Runs) -> str:
@@ -50,10 +51,10 @@ def _table(runs: Runs, study: str) -> str:
             (
                 f"`{scheme}`",
                 shown(tail(seeds, LENGTHS[0])),
-                _less_rope(seeds, rope),
+                "" if scheme == "rope" else _less_rope(seeds, rope),
                 *(shown(tail(seeds, length)) for length in LENGTHS[2:]),
                 *(_answers(runs, scheme, task, at) for task, at in (("copy", 20), ("passkey", 40))),
-                ranged(above_control(healed, scheme)) if f"{scheme}-{SPEEDS[0]}" in healed else "",
+                ranged(above_control(healed, scheme)),
                 f"{cached_numbers(first['config']):,}",
                 "" if base is None else f"{seconds / base:.2f}",
                 "" if plain is None else f"{first['parameters'] - plain:+,}",
@@ -69,12 +70,8 @@ def _table(runs: Runs, study: str) -> str:
 
 def _less_rope(seeds: Mapping[int, Run], rope: Mapping[int, Run]) -> str:
     """The mean difference from RoPE at the trained length over the seeds that both have."""
-    common = sorted(seeds.keys() & rope.keys())
-    if not common or all(seeds[seed] is rope[seed] for seed in common):
-        return ""
-    own, other = ([np.mean(one[seed]["by_length"]["window_tail_loss"][0]) for seed in common] for one in (seeds, rope))
-    differences = np.subtract(own, other)
-    return ranged(mean_of(differences)) if len(common) > 1 else f"{differences[0]:+.3f}"
+    own, other = (tail_by_seed(one, LENGTHS[0]) for one in (seeds, rope))
+    return ranged(mean_of(own[seed] - other[seed] for seed in sorted(own.keys() & other.keys())))
 
 
 def cached_numbers(config: Mapping[str, Any]) -> int:

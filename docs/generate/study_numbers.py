@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from training.study.claims import LENGTH
 from training.study.significance import Interval, mean_difference, share
@@ -36,25 +39,40 @@ def seeds_of(runs: Runs, study: str, scheme: str, task: str = "causal") -> str:
 
 
 def mean_of(values: Iterable[float]) -> Interval:
-    """The mean over seeds with Student's interval; one seed has no interval."""
+    """The mean over seeds with Student's interval. One seed has no interval, and none has no mean: they are NaN."""
     numbers = list(values)
-    return mean_difference(numbers) if len(numbers) > 1 else Interval(numbers[0], numbers[0], numbers[0])
+    if len(numbers) > 1:
+        return mean_difference(numbers)
+    return Interval(*(numbers or [math.nan]), math.nan, math.nan)
 
 
 def shown(interval: Interval, digits: int = 3) -> str:
-    """A mean, ± half of its interval."""
+    """A mean, ± half of its interval where it has one; empty without a mean."""
+    if math.isnan(interval.value):
+        return ""
     half = (interval.high - interval.low) / 2
-    return f"{interval.value:,.{digits}f}" + (f" ± {half:,.{digits}f}" if half else "")
+    return f"{interval.value:,.{digits}f}" + (f" ± {half:,.{digits}f}" if half > 0 else "")
 
 
 def ranged(interval: Interval, digits: int = 3) -> str:
-    """A difference with the ends of its interval."""
-    return f"{interval.value:+.{digits}f} [{interval.low:+.{digits}f}, {interval.high:+.{digits}f}]"
+    """A difference, with the ends of its interval where it has one; empty without a difference."""
+    if math.isnan(interval.value):
+        return ""
+    ends = "" if math.isnan(interval.low) else f" [{interval.low:+.{digits}f}, {interval.high:+.{digits}f}]"
+    return f"{interval.value:+.{digits}f}{ends}"
 
 
 def tail(seeds: Mapping[int, Run], length: int) -> Interval:
     """The loss of the same last tokens with this much context."""
     return mean_of(run["by_length"]["tail_loss"][run["by_length"]["lengths"].index(length)] for run in seeds.values())
+
+
+def tail_by_seed(seeds: Mapping[int, Run], length: int) -> dict[int, float]:
+    """The loss of the same last tokens by seed, with all digits."""
+    return {
+        seed: float(np.mean(run["by_length"]["window_tail_loss"][run["by_length"]["lengths"].index(length)]))
+        for seed, run in seeds.items()
+    }
 
 
 def share_of_answers(seeds: Iterable[Run], length: int) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from docs.generate.study_numbers import LENGTH, NOT_RUN, Run, Runs, finished, markdown, mean_of, ranged, shown, tail
-from training.study.significance import Interval, mean_difference, paired
+from training.study.significance import Interval
 
 #: The two learning rates, in the labels of the study: 0.001 and 0.004.
 SPEEDS = ("slow", "fast")
@@ -17,32 +17,41 @@ SPEEDS = ("slow", "fast")
 def heal_table(runs: Runs) -> str:
     """Losses after a swap, and after further training with each of two learning rates."""
     found = finished(runs, "reference_heal")
-    if f"rope-{SPEEDS[0]}" not in found:
+    schemes = list(dict.fromkeys(label.rpartition("-")[0] for label in found if "-" in label))
+    if "rope" not in schemes:
         return NOT_RUN
     rows = []
-    for scheme in dict.fromkeys(label.rpartition("-")[0] for label in found if "-" in label):
-        healed = {speed: found[f"{scheme}-{speed}"] for speed in SPEEDS}
-        swapped = mean_of(_mean_loss(run["before"]) for run in healed[SPEEDS[0]].values())
-        best = _best_speed(found, scheme)
-        far = tail(best, 4 * LENGTH)
-        above = above_control(found, scheme)
+    for scheme in schemes:
+        healed = {speed: found.get(f"{scheme}-{speed}", {}) for speed in SPEEDS}
+        first = next(seeds for seeds in healed.values() if seeds)
+        best, above = best_speed(found, scheme), above_control(found, scheme)
+        swapped = mean_of(_mean_loss(run["before"]) for run in first.values())
         losses = [mean_of(_mean_loss(run["by_length"]) for run in seeds.values()) for seeds in healed.values()]
-        row = (f"`{scheme}`", shown(swapped), *map(shown, losses), ranged(above), shown(far), str(len(best)))
+        far = shown(tail(best, 4 * LENGTH))
+        row = (f"`{scheme}`", shown(swapped), *map(shown, losses), ranged(above), far, str(len(best)))
         rows.append((above.value, row))
     head = ("scheme", "after the swap", "healed at 0.001", "healed at 0.004", "above the control", "4 times", "seeds")
     return markdown(head, [row for _, row in sorted(rows)])
 
 
 def above_control(found: Mapping[str, Mapping[int, Run]], scheme: str) -> Interval:
-    """The loss after a swap to the scheme and healing, less that of a model that kept RoPE, each at its best rate."""
-    own, control = (_best_speed(found, one) for one in (scheme, "rope"))
-    losses = ({seed: _mean_loss(run["by_length"]) for seed, run in seeds.items()} for seeds in (own, control))
-    return mean_difference(paired(*losses))
+    """The loss after a swap to the scheme and healing, less that of a model that kept RoPE, each at its best rate.
+
+    Not a number if one of the two was not run.
+    """
+    own, control = (
+        {seed: _mean_loss(run["by_length"]) for seed, run in best_speed(found, one).items()} for one in (scheme, "rope")
+    )
+    return mean_of(own[seed] - control[seed] for seed in sorted(own.keys() & control.keys()))
 
 
-def _best_speed(found: Mapping[str, Mapping[int, Run]], scheme: str) -> Mapping[int, Run]:
-    both = [found[f"{scheme}-{speed}"] for speed in SPEEDS]
-    return min(both, key=lambda seeds: np.mean([_mean_loss(run["by_length"]) for run in seeds.values()]))
+def best_speed(found: Mapping[str, Mapping[int, Run]], scheme: str) -> Mapping[int, Run]:
+    """The trainings with the rate that has more of them, and the lower mean loss."""
+    speeds = [found.get(f"{scheme}-{speed}", {}) for speed in SPEEDS]
+    return min(
+        speeds,
+        key=lambda seeds: (-len(seeds), np.mean([_mean_loss(run["by_length"]) for run in seeds.values()] or [np.inf])),
+    )
 
 
 def _mean_loss(reading: Mapping[str, Any]) -> float:

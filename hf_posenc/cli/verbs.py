@@ -34,6 +34,7 @@ def patch(options: argparse.Namespace) -> int:
     elsewhere = None if options.elsewhere is None else parse_scheme(options.elsewhere)
 
     import hf_posenc
+    from hf_posenc.patching.place.context_length import context_length
     from hf_posenc.patching.place.part_in_force import named_part, scheme_in_part
     from hf_posenc.schemes.labels import scheme_label
 
@@ -47,17 +48,18 @@ def patch(options: argparse.Namespace) -> int:
             f"trained with, and {config.name} would take its place. To keep it in a form that needs no hf_posenc: "
             f"hf-posenc export {options.model} --output DIR. To give it up all the same, say --replace."
         )
+    before = context_length(model)
     try:
         hf_posenc.patch_model(model, config, part=part, layers=layers, elsewhere=elsewhere)
     except ValueError as error:
         raise UsageError(str(error)) from error
     print(model.position_encoding.report)
     if options.stock:
-        processor, _ = _processor(options.model, model)
+        processor, _ = _processor(options.model, model, before)
         print(hf_posenc.export_model(model, output, tokenizer=processor, overwrite=options.overwrite))
         return 0
     model.save_pretrained(output)
-    processor, kind = _processor(options.model, model)
+    processor, kind = _processor(options.model, model, before)
     if processor is not None:
         processor.save_pretrained(output)
     print(f"Saved the model{'' if processor is None else f' and its {kind}'} in {output}")
@@ -110,10 +112,11 @@ def _loaded(name: str) -> tuple[Any, str | None]:
     return model, None if found is None else scheme_label(found.config)
 
 
-def _processor(name: str, model: Any) -> tuple[Any, str]:
+def _processor(name: str, model: Any, before: int | None = None) -> tuple[Any, str]:
     """The tokenizer of a model, or the processor of one of images or sound, and which of these it is.
 
-    It has the length of the model. It is `None`, with a line on stderr, if the model has none.
+    It gets the length of the model, if it had the native one or the one `before`. It is `None`, with a line on stderr,
+    if the model has none.
     """
     from hf_posenc.export.modalities import other_modalities
     from hf_posenc.loading import load_processor, load_tokenizer
@@ -126,7 +129,7 @@ def _processor(name: str, model: Any) -> tuple[Any, str]:
     except UsageError as error:
         print(f"The model is saved without a {kind}: {error}", file=sys.stderr)
         return None, kind
-    update_tokenizer_length(processor, model)
+    update_tokenizer_length(processor, model, before)
     return processor, kind
 
 

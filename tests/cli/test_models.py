@@ -72,7 +72,11 @@ class TestPatch:
         scaling = 'scaling={"type": "yarn", "factor": 4.0, "original_max_positions": 32}'
         assert main(["patch", str(stock), "rope", "--option", scaling, "--output", str(longer)]) == 0
         assert main(["export", str(longer), "--output", str(exported)]) == 0
-        assert [AutoTokenizer.from_pretrained(folder).model_max_length for folder in (longer, exported)] == [128, 128]
+        short = tmp_path / "short"
+        words = ["--option", "num_positions=32", "--replace", "--output", str(short)]
+        assert main(["patch", str(longer), "learned", *words]) == 0
+        folders = {longer: 128, exported: 128, short: 32}
+        assert {folder: AutoTokenizer.from_pretrained(folder).model_max_length for folder in folders} == folders
 
     def test_options_reach_the_scheme(self, llama, tmp_path, capsys):
         from transformers import AutoModelForCausalLM

@@ -110,6 +110,32 @@ def test_swaps_are_compared_with_the_control_at_the_better_rate_of_each(study: M
     assert rows[1][4] == "+0.500 [+0.500, +0.500]"
 
 
+def test_swaps_that_diverged_or_were_not_run_leave_the_rest(study: ModuleType) -> None:
+    def run(label: str, seed: int, loss: float, status: str = "finished") -> dict[str, object]:
+        reading = {"lengths": list(study.LENGTHS), "loss": [loss] * 4, "tail_loss": [loss] * 4}
+        figures = {"by_length": reading, "before": reading, "reason": "", "status": status}
+        return {"task": "causal", "scheme": label, "seed": seed} | figures
+
+    runs = [run("rope-slow", seed, 1.2) for seed in (0, 1)] + [run("alibi-slow", 0, 2.0)]
+    runs += [run("alibi-fast", seed, 9.0, "diverged") for seed in (0, 1)] + [run("none-fast", 3, 2.5)]
+    rows = {
+        line.split(" | ")[0]: line.split(" | ") for line in study.TABLES["heal"]({"reference_heal": runs}).splitlines()
+    }
+    # One seed has no interval, and no seed of the control nothing to compare with.
+    assert rows["| `alibi`"][2:5] == ["2.000", "", "+0.800"]
+    assert rows["| `none`"][2:5] == ["", "2.500", ""]
+
+
+def test_a_new_seed_that_diverged_is_not_inside(study: ModuleType) -> None:
+    def run(seed: int, status: str = "finished") -> dict[str, object]:
+        reading = {"lengths": list(study.LENGTHS), "window_tail_loss": [[1.5 + seed / 100] * 2] * 4}
+        return {"task": "causal", "scheme": "none", "seed": seed, "status": status, "by_length": reading}
+
+    runs = {"reference": [run(0), run(1), run(2, "diverged")], "reference_rerun": [run(6, "diverged")]}
+    rows = [line.split(" | ") for line in study.TABLES["rerun"](runs).splitlines()[2:]]
+    assert [(row[2], row[-1]) for row in rows] == [("2", "**no** |")] * 2
+
+
 @pytest.mark.parametrize(("name", "numbers"), [("rope", 256), ("forget_gate", 256 + 4), (None, 256)])
 def test_cached_numbers_count_keys_values_and_features(study: ModuleType, name: str | None, numbers: int) -> None:
     # 4 heads of width 32; a forget gate adds one number to the key of each head.

@@ -433,6 +433,32 @@ class TestEncoderDecoders:
         assert matches == [row.exact_match for row in decoded.rows]
         assert max(matches) > 0.5 > min(matches)
 
+    def test_the_generation_config_of_the_model_changes_nothing(self, tokenizer, marian):
+        options = {"lengths": [4, 6], "samples": 20}
+        expected = [row.exact_match for row in exact_match(marian, tokenizer, "repeated_copy", **options).rows]
+        own = copy.deepcopy(marian.generation_config)
+        bent = copy.deepcopy(own)
+        letters = [[token] for token in tokenizer("abcdefghijklmnopqrstuvwxyz", add_special_tokens=False)["input_ids"]]
+        bent.update(bad_words_ids=letters, num_beams=3, repetition_penalty=9.0, begin_suppress_tokens=[100, 101])
+        bent.update(return_dict_in_generate=True, decoder_start_token_id=0)
+        marian.generation_config = bent
+        try:
+            found = exact_match(marian, tokenizer, "repeated_copy", method="generate", **options)
+            assert marian.generation_config is bent
+        finally:
+            marian.generation_config = own
+        assert [row.exact_match for row in found.rows] == expected
+        assert max(expected) > 0.5
+
+    def test_a_model_with_adapters_writes_answers_too(self, tokenizer, marian):
+        from peft import LoraConfig, get_peft_model
+
+        options = {"lengths": [4], "samples": 20}
+        forced = exact_match(marian, tokenizer, "repeated_copy", **options).row(4).exact_match
+        model = get_peft_model(copy.deepcopy(marian), LoraConfig(task_type="SEQ_2_SEQ_LM", target_modules=["q_proj"]))
+        found = exact_match(model.eval(), tokenizer, "repeated_copy", method="generate", **options)
+        assert found.row(4).exact_match == forced
+
     def test_the_length_that_has_to_fit_is_that_of_prompt_or_answer(self, tokenizer, marian):
         """30 letters are a prompt of 31 tokens and an answer of 31, where a causal model would read 62."""
         model = patch_model(copy.deepcopy(marian), "learned", num_positions=31)

@@ -67,7 +67,8 @@ def test_sizes_are_those_of_the_study_on_both_sides(tmp_path: Path) -> None:
     assert config.d_model == 32
     assert config.encoder_ffn_dim == config.decoder_ffn_dim == 64
     assert config.dropout == config.attention_dropout == 0
-    assert config.decoder_start_token_id == tokenizer.pad_token_id
+    # Not the padding token, which some decoders mask.
+    assert config.decoder_start_token_id == tokenizer.eos_token_id
 
 
 def test_text_is_still_read_by_a_decoder_alone(tmp_path: Path) -> None:

@@ -153,6 +153,9 @@ def test_schemes_with_a_rate_of_their_own_are_left_alone() -> None:
     assert chosen.options_of("alibi", "causal").training == {"learning_rate": 0.5}
     tasks = {"task_options": {"copy": {"schemes": ["alibi"], "seeds": [5]}}, "tasks": ["causal", "copy"]}
     assert rates_study(validated(StudySettings, given | tasks, "The study")).tasks == ["causal"]
+    tasks["task_options"]["copy"] = {"learning_rate": 0.3}
+    own = validated(StudySettings, given | tasks, "The study")
+    assert rates_study(own).tasks == ["causal"]
     only = validated(StudySettings, given | {"schemes": ["alibi", "on"]}, "The study")
     with pytest.raises(SettingsError, match="--learning_rates are for schemes"):
         rates_study(only)

@@ -29,6 +29,7 @@ def settings(**options):
         ({"scheme_options": {"rope": 3}}, "valid dictionary"),
         ({"schemes": "none", "scheme_options": {"rope": {}}}, "--scheme_options names 'rope'; the study has none"),
         ({"tasks": "causal", "task_options": {"masked": {}}}, "--task_options names 'masked'"),
+        ({"tasks": "copy", "task_options": {"copy": {"schemes": []}}}, "at least 1 item"),
         ({"max_step": 3}, "Did you mean 'max_steps'"),
         ({"task_options": {"causal": {"max_step": 3}}}, "Task 'causal'.*Did you mean 'max_steps'"),
         ({"task_options": {"causal": {"max_steps": "3"}}}, "--max_steps is '3': Input should be a valid integer"),
@@ -213,6 +214,12 @@ def test_flags_choose_a_part_of_a_file_with_its_options(tmp_path):
     assert whole["copy-rope-seed0"].identity({}) == study_cells(part)[0].identity({})
     assert whole["copy-t5-seed0"].options == {"max_distance": 11, "num_buckets": 8}
     assert whole["parity-t5-seed0"].options == {"max_distance": 11}
+    # A task with none of the schemes is left out, and is not run with all of them.
+    assert {cell.task.name for cell in study_cells(parse_study([str(path), "--schemes=ntk"], ""))} == {"parity"}
+    # What flags say comes after the file, also of a scheme that is not in it.
+    words = ["--schemes=kerple", "--scheme_options={kerple: {per_head: true}}", "--learning_rates=[1e-3]"]
+    more = parse_study([str(path), *words, "--tasks=parity"], "")
+    assert list(more.scheme_options) == ["kerple"]
     # A name that is nowhere in the file stays a mistake.
     with pytest.raises(SettingsError, match="names 't6'"):
         parse_study([str(path), "--schemes=rope", "--scheme_options={t6: {}}"], "")

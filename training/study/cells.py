@@ -163,6 +163,11 @@ class Cell:
         return self.task.train_lengths(self.settings)
 
     @property
+    def question_seed(self) -> int:
+        """Seed of the questions of a synthetic task: others for every seed, and never those of the validation (0)."""
+        return self.seed + 1
+
+    @property
     def goes_on(self) -> bool:
         """Whether it begins with trained weights: those of another cell, or pretrained ones."""
         return self.start is not None or self.task.pretrained
@@ -226,6 +231,8 @@ class Cell:
             "corpus digest": digests.get("corpus") if self.task.reads_text else None,
             "model digest": digests.get("model"),
         }
+        if self.task.synthetic is not None:
+            identity["question seed"] = self.question_seed
         if self.task.name == IMAGES:
             identity["pictures digest"] = digests.get("pictures")
         code = scheme_code(self.config)
@@ -265,8 +272,8 @@ def study_cells(study: StudySettings) -> list[Cell]:
     for name in study.tasks:
         own = study.task_options.get(name, TaskOptions())
         task = _task(study, name, own)
-        for label in own.schemes or study.schemes:
-            for seed in own.seeds or study.seeds:
+        for label in study.labels_of(name):
+            for seed in study.seeds if own.seeds is None else own.seeds:
                 add(task, label, seed)
     return sorted(cells.values(), key=lambda cell: (cell.seed, cell.depth))
 

@@ -18,7 +18,7 @@ from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerBas
 
 from hf_posenc.errors import UsageError
 from hf_posenc.metrics.generalization import EncoderDecoderCollator, SyntheticExamples, held_out_examples
-from hf_posenc.metrics.generalization.encoding import encode_example, padding_token, row_length
+from hf_posenc.metrics.generalization.encoding import encode_example, end_token, padding_token, row_length
 from hf_posenc.metrics.generalization.task import SyntheticTask
 from hf_posenc.metrics.images.pictures import Normalization, Pictures, load_pictures
 from training.data.blocking import Batches
@@ -284,8 +284,7 @@ def _synthetic(cell: Cell, task: SyntheticTask, tokenizer: PreTrainedTokenizerBa
     rows, labels = ([torch.tensor(one[part]) for one in encoded] for part in (0, 1))
     return CellData(
         train=SyntheticExamples(task, cell.train_lengths, seed=cell.seed, tokenizer=tokenizer, size=size),
-        # Models with new weights start to decode with the padding token, as T5 and Marian do.
-        collate=EncoderDecoderCollator(padding, padding) if cell.task.encoder_decoder else default_collate,
+        collate=EncoderDecoderCollator(end_token(tokenizer), padding) if cell.task.encoder_decoder else default_collate,
         validation=_rows(
             {
                 "input_ids": pad_sequence(rows, batch_first=True, padding_value=padding),

@@ -20,7 +20,7 @@ from transformers import (
 
 from hf_posenc import UnknownNameError, patch_model, unpatch_model
 from hf_posenc.metrics.forward import native_capacity
-from hf_posenc.metrics.generalization.encoding import padding_token
+from hf_posenc.metrics.generalization.encoding import end_token
 from hf_posenc.recipes import Swap, frozen_teacher
 from training.errors import SettingsError
 from training.starting_model import build_model as starting_model, weights_digest
@@ -95,11 +95,11 @@ def new_model(task: StudyTask, settings: TrainingSettings, tokenizer: PreTrained
         raise SettingsError(f"--model_type {model_type} has no {lacking[0]} to set: its models cannot be made small.")
     fields = _without_dropout(stock) | {name: value for name, value in wanted.items() if hasattr(stock, name)}
     if task.encoder_decoder:
-        # Not every config has a field for it.
-        fields["decoder_start_token_id"] = padding_token(tokenizer)
+        # Not every config has a field for it. Some decoders mask a padding token, even if it is the first.
+        fields["decoder_start_token_id"] = end_token(tokenizer)
     try:
         return _loader(task).from_config(type(stock)(**fields))
-    except (ValueError, TypeError, StrictDataclassError) as error:
+    except (ValueError, TypeError, NotImplementedError, StrictDataclassError) as error:
         raise SettingsError(f"--model_type {model_type} cannot be used for the task {task.name!r}: {error}") from error
 
 
@@ -144,7 +144,7 @@ def _without_dropout(stock: PreTrainedConfig) -> dict[str, float]:
     return {
         name: 0.0
         for name, value in stock.to_dict().items()
-        if isinstance(value, float) and ("dropout" in name or name.endswith("_pdrop"))
+        if isinstance(value, float) and ("dropout" in name or "layerdrop" in name or name.endswith("_pdrop"))
     }
 
 
@@ -213,5 +213,8 @@ def begin(cell: Cell, data: CellData, tokenizer: PreTrainedTokenizerBase) -> Beg
     if swap.initialization != "default":
         length = min(cell.settings.train_length, native_capacity(model) or cell.settings.train_length)
         sample = data.train.texts.rows(SAMPLE_ROWS, length) if embeds else sample_rows(data.train)
+        if task.encoder_decoder:
+            # The encoder never reads an answer.
+            sample = data.collate([data.train[index] for index in range(SAMPLE_ROWS)])["input_ids"]
     # By name, so that options left out can be taken from the old scheme.
     return Beginning(model, teacher, swap.swap(model, config.name, sample, cell.options))

@@ -98,10 +98,11 @@ def losses_by_rate(runs: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], f
 
 
 def _chosen_for(study: StudySettings, task: str) -> list[str]:
-    own = study.task_options.get(task, TaskOptions())
+    if "learning_rate" in (study.task_options.get(task, TaskOptions()).model_extra or {}):
+        return []
     return [
         label
-        for label in own.schemes or study.schemes
+        for label in study.labels_of(task)
         if (asked := study.options_of(label, task)).start is None and "learning_rate" not in asked.training
     ]
 

@@ -49,8 +49,7 @@ def read_lengths(
         similarities = teacher.similarities(model, lengths, settings.eval_windows)
         return {"lengths": lengths, "similarity": _rounded(similarities)}
     if task.synthetic is not None:
-        # Other questions for every seed, so that seeds vary in both; 0 is that of the validation examples.
-        samples, seed = settings.test_samples, cell.seed + 1
+        samples, seed = settings.test_samples, cell.question_seed
         matches = exact_match(model, tokenizer, task.synthetic, lengths, samples=samples, seed=seed).rows
         tokens = {"token_accuracy": _rounded([row.token_accuracy for row in matches])} if whole else {}
         return {"lengths": lengths, "accuracy": _rounded([row.exact_match for row in matches])} | tokens

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase, PrinterCallback, TrainingArgum
 
 from hf_posenc import PositionEncodingError, SequenceLengthError
 from hf_posenc.metrics.images.pictures import Normalization
+from hf_posenc.patching.place.context_length import update_tokenizer_length
 from training.checkpoints import latest_complete_checkpoint
 from training.data.order import RowsByEpoch
 from training.errors import SettingsError
@@ -193,6 +194,7 @@ def _save(cell: Cell, model: Any, processor: PreTrainedTokenizerBase | ViTImageP
     for folder in (partial, cell.model_folder):
         shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(partial)
+    update_tokenizer_length(processor, model)
     processor.save_pretrained(partial)
     partial.rename(cell.model_folder)
 

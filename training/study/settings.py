@@ -194,8 +194,12 @@ class TaskOptions(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    schemes: Names | None = Field(None, description="Labels that the task is run with. Default: those of the study.")
-    seeds: Seeds | None = Field(None, description="Seeds that the task is run with. Default: those of the study.")
+    schemes: Names | None = Field(
+        None, min_length=1, description="Labels that the task is run with. Default: those of the study."
+    )
+    seeds: Seeds | None = Field(
+        None, min_length=1, description="Seeds that the task is run with. Default: those of the study."
+    )
     scheme_options: dict[str, SchemeOptions] = Field(
         {}, description="Options per scheme in this task, which replace those of the study one by one."
     )
@@ -327,6 +331,11 @@ class StudySettings(TrainingSettings):
         own = self.task_options.get(task or "", TaskOptions()).scheme_options.get(label)
         return options if own is None else options.changed(own)
 
+    def labels_of(self, task: str) -> list[str]:
+        """The labels that a task is run with."""
+        own = self.task_options.get(task, TaskOptions()).schemes
+        return self.schemes if own is None else own
+
     @property
     def all_seeds(self) -> set[int]:
         """The seeds of the study and those that single tasks have of their own."""
@@ -392,26 +401,34 @@ def parse_study(arguments: list[str], description: str) -> StudySettings:
         as_text = settings[name].annotation in (str, str | None) or not isinstance(words, str)
         given[name] = words if as_text else parse_structured(words, name)
     chosen = _of_the_chosen(values, given) if values and {"schemes", "tasks"} & given.keys() else {}
-    return validated(StudySettings, values | chosen | given, "The study")
+    return validated(StudySettings, values | given | chosen, "The study")
 
 
 def _of_the_chosen(file: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The options in a file without those of its own schemes and tasks that the flags leave out."""
-    whole = validated(StudySettings, file, "The study")
-    part = validated(StudySettings, {key: given[key] for key in ("schemes", "tasks") if key in given}, "The study")
-    schemes = set(whole.schemes) - set(part.schemes) if "schemes" in given else set()
-    tasks = set(whole.tasks) - set(part.tasks) if "tasks" in given else set()
-    task_options = {}
-    for name, options in (file.get("task_options") or {}).items():
+    """What a file and flags say of the schemes and tasks that the flags choose, without those of the file left out."""
+    chosen = ("schemes", "tasks")
+    known, wanted = (
+        validated(StudySettings, {key: source[key] for key in chosen if key in source}, "The study")
+        for source in (file, file | given)
+    )
+    schemes, tasks = set(known.schemes) - set(wanted.schemes), set(known.tasks) - set(wanted.tasks)
+    settings, left, task_options = file | given, list(wanted.tasks), {}
+    for name, options in (settings.get("task_options") or {}).items():
         if name in tasks:
             continue
         task_options[name] = dict(options)
         if "schemes" in options:
-            names = whole.task_options[name].schemes or []
-            task_options[name]["schemes"] = [one for one in names if one not in schemes]
+            names = validated(TaskOptions, {"schemes": options["schemes"]}, f"Task {name!r}").schemes
+            task_options[name]["schemes"] = [one for one in names or () if one not in schemes]
+            if not task_options[name]["schemes"]:
+                # The task has none of the schemes that are asked for.
+                del task_options[name]
+                left = [one for one in left if one != name]
+                continue
         if "scheme_options" in options:
             task_options[name]["scheme_options"] = _without(options["scheme_options"], schemes)
-    return {"scheme_options": _without(file.get("scheme_options") or {}, schemes), "task_options": task_options}
+    scheme_options = _without(settings.get("scheme_options") or {}, schemes)
+    return {"tasks": left, "scheme_options": scheme_options, "task_options": task_options}
 
 
 def _without(options: dict[str, Any], labels: set[str]) -> dict[str, Any]:

@@ -168,7 +168,7 @@ def share(successes: Sequence[int], trials: Sequence[int]) -> Interval:
     Each training has its own share, drawn from a beta distribution with mean `m`, and the correlation `r` of two of its
     answers. The interval is that of `m`, with uniform priors of `m` and `r`. It is widened to the share itself where it
     does not contain that, stays between 0 and 1, and has a width where all shares are 0 or 1. It is about other
-    trainings, and not about other questions: all trainings answer the same ones.
+    trainings, and about other questions as far as every training has its own.
 
     Args:
         successes: right answers of each training.

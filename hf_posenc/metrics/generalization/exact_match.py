@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedError
 from hf_posenc.metrics.forward import check_capacity, check_vocabulary, logits_of, predicts_next_token
@@ -281,25 +283,28 @@ def _teacher_forced(model: Any, prompts: Tensor, answers: Tensor) -> Tensor:
 
 def _generated(model: Any, tokenizer: Any, prompts: Tensor, answers: Tensor) -> Tensor:
     """Whether each token of the answers is the one that greedy decoding wrote, `(batch, answer_length)`."""
-    end = end_token(tokenizer)
-    # Everything that would bend the most likely token is off, whatever the model's own generation config says.
-    written = model.generate(
-        prompts,
-        attention_mask=torch.ones_like(prompts),
-        max_new_tokens=answers.shape[1],
-        min_new_tokens=0,
-        do_sample=False,
-        num_beams=1,
-        forced_bos_token_id=None,
-        forced_eos_token_id=None,
-        repetition_penalty=1.0,
-        no_repeat_ngram_size=0,
-        eos_token_id=end,
-        pad_token_id=end,
-    )[:, 1 if _has_encoder(model) else prompts.shape[1] :]
+    with _greedy(model, end_token(tokenizer), answers.shape[1]):
+        written = model.generate(input_ids=prompts, attention_mask=torch.ones_like(prompts))
+    written = written[:, 1 if _has_encoder(model) else prompts.shape[1] :]
     # Where every answer of the batch ended early, it is filled up with what cannot be a token.
     written = torch.nn.functional.pad(written, (0, answers.shape[1] - written.shape[1]), value=-1)
     return torch.eq(written, answers.to(written.device))
+
+
+@contextmanager
+def _greedy(model: Any, end: int, length: int) -> Iterator[None]:
+    """Lets a model write the most likely tokens, whatever its own generation config says, and restores that config."""
+    target = unwrapped(model)
+    own = target.generation_config
+    plain = GenerationConfig(max_new_tokens=length, do_sample=False, num_beams=1, eos_token_id=end, pad_token_id=end)
+    plain.use_cache, plain.cache_implementation = own.use_cache, own.cache_implementation
+    if _has_encoder(model):
+        plain.decoder_start_token_id = _decoder_start(model)
+    target.generation_config = plain
+    try:
+        yield
+    finally:
+        target.generation_config = own
 
 
 def _has_encoder(model: Any) -> bool:
@@ -314,7 +319,7 @@ def _longest_sequence(model: Any, ids: list[int], labels: list[int]) -> int:
 
 def _decoder_start(model: Any) -> int:
     """The token that stands before an answer in the decoder."""
-    for config in (getattr(model, "generation_config", None), model.config):
+    for config in (getattr(unwrapped(model), "generation_config", None), model.config):
         start = getattr(config, "decoder_start_token_id", None)
         if start is not None:
             return int(start)

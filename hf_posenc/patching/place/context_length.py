@@ -81,23 +81,31 @@ def extend_context(model: ModelType, tokenizer: Any = None, *, length: int, part
     return model
 
 
-def update_tokenizer_length(tokenizer: Any, model: Any) -> None:
-    """Gives a tokenizer the length of a patched model, if it still has the model's native one. In place.
+def context_length(model: Any) -> int | None:
+    """The length of a patched model in tokens; `None` if it has none, or is not patched."""
+    encoding = current_encoding(unwrapped(model))
+    return None if encoding is None or encoding.lengths is None else encoding.lengths.current
+
+
+def update_tokenizer_length(tokenizer: Any, model: Any, before: int | None = None) -> None:
+    """Gives a tokenizer the length of a patched model, if it still has the native one or that of the scheme before.
 
     A scheme that was made for longer sequences, such as a scaled rotation, changes the length of the model alone. For
-    tools that save a model together with its tokenizer.
+    tools that save a model together with its tokenizer. In place.
 
     Args:
         tokenizer: of the model, or a processor that holds one; without a length, as of images or sound, or `None`, it
             stays as it is.
         model: patched or not.
+        before: the `context_length` of the model before it got its scheme.
     """
-    encoding = current_encoding(unwrapped(model))
-    holder = getattr(tokenizer, "tokenizer", tokenizer)
-    if encoding is None or encoding.lengths is None or encoding.lengths.current is None:
+    encoding, length = current_encoding(unwrapped(model)), context_length(model)
+    if encoding is None or encoding.lengths is None or length is None:
         return
-    if getattr(holder, "model_max_length", None) == encoding.lengths.native:
-        holder.model_max_length = encoding.lengths.current
+    holder = getattr(tokenizer, "tokenizer", tokenizer)
+    known = {encoding.lengths.native, before} - {None}
+    if getattr(holder, "model_max_length", None) in known:
+        holder.model_max_length = length
 
 
 def _patch_first(target: PreTrainedModel, part: str | None) -> str:
