@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DebertaV2Config, DebertaV2Model
 
 from hf_posenc import UnsupportedError, patch_model
 from hf_posenc.patching.place.in_force import current_encoding
 from hf_posenc.recipes import finish_blend, set_blend_strength, swap_scheme
 from hf_posenc.recipes.initialization.logits import mean_logits, recorded_heads
+from hf_posenc.recipes.initialization.parts import fit_bias
 from hf_posenc.recipes.initialization.tables import TABLE_EXTENSIONS, extended_rows
 from hf_posenc.schemes import (
     AlibiConfig,
@@ -24,6 +26,7 @@ from hf_posenc.schemes import (
     SinusoidalConfig,
     T5Config,
 )
+from hf_posenc.schemes.parts import LogitBias
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
 
@@ -197,6 +200,27 @@ def test_a_bias_takes_over_a_bias(old, new, tolerance):
         missed = (found - found.mean(-1, keepdim=True)) - (wanted - wanted.mean(-1, keepdim=True))
     assert float(missed.abs().max()) < 10 * tolerance * float(wanted.abs().max())
     _exact(model, "llama_gqa", before, 20 * tolerance)
+
+
+class Steep(LogitBias):
+    """Its bias is no number for a weight of 1 and more, next to the solution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 1))
+
+    def forward(self, distances: Tensor) -> Tensor:
+        return -torch.log1p(-self.weight) * distances.abs()
+
+
+@pytest.mark.parametrize("slope", [-8.0, 8.0])
+def test_a_fit_that_steps_over_a_cliff_keeps_its_best_parameters(slope):
+    """Slopes of 8 need weights of 0.9997 or -2980; the first steps go far past 1."""
+    part, distances = Steep(), torch.arange(-63.0, 1.0)
+    fit = fit_bias(part, [slope * distances.abs().expand(2, -1)], 64, "a test")
+    assert part.weight.isfinite().all()
+    assert math.isfinite(fit.residual)
+    assert fit.residual < fit.residual_before
 
 
 def test_a_bias_for_every_layer_fits_better_than_one_for_all():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -186,7 +187,11 @@ def _fitted(
 
 
 def _least_squares(part: nn.Module, missed: Callable[[], Tensor], size: float) -> None:
-    """Fits the trained parameters of a part with L-BFGS, in float32; they keep their dtype."""
+    """Fits the trained parameters of a part with L-BFGS, in float32; they keep their dtype.
+
+    A step may lead to values that are not numbers, such as the exponential of a large slope. The parameters are those
+    with the smallest loss that was seen, which are the initial ones at worst.
+    """
     parameters = [parameter for parameter in part.parameters() if parameter.requires_grad]
     dtypes = [parameter.dtype for parameter in parameters]
     for parameter in parameters:
@@ -197,18 +202,29 @@ def _least_squares(part: nn.Module, missed: Callable[[], Tensor], size: float) -
         parameters, max_iter=200, line_search_fn="strong_wolfe", tolerance_grad=1e-7, tolerance_change=1e-10
     )
 
+    best, smallest = starts, math.inf
+
     def closure() -> Tensor:
+        nonlocal best, smallest
         optimizer.zero_grad()
         moved = sum(((p - start).square().mean() for p, start in zip(parameters, starts, strict=True)), torch.zeros(()))
         loss = missed().square().sum() / scale + _RIDGE * moved
         loss.backward()
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if not all(bool(one.isfinite().all()) for one in (loss, *gradients)):
+            # A high plateau, from which the line search turns back.
+            for gradient in gradients:
+                gradient.zero_()
+            return torch.full_like(loss, 10 * (smallest + 1) if smallest < math.inf else 1.0)
+        if float(loss) < smallest:
+            best, smallest = [parameter.detach().clone() for parameter in parameters], float(loss)
         return loss
 
     with torch.enable_grad():
         optimizer.step(closure)
-    for parameter, dtype in zip(parameters, dtypes, strict=True):
+    for parameter, found, dtype in zip(parameters, best, dtypes, strict=True):
         parameter.grad = None
-        parameter.data = parameter.data.to(dtype)
+        parameter.data = found.to(dtype)
 
 
 def _positions(length: int, device: torch.device) -> Positions:
