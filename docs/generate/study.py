@@ -58,6 +58,8 @@ from training.study.significance import difference_over_texts, mean_difference, 
 FOLDER = Path(__file__).resolve().parents[1] / "study"
 RUNS = FOLDER / "runs"
 FIGURES = FOLDER / "figures"
+#: Studies without figures.
+TABLES_ONLY = ("_rates", "_rerun", "_heal")
 #: The loss, in nats per token, to which the steps of masked models are counted.
 MASKED = 2.50
 FREQUENCIES = FOLDER / "frequencies.csv"
@@ -106,7 +108,7 @@ def draw() -> None:
         except SettingsError:
             # A study that has not ended has tables only.
             continue
-        if file.stem.endswith("_rates"):
+        if file.stem.endswith(TABLES_ONLY):
             continue
         study = check_results(whole | {"runs": [one.result for one in trainings(file)]})
         for figure in draw_figures(study, study_records(study)):
