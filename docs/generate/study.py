@@ -174,7 +174,9 @@ def rates_table(runs: Runs) -> str:
         cells = [f"{by_rate[rate]:.3f}".replace("inf", "diverged") if rate in by_rate else "" for rate in rates]
         name = study.removeprefix("reference").strip("_") or "main"
         name = {"tasks": task, "marian": f"{task} (Marian)"}.get(name, name)
-        rows.append((f"`{scheme}`", *cells, f"{best:g}", name))
+        # Nothing is chosen before all rates were tried.
+        tried = max(len(other) for (own, *_), other in losses.items() if own == study)
+        rows.append((f"`{scheme}`", *cells, f"{best:g}" if len(by_rate) == tried else "", name))
     return markdown(("scheme", *(f"{rate:g}" for rate in rates), "chosen", "study or task"), rows)
 
 
