@@ -18,9 +18,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
-import pandas as pd
 
 from docs.generate.study_leaderboard import leaderboard, one_seed_leaderboard
+from docs.generate.study_models import frequencies_table, moved_table, precision_table
 from docs.generate.study_numbers import (
     LENGTHS,
     NOT_RUN,
@@ -38,7 +38,6 @@ from docs.generate.study_numbers import (
     tail_by_seed,
 )
 from docs.generate.study_swaps import heal_table
-from hf_posenc import get_scheme
 from training.errors import SettingsError
 from training.study.archive import study_in, trainings
 from training.study.claims import (
@@ -62,7 +61,6 @@ FIGURES = FOLDER / "figures"
 TABLES_ONLY = ("_rates", "_rerun", "_heal")
 #: The loss, in nats per token, to which the steps of masked models are counted.
 MASKED = 2.50
-FREQUENCIES = FOLDER / "frequencies.csv"
 PAGES = ("results.md", "leaderboard.md")
 #: Figures of a study that the pages show.
 DRAWN = ("loss_curves", "tail_loss_by_length", "loss_by_position", "exact_match")
@@ -276,24 +274,6 @@ def _loss_after(run: Run, seconds: float) -> float:
     return float(np.interp(steps[-1] * seconds / run["cpu_seconds"], steps, run["curve"]["validation_loss"]))
 
 
-def frequencies_table(runs: Runs) -> str:
-    """The share of each frequency in what the heads of the trained RoPE could use."""
-    if not FREQUENCIES.is_file():
-        return NOT_RUN
-    frame = pd.read_csv(FREQUENCIES)
-    shares = frame.groupby(["pair", "seed"]).share.mean().unstack()
-    theta, pairs = get_scheme("rope")().theta, len(shares)
-    rows = [
-        (str(pair), f"{2 * np.pi * theta ** (pair / pairs):,.0f}", *_in_percent(shares.loc[pair]))
-        for pair in shares.index
-    ]
-    return markdown(("pair", "tokens per turn", "share (%)", "seeds"), rows)
-
-
-def _in_percent(shares: pd.Series) -> tuple[str, str]:
-    return shown(mean_of(100 * shares), 1), str(len(shares))
-
-
 def answers_of(study: str) -> Callable[[Runs], str]:
     """The table of the shares of right answers of a study, by task and length."""
 
@@ -348,6 +328,8 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "rerun": rerun_table,
     "speed": speed_table,
     "frequencies": frequencies_table,
+    "moved": moved_table,
+    "precision": precision_table,
     "tasks": answers_of("reference_tasks"),
     "encoder_decoders": answers_of("reference_marian"),
     "masked": masked_table,

@@ -1,12 +1,10 @@
 """Which frequencies of a rotation the trained models of a study use.
 
-python training/study/frequencies.py outputs/reference docs/study/frequencies.csv
+python training/study/frequencies.py outputs/reference --schemes rope --output docs/study/frequencies.csv
 """
 
 from __future__ import annotations
 
-import argparse
-import re
 import sys
 from pathlib import Path
 
@@ -16,18 +14,14 @@ if __package__ in (None, ""):
 import pandas as pd
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.model_parts import TEXT
 from hf_posenc.patching.place.in_force import current_encoding
 from hf_posenc.recipes.initialization.logits import layers_of, recorded_heads
 from hf_posenc.schemes.rotary.rope import RotaryMap
-from training.errors import SettingsError
-from training.study.corpus import Corpus
-
-#: Texts that are read, and how many tokens of each.
-_TEXTS, _LENGTH = 64, 128
+from training.study.kept_models import write_measurement
 
 
 def frequency_usage(model: PreTrainedModel, tokens: Tensor) -> Tensor:
@@ -75,51 +69,16 @@ def _pair_norms(heads: Tensor, rotation: RotaryMap) -> Tensor:
     return pairs.norm(dim=-1).mean(dim=(0, 2))
 
 
-def study_frequencies(folder: Path, scheme: str) -> pd.DataFrame:
-    """One row per seed, layer, head and pair of the trained models of a scheme.
-
-    Args:
-        folder: of a study with its models and its data.
-        scheme: a label of the study.
-
-    Raises:
-        SettingsError: if there is no such model.
-    """
-    # A training that has not ended leaves a folder with another ending.
-    found = {
-        path: re.fullmatch(rf"causal-{re.escape(scheme)}-seed(\d+)", path.name) for path in folder.glob("models/*")
-    }
-    models = {path: int(match[1]) for path, match in sorted(found.items()) if match}
-    if not models:
-        raise SettingsError(f"{folder} has no trained model of {scheme!r}; run the study with --save_models.")
-    stream = Corpus.open_streams(folder / "data")[1].tokens()
-    starts = torch.linspace(0, len(stream) - _LENGTH, _TEXTS).long().tolist()
-    tokens = torch.stack([torch.from_numpy(stream[start : start + _LENGTH].astype("int64")) for start in starts])
-    frames = []
-    for path, seed in models.items():
-        model = AutoModelForCausalLM.from_pretrained(path)
-        usage = frequency_usage(model, tokens)
-        index = pd.MultiIndex.from_product([range(size) for size in usage.shape], names=["layer", "head", "pair"])
-        frame = pd.DataFrame({"share": usage.flatten().numpy().round(5)}, index=index).reset_index()
-        frames.append(frame.assign(seed=seed))
-    return pd.concat(frames, ignore_index=True)
+def frequency_rows(model: PreTrainedModel, tokens: Tensor) -> pd.DataFrame:
+    """`frequency_usage` as one row per layer, head and pair."""
+    usage = frequency_usage(model, tokens)
+    index = pd.MultiIndex.from_product([range(size) for size in usage.shape], names=["layer", "head", "pair"])
+    return pd.DataFrame({"share": usage.flatten().numpy().round(5)}, index=index).reset_index()
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line. Returns the exit status."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folder", type=Path, help="of the study, with models/")
-    parser.add_argument("output", type=Path, help="a CSV file: one row per seed, layer, head and pair")
-    parser.add_argument("--scheme", default="rope", help="label whose models are read (default: rope)")
-    options = parser.parse_args(arguments)
-    try:
-        frame = study_frequencies(options.folder, options.scheme)
-    except (SettingsError, UnsupportedError) as error:
-        print(f"frequencies: {error}", file=sys.stderr)
-        return 2
-    frame.to_csv(options.output, index=False)
-    print(f"Written to {options.output}: {frame.seed.nunique()} models, {len(frame)} rows.")
-    return 0
+    return write_measurement("frequencies", (__doc__ or "").partition("\n")[0], frequency_rows, arguments)
 
 
 if __name__ == "__main__":
