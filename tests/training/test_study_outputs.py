@@ -333,11 +333,14 @@ def test_a_loss_is_kept_past_the_trained_length_only_where_the_seeds_agree():
 
 
 def test_the_dogs_of_a_causal_model_are_judged_without_its_mask():
-    causal, masked = finished("causal", "rope"), finished("masked", "rope")
-    causal["dog"], masked["dog"] = {"layers": [0.0, 0.5], "probe": 0.0}, {"layers": [0.0, 0.5], "probe": 0.0}
-    text = seen(study([causal, masked]))
+    dog = {"dog": {"layers": [0.0, 0.5], "probe": 0.0}}
+    told = study([finished(task, "rope") | dog for task in ("causal", "masked", "copy")])
+    # An encoder-decoder, whose encoder reads the two dogs.
+    told["tasks"]["copy"] |= {"causal": False, "model": "MarianMTModel"}
+    text = seen(told)
     assert "Without the causal mask, which tells tokens apart by itself, `rope` cannot tell" in text["causal"]
-    assert "every scheme tells the two dogs apart." in text["masked"]
+    for task in ("masked", "copy"):
+        assert "every scheme tells the two dogs apart." in text[task]
 
 
 def test_what_was_seen_begins_the_table_and_says_how_long_it_took():

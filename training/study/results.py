@@ -91,6 +91,14 @@ class Task(BaseModel, extra="allow"):
     tail_tokens: int | None = None
     unigram_cross_entropy: float | None = None
     pictures: dict[str, Any] | None = None
+    causal: bool | None = None
+
+    @property
+    def causal_reader(self) -> bool:
+        """Whether what reads a text has a causal mask; the encoder of an encoder-decoder has none."""
+        if self.causal is None:  # results of earlier versions
+            return self.pictures is None and getattr(self, "objective", "causal") == "causal"
+        return self.causal
 
     @property
     def axis(self) -> str:
@@ -233,6 +241,7 @@ def _task(
     shape = {"hidden_size", "num_layers", "num_heads"} if task.pretrained else set()
     told = task.settings.model_dump(exclude=shape) | {
         "kind": task.kind,
+        "causal": task.causal,
         "model": model,
         "pretrained": _model_name(study) if task.pretrained else None,
         "lengths": task.lengths,

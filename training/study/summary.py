@@ -175,8 +175,7 @@ def _past(values: Mapping[str, dict[int, dict[int, float]]], short: int, far: in
 
 def _dogs(task: Task, result: Result) -> Iterator[str]:
     """Who tells the two dogs apart: in a causal model its mask does, so that attention without one is asked."""
-    pictures = task.pictures is not None
-    causal = not pictures and getattr(task, "objective", "causal") == "causal"
+    causal = task.causal_reader
     quantity, limit = ("dog_probe", PROBE_TOLERANCE) if causal else ("dog_distance", ROUNDING)
     last: dict[str, float] = {}
     for record in result.of(quantity=quantity):
@@ -186,7 +185,7 @@ def _dogs(task: Task, result: Result) -> Iterator[str]:
         return
     same = [label for label, value in last.items() if value <= limit]
     where = "Without the causal mask, which tells tokens apart by itself" if causal else f"In \u201c{SENTENCE}\u201d"
-    if pictures:
+    if task.pictures is not None:
         where = "In a picture with two equal dogs"
     dogs = f"the two dogs of \u201c{SENTENCE}\u201d" if causal else "the two dogs"
     if same:
