@@ -335,8 +335,7 @@ def test_a_loss_is_kept_past_the_trained_length_only_where_the_seeds_agree():
 def test_the_dogs_of_a_causal_model_are_judged_without_its_mask():
     dog = {"dog": {"layers": [0.0, 0.5], "probe": 0.0}}
     told = study([finished(task, "rope") | dog for task in ("causal", "masked", "copy")])
-    # An encoder-decoder, whose encoder reads the two dogs.
-    told["tasks"]["copy"] |= {"causal": False, "model": "MarianMTModel"}
+    told["tasks"]["copy"] |= {"causal": False, "model": "MarianMTModel"}  # its encoder reads the two dogs
     text = seen(told)
     assert "Without the causal mask, which tells tokens apart by itself, `rope` cannot tell" in text["causal"]
     for task in ("masked", "copy"):
