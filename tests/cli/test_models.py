@@ -70,7 +70,7 @@ class TestPatch:
         save_tokenizer(stock)
         AutoTokenizer.from_pretrained(stock, model_max_length=32).save_pretrained(stock)
         scaling = 'scaling={"type": "yarn", "factor": 4.0, "original_max_positions": 32}'
-        assert main(["patch", str(stock), "rope", "--option", scaling, "--output", str(longer)]) == 0
+        assert main(["patch", str(stock), "native", "--option", scaling, "--output", str(longer)]) == 0
         assert main(["export", str(longer), "--output", str(exported)]) == 0
         short = tmp_path / "short"
         words = ["--option", "num_positions=32", "--replace", "--output", str(short)]
