@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import EncoderDecoderModel
 
 from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedError
 from hf_posenc.metrics.statistics import relative_l2
@@ -181,9 +182,14 @@ def rounding(dtype: torch.dtype) -> float:
 
 
 def check_vocabulary(model: Any, *token_ids: int) -> None:
-    """Refuses token ids that the model has no embeddings for, so that the tokenizer is that of another model."""
+    """Refuses token ids that the model has no embeddings for, so that the tokenizer is that of another model.
+
+    Of an `EncoderDecoderModel`, both sides have to know them.
+    """
     refuse_other_inputs(model)
-    rows = model.get_input_embeddings().weight.shape[0]
+    target = unwrapped(model)
+    sides = [target.decoder] if isinstance(target, EncoderDecoderModel) else []
+    rows = min(side.get_input_embeddings().weight.shape[0] for side in (model, *sides))
     if min(token_ids) < 0 or max(token_ids) >= rows:
         raise MeasurementError(
             f"The token ids run from {min(token_ids)} to {max(token_ids)}, but the model has {rows} embeddings, "

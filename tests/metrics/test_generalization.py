@@ -12,7 +12,9 @@ from transformers import (
     BartForConditionalGeneration,
     BertConfig,
     BertLMHeadModel,
+    BertModel,
     ByT5Tokenizer,
+    EncoderDecoderModel,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -481,6 +483,14 @@ class TestEncoderDecoders:
         model = T5ForConditionalGeneration(T5Config(**sizes)).eval()
         model.config.decoder_start_token_id = model.generation_config.decoder_start_token_id = None
         with pytest.raises(MeasurementError, match="no decoder_start_token_id"):
+            exact_match(model, tokenizer, "copy", [3], samples=4)
+
+    def test_the_decoder_has_to_know_the_tokens_too(self, tokenizer):
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+        encoder = BertModel(BertConfig(vocab_size=len(tokenizer), **sizes))
+        decoder = BertLMHeadModel(BertConfig(vocab_size=50, is_decoder=True, add_cross_attention=True, **sizes))
+        model = EncoderDecoderModel(encoder=encoder, decoder=decoder).eval()
+        with pytest.raises(MeasurementError, match="has 50 embeddings"):
             exact_match(model, tokenizer, "copy", [3], samples=4)
 
 
