@@ -14,6 +14,7 @@ from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.preserve import isolated_rng
 from hf_posenc.report.records import Record, Subject, joined
+from hf_posenc.schemes.arrangement.native import names_native
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.registry import get_scheme
@@ -111,6 +112,8 @@ def _patched(model: Any, config: SchemeConfig, measure: Measure, seed: int) -> _
     try:
         notes = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
         encoding = current_encoding(unwrapped(model))
+        if encoding is not None and names_native(config):
+            subject = Subject(subject.label, encoding.config.name, encoding.config.to_dict())
         report = None if encoding is None else encoding.report
         adopted = [] if report is None else [entry for stack in report.stacks for entry in stack.adopted]
         if adopted:

@@ -15,7 +15,7 @@ from hf_posenc.patching.find.rotary_axes import reads_axes
 from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.observe.causality import refuse_misread_causality
 from hf_posenc.patching.observe.hidden_positions import refuse_hidden_positions
-from hf_posenc.patching.observe.native_options import with_native_options
+from hf_posenc.patching.observe.native_options import resolve_native, with_native_options
 from hf_posenc.patching.observe.native_scheme import native_scheme
 from hf_posenc.patching.observe.verify_native import verify_adopted_tables
 from hf_posenc.patching.place.config_lengths import at_native_lengths
@@ -25,7 +25,7 @@ from hf_posenc.patching.place.scheme_per_layer import schedule
 from hf_posenc.patching.place.stack_encoding import StackEncoding
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.schemes import LayeredConfig
-from hf_posenc.schemes.arrangement.native import NativeConfig, names_native, with_native
+from hf_posenc.schemes.arrangement.native import NativeConfig, names_native
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig, of_parts
 from hf_posenc.schemes.config import SchemeConfig, walk
 from hf_posenc.schemes.labels import scheme_label
@@ -154,20 +154,16 @@ def _resolve(
     refuse_hidden_positions(transaction, stacks)
     verify_adopted_tables(transaction, stacks)
     other = NativeConfig() if elsewhere is None else as_scheme(elsewhere)
-    if names_native(config) or (layers is not None and names_native(other)):
-        native, types = native_scheme(target, part=part), _layer_types(stacks)
-        config, other = with_native(config, native, types), with_native(other, native, types)
+    # The native scheme may differ between layers; then it is asked for in the chosen ones.
+    merged = names_native(config) and not isinstance(config, LayeredConfig)
+    config = resolve_native(config, target, stacks, part)
+    other = other if layers is None else resolve_native(other, target, stacks, part)
     config = with_native_options(config, stacks, lambda: native_scheme(target, part=part))
-    config = schedule(config, stacks, layers, other)
+    config = schedule(config, stacks, layers, other, merged=merged)
     _warn_if_invisible(config, stacks)
     _warn_if_theta_changes(config, stacks)
     _warn_of_invented_grid(config, stacks)
     return config
-
-
-def _layer_types(stacks: list[Stack]) -> list[str | None]:
-    types = {attention.layer: attention.layer_type for stack in stacks for attention in stack.attentions}
-    return [types.get(layer) for layer in range(max(types) + 1)]
 
 
 def unpatch_model(model: ModelType, *, part: str | None = None) -> ModelType:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerState
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching import native_scheme, patch_model, unpatch_model
 from hf_posenc.patching.find.discovery import find_stacks
-from hf_posenc.patching.observe.native_options import with_native_options
+from hf_posenc.patching.observe.native_options import resolve_native, with_native_options
 from hf_posenc.patching.place.encoding import for_stacks, parameter_count
 from hf_posenc.patching.place.in_force import current_encoding
 from hf_posenc.patching.place.model_checks import unwrapped
@@ -73,7 +73,8 @@ class SchemePhases:
                 return False
             unpatch_model(model, part=part)
             return True
-        config, stacks = as_scheme(scheme), find_stacks(target, [part])
+        stacks = find_stacks(target, [part])
+        config = resolve_native(as_scheme(scheme), target, stacks, part)
         if in_force is not None and config.name == in_force.name:
             config = with_native_options(config, stacks, lambda: native_scheme(target, part=part))
         if in_force == config:

@@ -25,7 +25,7 @@ from hf_posenc.preserve import evaluation_mode
 from hf_posenc.recipes.initialization.logits import layers_of
 from hf_posenc.recipes.restore import restore_encoding
 from hf_posenc.schemes.config import SchemeConfig
-from hf_posenc.schemes.rotary.rope import RopeConfig
+from hf_posenc.schemes.rotary.rope import STATED_BY_FREQUENCIES, RopeConfig
 from hf_posenc.schemes.rotary.scaling import LongRopeScaling, YarnScaling
 from hf_posenc.schemes.rotary.scaling.base import rope_inverse_frequencies
 
@@ -248,11 +248,7 @@ def _plain_rope(model: PreTrainedModel) -> RopeConfig:
             "model with 'rope' and the theta that it was trained with."
         )
     if scheme.inverse_frequencies is not None:
-        raise UnsupportedError(
-            f"The RoPE of {type(model).__name__} is stated by its frequencies and not by theta, which a scaling needs. "
-            "A model whose buffers were cast, by model.to(torch.bfloat16) for example, reads like this too: load it "
-            "with from_pretrained(dtype=...) instead, or patch it with 'rope' and its theta."
-        )
+        raise UnsupportedError(f"The RoPE of {type(model).__name__} {STATED_BY_FREQUENCIES}")
     return scheme
 
 

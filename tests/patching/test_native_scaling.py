@@ -10,6 +10,7 @@ import torch
 
 from hf_posenc import (
     LinearScaling,
+    LocalGlobalConfig,
     NativeConfig,
     RopeConfig,
     ScheduleConfig,
@@ -19,6 +20,8 @@ from hf_posenc import (
     patch_model,
 )
 from hf_posenc.cli.options import parse_scheme
+from hf_posenc.metrics.in_turn import measure_in_turn
+from hf_posenc.recipes import SchemePhases
 from hf_posenc.schemes import scheme_from_dict
 from hf_posenc.schemes.labels import scheme_label
 from tests.models import tiny
@@ -55,26 +58,69 @@ def test_it_takes_the_place_of_the_scaling_that_the_model_has() -> None:
     model = built("LlamaForCausalLM", rope_parameters={"rope_theta": 5e4, "rope_type": "linear", "factor": 2.0})
     own = native_scheme(model)
     assert own.scaling == LinearScaling(2.0)
-    patch_model(model, "native", scaling=YARN)
+    with pytest.warns(UserWarning, match="replaces the scaling that this model was trained with"):
+        patch_model(model, "native", scaling=YARN)
     assert model.position_encoding.config == replace(own, scaling=YARN)
 
 
-def test_layers_with_a_window_and_rotations_of_their_own_keep_them() -> None:
-    types = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
-    near = {"rope_theta": 1e4, "rope_type": "default"}
-    far = {"rope_theta": 1e6, "rope_type": "default"}
-    expected = built(
-        "Gemma3ForCausalLM",
-        rope_parameters={"sliding_attention": near, "full_attention": far | IN_TRANSFORMERS},
-        **types,
-    )
-    own = {"sliding_attention": near, "full_attention": far}
-    model = built("Gemma3ForCausalLM", rope_parameters=own, **types)
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize(("name", "bases"), [("Gemma3ForCausalLM", (1e4, 1e6)), ("Olmo3ForCausalLM", (5e4, 5e4))])
+def test_layers_with_a_window_keep_their_rotation_as_in_transformers(name: str, bases: tuple[float, float]) -> None:
+    near, far = ({"rope_theta": base, "rope_type": "default"} for base in bases)
+    scaled = {"sliding_attention": near, "full_attention": far | IN_TRANSFORMERS}
+    model = built(name, rope_parameters={"sliding_attention": near, "full_attention": far}, **WINDOWS)
     patch_model(model, NativeConfig(scaling=YARN))
-    local, everywhere = model.position_encoding.config.layers
-    assert (local.theta, local.scaling) == (1e4, None)
-    assert (everywhere.theta, everywhere.scaling) == (1e6, YARN)
+    found = [(layer.theta, layer.scaling) for layer in model.position_encoding.config.layers]
+    assert found == [(bases[0], None), (bases[1], YARN)]
+    expected = built(name, rope_parameters=scaled, **WINDOWS)
     torch.testing.assert_close(logits(model), logits(expected), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        LocalGlobalConfig(local=NativeConfig(YARN), global_=NativeConfig()),
+        ScheduleConfig((NativeConfig(YARN), NativeConfig())),
+    ],
+)
+def test_a_request_for_each_layer_is_taken_literally(scheme: Any) -> None:
+    model = built("Gemma3ForCausalLM", **WINDOWS)
+    patch_model(model, scheme)
+    assert [layer.scaling for layer in model.position_encoding.config.layers] == [YARN, None]
+
+
+def test_some_layers_only() -> None:
+    model = built("Gemma3ForCausalLM", **WINDOWS)
+    patch_model(model, NativeConfig(YARN), layers=[1], elsewhere="none")
+    none, scaled = model.position_encoding.config.layers
+    assert (none.name, scaled.scaling) == ("none", YARN)
+    with pytest.raises(ValueError, match="A schedule already defines"):
+        patch_model(model, ScheduleConfig(("rope", "none")), layers=[1])
+
+
+def test_the_phases_of_a_training_may_have_it() -> None:
+    model = built("LlamaForCausalLM")
+    phases = SchemePhases(((0, NativeConfig(YARN)), (2, "none"), (3, NativeConfig(YARN))))
+    assert [phases.apply(model, step) for step in range(5)] == [True, False, True, True, False]
+    assert model.position_encoding.config.scaling == YARN
+
+
+@pytest.mark.parametrize(
+    ("stock", "length"),
+    [
+        ({"rope_type": "default", "rope_theta": 1e4}, 128),
+        ({"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}, 128),
+        # The same scaling reaches as far as the model was made to.
+        (IN_TRANSFORMERS | {"rope_theta": 1e4}, 32),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:NativeConfig.scaling replaces")
+def test_the_length_is_that_of_the_new_scaling(stock: dict[str, Any], length: int) -> None:
+    model = built("LlamaForCausalLM", rope_parameters=stock, max_position_embeddings=32)
+    patch_model(model, NativeConfig(YARN))
+    assert model.config.max_position_embeddings == length
 
 
 def test_layers_without_rotation_stay_so() -> None:
@@ -93,12 +139,48 @@ def test_it_can_stand_inside_another_scheme() -> None:
     assert scale.name == "ssmax"
 
 
-@pytest.mark.parametrize("scheme", [NativeConfig(YARN), [NativeConfig(YARN), "alibi"]])
-def test_a_model_without_rope_is_refused_and_left_alone(scheme: Any) -> None:
-    model = built("GPT2LMHeadModel")
-    with pytest.raises(ValueError, match="for RoPE, and the native scheme of this model is 'learned"):
-        patch_model(model, scheme)
+MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 8, "first_k_dense_replace": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "scaling", "message"),
+    [
+        ("GPT2LMHeadModel", {}, YARN, "for RoPE, and the native scheme is 'learned', which rotates nothing"),
+        ("Cohere2ForCausalLM", WINDOWS, YARN, "only layers with a window rotate"),
+        ("Qwen2VLTextModel", MROPE, YARN, "the rotation 'mrope', which has no scaling"),
+        (
+            "DeepseekV3ForCausalLM",
+            LATENT,
+            replace(YARN, mscale=1.0, mscale_all_dim=1.0),
+            "takes a factor of its softmax",
+        ),
+    ],
+)
+def test_a_model_that_cannot_have_it_is_refused_and_left_alone(
+    name: str, options: dict[str, Any], scaling: YarnScaling, message: str
+) -> None:
+    model = built(name, **options)
+    with pytest.raises(ValueError, match=message):
+        patch_model(model, NativeConfig(scaling))
     assert getattr(model, "position_encoding", None) is None
+
+
+def test_a_rotation_whose_buffers_were_cast_is_refused() -> None:
+    model = built("LlamaForCausalLM", rope_parameters={"rope_theta": 5e5, "rope_type": "default"}).to(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"stated by its frequencies .* from_pretrained\(dtype=...\)"):
+        patch_model(model, NativeConfig(YARN))
+
+
+def test_an_evaluation_records_the_options_of_the_model() -> None:
+    model = built("LlamaForCausalLM", rope_parameters={"rope_theta": 5e4, "rope_type": "default"})
+    (subject,), _ = measure_in_turn(model, [NativeConfig(YARN)], lambda patched: [])
+    assert (subject.label, subject.scheme) == ("native(yarn x4)", "rope")
+    assert subject.config is not None
+    assert subject.config["theta"] == 5e4
 
 
 def test_it_is_written_as_other_schemes_are() -> None:

@@ -1,23 +1,75 @@
-"""Options that a scheme takes from the model's native scheme if the caller has not given them."""
+"""What a requested scheme takes from the model's native scheme."""
 
 from __future__ import annotations
 
 import dataclasses
+import sys
+import warnings
 from collections.abc import Callable
+
+from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.rotary_axes import AXES, number_of_axes
 from hf_posenc.patching.find.sites import FoundModule, Stack
+from hf_posenc.patching.observe.native_scheme import native_scheme
 from hf_posenc.schemes import MRopeConfig
-from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.arrangement.native import asked_scalings, names_native, with_native
+from hf_posenc.schemes.config import SchemeConfig, walk
+from hf_posenc.schemes.rotary.scaling import RopeScaling
 
 _SPECTRUM = ("theta", "inverse_frequencies", "rotary_dim", "layout")
 _ASSIGNMENT = ("sections", "interleaved", "axes")
 
 
-def with_native_options(
-    config: SchemeConfig, stacks: list[Stack], native_scheme: Callable[[], SchemeConfig]
-) -> SchemeConfig:
+def resolve_native(config: SchemeConfig, model: PreTrainedModel, stacks: list[Stack], part: str) -> SchemeConfig:
+    """`config` with the native scheme of a part in place of every `NativeConfig`.
+
+    Warns if a scaling that the model has is replaced.
+
+    Raises:
+        UnsupportedError: if the native scheme is unknown; for a scaling of a model whose attention reads it elsewhere.
+        ValueError: for a scaling of a native scheme that cannot have it.
+    """
+    if not names_native(config):
+        return config
+    native = native_scheme(model, part=part)
+    types = {attention.layer: attention.layer_type for stack in stacks for attention in stack.attentions}
+    resolved = with_native(config, native, [types.get(layer) for layer in range(max(types) + 1)])
+    asked = asked_scalings(config)
+    if asked:
+        _refuse_scaled_softmax(stacks, asked)
+        own = {scaling for one in walk(native) if (scaling := getattr(one, "scaling", None)) is not None}
+        replaced = own - {getattr(one, "scaling", None) for one in walk(resolved)}
+        if replaced:
+            warnings.warn(
+                f"NativeConfig.scaling replaces the scaling that this model was trained with ({replaced.pop()}), so "
+                "that texts within its length are read differently, too. Its factor and original_max_positions refer "
+                "to the rotation without any scaling.",
+                UserWarning,
+                stacklevel=5,
+            )
+    return resolved
+
+
+def _refuse_scaled_softmax(stacks: list[Stack], asked: list[RopeScaling]) -> None:
+    """Refuses a scaling where an attention has computed a factor of its softmax from `rope_parameters` when it was
+    built, as that of DeepSeek does from `mscale_all_dim`.
+    """
+    for stack in stacks:
+        own = (getattr(stack.config, "rope_parameters", None) or {}).get("mscale_all_dim")
+        if not own and not any(getattr(scaling, "mscale_all_dim", None) for scaling in asked):
+            continue
+        for attention in stack.attentions:
+            if hasattr(sys.modules[type(attention.module).__module__], "yarn_get_mscale"):
+                raise UnsupportedError(
+                    f"{type(attention.module).__name__} takes a factor of its softmax from `mscale_all_dim` when it is "
+                    "built, which NativeConfig.scaling would not change. Load the model with the scaling instead: "
+                    "from_pretrained(..., rope_parameters={...})."
+                )
+
+
+def with_native_options(config: SchemeConfig, stacks: list[Stack], native: Callable[[], SchemeConfig]) -> SchemeConfig:
     """`config` with the native options of a model that has the same scheme.
 
     Without options, "mrope" in a model with M-RoPE is what the model was trained with. The base and the assignment of
@@ -26,21 +78,21 @@ def with_native_options(
     Args:
         config: the scheme that the caller asks for.
         stacks: the stacks that get it.
-        native_scheme: determines the native scheme of these stacks.
+        native: determines the native scheme of these stacks.
     """
     if not isinstance(config, MRopeConfig) or AXES not in {
         number_of_axes(one.module, None) for one in _rotaries(stacks)
     }:
         return config
     try:
-        native = native_scheme()
+        found = native()
     except UnsupportedError:
         return config  # A scaled M-RoPE has no name here. The warning about its base remains.
-    if not isinstance(native, MRopeConfig):
+    if not isinstance(found, MRopeConfig):
         return config
     groups = [_SPECTRUM] if config.by_head else [_SPECTRUM, _ASSIGNMENT]
     taken = [name for group in groups if not any(config.gave(name) for name in group) for name in group]
-    return dataclasses.replace(config, **{name: getattr(native, name) for name in taken})
+    return dataclasses.replace(config, **{name: getattr(found, name) for name in taken})
 
 
 def _rotaries(stacks: list[Stack]) -> list[FoundModule]:

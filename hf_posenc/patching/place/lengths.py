@@ -26,6 +26,7 @@ from hf_posenc.patching.place.config_lengths import (
 from hf_posenc.patching.place.encoding import PositionEncoding
 from hf_posenc.patching.place.journal import is_set
 from hf_posenc.schemes import from_rope_parameters
+from hf_posenc.schemes.config import SchemeConfig, walk
 from hf_posenc.schemes.reach import Reach, shortest
 
 #: Lengths of which modules keep a copy.
@@ -84,7 +85,7 @@ def _initialize(
     elif (
         native is not None
         and reach.made_for is not None
-        and reach.made_for not in _native_scaled_lengths(stacks, native)
+        and not _is_native_length(encoding.config, reach.made_for, stacks, native)
     ):
         wanted = max(native, reach.made_for)
     _write(encoding, model, lengths, None if wanted is None else _within(reach, wanted), part)
@@ -261,15 +262,16 @@ def _rows_before(stacks: list[Stack], stated: Mapping[str, int]) -> int:
     return 0
 
 
-def _native_scaled_lengths(stacks: list[Stack], native: int) -> set[int | None]:
-    """The lengths that the RoPE scalings of the stock config were made for, which may exceed its stated length."""
+def _is_native_length(config: SchemeConfig, made_for: int, stacks: list[Stack], native: int) -> bool:
+    """Whether a length is that of a RoPE scaling of the stock config, which may exceed its stated length."""
+    placed = {type(scaling) for one in walk(config) if (scaling := getattr(one, "scaling", None)) is not None}
     stated = [getattr(stack.config, "rope_parameters", None) or {} for stack in stacks]
     nested = [value for parameters in stated for value in parameters.values() if isinstance(value, dict)]
-    found: set[int | None] = set()
     for flat in nested or stated:
         try:
             scaling = getattr(from_rope_parameters(flat, native), "scaling", None)
         except (UnsupportedError, ValueError):
             continue  # No scheme of this library has such a scaling.
-        found.add(None if scaling is None else scaling.made_for(native))
-    return found
+        if scaling is not None and scaling.made_for(native) == made_for and placed <= {type(scaling)}:
+            return True
+    return False

@@ -10,7 +10,12 @@ from hf_posenc.schemes.config import SchemeConfig
 
 
 def schedule(
-    config: SchemeConfig, stacks: list[Stack], layers: Iterable[int] | None, elsewhere: SchemeConfig | None
+    config: SchemeConfig,
+    stacks: list[Stack],
+    layers: Iterable[int] | None,
+    elsewhere: SchemeConfig | None,
+    *,
+    merged: bool = False,
 ) -> SchemeConfig:
     """`config` in some layers and `elsewhere` in the others.
 
@@ -19,6 +24,7 @@ def schedule(
         stacks: the model's stacks.
         layers: indices of layers, counted as in `model.layers`; `None` for all.
         elsewhere: the scheme of the other layers; may itself be a schedule.
+        merged: whether `config` may be a schedule too, of which only `layers` are taken.
 
     Raises:
         ValueError: for a layer that the model does not have, or that has no attention.
@@ -42,7 +48,7 @@ def schedule(
         raise ValueError(
             f"layers={chosen} contains {unknown or 'no layer'}; layers with self-attention are {available}."
         )
-    if isinstance(config, LayeredConfig):
+    if isinstance(config, LayeredConfig) and not merged:
         raise ValueError(
             "A schedule already defines the scheme of every layer, so `layers` cannot be combined with it."
         )
@@ -50,7 +56,7 @@ def schedule(
     types = {attention.layer: attention.layer_type for stack in stacks for attention in stack.attentions}
     return ScheduleConfig(
         layers=tuple(
-            config if layer in chosen else _at(elsewhere, layer, types.get(layer)) for layer in range(available[-1] + 1)
+            _at(config if layer in chosen else elsewhere, layer, types.get(layer)) for layer in range(available[-1] + 1)
         )
     )
 

@@ -11,6 +11,7 @@ from hf_posenc.schemes.arrangement.schedule import LayeredConfig, ScheduleConfig
 from hf_posenc.schemes.config import BuildContext, SchemeConfig, walk
 from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.registry import register_scheme
+from hf_posenc.schemes.rotary.rope import STATED_BY_FREQUENCIES
 from hf_posenc.schemes.rotary.scaling import RopeScaling, check_scaling
 
 #: Types of layers that see a limited number of tokens, however long the text is.
@@ -26,15 +27,17 @@ class NativeConfig(SchemeConfig):
     scheme itself.
 
     Args:
-        scaling: extends the context of a model with RoPE, in place of the scaling that it has:
+        scaling: extends the context of a stock model with RoPE, in place of the scaling that it has:
             `NativeConfig(scaling=YarnScaling(factor=4.0, original_max_positions=8192))`, or on the command line
             `native:scaling={"type":"yarn","factor":4.0,"original_max_positions":8192}`. All other options, such as
-            `theta`, are those of the model. If its layers have different rotations, those with a sliding window keep
-            theirs. `None` changes nothing.
+            `theta`, are those of the stock model. Layers with a sliding or chunked window keep what they have, because
+            no distance in them grows with the text; a config that gives each layer its own scheme is taken literally.
+            `None` changes nothing.
 
     Raises:
         UnknownNameError: for an unknown type of scaling.
-        ValueError: for a value that is no scaling; in `patch_model` for a scaling of a model without RoPE.
+        ValueError: for a value that is no scaling; in `patch_model` for a scaling of a model without RoPE, or whose
+            rotation cannot have it.
     """
 
     name: ClassVar[str] = "native"
@@ -62,6 +65,12 @@ def names_native(config: SchemeConfig) -> bool:
     return any(isinstance(found, NativeConfig) for found in walk(config))
 
 
+def asked_scalings(config: SchemeConfig) -> list[RopeScaling]:
+    """The scalings that a config asks for in native schemes."""
+    found = [one.scaling for one in walk(config) if isinstance(one, NativeConfig)]
+    return [scaling for scaling in found if scaling is not None]
+
+
 def with_native(config: SchemeConfig, native: SchemeConfig, layer_types: Sequence[str | None]) -> SchemeConfig:
     """The config with `native` in place of every `NativeConfig`.
 
@@ -71,30 +80,31 @@ def with_native(config: SchemeConfig, native: SchemeConfig, layer_types: Sequenc
         layer_types: the type of every layer of the model, or `None` if unknown.
 
     Raises:
-        ValueError: for a scaling of a native scheme that does not have one.
+        ValueError: for a scaling of a native scheme that cannot have it.
     """
-    if not names_native(config) or config == NativeConfig():
-        return native if config == NativeConfig() else config
-    if not isinstance(native, LayeredConfig):
-        _check_scalable(config, [native])
-        return _replaced(config, native, scaled=True)
-    layers = [native.for_layer(layer, kind) for layer, kind in enumerate(layer_types)]
-    _check_scalable(config, layers)
-    far = {kind for layer, kind in zip(layers, layer_types, strict=True) if _scalable(layer)} - {*_WINDOWED}
-    asked = config if isinstance(config, LayeredConfig) else None
-    return ScheduleConfig(
-        layers=tuple(
-            _replaced(
-                config if asked is None else asked.for_layer(layer, kind),
-                layers[layer],
-                scaled=_scalable(layers[layer]) and (kind in far or not far),
-            )
-            for layer, kind in enumerate(layer_types)
-        )
+    if not names_native(config):
+        return config
+    scaled = bool(asked_scalings(config))
+    if not isinstance(native, LayeredConfig) and not scaled:
+        return _replaced(config, native)
+    if config == NativeConfig():
+        return native
+    per_layer = config if isinstance(config, LayeredConfig) else None
+    natives = [
+        native.for_layer(layer, kind) if isinstance(native, LayeredConfig) else native
+        for layer, kind in enumerate(layer_types)
+    ]
+    # A request for each layer is taken literally.
+    far = _far_layers(natives, layer_types) if scaled and per_layer is None else set(range(len(natives)))
+    layers = tuple(
+        _replaced(config if per_layer is None else per_layer.for_layer(layer, kind), natives[layer], layer in far)
+        for layer, kind in enumerate(layer_types)
     )
+    uniform = not isinstance(native, LayeredConfig) and per_layer is None and len(set(layers)) == 1
+    return layers[0] if uniform else ScheduleConfig(layers=layers)
 
 
-def _replaced(config: SchemeConfig, native: SchemeConfig, scaled: bool) -> SchemeConfig:
+def _replaced(config: SchemeConfig, native: SchemeConfig, scaled: bool = True) -> SchemeConfig:
     if isinstance(config, NativeConfig):
         return native if config.scaling is None or not scaled else _with_scaling(native, config.scaling)
     children = config.children().items()
@@ -102,23 +112,38 @@ def _replaced(config: SchemeConfig, native: SchemeConfig, scaled: bool) -> Schem
 
 
 def _with_scaling(native: SchemeConfig, scaling: RopeScaling) -> SchemeConfig:
-    if _takes_scaling(native):
-        return dataclasses.replace(native, scaling=scaling)  # type: ignore[call-arg]
-    return native.with_children({place: _with_scaling(child, scaling) for place, child in native.children().items()})
-
-
-def _check_scalable(config: SchemeConfig, natives: Sequence[SchemeConfig]) -> None:
-    asked = [found for found in walk(config) if isinstance(found, NativeConfig) and found.scaling is not None]
-    if asked and not any(map(_scalable, natives)):
+    if not _rotations(native):
         raise ValueError(
-            f"NativeConfig.scaling is for RoPE, and the native scheme of this model is {natives[0].name!r}, which has "
-            "no scaling. A longer table (swap_scheme with table_extension), or another scheme, can read longer texts."
+            f"NativeConfig.scaling is for RoPE, and the native scheme is {native.name!r}, which rotates nothing. A "
+            "longer table (swap_scheme with table_extension), or another scheme, can read longer texts."
         )
+    if native.children():
+        children = native.children().items()
+        return native.with_children(
+            {place: _with_scaling(child, scaling) if _rotations(child) else child for place, child in children}
+        )
+    if "scaling" not in {field.name for field in dataclasses.fields(native)}:
+        raise ValueError(
+            f"NativeConfig.scaling: the native scheme is the rotation {native.name!r}, which has no scaling in this "
+            "library. Its option `theta` can slow it down."
+        )
+    if getattr(native, "inverse_frequencies", None) is not None:
+        raise ValueError(f"NativeConfig.scaling: the native RoPE {STATED_BY_FREQUENCIES}")
+    return dataclasses.replace(native, scaling=scaling)  # type: ignore[call-arg]
 
 
-def _scalable(config: SchemeConfig) -> bool:
-    return any(map(_takes_scaling, walk(config)))
+def _far_layers(natives: Sequence[SchemeConfig], layer_types: Sequence[str | None]) -> set[int]:
+    """The layers whose rotations meet longer distances in longer texts."""
+    rotating = {layer for layer, native in enumerate(natives) if _rotations(native)}
+    far = {layer for layer in rotating if layer_types[layer] not in _WINDOWED}
+    if rotating and not far:
+        raise ValueError(
+            "NativeConfig.scaling: in this model only layers with a window rotate, and no distance in them grows with "
+            "the text. Their rotation needs no scaling: extend_context(model, length=...) is enough. To scale it all "
+            "the same, patch with 'rope', its theta and the scaling."
+        )
+    return far or {0}
 
 
-def _takes_scaling(config: SchemeConfig) -> bool:
-    return "scaling" in {field.name for field in dataclasses.fields(config)}
+def _rotations(config: SchemeConfig) -> list[SchemeConfig]:
+    return [one for one in walk(config) if hasattr(one, "theta") and not one.children()]
