@@ -3,13 +3,16 @@
 python training/search_spectrum.py MODEL longer --length 12288 --text a.txt b.txt --held_out c.txt d.txt
 
 The search reads the texts of --text. The table is of the texts of --held_out, which it has not read: the loss in nats
-per token within the trained length and past it, with the model's own RoPE, with YaRN, and with the factors found.
+per token of texts of the trained length, and of the tokens past it in longer ones, with the model's own RoPE, with
+YaRN, and with the factors found. They are saved if they are better than YaRN there. The losses of the table need room
+for the logits of one whole text.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +25,11 @@ if __package__ in (None, ""):
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM
 
 from hf_posenc import RopeConfig, SchemeConfig, YarnScaling, export_model, patch_model
 from hf_posenc.errors import PositionEncodingError, UsageError
-from hf_posenc.loading import load_model, load_tokenizer
+from hf_posenc.loading import load_tokenizer
 from hf_posenc.metrics.in_turn import config_in_force
 from hf_posenc.metrics.language_modeling.token_losses import token_losses
 from hf_posenc.metrics.language_modeling.windows import token_stream
@@ -41,8 +45,8 @@ class HeldOutLoss:
     """Mean losses of one text in nats per token.
 
     Args:
-        within: of the tokens up to the trained length.
-        past: of the tokens past it.
+        within: of its beginning, read as a text of the trained length.
+        past: of the tokens past the trained length, read as a whole.
     """
 
     within: float
@@ -55,6 +59,8 @@ def windows_of(tokenizer: Any, paths: list[Path], length: int) -> Tensor:
     Raises:
         SettingsError: for a file that is no text, or texts that are all shorter than one window.
     """
+    if length < 2:
+        raise SettingsError(f"--length is {length}; a text has two tokens at least.")
     windows, longest = [], 0
     for path in paths:
         try:
@@ -76,8 +82,9 @@ def held_out_losses(model: Any, config: SchemeConfig, windows: Tensor, trained: 
     patch_model(model, config)
     losses = []
     for window in windows.unsqueeze(1):
-        of_token = token_losses(model, window, window, causal=True)[0].double()
-        losses.append(HeldOutLoss(float(of_token[1:trained].mean()), float(of_token[trained:].mean())))
+        start = window[:, :trained]
+        within, whole = (token_losses(model, text, text, causal=True)[0].double() for text in (start, window))
+        losses.append(HeldOutLoss(float(within.nanmean()), float(whole[trained:].mean())))
     return losses
 
 
@@ -98,12 +105,12 @@ def table(losses: dict[str, list[HeldOutLoss]]) -> str:
         means = [fmean(one.within for one in found), fmean(one.past for one in found), fmean(less_yarn)]
         lower = f"{sum(difference < 0 for difference in less_yarn)} of {len(less_yarn)}"
         rows.append([name, f"{means[0]:.4f}", f"{means[1]:.4f}", f"{means[2]:+.4f}", lower])
-    head = ["scheme", "within", "past the trained length", "less yarn", "lower than yarn"]
+    head = ["scheme", "at the trained length", "past it", "less yarn", "lower than yarn"]
     return format_table(head, rows)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """The command line. Returns the exit status: 0, or 2 for a model or texts that cannot be used."""
+def command_line() -> argparse.ArgumentParser:
+    """The options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("model", help="a causal model with RoPE: hub id or local folder")
     parser.add_argument("output_dir", type=Path, help="where the stock checkpoint goes")
@@ -115,19 +122,26 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", help="where the model runs (default: cpu)")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="default: float32")
     parser.add_argument("--seed", type=int, default=0, help="of the search (default: 0)")
-    return exit_status("search_spectrum", lambda: _run(parser.parse_args(arguments)))
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line. Returns the exit status: 0, or 2 for a model or texts that cannot be used."""
+    return exit_status("search_spectrum", lambda: _run(command_line().parse_args(arguments)))
 
 
 def _run(options: argparse.Namespace) -> None:
-    if options.output_dir.exists() and any(options.output_dir.iterdir()):
-        raise SettingsError(f"{options.output_dir} is not empty. Name another folder.")
-    if {path.resolve() for path in options.text} & {path.resolve() for path in options.held_out}:
-        raise SettingsError("--text and --held_out have a file in common, so that the table would be about the search.")
+    if options.output_dir.exists() and not (options.output_dir.is_dir() and not any(options.output_dir.iterdir())):
+        raise SettingsError(f"{options.output_dir} is a file, or a folder that is not empty. Name another one.")
     try:
-        model, tokenizer = load_model(options.model), load_tokenizer(options.model)
-        model.to(device=options.device, dtype=getattr(torch, options.dtype))
-        before = model.config.get_text_config().max_position_embeddings
+        # Loaded in its dtype: a cast would round the frequencies.
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype))
+        tokenizer = load_tokenizer(options.model)
+        _move(model, options.device)
+        trained = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         texts, held_out = (windows_of(tokenizer, paths, options.length) for paths in (options.text, options.held_out))
+        if {tuple(text.tolist()) for text in texts} & {tuple(text.tolist()) for text in held_out}:
+            raise SettingsError("--text and --held_out have a text in common, so the table would be about the search.")
         with tqdm(total=options.evaluations, unit="candidate") as progress:
             search = search_spectrum(
                 model, texts, options.length, evaluations=options.evaluations, needle_weight=options.needle_weight,
@@ -137,11 +151,26 @@ def _run(options: argparse.Namespace) -> None:
             f"{len(texts)} texts of {options.length} tokens: the objective is {search.yarn.loss:.4f} with YaRN and "
             f"{search.best.loss:.4f} with the best of {len(search.losses)} candidates."
         )
-        print(table(compared(model, search, held_out, before)))
-        update_tokenizer_length(tokenizer, model, before)
+        print(f"Found: {json.dumps(search.config.to_dict())}")
+        assert trained is not None
+        losses = compared(model, search, held_out, trained)
+        print(table(losses))
+        if fmean(one.past for one in losses["found"]) >= fmean(one.past for one in losses["yarn"]):
+            raise SettingsError(
+                "The factors found are not better than YaRN on the held-out texts, so nothing was saved. Search on "
+                "more --text or with more --evaluations, or patch with NativeConfig(scaling=YarnScaling(...))."
+            )
+        update_tokenizer_length(tokenizer, model, trained)
         print(export_model(model, options.output_dir, tokenizer=tokenizer))
     except (PositionEncodingError, UsageError, ValueError, OSError) as error:
         raise SettingsError(str(error)) from error
+
+
+def _move(model: Any, device: str) -> None:
+    try:
+        model.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise SettingsError(f"--device {device}: {error}") from error
 
 
 if __name__ == "__main__":

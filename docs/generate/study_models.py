@@ -75,9 +75,11 @@ def precision_table(runs: Runs) -> str:
         cells = []
         for held in _HELD.values():
             at = (held, 0 if held.startswith("model") else place)
-            cells.append(ranged(mean_of(1000 * found.loc[at].change), 1) if at in found.index else "")
+            # All ids of a text at position 0 are exact, so that rounding them says nothing.
+            known = at in found.index and (place > 0 or not held.startswith("ids"))
+            cells.append(ranged(mean_of(1000 * found.loc[at].change), 1) if known else "")
         rows.append((exact, (f"`{scheme}`", f"{exact:.3f}", *cells, str(place), str(of_scheme.seed.nunique()))))
-    head = ("scheme", "float32", *_HELD, "position", "seeds")
+    head = ("scheme", "loss (nats)", *_HELD, "position", "seeds")
     return markdown(head, [row for _, row in sorted(rows)])
 
 

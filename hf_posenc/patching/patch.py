@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from torch import nn
@@ -154,11 +155,12 @@ def _resolve(
     refuse_hidden_positions(transaction, stacks)
     verify_adopted_tables(transaction, stacks)
     other = NativeConfig() if elsewhere is None else as_scheme(elsewhere)
+    native = partial(native_scheme, target, part=part)
     # The native scheme may differ between layers; then it is asked for in the chosen ones.
     merged = names_native(config) and not isinstance(config, LayeredConfig)
-    config = resolve_native(config, target, stacks, part)
-    other = other if layers is None else resolve_native(other, target, stacks, part)
-    config = with_native_options(config, stacks, lambda: native_scheme(target, part=part))
+    config = resolve_native(config, stacks, native)
+    other = other if layers is None else resolve_native(other, stacks, native)
+    config = with_native_options(config, stacks, native)
     config = schedule(config, stacks, layers, other, merged=merged)
     _warn_if_invisible(config, stacks)
     _warn_if_theta_changes(config, stacks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -74,9 +75,10 @@ class SchemePhases:
             unpatch_model(model, part=part)
             return True
         stacks = find_stacks(target, [part])
-        config = resolve_native(as_scheme(scheme), target, stacks, part)
+        native = partial(native_scheme, target, part=part)
+        config = resolve_native(as_scheme(scheme), stacks, native)
         if in_force is not None and config.name == in_force.name:
-            config = with_native_options(config, stacks, lambda: native_scheme(target, part=part))
+            config = with_native_options(config, stacks, native)
         if in_force == config:
             return False
         planned = Transaction(model).plan(for_stacks(target, config, stacks)) if step > 0 else None

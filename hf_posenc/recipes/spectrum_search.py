@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching import native_scheme, patch_model
+from hf_posenc.patching.find.discovery import find_stacks
 from hf_posenc.patching.find.model_parts import TEXT
 from hf_posenc.patching.place.in_force import current_encoding
 from hf_posenc.patching.place.model_checks import unwrapped
@@ -240,6 +241,9 @@ def _plain_rope(model: PreTrainedModel) -> RopeConfig:
             f"{type(model).__name__} does not predict the next token, whose loss the search lowers. Load the model "
             "with AutoModelForCausalLM."
         )
+    fixed = [stack.architecture.fixed_length for stack in find_stacks(model, [TEXT]) if stack.architecture.fixed_length]
+    if fixed:
+        raise UnsupportedError(f"{type(model).__name__} cannot read longer texts with any scheme: {fixed[0]}.")
     encoding = current_encoding(model)
     scheme: SchemeConfig = native_scheme(model) if encoding is None else encoding.config
     if not isinstance(scheme, RopeConfig) or scheme.scaling is not None:

@@ -24,7 +24,7 @@ from hf_posenc.schemes import registry
 from tests.documentation.pages import commands, page_text, saved_files
 from tests.models import tiny
 from tests.real.conftest import minilm_folder  # noqa: F401
-from training import compare, run_image_classification
+from training import compare, run_image_classification, search_spectrum
 from training.argument_files import parse_arguments
 from training.images.classification import _ARGUMENTS as _IMAGE_ARGUMENTS
 from training.language_modeling import _ARGUMENTS
@@ -222,6 +222,9 @@ def test_every_command_of_a_page_is_valid(page: str) -> None:
             arguments = parse_arguments(kinds, [word for word in words if word != "--bf16"], "")
             assert any(isinstance(one, TrainingArguments) for one in arguments)
             parsed += 1
+    for words in training_commands(page, "search_spectrum.py"):
+        search_spectrum.command_line().parse_args(words)
+        parsed += 1
     save_files(page)
     for words in commands(page, "hf-posenc"):
         if words[0] == "compare":
@@ -233,5 +236,5 @@ def test_every_command_of_a_page_is_valid(page: str) -> None:
         parsed += 1
     files = set(saved_files(page))
     run = {words[0].rpartition("/")[2] for words in commands(page, "python") if words[0].endswith(".py")}
-    assert run - files <= {"packaged_models.py", "run_clm.py", "run_image_classification.py"}
+    assert run - files <= {"packaged_models.py", "run_clm.py", "run_image_classification.py", "search_spectrum.py"}
     assert parsed or files

@@ -67,29 +67,34 @@ def test_a_scheme_without_rotation_has_no_frequencies() -> None:
 @pytest.mark.parametrize("scheme", ["rope", "alibi", "none"])
 def test_a_relative_scheme_does_not_see_that_all_positions_move(scheme: str) -> None:
     divergence = divergence_by_position(trained(scheme), text())
-    # The last sixteen tokens of a piece of 32 stand at 16 to 62 before they move.
-    assert divergence.isfinite().nonzero().flatten().tolist() == list(range(16, 63))
+    # Positions 16 to 61 have a token of the last half of a piece of 32 before the move, the outermost seldom.
+    assert divergence.isfinite().nonzero().flatten().tolist() == list(range(23, 55))
     # Divergence is quadratic in the change of logits, which is rounding here: (1e-5)^2, with room.
-    assert divergence[16:].abs().max() < 1e-8
+    assert divergence[23:55].abs().max() < 1e-8
 
 
 def test_the_divergence_of_an_absolute_scheme_is_that_of_its_logits() -> None:
     model, tokens = trained("learned"), text()
     divergence = divergence_by_position(model, tokens)
-    assert divergence[16:].min() > 1e-4
-    # Only the last piece has a token at 62 that moves to 63: its last one.
-    pieces = tokens[:, :32]
+    assert divergence[23:55].min() > 1e-4
+    pieces, expected = tokens[:, :32], []
     with torch.no_grad():
-        before, after = (
-            model(pieces, position_ids=torch.arange(start, start + 32)[None]).logits[:, -1].log_softmax(-1)
-            for start in (31, 32)
-        )
-    expected = torch.nn.functional.kl_div(after, before, reduction="batchmean", log_target=True)
-    assert divergence[62].item() == pytest.approx(expected.item(), rel=1e-4)
-    # A row of the table that is like no other shows at its place, and where the move leaves it.
+        logits = [
+            model(pieces, position_ids=torch.arange(start, start + 32)[None]).logits.log_softmax(-1)
+            for start in range(32)
+        ]
+    # A token of the last half of a piece is at 54 before the move for every place from 23 to 30.
+    for start in range(23, 31):
+        before, after = (logits[place][:, 54 - start] for place in (start, start + 1))
+        expected.append(torch.nn.functional.kl_div(after, before, reduction="batchmean", log_target=True).item())
+    assert divergence[54].item() == pytest.approx(sum(expected) / 8, rel=1e-4)
+    # A row of the table that is like no other shows at its place. The last row, which is not trained, does not.
+    table = next(value for name, value in model.named_parameters() if "position" in name and value.shape[0] >= 64)
     with torch.no_grad():
-        next(value for name, value in model.named_parameters() if "position" in name and value.shape[0] >= 64)[63] += 1
-    assert divergence_by_position(model, tokens)[62] > 2 * divergence[62]
+        table[63] += 1
+        torch.testing.assert_close(divergence_by_position(model, tokens), divergence, equal_nan=True)
+        table[54] += 1
+    assert divergence_by_position(model, tokens)[54] > 2 * divergence[54]
 
 
 # Low precision
@@ -123,22 +128,28 @@ def test_without_positional_numbers_only_the_whole_model_is_measured(capsys: pyt
 @pytest.fixture
 def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A study with two models of rope, one of alibi, and one that is still being written."""
-    (tmp_path / "models").mkdir()
-    for name, scheme in (("rope-seed0", "rope"), ("rope-seed1", "rope"), ("a-label-seed0", "alibi")):
-        (tmp_path / "models" / f"causal-{name}").symlink_to(CHECKPOINTS / scheme)
-    (tmp_path / "models" / "causal-none-seed0.partial").symlink_to(CHECKPOINTS / "none")
     stream = type("Stream", (), {"tokens": lambda self: np.arange(3, 2003, dtype=np.int32) % 250 + 3})()
     monkeypatch.setattr(kept_models.Corpus, "open_streams", lambda folder: (stream, stream))
-    monkeypatch.setattr(kept_models, "LENGTH", 64)
     monkeypatch.setattr(kept_models, "TEXTS", 2)
-    return tmp_path
+    folder = tmp_path / "study"
+    for name, scheme in (("rope-seed0", "rope"), ("rope-seed1", "rope"), ("a-label-seed0", "alibi")):
+        add(folder, name, scheme)
+    (folder / "models" / "causal-none-seed0.partial").symlink_to(CHECKPOINTS / "none")
+    return folder
+
+
+def add(folder: Path, name: str, scheme: str) -> None:
+    (folder / "models").mkdir(parents=True, exist_ok=True)
+    (folder / "models" / f"causal-{name}").symlink_to(CHECKPOINTS / scheme)
+    (folder / "trainings" / f"causal-{name}").mkdir(parents=True)
+    (folder / "trainings" / f"causal-{name}" / "settings.json").write_text('{"train_length": 64}')
 
 
 @pytest.mark.parametrize(
     ("main", "schemes", "rows"),
     [
         (frequencies.main, {"rope"}, 2 * 4 * 8),
-        (moved_positions.main, {"rope", "a-label"}, 47),
+        (moved_positions.main, {"rope", "a-label"}, 32),
         (low_precision.main, {"rope", "a-label"}, None),
     ],
 )
@@ -153,12 +164,32 @@ def test_the_models_of_a_study_are_measured(
         assert set(frame.groupby(["scheme", "seed"]).size()) == {rows}
 
 
-def test_labels_choose_models_and_none_left_is_an_error(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_labels_and_seeds_choose_models(study: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [str(study), "--output", str(study / "out.csv")]
     assert frequencies.main([*words, "--schemes", "a-label"]) == 2
     said = capsys.readouterr().err
-    assert "a-label, seed 0, is left out: LlamaForCausalLM has no rotation of pairs" in said
-    assert "no trained model of a-label to measure; run the study with --save_models" in said
+    assert "causal-a-label-seed0 is left out: LlamaForCausalLM has no rotation of pairs" in said
+    assert "applies to none of these models" in said
     assert not (study / "out.csv").exists()
-    assert moved_positions.main([*words, "--schemes", "a-label"]) == 0
-    assert set(pd.read_csv(study / "out.csv").scheme) == {"a-label"}
+    assert frequencies.main([*words, "--schemes", "rope", "--seeds", "1"]) == 0
+    assert set(pd.read_csv(study / "out.csv").seed) == {1}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--schemes", "rope", "typo"], "--schemes typo: there are models of a-label, rope"),
+        (["--seeds", "7"], "--seeds 7: there are models of 0, 1"),
+        (["missing"], "missing has no trained causal model; run the study with --save_models"),
+        (["other"], "causal-rope-seed0 is in study and in other"),
+        (["--output", "no/such/folder.csv"], "The folder of --output no/such/folder.csv does not exist"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_first(
+    study: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
+) -> None:
+    monkeypatch.chdir(study.parent)
+    monkeypatch.setattr(kept_models.KeptModel, "load", lambda self: pytest.fail("A model was loaded."))
+    add(Path("other"), "rope-seed0", "rope")
+    assert frequencies.main(["study", *words, *([] if "--output" in words else ["--output", "out.csv"])]) == 2
+    assert message in capsys.readouterr().err

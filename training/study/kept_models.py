@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,68 +17,105 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from training.errors import SettingsError
+from training.files import read_json
 from training.study.corpus import Corpus
 
 #: What is measured on a model with `(texts, length)` token ids: one row for each figure.
 Measurement = Callable[[PreTrainedModel, Tensor], pd.DataFrame]
-#: Texts that are read, and how many tokens of each.
-TEXTS, LENGTH = 64, 128
+#: Texts that are read; each has the trained length.
+TEXTS = 64
 
 
-def kept_models(folder: Path) -> list[tuple[str, int, Path]]:
-    """Label, seed and checkpoint of each causal model of a study that was run with `--save_models`."""
-    # A training that has not ended leaves a folder with another ending.
-    found = {path: re.fullmatch(r"causal-(.+)-seed(\d+)", path.name) for path in folder.glob("models/*")}
-    return sorted((match[1], int(match[2]), path) for path, match in found.items() if match)
+@dataclass(frozen=True)
+class KeptModel:
+    """The checkpoint of a finished training.
+
+    Args:
+        scheme: its label.
+        seed: its seed.
+        folder: of the study.
+    """
+
+    scheme: str
+    seed: int
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        """The name of its folders."""
+        return f"causal-{self.scheme}-seed{self.seed}"
+
+    def load(self) -> PreTrainedModel:
+        """The model in float32."""
+        path = self.folder / "models" / self.name
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        return model
+
+    def texts(self) -> Tensor:
+        """`(64, trained length)` token ids, spread evenly over the validation text of the study."""
+        length = int(read_json(self.folder / "trainings" / self.name / "settings.json")["train_length"])
+        stream = Corpus.open_streams(self.folder / "data")[1].tokens()
+        starts = torch.linspace(0, len(stream) - length, TEXTS).long().tolist()
+        return torch.from_numpy(np.stack([stream[start : start + length] for start in starts]).astype(np.int64))
 
 
-def held_out_texts(folder: Path) -> Tensor:
-    """`(64, 128)` token ids, spread evenly over the validation text of a study."""
-    stream = Corpus.open_streams(folder / "data")[1].tokens()
-    starts = torch.linspace(0, len(stream) - LENGTH, TEXTS).long().tolist()
-    return torch.from_numpy(np.stack([stream[start : start + LENGTH] for start in starts]).astype(np.int64))
+def kept_models(folders: Sequence[Path], schemes: Sequence[str], seeds: Sequence[int]) -> list[KeptModel]:
+    """The causal models of studies that were run with `--save_models`.
+
+    Args:
+        folders: of the studies.
+        schemes: labels; all if there are none.
+        seeds: their seeds; all if there are none.
+
+    Raises:
+        SettingsError: if a folder has none, two of them have the same one, or there is none of a label or a seed.
+    """
+    found: dict[tuple[str, int], KeptModel] = {}
+    for folder in folders:
+        # A training that has not ended leaves a folder with another ending.
+        matches = [re.fullmatch(r"causal-(.+)-seed(\d+)", path.name) for path in folder.glob("models/*")]
+        own = [KeptModel(match[1], int(match[2]), folder) for match in matches if match]
+        if not own:
+            raise SettingsError(f"{folder} has no trained causal model; run the study with --save_models.")
+        for model in own:
+            other = found.setdefault((model.scheme, model.seed), model)
+            if other is not model:
+                raise SettingsError(f"{model.name} is in {other.folder} and in {folder}; leave one of them out.")
+    for name, wanted, known in (
+        ("--schemes", schemes, {scheme for scheme, _ in found}),
+        ("--seeds", seeds, {seed for _, seed in found}),
+    ):
+        unknown = [str(one) for one in wanted if one not in known]
+        if unknown:
+            raise SettingsError(f"{name} {unknown[0]}: there are models of {', '.join(map(str, sorted(known)))}.")
+    return [
+        model
+        for (scheme, seed), model in sorted(found.items())
+        if (not schemes or scheme in schemes) and (not seeds or seed in seeds)
+    ]
 
 
-def measure_kept_models(folders: Sequence[Path], schemes: Sequence[str], measurement: Measurement) -> pd.DataFrame:
+def measure_kept_models(models: Sequence[KeptModel], measurement: Measurement) -> pd.DataFrame:
     """The rows of every model, with its `scheme` (label) and `seed` before them.
 
     A model that the measurement does not apply to is left out, and named on the error stream.
 
-    Args:
-        folders: of studies with their models and their data.
-        schemes: labels to measure; all if there are none.
-        measurement: raises `UnsupportedError` where it does not apply.
-
     Raises:
         SettingsError: if no model is left.
     """
-    frames = list(_measured(folders, schemes, measurement))
+    frames = []
+    for model in models:
+        try:
+            frame = measurement(model.load(), model.texts())
+        except UnsupportedError as error:
+            print(f"{model.name} is left out: {error}", file=sys.stderr)
+            continue
+        frame.insert(0, "scheme", model.scheme)
+        frame.insert(1, "seed", model.seed)
+        frames.append(frame)
     if not frames:
-        named = f" of {', '.join(schemes)}" if schemes else ""
-        raise SettingsError(
-            f"{', '.join(map(str, folders))}: no trained model{named} to measure; run the study with --save_models."
-        )
+        raise SettingsError("The measurement applies to none of these models; the reasons stand above.")
     return pd.concat(frames, ignore_index=True)
-
-
-def _measured(folders: Sequence[Path], schemes: Sequence[str], measurement: Measurement) -> Iterator[pd.DataFrame]:
-    for folder in folders:
-        for scheme, seed, path in kept_models(folder):
-            if schemes and scheme not in schemes:
-                continue
-            try:
-                frame = measurement(_loaded(path), held_out_texts(folder))
-            except UnsupportedError as error:
-                print(f"{scheme}, seed {seed}, is left out: {error}", file=sys.stderr)
-                continue
-            frame.insert(0, "scheme", scheme)
-            frame.insert(1, "seed", seed)
-            yield frame
-
-
-def _loaded(path: Path) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    return model
 
 
 def write_measurement(name: str, description: str, measurement: Measurement, words: list[str] | None) -> int:
@@ -93,13 +131,17 @@ def write_measurement(name: str, description: str, measurement: Measurement, wor
     parser.add_argument("folders", type=Path, nargs="+", metavar="FOLDER", help="a study with models/ and data/")
     parser.add_argument("--output", type=Path, required=True, help="a CSV file")
     parser.add_argument("--schemes", nargs="+", default=[], metavar="LABEL", help="labels to measure (default: all)")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[], metavar="SEED", help="seeds (default: all)")
     options = parser.parse_args(words)
     try:
-        frame = measure_kept_models(options.folders, options.schemes, measurement)
-    except SettingsError as error:
+        models = kept_models(options.folders, options.schemes, options.seeds)
+        if not options.output.parent.is_dir():
+            raise SettingsError(f"The folder of --output {options.output} does not exist.")
+        frame = measure_kept_models(models, measurement)
+    except (SettingsError, OSError) as error:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
     frame.to_csv(options.output, index=False)
-    models = len(frame[["scheme", "seed"]].drop_duplicates())
-    print(f"Written to {options.output}: {models} models, {len(frame)} rows.")
+    measured = len(frame[["scheme", "seed"]].drop_duplicates())
+    print(f"Written to {options.output}: {measured} models, {len(frame)} rows.")
     return 0

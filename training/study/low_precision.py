@@ -34,7 +34,7 @@ def precision_rows(model: PreTrainedModel, tokens: Tensor) -> pd.DataFrame:
     `quantized_positions`, with the text at `POSITIONS`; a scheme that has no such numbers has no such rows.
     """
     exact = _mean_loss(model, tokens)
-    rows = [
+    rows: list[tuple[str, int, float, float | None]] = [
         ("model float32", 0, exact, 0.0),
         *(
             (name, 0, loss, loss - exact)
@@ -51,7 +51,7 @@ def precision_rows(model: PreTrainedModel, tokens: Tensor) -> pd.DataFrame:
     for (quantity, held, position), loss in values.items():
         if quantity == "loss" and loss is not None:
             change = values.get(("change", held, position))
-            rows.append((str(held), int(str(position)), loss, 0.0 if change is None else change))
+            rows.append((str(held), int(str(position)), loss, 0.0 if held == "float32" else change))
     return pd.DataFrame(rows, columns=["held_in", "position", "loss", "change"]).round({"loss": 5, "change": 6})
 
 

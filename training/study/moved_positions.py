@@ -25,17 +25,18 @@ from training.study.kept_models import write_measurement
 def divergence_by_position(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """The mean divergence between the predictions at a token before and after all positions move up by one.
 
-    A piece of text with half of the tokens stands at every place that the trained length has for it. The divergence is
-    Kullback and Leibler's, of the distributions of the next token at the last half of the piece. A relative scheme has
-    0, but for rounding.
+    A piece of text with half of the tokens stands at every place that the trained length has for it, apart from the
+    last: the last position of a text has no target, so that its vector is not trained. The divergence is Kullback and
+    Leibler's, of the distributions of the next token at the last half of the piece. A relative scheme has 0, up to
+    rounding.
 
     Args:
         model: a causal model that takes `position_ids`.
         tokens: `(texts, length)` token ids; `length` is the trained length.
 
     Returns:
-        `(length - 1,)` float64 in nats, by the position that the token has before it moves; NaN for positions that no
-        token of the last half of a piece has.
+        `(length - 1,)` float64 in nats, by the position that the token has before it moves; NaN for positions that
+        less than half of the places of the piece give a token.
 
     Raises:
         UnsupportedError: if the model takes no `position_ids`.
@@ -46,7 +47,7 @@ def divergence_by_position(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     summed, count = torch.zeros(length - 1, dtype=torch.float64), torch.zeros(length - 1)
     before = None
     with evaluation_mode(model):
-        for start in range(length - piece + 1):
+        for start in range(length - piece):
             ids = torch.arange(start, start + piece).expand_as(texts)
             logits = run(model, texts, position_ids=ids).logits[:, -tail:]
             after = functional.log_softmax(logits.double(), dim=-1)
@@ -55,7 +56,7 @@ def divergence_by_position(model: PreTrainedModel, tokens: Tensor) -> Tensor:
                 summed[moved] += (before.exp() * (before - after)).sum(-1).mean(0)
                 count[moved] += 1
             before = after
-    return summed / count
+    return (summed / count).where(count >= tail // 2, torch.nan)
 
 
 def moved_rows(model: PreTrainedModel, tokens: Tensor) -> pd.DataFrame:

@@ -97,7 +97,8 @@ class Task(BaseModel, extra="allow"):
     def causal_reader(self) -> bool:
         """Whether what reads a text has a causal mask; the encoder of an encoder-decoder has none."""
         if self.causal is None:  # results of earlier versions
-            return self.pictures is None and getattr(self, "objective", "causal") == "causal"
+            read = self.kind in ("language_modeling", "generalization")
+            return read and getattr(self, "objective", "causal") == "causal"
         return self.causal
 
     @property

@@ -7,12 +7,9 @@ import sys
 import warnings
 from collections.abc import Callable
 
-from transformers import PreTrainedModel
-
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.rotary_axes import AXES, number_of_axes
 from hf_posenc.patching.find.sites import FoundModule, Stack
-from hf_posenc.patching.observe.native_scheme import native_scheme
 from hf_posenc.schemes import MRopeConfig
 from hf_posenc.schemes.arrangement.native import asked_scalings, names_native, with_native
 from hf_posenc.schemes.config import SchemeConfig, walk
@@ -22,10 +19,17 @@ _SPECTRUM = ("theta", "inverse_frequencies", "rotary_dim", "layout")
 _ASSIGNMENT = ("sections", "interleaved", "axes")
 
 
-def resolve_native(config: SchemeConfig, model: PreTrainedModel, stacks: list[Stack], part: str) -> SchemeConfig:
-    """`config` with the native scheme of a part in place of every `NativeConfig`.
+def resolve_native(
+    config: SchemeConfig, stacks: list[Stack], native_scheme: Callable[[], SchemeConfig]
+) -> SchemeConfig:
+    """`config` with the native scheme in place of every `NativeConfig`.
 
     Warns if a scaling that the model has is replaced.
+
+    Args:
+        config: the scheme that the caller asks for.
+        stacks: the stacks that get it.
+        native_scheme: determines the native scheme of these stacks.
 
     Raises:
         UnsupportedError: if the native scheme is unknown; for a scaling of a model whose attention reads it elsewhere.
@@ -33,7 +37,7 @@ def resolve_native(config: SchemeConfig, model: PreTrainedModel, stacks: list[St
     """
     if not names_native(config):
         return config
-    native = native_scheme(model, part=part)
+    native = native_scheme()
     types = {attention.layer: attention.layer_type for stack in stacks for attention in stack.attentions}
     resolved = with_native(config, native, [types.get(layer) for layer in range(max(types) + 1)])
     asked = asked_scalings(config)
@@ -69,7 +73,9 @@ def _refuse_scaled_softmax(stacks: list[Stack], asked: list[RopeScaling]) -> Non
                 )
 
 
-def with_native_options(config: SchemeConfig, stacks: list[Stack], native: Callable[[], SchemeConfig]) -> SchemeConfig:
+def with_native_options(
+    config: SchemeConfig, stacks: list[Stack], native_scheme: Callable[[], SchemeConfig]
+) -> SchemeConfig:
     """`config` with the native options of a model that has the same scheme.
 
     Without options, "mrope" in a model with M-RoPE is what the model was trained with. The base and the assignment of
@@ -78,14 +84,14 @@ def with_native_options(config: SchemeConfig, stacks: list[Stack], native: Calla
     Args:
         config: the scheme that the caller asks for.
         stacks: the stacks that get it.
-        native: determines the native scheme of these stacks.
+        native_scheme: determines the native scheme of these stacks.
     """
     if not isinstance(config, MRopeConfig) or AXES not in {
         number_of_axes(one.module, None) for one in _rotaries(stacks)
     }:
         return config
     try:
-        found = native()
+        found = native_scheme()
     except UnsupportedError:
         return config  # A scaled M-RoPE has no name here. The warning about its base remains.
     if not isinstance(found, MRopeConfig):
