@@ -91,14 +91,14 @@ def with_native_options(
     }:
         return config
     try:
-        found = native_scheme()
+        native = native_scheme()
     except UnsupportedError:
         return config  # A scaled M-RoPE has no name here. The warning about its base remains.
-    if not isinstance(found, MRopeConfig):
+    if not isinstance(native, MRopeConfig):
         return config
     groups = [_SPECTRUM] if config.by_head else [_SPECTRUM, _ASSIGNMENT]
     taken = [name for group in groups if not any(config.gave(name) for name in group) for name in group]
-    return dataclasses.replace(config, **{name: getattr(found, name) for name in taken})
+    return dataclasses.replace(config, **{name: getattr(native, name) for name in taken})
 
 
 def _rotaries(stacks: list[Stack]) -> list[FoundModule]:
