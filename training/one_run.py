@@ -33,8 +33,13 @@ _UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 _HUB_ERRORS: tuple[type[Exception], ...] = (OSError, *HfHubHTTPError.__bases__)
 
 
-def exit_status(program: str, run: Callable[[], Any]) -> int:
+def exit_status(program: str, run: Callable[[], Any], *, resumes: bool = True) -> int:
     """Calls `run`, and prints one message instead of a traceback for errors that a user can fix.
+
+    Args:
+        program: its name, for messages.
+        run: what it does.
+        resumes: whether the same command goes on where an interrupted one stopped.
 
     Returns:
         0, or 1 if the training had to stop, 2 for arguments that cannot work, 130 if interrupted.
@@ -51,7 +56,8 @@ def exit_status(program: str, run: Callable[[], Any]) -> int:
         message = f"{error} Nothing that was complete is lost: make room, then run the same command again to go on."
         return report(program, message, 1, every_process=True)
     except KeyboardInterrupt:
-        print("\nInterrupted. Run the same command again to go on from the last checkpoint.", file=sys.stderr)
+        again = "Run the same command again to go on from the last checkpoint." if resumes else "Nothing was saved."
+        print(f"\nInterrupted. {again}", file=sys.stderr)
         return 130
     return 0
 

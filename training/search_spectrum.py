@@ -127,7 +127,7 @@ def command_line() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line. Returns the exit status: 0, or 2 for a model or texts that cannot be used."""
-    return exit_status("search_spectrum", lambda: _run(command_line().parse_args(arguments)))
+    return exit_status("search_spectrum", lambda: _run(command_line().parse_args(arguments)), resumes=False)
 
 
 def _run(options: argparse.Namespace) -> None:

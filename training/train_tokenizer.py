@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
         tokenizer.save_pretrained(options.output_dir)
         print(f"Written to {options.output_dir}: a tokenizer with {len(tokenizer)} tokens.")
 
-    return exit_status("train_tokenizer", run)
+    return exit_status("train_tokenizer", run, resumes=False)
 
 
 if __name__ == "__main__":

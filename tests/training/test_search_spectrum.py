@@ -101,3 +101,16 @@ def test_factors_that_are_not_better_than_yarn_are_not_saved(
     assert "not better than YaRN on the held-out texts, so nothing was saved" in captured.err
     assert '"type": "longrope"' in captured.out
     assert not (tmp_path / "longer").exists()
+
+
+def test_an_interrupted_search_does_not_promise_to_go_on(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("training.search_spectrum.search_spectrum", interrupted)
+    words = ["--length", "256", "--text", *texts(tmp_path, 0, 1), "--held_out", *texts(tmp_path, 1, 1)]
+    assert main([str(folder), str(tmp_path / "longer"), *words]) == 130
+    assert "Interrupted. Nothing was saved." in capsys.readouterr().err
+    assert not (tmp_path / "longer").exists()
