@@ -37,7 +37,7 @@ from docs.generate.study_numbers import (
     tail,
     tail_by_seed,
 )
-from docs.generate.study_swaps import heal_table
+from docs.generate.study_swaps import heal_table, pretrained_heal_table
 from training.errors import SettingsError
 from training.study.archive import study_in, trainings
 from training.study.claims import (
@@ -58,7 +58,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "study"
 RUNS = FOLDER / "runs"
 FIGURES = FOLDER / "figures"
 #: Studies without figures.
-TABLES_ONLY = ("_rates", "_rerun", "_heal")
+TABLES_ONLY = ("_rates", "_rerun", "_heal", "_heal_smollm2", "_windows")
 #: The loss, in nats per token, to which the steps of masked models are counted.
 MASKED = 2.50
 PAGES = ("results.md", "leaderboard.md")
@@ -334,6 +334,8 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "encoder_decoders": answers_of("reference_marian"),
     "masked": masked_table,
     "heal": heal_table,
+    "heal_pretrained": pretrained_heal_table,
+    "windows": losses_of("reference_windows"),
     "leaderboard": leaderboard,
     "one_seed": one_seed_leaderboard,
 }

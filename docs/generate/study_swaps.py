@@ -1,4 +1,4 @@
-"""The table of swaps: a trained RoPE model gets another scheme, and some more training."""
+"""The tables of swaps: a trained RoPE model gets another scheme, and some more training."""
 
 from __future__ import annotations
 
@@ -7,11 +7,25 @@ from typing import Any
 
 import numpy as np
 
-from docs.generate.study_numbers import LENGTH, NOT_RUN, Run, Runs, finished, markdown, mean_of, ranged, shown, tail
+from docs.generate.study_numbers import (
+    LENGTH,
+    NOT_RUN,
+    Run,
+    Runs,
+    finished,
+    markdown,
+    mean_of,
+    ranged,
+    seeds_of,
+    shown,
+    tail,
+)
 from training.study.significance import Interval
 
 #: The two learning rates, in the labels of the study: 0.001 and 0.004.
 SPEEDS = ("slow", "fast")
+#: The tokens that SmolLM2 is healed on at a time, and four times as many.
+_PRETRAINED_LENGTHS = (256, 1024)
 
 
 def heal_table(runs: Runs) -> str:
@@ -31,6 +45,28 @@ def heal_table(runs: Runs) -> str:
         row = (f"`{scheme}`", shown(swapped), *map(shown, losses), ranged(above), far, str(len(best)))
         rows.append((above.value, row))
     head = ("scheme", "after the swap", "healed at 0.001", "healed at 0.004", "above the control", "4 times", "seeds")
+    return markdown(head, [row for _, row in sorted(rows)])
+
+
+def pretrained_heal_table(runs: Runs) -> str:
+    """Losses of a pretrained model after a swap, and after further training."""
+    found = finished(runs, "reference_heal_smollm2")
+    length, longest = _PRETRAINED_LENGTHS
+    control = {seed: _mean_loss(run["by_length"], length) for seed, run in found.get("native", {}).items()}
+    rows = []
+    for scheme, seeds in found.items():
+        before, after = (
+            {seed: _mean_loss(run[name], length) for seed, run in seeds.items()} for name in ("before", "by_length")
+        )
+        above = mean_of(after[seed] - control[seed] for seed in sorted(after.keys() & control.keys()))
+        losses = (shown(mean_of(one.values())) for one in (before, after))
+        tails = (shown(tail(seeds, at)) for at in (length, longest))
+        number = seeds_of(runs, "reference_heal_smollm2", scheme)
+        rows.append((mean_of(after.values()).value, (f"`{scheme}`", *losses, ranged(above), *tails, number)))
+    if not rows:
+        return NOT_RUN
+    tails_of = f"last 32 of {length}", f"of {longest:,}"
+    head = ("scheme", "after the swap", "healed", "above the control", *tails_of, "seeds")
     return markdown(head, [row for _, row in sorted(rows)])
 
 
@@ -54,6 +90,6 @@ def best_speed(found: Mapping[str, Mapping[int, Run]], scheme: str) -> Mapping[i
     )
 
 
-def _mean_loss(reading: Mapping[str, Any]) -> float:
-    """The mean loss at the trained length."""
-    return float(reading["loss"][reading["lengths"].index(LENGTH)])
+def _mean_loss(reading: Mapping[str, Any], length: int = LENGTH) -> float:
+    """The mean loss at a length, by default the trained one of the study."""
+    return float(reading["loss"][reading["lengths"].index(length)])

@@ -110,6 +110,23 @@ def test_swaps_are_compared_with_the_control_at_the_better_rate_of_each(study: M
     assert rows[1][4] == "+0.500 [+0.500, +0.500]"
 
 
+def test_swaps_of_a_pretrained_model_are_compared_with_the_one_that_was_not_swapped(study: ModuleType) -> None:
+    def run(scheme: str, seed: int, loss: float) -> dict[str, object]:
+        reading = {"lengths": [256, 1024], "loss": [loss, loss + 1], "tail_loss": [loss - 1, loss]}
+        figures = {"by_length": reading, "before": reading | {"loss": [5.0, 6.0]}}
+        return {"task": "causal", "scheme": scheme, "seed": seed, "status": "finished", **figures}
+
+    losses = {"alibi": 4.5, "native": 3.2, "kerple": 4.0}
+    runs = [run(scheme, seed, loss + seed) for scheme, loss in losses.items() for seed in (0, 1)]
+    table = study.TABLES["heal_pretrained"]({"reference_heal_smollm2": [*runs, run("none", 2, 4.9)]})
+    rows = [line.split(" | ") for line in table.splitlines()[2:]]
+    assert [row[0] for row in rows] == ["| `native`", "| `kerple`", "| `none`", "| `alibi`"]
+    # Student's interval of two numbers 1 apart is 12.706 * 0.5; the differences of the seeds are equal.
+    kerple = ["5.000", "4.500 ± 6.353", "+0.800 [+0.800, +0.800]", "3.500 ± 6.353", "4.500 ± 6.353", "2 |"]
+    assert rows[1][1:] == kerple
+    assert rows[2][1:4] == ["5.000", "4.900", ""]
+
+
 def test_swaps_that_diverged_or_were_not_run_leave_the_rest(study: ModuleType) -> None:
     def run(label: str, seed: int, loss: float, status: str = "finished") -> dict[str, object]:
         reading = {"lengths": list(study.LENGTHS), "loss": [loss] * 4, "tail_loss": [loss] * 4}

@@ -11,10 +11,12 @@ import pytest
 import torch
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
 
-from hf_posenc import patch_model
+from hf_posenc import LocalGlobalConfig, NoneConfig, RopeConfig, patch_model
 from training.errors import SettingsError
 from training.study.cells import MASKED, study_cells
 from training.study.claims import read_runs
+from training.study.corpus import study_tokenizer
+from training.study.models import new_model
 from training.study.rates import losses_by_rate, rates_study, with_chosen_rates
 from training.study.settings import StudySettings, parse_study
 
@@ -62,6 +64,30 @@ def test_the_study_of_swaps_has_a_control_for_each_learning_rate() -> None:
         assert all(training == of_speed[f"rope-{speed}"] for training in of_speed.values())
         # 12 % of the steps, as in DroPE.
         assert of_speed[f"rope-{speed}"]["max_steps"] == 0.12 * study.max_steps
+
+
+def test_the_swaps_of_a_pretrained_model_have_the_tokens_and_the_control_that_the_protocol_says() -> None:
+    study = study_of("reference_heal_smollm2", "--model_name_or_path=anything")
+    assert "`training/studies/reference_heal_smollm2.yaml` |" in PROTOCOL
+    assert f"{study.max_steps} steps of {study.batch_size * study.train_length} tokens" in PROTOCOL
+    cells = study_cells(study)
+    assert [cell.label for cell in cells if cell.config is None] == ["native"] * len(study.seeds)
+    assert {cell.settings.learning_rate for cell in cells} == {1e-4}
+
+
+def test_layers_without_a_window_have_no_positions_in_the_study_of_windows() -> None:
+    study = study_of("reference_windows")
+    assert "`training/studies/reference_windows.yaml` |" in PROTOCOL
+    cells = {cell.label: cell for cell in study_cells(study) if cell.seed == 0}
+    model = new_model(cells["native"].task, study.base(), study_tokenizer(study), positions=128)
+    assert model.config.layer_types == ["sliding_attention", "full_attention"]
+    assert 2 * model.config.sliding_window == study.train_length
+    config = cells["local_global"].config
+    assert isinstance(config, LocalGlobalConfig)
+    patch_model(model, config)
+    assert [config.for_layer(index, kind) for index, kind in enumerate(model.config.layer_types)] == [
+        RopeConfig(), NoneConfig()
+    ]  # fmt: skip
 
 
 def test_the_rerun_repeats_cells_of_the_main_study_with_a_new_seed() -> None:

@@ -14,9 +14,9 @@ from tests.cli.test_schemes import THIRD_PARTY
 from training import compare, run_clm
 from training.errors import SettingsError
 from training.files import write_json
-from training.study.cells import StudyTask
+from training.study.cells import StudyTask, study_cells
 from training.study.corpus import study_tokenizer
-from training.study.models import new_model
+from training.study.models import new_image_model, new_model
 from training.study.settings import StudySettings, TrainingSettings
 
 
@@ -153,3 +153,34 @@ def test_architectures_that_cannot_be_studied(name, model_type, message):
     chosen = task(name, model_type=model_type)
     with pytest.raises(SettingsError, match=message):
         new_model(chosen, chosen.settings, study_tokenizer(StudySettings()), 24)
+
+
+def test_further_fields_of_the_config():
+    tokenizer = study_tokenizer(StudySettings())
+    windows = {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+    chosen = task(model_type="qwen2", num_layers=2, config_overrides=windows | {"intermediate_size": 48})
+    config = new_model(chosen, chosen.settings, tokenizer, 24).config
+    assert (config.sliding_window, config.layer_types) == (4, ["sliding_attention", "full_attention"])
+    assert (config.hidden_size, config.intermediate_size) == (32, 48)
+    pictures = task("images", config_overrides={"qkv_bias": False})
+    assert new_image_model(pictures, pictures.settings, classes=2).config.qkv_bias is False
+    wrong = task(config_overrides={"sliding_windows": 4})
+    with pytest.raises(SettingsError, match="--config_overrides: Unknown field 'sliding_windows' of LlamaConfig"):
+        new_model(wrong, wrong.settings, tokenizer, 24)
+
+
+def test_fields_of_the_config_are_part_of_what_a_training_began_with():
+    plain = TrainingSettings()
+    # Trainings that were made before the setting existed go on.
+    assert "config_overrides" not in plain.fingerprint()
+    changed = plain.changed({"config_overrides": {"rope_theta": 100.0}}, "The study")
+    assert changed.fingerprint() == plain.fingerprint() | {"config_overrides": {"rope_theta": 100.0}}
+
+
+def test_fields_of_the_config_are_those_of_a_whole_task_with_new_weights():
+    overrides = {"config_overrides": {"attention_bias": True}}
+    study = {"schemes": ["rope"], "tasks": ["causal"]}
+    with pytest.raises(SettingsError, match="training has config_overrides"):
+        study_cells(StudySettings(**study, scheme_options={"rope": {"training": overrides}}))
+    with pytest.raises(SettingsError, match="has config_overrides, but the models are that of --model_name_or_path"):
+        study_cells(StudySettings(**study, **overrides, model_name_or_path="somewhere"))

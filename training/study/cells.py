@@ -34,7 +34,8 @@ _SHORTEST = 8
 _SHAPE = ("hidden_size", "num_layers", "num_heads")
 #: The same for all schemes of a task, so that they can be compared.
 _OF_THE_TASK = (
-    "length_factor", "test_lengths", "test_samples", "eval_windows", "model_type", "test_resolutions", "patch_size",
+    "length_factor", "test_lengths", "test_samples", "eval_windows", "model_type", "config_overrides",
+    "test_resolutions", "patch_size",
 )  # fmt: skip
 _OF_IMAGES = ("train_resolution", "test_resolutions", "patch_size", "random_crop")
 _OF_SEQUENCES = ("train_length", "length_factor", "train_lengths", "test_lengths", "eval_windows")
@@ -284,7 +285,8 @@ def _task(study: StudySettings, name: str, own: TaskOptions) -> StudyTask:
         raise UnknownNameError("task", name, known)
     task = StudyTask(name, study.changed(own.model_extra or {}, f"Task {name!r}"), study.model_name_or_path is not None)
     settings, fields = task.settings, TrainingSettings.model_fields
-    sized = [one for one in (*_SHAPE, "model_type") if getattr(settings, one) != fields[one].default]
+    shape = (*_SHAPE, "model_type", "config_overrides")
+    sized = [one for one in shape if getattr(settings, one) != fields[one].default]
     if task.pretrained and sized:
         raise SettingsError(f"Task {name!r} has {sized[0]}, but the models are that of --model_name_or_path.")
     if name == EMBEDDING and not task.pretrained:

@@ -98,7 +98,7 @@ def new_model(task: StudyTask, settings: TrainingSettings, tokenizer: PreTrained
         # Not every config has a field for it. Some decoders mask a padding token, even if it is the first.
         fields["decoder_start_token_id"] = end_token(tokenizer)
     try:
-        return _loader(task).from_config(type(stock)(**fields))
+        return _loader(task).from_config(type(stock)(**(fields | _overrides(task, stock))))
     except (ValueError, TypeError, NotImplementedError, StrictDataclassError) as error:
         raise SettingsError(f"--model_type {model_type} cannot be used for the task {task.name!r}: {error}") from error
 
@@ -132,12 +132,22 @@ def new_image_model(task: StudyTask, settings: TrainingSettings, classes: int) -
     ]
     if lacking:
         raise SettingsError(f"--model_type {model_type} has no {lacking[0]} to set: its models cannot be made small.")
+    fields = _without_dropout(stock) | {name: value for name, value in wanted.items() if hasattr(stock, name)}
     try:
-        config = type(stock)(**_without_dropout(stock), **{k: v for k, v in wanted.items() if hasattr(stock, k)})
+        config = type(stock)(**(fields | _overrides(task, stock)))
         config.num_labels = classes
         return AutoModelForImageClassification.from_config(config)
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise SettingsError(f"--model_type {model_type} cannot be used for the task {task.name!r}: {error}") from error
+
+
+def _overrides(task: StudyTask, stock: PreTrainedConfig) -> dict[str, Any]:
+    overrides = task.settings.config_overrides
+    for name in overrides:
+        if not hasattr(stock, name):
+            unknown = UnknownNameError("field", name, stock.to_dict(), owner=type(stock).__name__)
+            raise SettingsError(f"--config_overrides: {unknown}")
+    return overrides
 
 
 def _without_dropout(stock: PreTrainedConfig) -> dict[str, float]:

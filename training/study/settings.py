@@ -100,6 +100,11 @@ class TrainingSettings(BaseModel):
     hidden_size: int = Field(128, ge=1, description="Width of the models.")
     num_layers: int = Field(2, ge=1, description="Layers of the models.")
     num_heads: int = Field(4, ge=1, description="Attention heads of the models.")
+    config_overrides: dict[str, Any] = Field(
+        {},
+        description="Further fields of the models' config: '{sliding_window: 64}'. Sizes and special tokens are those "
+        "of the study unless given.",
+    )
     max_steps: int = Field(
         1000,
         ge=0,
@@ -141,7 +146,8 @@ class TrainingSettings(BaseModel):
 
     def fingerprint(self) -> dict[str, Any]:
         """The settings that must not change once a training has begun, JSON-ready."""
-        return self.model_dump(exclude={"checkpoint_every"})
+        without = set() if self.config_overrides else {"config_overrides"}
+        return self.model_dump(exclude={"checkpoint_every", *without})
 
     def changed(self, changes: dict[str, Any], where: str) -> TrainingSettings:
         """A copy of the training settings with other values.
