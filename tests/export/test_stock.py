@@ -22,6 +22,7 @@ from hf_posenc import (
     Llama3Scaling,
     LocalGlobalConfig,
     LongRopeScaling,
+    NativeConfig,
     NtkScaling,
     PRopeConfig,
     RopeConfig,
@@ -69,6 +70,23 @@ def gemma3() -> PreTrainedModel:
     )  # fmt: skip
 
 
+def deepseek() -> PreTrainedModel:
+    # The config's head_dim is the 8 dimensions that are rotated, of the 24 of a head.
+    return tiny(
+        "DeepseekV3ForCausalLM", vocab_size=VOCABULARY, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16,
+        qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16, moe_intermediate_size=16, n_routed_experts=4,
+        num_experts_per_tok=2, n_group=2, topk_group=1, first_k_dense_replace=1,
+    )  # fmt: skip
+
+
+def phi3() -> PreTrainedModel:
+    # Its config accepts no rope_type but "default" and "longrope".
+    return tiny(
+        "Phi3ForCausalLM", vocab_size=VOCABULARY, num_key_value_heads=4, original_max_position_embeddings=64,
+        pad_token_id=0,
+    )  # fmt: skip
+
+
 def one_type_bert() -> PreTrainedModel:
     return tiny("BertForMaskedLM", vocab_size=VOCABULARY, max_position_embeddings=48, type_vocab_size=1)
 
@@ -100,6 +118,11 @@ EXPRESSIBLE: dict[str, tuple[Callable[[], PreTrainedModel], Any]] = {
     "llama-p_rope": (llama, PRopeConfig(fraction=0.5)),
     "gemma3-theta": (gemma3, RopeConfig(theta=700.0)),
     "gemma3-native": (gemma3, native),
+    "deepseek-linear": (deepseek, NativeConfig(scaling=LinearScaling(factor=4.0))),
+    "deepseek-yarn": (deepseek, NativeConfig(scaling=YarnScaling(factor=4.0, original_max_positions=16))),
+    "deepseek-none": (deepseek, "none"),
+    "phi3-linear": (phi3, NativeConfig(scaling=LinearScaling(factor=4.0))),
+    "phi3-yarn": (phi3, NativeConfig(scaling=YarnScaling(factor=4.0, original_max_positions=16))),
     "gpt2-longer": (gpt2, LearnedConfig(num_positions=80)),
     "gpt2-shorter": (gpt2, LearnedConfig(num_positions=20)),
     "bert-longer": (bert, LearnedConfig(num_positions=64)),
@@ -206,6 +229,15 @@ def test_what_stock_cannot_say_is_refused_and_leaves_nothing(tmp_path: Path, nam
         hf_posenc.export_model(model, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
     assert torch.equal(outputs(model), before)
+
+
+def test_a_config_that_its_class_does_not_accept_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write, "CARRIERS", [one for one in carriers.CARRIERS if one.form is own_class])
+    model = patched(phi3, NativeConfig(scaling=LinearScaling(factor=4.0)))
+    with pytest.raises(UnsupportedError, match=r"A Phi3Config does not accept it: .* must be one of \['longrope'\]"):
+        hf_posenc.export_model(model, tmp_path / "model")
+    assert list(tmp_path.iterdir()) == []
+    assert write.proposal(model) is None
 
 
 def changed_carrier(monkeypatch: pytest.MonkeyPatch, change: Callable[[Any], None]) -> None:

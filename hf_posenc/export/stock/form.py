@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.entry import ATTRIBUTE
+from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.discovery import find_stacks
 from hf_posenc.patching.find.model_parts import TEXT
 from hf_posenc.patching.find.sites import Stack
@@ -37,6 +39,19 @@ class StockForm:
     state: dict[str, Tensor]
     carrier: str
     restriction: str = ""
+
+
+def check_config(config: Any) -> None:
+    """Refuses a config that its class does not accept, which no program could load.
+
+    Raises:
+        UnsupportedError: with the reason of the class.
+    """
+    for one, _ in _pairs(config, config):
+        try:
+            one.validate()
+        except StrictDataclassError as error:
+            raise UnsupportedError(f"A {type(one).__name__} does not accept it: {error.__cause__ or error}.") from error
 
 
 def stock_config(model: PreTrainedModel) -> Any:

@@ -20,7 +20,7 @@ from hf_posenc.export.stock.form import (
     stock_state,
     write_current_length,
 )
-from hf_posenc.export.stock.spectrum import write_rope_parameters
+from hf_posenc.export.stock.spectrum import stated_head_dim, write_rope_parameters
 from hf_posenc.patching.find.discovery import find_stacks
 from hf_posenc.patching.find.layer_context import build_context
 from hf_posenc.patching.find.rotary_axes import reads_axes
@@ -111,7 +111,9 @@ def _write_rope_parameters(config: Any, scheme: SchemeConfig, stacks: list[Stack
     for stack in stacks:
         for attention in stack.attentions:
             if attention.rotary_functions:
-                parameters = to_rope_parameters(scheme, build_context(stack, attention))
+                context = build_context(stack, attention)
+                parameters = to_rope_parameters(scheme, context)
+                parameters["partial_rotary_factor"] *= context.head_dim / stated_head_dim(stack.config, context)
                 by_layer_type[attention.layer_type] = parameters
     write_rope_parameters(config, by_layer_type)
 

@@ -29,6 +29,7 @@ from hf_posenc.export.stock.form import (
 )
 from hf_posenc.patching.find.layer_context import build_context, native_pairing
 from hf_posenc.patching.find.rotary_axes import reads_axes
+from hf_posenc.schemes import BuildContext
 
 #: A pair whose frequency is divided by this does not move: its angle stays below 1e-20 at any position.
 _STOPPED = 1e30
@@ -54,7 +55,11 @@ def own_spectrum(model: PreTrainedModel) -> StockForm:
         if not layer.attention.rotary_functions or context.rotary_dim is None or context.max_positions is None:
             raise UnsupportedError(f"{layer.name} of a {name} has no rotation whose frequencies could be set.")
         parameters = rotation_parameters(
-            spectrum, context.rotary_dim, context.head_dim, base_of(model, layer_type), context.max_positions
+            spectrum,
+            context.rotary_dim,
+            stated_head_dim(layer.stack.config, context),
+            base_of(model, layer_type),
+            context.max_positions,
         )
         if by_layer_type.setdefault(layer_type, parameters) != parameters:
             raise UnsupportedError(f"The layers rotate differently, but a {name} has one rotation for all of them.")
@@ -73,7 +78,7 @@ def rotation_parameters(
     Args:
         spectrum: the rotation; `None` stops every pair.
         rotary_dim: how many dimensions the architecture rotates.
-        head_dim: width of a head.
+        head_dim: width of a head, as `stated_head_dim` returns it.
         theta: the base that the factors refer to.
         length: the model's `max_position_embeddings`.
 
@@ -98,6 +103,17 @@ def rotation_parameters(
         "attention_factor": scaling,
         "original_max_position_embeddings": length,
     }
+
+
+def stated_head_dim(config: Any, context: BuildContext) -> int:
+    """The width that stock code multiplies by `partial_rotary_factor`.
+
+    In multi-head latent attention (DeepSeek), the config's `head_dim` is the rotated part of a head alone.
+    """
+    latent = getattr(config, "qk_rope_head_dim", None)
+    if latent is not None and latent == context.rotary_dim == getattr(config, "head_dim", None):
+        return int(latent)
+    return context.head_dim
 
 
 def _factor(wanted: float, theta: float, index: int, rotary_dim: int) -> float:

@@ -17,7 +17,7 @@ from hf_posenc.export.records import Check, Written
 from hf_posenc.export.refusal import ExportError, Reasons
 from hf_posenc.export.request import Request
 from hf_posenc.export.stock.carriers import CARRIERS, Carrier
-from hf_posenc.export.stock.form import StockForm
+from hf_posenc.export.stock.form import StockForm, check_config
 from hf_posenc.export.stock.verify import TOLERANCE, Comparison, comparisons
 from hf_posenc.patching.place.in_force import current_encoding
 
@@ -41,7 +41,7 @@ def write(request: Request, *, max_shard_size: int | str | None = None, variant:
     reasons, inexact = Reasons(), []
     for carrier in _carriers(request.model):
         try:
-            form = carrier.form(request.model)
+            form = _form(carrier, request.model)
             _save(request, form, save_kwargs)
             found = comparisons(request.model, form.model_class, request.draft, variant)
         except UnsupportedError as error:
@@ -66,10 +66,16 @@ def proposal(model: PreTrainedModel) -> str | None:
     """What could carry a model's scheme, before it is run; `None` if nothing could."""
     for carrier in _carriers(model):
         with contextlib.suppress(UnsupportedError):
-            form = carrier.form(model)
+            form = _form(carrier, model)
             if not form.restriction:
                 return form.carrier
     return None
+
+
+def _form(carrier: Carrier, model: PreTrainedModel) -> StockForm:
+    form = carrier.form(model)
+    check_config(form.config)
+    return form
 
 
 def _carriers(model: PreTrainedModel) -> list[Carrier]:
