@@ -15,6 +15,7 @@ from training.data import python_source
 from training.study import outputs
 from training.study.cells import study_cells
 from training.study.models import new_model
+from training.study.results import Task
 from training.study.settings import parse_study
 
 STUDY = Path(__file__).resolve().parents[2] / "training" / "studies" / "reference_gpu.yaml"
@@ -51,6 +52,33 @@ def test_rows_without_text_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = [str(tmp_path / "out"), "--vocab_size=260", f"--dataset_name={tmp_path / 'rows.jsonl'}"]
     assert train_tokenizer.main(arguments) == 0
+
+
+def test_an_interrupted_tokenizer_does_not_promise_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_tokenizer, "train_tokenizer", interrupted)
+    assert train_tokenizer.main([str(tmp_path / "out")]) == 130
+    assert "Interrupted. Nothing was saved." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("stated", "causal"),
+    [
+        ({"kind": "language_modeling", "objective": "masked"}, False),
+        ({"kind": "language_modeling", "objective": "causal"}, True),
+        ({"kind": "generalization"}, True),
+        ({"kind": "embedding"}, False),
+        ({"kind": "image_classification"}, False),
+        ({"kind": "generalization", "causal": False}, False),
+    ],
+)
+def test_results_of_earlier_versions_say_who_has_a_causal_mask(stated: dict[str, object], causal: bool) -> None:
+    sizes = {"model": "LlamaForCausalLM", "lengths": [8], "max_steps": 1, "batch_size": 1}
+    assert Task.model_validate(stated | sizes).causal_reader is causal
 
 
 def test_python_source_is_a_corpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
