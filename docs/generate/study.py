@@ -58,7 +58,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "study"
 RUNS = FOLDER / "runs"
 FIGURES = FOLDER / "figures"
 #: Studies without figures.
-TABLES_ONLY = ("_rates", "_rerun", "_heal", "_heal_smollm2", "_windows")
+TABLES_ONLY = ("_rates", "_rerun", "_heal", "_heal_smollm2", "_windows", "_catalogue")
 #: The loss, in nats per token, to which the steps of masked models are counted.
 MASKED = 2.50
 PAGES = ("results.md", "leaderboard.md")

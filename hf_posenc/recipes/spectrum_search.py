@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -147,7 +148,9 @@ def search_spectrum(
         return found
 
     try:
-        with evaluation_mode(target):
+        with evaluation_mode(target), warnings.catch_warnings():
+            # Candidates are read without a cache.
+            warnings.filterwarnings("ignore", message=".*depends on the length of the sequence", category=UserWarning)
             yarn = measured(space.yarn())
             found, losses = [yarn], [yarn.loss]
             waiting = space.beginnings()

@@ -85,6 +85,11 @@ def test_factors_never_fall_and_short_texts_keep_theirs(found: Any) -> None:
         )
 
 
+def test_candidates_do_not_warn_about_a_cache_that_is_not_used(recwarn: pytest.WarningsRecorder) -> None:
+    search_spectrum(rope_model(), speeches(0, 1), LENGTH, trained_length=TRAINED, evaluations=2)
+    assert not [one for one in recwarn if "no cache can be extended" in str(one.message)]
+
+
 def test_the_same_seed_finds_the_same_and_the_model_stays_as_it_was() -> None:
     model = rope_model().train()
     state, scheme = copy.deepcopy(model.state_dict()), model.position_encoding
