@@ -3,6 +3,7 @@
 python docs/generate/runtimes.py                 # everything
 python docs/generate/runtimes.py --only gguf     # one target; the results of the others are kept
 python docs/generate/runtimes.py --model GPT-2   # one model, likewise
+python docs/generate/runtimes.py --new           # schemes that have no result yet
 python docs/generate/runtimes.py --no-run        # the page again from the record
 """
 
@@ -29,15 +30,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="TARGET", help="export to this target only")
     parser.add_argument("--model", default="", help="export this model only")
+    parser.add_argument("--new", action="store_true", help="export schemes only that have no result yet")
     parser.add_argument("--no-run", action="store_true", help="write the page from docs/results/runtimes.json")
     arguments = parser.parse_args()
     record = json.loads(DATA.read_text()) if DATA.is_file() else {"cells": {}}
     if not arguments.no_run:
-        _run(record, arguments.only, arguments.model)
+        _run(record, arguments.only, arguments.model, new=arguments.new)
     PAGE.write_text(page(record))
 
 
-def _run(record: dict[str, Any], only: str, only_model: str) -> None:
+def _run(record: dict[str, Any], only: str, only_model: str, *, new: bool) -> None:
     """Fills the record in place: the outcome of each export by model, target and scheme."""
     import torch
     import transformers
@@ -51,10 +53,11 @@ def _run(record: dict[str, Any], only: str, only_model: str) -> None:
         for target, runtime in {runtime.target: runtime for runtime in runtimes}.items():
             if only not in ("", target) or only_model not in ("", model):
                 continue
-            started, cells = time.monotonic(), {}
-            for scheme in SCHEMES:
-                cells[scheme] = outcome(model, scheme, runtime)
-            record["cells"].setdefault(model, {})[target] = cells
+            started, of_model = time.monotonic(), record["cells"].setdefault(model, {})
+            known = of_model.get(target, {}) if new else {}
+            of_model[target] = {
+                scheme: known[scheme] if scheme in known else outcome(model, scheme, runtime) for scheme in SCHEMES
+            }
             record["versions"] = {name: _version(name) for name in PACKAGES}
             DATA.write_text(json.dumps(record, indent=1) + "\n")
             print(f"{model}, {target}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
