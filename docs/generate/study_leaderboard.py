@@ -51,7 +51,7 @@ def _table(runs: Runs, study: str) -> str:
             (
                 f"`{scheme}`",
                 shown(tail(seeds, LENGTHS[0])),
-                "" if scheme == "rope" else _less_rope(seeds, rope),
+                "" if scheme == "rope" else _above_rope(seeds, rope),
                 *(shown(tail(seeds, length)) for length in LENGTHS[2:]),
                 *(_answers(runs, scheme, task, at) for task, at in (("copy", 20), ("passkey", 40))),
                 ranged(above_control(healed, scheme)),
@@ -62,13 +62,13 @@ def _table(runs: Runs, study: str) -> str:
             )
         )
     head = (
-        *("scheme", "trained length", "less RoPE", "4 times", "8 times", "copy", "retrieval", "healed", "cache"),
+        *("scheme", "trained length", "above RoPE", "4 times", "8 times", "copy", "retrieval", "healed", "cache"),
         *("time", "parameters", "seeds"),
     )
     return markdown(head, rows)
 
 
-def _less_rope(seeds: Mapping[int, Run], rope: Mapping[int, Run]) -> str:
+def _above_rope(seeds: Mapping[int, Run], rope: Mapping[int, Run]) -> str:
     """The mean difference from RoPE at the trained length over the seeds that both have."""
     own, other = (tail_by_seed(one, LENGTHS[0]) for one in (seeds, rope))
     return ranged(mean_of(own[seed] - other[seed] for seed in sorted(own.keys() & other.keys())))
