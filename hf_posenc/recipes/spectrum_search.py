@@ -6,13 +6,14 @@ import dataclasses
 import inspect
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.random import Generator
+from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -33,10 +34,16 @@ from hf_posenc.schemes.rotary.scaling.base import rope_inverse_frequencies
 
 #: The best candidates, which new ones are made from.
 _PARENTS = 4
-#: Standard deviation of the logarithm by which a mutation multiplies factors.
+#: Size of a mutation of factors, as a share of the logarithm of the extension.
 _STEP = 0.25
+#: The same for the factor of cosine and sine. YaRN's is 1 + 0.1 times that logarithm.
+_ATTENTION_STEP = 0.05
 #: A factor is at most this multiple of the extension.
 _LARGEST = 1.5
+#: What a token of the last quarter of a text is.
+_TEXT, _NEEDLE, _LEFT_OUT = 0, 1, 2
+#: Repeated spans take at most this share of the tokens that count.
+_NEEDLE_SHARE = 4
 
 
 @dataclass(frozen=True)
@@ -88,12 +95,13 @@ def search_spectrum(
     """Searches for the factors with which a model with RoPE reads longer texts best, without training it.
 
     As in LongRoPE2 (arXiv:2502.20082, sections 3.2 and 3.3), slow pairs, which have not made a full turn in training,
-    have their own factors, which never fall from one pair to the next. Faster pairs follow from the first of them as in
-    NTK scaling. Where slow begins is part of the search. The candidates mutate, and the best survive.
+    have their own factors, which never fall from one pair to the next. In some of the first candidates, faster pairs
+    follow from the first of them as in NTK scaling. The candidates mutate, and the best survive.
 
-    Three things differ from the paper: the search begins with YaRN, so that its result is not worse on `tokens`; the
-    factor of cosine and sine takes part; and a needle is a span of the text itself, which is repeated at the end, so
-    that no tokenizer is needed.
+    Four things differ from the paper. The search begins with YaRN, so that its result is not worse on `tokens`. The
+    factor of cosine and sine takes part. Before the mutations, parabolas through three candidates each give the best
+    factor of cosine and sine, and the best shift of YaRN's factors from pair to pair. A needle is a span of the text
+    itself, which is repeated in its last quarter, so that no tokenizer is needed.
 
     Texts of up to the trained length are read with the original frequencies, and with the factor of cosine and sine
     that was found: stock models have one for all lengths. `patch_model(model, result.config)` puts
@@ -106,8 +114,8 @@ def search_spectrum(
         length: of the texts that the model is to read, in tokens.
         trained_length: the length that it was trained on; `None` takes that of its config.
         evaluations: how many candidates are measured, each with one forward per text.
-        needle_weight: share of the repeated spans in the objective, 0 to 1; the rest is the loss of the last quarter of
-            the text.
+        needle_weight: share of the repeated spans in the objective, 0 to 1; the rest is the loss of the other tokens of
+            the last quarter of the text. With 0, no span is repeated.
         needle_tokens: tokens of a repeated span. Its first quarter is a hint, and does not count.
         seed: of mutations and of the places of the spans.
         on_evaluation: told of each candidate as soon as it is measured, for a progress bar.
@@ -135,13 +143,13 @@ def search_spectrum(
             f"0 to 1, 4 to {length // 8}, and at least 1."
         )
     generator = np.random.default_rng(seed)
-    texts = _with_needles(tokens.to(target.device), needle_tokens, generator)
+    texts, needles = _with_needles(tokens.to(target.device), needle_tokens if needle_weight else 0, generator)
     before = current_encoding(target)
     space = _Space(scheme, trained, length, _rotary_dim(target, scheme))
 
     def measured(candidate: SpectrumCandidate) -> SpectrumCandidate:
         patch_model(target, space.config(candidate))
-        loss = _loss(target, texts, needle_tokens, needle_weight)
+        loss = _loss(target, texts, needles, needle_weight)
         found = dataclasses.replace(candidate, loss=loss)
         if on_evaluation is not None:
             on_evaluation(found)
@@ -151,18 +159,15 @@ def search_spectrum(
         with evaluation_mode(target), warnings.catch_warnings():
             # Candidates are read without a cache.
             warnings.filterwarnings("ignore", message=".*depends on the length of the sequence", category=UserWarning)
-            yarn = measured(space.yarn())
-            found, losses = [yarn], [yarn.loss]
-            waiting = space.beginnings()
-            while len(losses) < evaluations:
-                parents = sorted(found, key=lambda one: one.loss)[:_PARENTS]
-                candidate = waiting.pop(0) if waiting else space.mutated(parents, generator)
-                found.append(measured(candidate))
-                losses.append(min(losses[-1], found[-1].loss))
+            found = [measured(space.yarn())]
+            proposals = space.proposals(found, generator)
+            while len(found) < evaluations:
+                found.append(measured(next(proposals)))
     finally:
         restore_encoding(target, before)
     best = min(found, key=lambda one: one.loss)
-    return SpectrumSearch(space.config(best), best, yarn, space.critical, tuple(losses))
+    losses = tuple(np.minimum.accumulate([one.loss for one in found]).tolist())
+    return SpectrumSearch(space.config(best), best, found[0], space.critical, losses)
 
 
 class _Space:
@@ -200,42 +205,83 @@ class _Space:
         scaling = YarnScaling(factor=self.extension, original_max_positions=self.trained)
         scaled = scaling.constants(self.scheme.theta, self.rotary_dim).double()
         factors = (self.frequencies / scaled).tolist()
-        return SpectrumCandidate(_rising(factors, _LARGEST * self.extension), scaling.attention_scaling())
+        return SpectrumCandidate(self._rising(factors), scaling.attention_scaling())
 
-    def beginnings(self) -> list[SpectrumCandidate]:
-        """Every plausible start of the slow pairs, all of which are divided by the extension."""
-        first = max(1, self.critical - self.pairs // 4)
-        attention_factor = self.yarn().attention_factor
-        return [
-            self._of_slow(start, [self.extension] * (self.pairs - start), attention_factor)
-            for start in range(self.critical, first - 1, -1)
-        ]
+    def proposals(self, found: list[SpectrumCandidate], generator: Generator) -> Iterator[SpectrumCandidate]:
+        """What to measure next, without end.
+
+        Args:
+            found: what was measured: YaRN, and then each proposal, added by the caller.
+            generator: of the mutations.
+        """
+        step = 2 * _ATTENTION_STEP * math.log(self.extension)
+        yield from self._along(
+            lambda x: dataclasses.replace(found[0], attention_factor=_limited(found[0], x)), step, found
+        )
+        attention_factor = _best(found).attention_factor
+        yarn = dataclasses.replace(found[0], attention_factor=attention_factor)
+        yield from self._along(lambda x: self._shifted(yarn, x), max(1.0, self.pairs / 16), found)
+        for start in sorted({self.critical, max(1, self.critical - self.pairs // 8)}, reverse=True):
+            yield self._of_slow(start, [self.extension] * (self.pairs - start), attention_factor)
+        while True:
+            yield self.mutated(sorted(found, key=lambda one: one.loss)[:_PARENTS], generator)
+
+    def _along(
+        self, candidate_at: Callable[[float], SpectrumCandidate], step: float, found: list[SpectrumCandidate]
+    ) -> Iterator[SpectrumCandidate]:
+        """Candidates a step before and a step after the best one, and where a parabola through the three is lowest."""
+        middle = _best(found).loss
+        losses = []
+        for sign in (-1, 1):
+            yield candidate_at(sign * step)
+            losses.append(found[-1].loss)
+        bend = losses[0] - 2 * middle + losses[1]
+        if bend > 0 and math.isfinite(bend):
+            yield candidate_at(step * min(max((losses[0] - losses[1]) / (2 * bend), -2.0), 2.0))
+
+    def _shifted(self, candidate: SpectrumCandidate, pairs: float) -> SpectrumCandidate:
+        """A candidate in which each pair has the factor of the one that is so many pairs faster."""
+        index = np.arange(self.pairs)
+        factors = np.interp(index - pairs, index, candidate.factors)
+        return dataclasses.replace(candidate, factors=self._rising(factors), loss=math.nan)
 
     def _of_slow(self, start: int, slow: list[float], attention_factor: float) -> SpectrumCandidate:
         """Slow pairs have their own factors; faster ones follow from the first of them as in NTK scaling."""
         fast = [slow[0] ** (pair / start) for pair in range(start)]
-        return SpectrumCandidate(_rising([*fast, *slow], _LARGEST * self.extension), attention_factor)
+        return SpectrumCandidate(self._rising([*fast, *slow]), attention_factor)
 
     def mutated(self, parents: list[SpectrumCandidate], generator: Generator) -> SpectrumCandidate:
-        """A parent with the factors of some neighbouring slow pairs changed, or its factor of cosine and sine."""
+        """A parent with another factor of cosine and sine, shifted, or with some neighbouring factors changed."""
         parent = parents[int(generator.integers(len(parents)))]
-        if generator.random() < 0.25:
-            changed = parent.attention_factor * math.exp(generator.normal(0.0, _STEP / 4))
-            return SpectrumCandidate(parent.factors, min(max(changed, 0.8), 2.0))
+        kind = generator.random()
+        # Mostly small, because the parents are good already, but sometimes large.
+        size = 2 * generator.normal() * generator.random()
+        if kind < 0.25:
+            change = size * _ATTENTION_STEP * math.log(self.extension)
+            return dataclasses.replace(parent, attention_factor=_limited(parent, change), loss=math.nan)
+        if kind < 0.5:
+            return self._shifted(parent, size * self.pairs / 16)
         lowest = min(max(1, self.critical - self.pairs // 4), self.pairs - 1)
         start = int(generator.integers(lowest, self.pairs))
         stop = int(generator.integers(start + 1, self.pairs + 1))
-        step = math.exp(generator.normal(0.0, _STEP))
-        slow = [factor * (step if start <= pair < stop else 1.0) for pair, factor in enumerate(parent.factors)][start:]
-        # What is slower than the first changed pair keeps its order by `_rising`; what is faster follows from it.
-        slow[0] = max(1.0, slow[0])
-        return self._of_slow(start, slow, parent.attention_factor)
+        factors = np.array(parent.factors)
+        factors[start:stop] *= math.exp(size * _STEP * math.log(self.extension))
+        return dataclasses.replace(parent, factors=self._rising(factors), loss=math.nan)
+
+    def _rising(self, factors: ArrayLike) -> tuple[float, ...]:
+        """The nearest factors between 1 and the largest of which none is below the one before it."""
+        limited = np.clip(factors, 1.0, _LARGEST * self.extension)
+        above, below = np.maximum.accumulate(limited), np.minimum.accumulate(limited[::-1])[::-1]
+        return tuple(np.sqrt(above * below).tolist())
 
 
-def _rising(factors: list[float], largest: float) -> tuple[float, ...]:
-    """Factors between 1 and the largest, none below the one before it."""
-    rising = np.maximum.accumulate(np.clip(factors, 1.0, largest))
-    return tuple(float(factor) for factor in rising)
+def _best(found: list[SpectrumCandidate]) -> SpectrumCandidate:
+    return min(found, key=lambda one: one.loss)
+
+
+def _limited(candidate: SpectrumCandidate, change: float) -> float:
+    """The candidate's factor of cosine and sine, changed by so much of its logarithm."""
+    return min(max(candidate.attention_factor * math.exp(change), 0.8), 2.0)
 
 
 def _plain_rope(model: PreTrainedModel) -> RopeConfig:
@@ -277,29 +323,44 @@ def _rotary_dim(model: PreTrainedModel, scheme: RopeConfig) -> int:
     return found.pop()
 
 
-def _with_needles(tokens: Tensor, needle_tokens: int, generator: Generator) -> Tensor:
-    """The texts with their last tokens replaced by a span from somewhere before."""
+def _with_needles(tokens: Tensor, needle_tokens: int, generator: Generator) -> tuple[Tensor, Tensor]:
+    """The texts with spans from somewhere before, repeated at equal distances in their last quarter.
+
+    Args:
+        tokens: `(texts, length)` token ids.
+        needle_tokens: tokens of a span; 0 repeats none.
+        generator: of the places that spans are taken from.
+
+    Returns:
+        The texts, and what the tokens of their last quarter are, `(counted,)`: `_TEXT`, `_NEEDLE`, or `_LEFT_OUT` for
+        the first quarter of a span, which is a hint, and the token after it.
+    """
     length = tokens.shape[1]
-    texts = tokens.clone()
-    for text in texts:
-        start = int(generator.integers(0, length // 2))
-        text[length - needle_tokens :] = text[start : start + needle_tokens].clone()
-    return texts
-
-
-def _loss(model: PreTrainedModel, texts: Tensor, needle_tokens: int, needle_weight: float) -> float:
-    """The objective: the loss of the last quarter of the texts, and that of the repeated spans."""
-    length = texts.shape[1]
-    # The logits of a whole text of a large vocabulary can take more memory than the model.
     counted = length - length * 3 // 4
+    texts, kinds = tokens.clone(), torch.full((counted,), _TEXT)
+    number = max(1, counted // (_NEEDLE_SHARE * needle_tokens)) if needle_tokens else 0
+    for last in range(1, number + 1):
+        stop = counted * last // number
+        start, hint = stop - needle_tokens, needle_tokens // 4
+        kinds[start : start + hint], kinds[start + hint : stop], kinds[stop : stop + 1] = _LEFT_OUT, _NEEDLE, _LEFT_OUT
+        for text, source in zip(texts, tokens, strict=True):
+            place = int(generator.integers(0, length // 2))
+            text[length - counted + start : length - counted + stop] = source[place : place + needle_tokens]
+    return texts, kinds.to(tokens.device)
+
+
+def _loss(model: PreTrainedModel, texts: Tensor, kinds: Tensor, needle_weight: float) -> float:
+    """The objective: the loss of the last quarter of the texts, and that of the repeated spans."""
+    # The logits of a whole text of a large vocabulary can take more memory than the model.
+    counted = len(kinds)
     keeps = "logits_to_keep" in inspect.signature(type(model).forward).parameters
     options: dict[str, Any] = {"logits_to_keep": counted + 1} if keeps else {}
-    tails, needles = [], []
+    losses = []
     for text in texts:
         logits = model(input_ids=text.unsqueeze(0), use_cache=False, **options).logits[0, -counted - 1 : -1].float()
-        losses = functional.cross_entropy(logits, text[-counted:], reduction="none")
-        tails.append(losses[:-needle_tokens].mean())
-        needles.append(losses[needle_tokens // 4 - needle_tokens :].mean())
-    tail, needle = (float(torch.stack(one).mean()) for one in (tails, needles))
-    loss = (1 - needle_weight) * tail + needle_weight * needle
+        losses.append(functional.cross_entropy(logits, text[-counted:], reduction="none"))
+    by_token = torch.stack(losses).mean(0)
+    loss = (1 - needle_weight) * float(by_token[kinds == _TEXT].mean())
+    if needle_weight:
+        loss += needle_weight * float(by_token[kinds == _NEEDLE].mean())
     return loss if math.isfinite(loss) else math.inf

