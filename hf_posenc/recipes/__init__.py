@@ -16,7 +16,8 @@ from hf_posenc.recipes.perturbed_positions import (
     reverse_divergence,
 )
 from hf_posenc.recipes.phases import SchemePhases, SchemePhasesCallback, drope
-from hf_posenc.recipes.spectrum_search import SpectrumCandidate, SpectrumSearch, search_spectrum
+from hf_posenc.recipes.spectrum_candidates import SpectrumCandidate
+from hf_posenc.recipes.spectrum_search import SpectrumSearch, search_spectrum
 from hf_posenc.recipes.swap import Swap, swap_scheme
 
 __all__ = [

@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hf_posenc import UnsupportedError, export_model, patch_model, unpatch_model
-from hf_posenc.recipes import search_spectrum, spectrum_search
-from hf_posenc.recipes.spectrum_search import SpectrumCandidate
+from hf_posenc.recipes import SpectrumCandidate, search_spectrum
+from hf_posenc.recipes.spectrum_candidates import CandidateSpace
+from hf_posenc.recipes.spectrum_objective import with_needles
 from hf_posenc.schemes import LongRopeScaling, RopeConfig, YarnScaling
 from tests.fixtures.make import CHECKPOINTS
 from tests.models import tiny
@@ -89,7 +90,7 @@ def test_factors_never_fall_and_short_texts_keep_theirs(found: Any) -> None:
 
 
 def test_the_first_candidates_find_the_lowest_point_of_two_parabolas() -> None:
-    space = spectrum_search._Space(RopeConfig(theta=10_000.0), TRAINED, LENGTH, 16)
+    space = CandidateSpace(RopeConfig(theta=10_000.0), TRAINED, LENGTH, 16)
     lowest, shift = 1.05, 0.4
     shifted = np.interp(np.arange(8) - shift, np.arange(8), space.yarn().factors)
 
@@ -114,7 +115,7 @@ def test_the_first_candidates_find_the_lowest_point_of_two_parabolas() -> None:
 
 @pytest.mark.parametrize("finite", [True, False])
 def test_without_a_lowest_point_there_is_no_candidate_for_it(finite: bool) -> None:
-    space = spectrum_search._Space(RopeConfig(theta=10_000.0), TRAINED, LENGTH, 16)
+    space = CandidateSpace(RopeConfig(theta=10_000.0), TRAINED, LENGTH, 16)
     found = [replace(space.yarn(), loss=1.0)]
     proposals = space.proposals(found, np.random.default_rng(0))
     for loss in (0.5, 1.5 if finite else math.inf):
@@ -125,7 +126,7 @@ def test_without_a_lowest_point_there_is_no_candidate_for_it(finite: bool) -> No
 
 def test_needles_stand_at_equal_distances_in_the_last_quarter() -> None:
     tokens = torch.arange(2 * 640).view(2, 640)
-    texts, kinds = spectrum_search._with_needles(tokens, 8, np.random.default_rng(0))
+    texts, kinds = with_needles(tokens, 8, np.random.default_rng(0))
     needles = [start for start in range(160) if (kinds[start : start + 6] == 1).all() and kinds[start - 1] == 2]
     # A quarter of 160 tokens are 5 needles of 8, of which the first 2 are a hint.
     assert needles == [32 * number - 6 for number in range(1, 6)]
@@ -137,7 +138,7 @@ def test_needles_stand_at_equal_distances_in_the_last_quarter() -> None:
             assert torch.equal(repeated, torch.arange(int(repeated[0]), int(repeated[0]) + 8))
             assert int(repeated[0] - source[0]) < 320
         assert torch.equal(text[480:][kinds == 0], source[480:][kinds == 0])
-    same, kinds = spectrum_search._with_needles(tokens, 0, np.random.default_rng(0))
+    same, kinds = with_needles(tokens, 0, np.random.default_rng(0))
     assert torch.equal(same, tokens)
     assert not kinds.any()
 
