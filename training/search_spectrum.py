@@ -34,7 +34,7 @@ from hf_posenc.metrics.in_turn import config_in_force
 from hf_posenc.metrics.language_modeling.token_losses import token_losses
 from hf_posenc.metrics.language_modeling.windows import token_stream
 from hf_posenc.patching.place.context_length import update_tokenizer_length
-from hf_posenc.recipes import SpectrumSearch, search_spectrum
+from hf_posenc.recipes import SpectrumCandidate, SpectrumSearch, search_spectrum
 from hf_posenc.report.tables import format_table
 from training.errors import SettingsError
 from training.one_run import exit_status
@@ -143,9 +143,16 @@ def _run(options: argparse.Namespace) -> None:
         if {tuple(text.tolist()) for text in texts} & {tuple(text.tolist()) for text in held_out}:
             raise SettingsError("--text and --held_out have a text in common, so the table would be about the search.")
         with tqdm(total=options.evaluations, unit="candidate") as progress:
+            measured: list[float] = []
+
+            def show(candidate: SpectrumCandidate) -> None:
+                measured.append(candidate.loss)
+                progress.set_postfix_str(f"YaRN {measured[0]:.4f}, lowest {min(measured):.4f}", refresh=False)
+                progress.update()
+
             search = search_spectrum(
                 model, texts, options.length, evaluations=options.evaluations, needle_weight=options.needle_weight,
-                seed=options.seed, on_evaluation=lambda candidate: progress.update(),
+                seed=options.seed, on_evaluation=show,
             )  # fmt: skip
         print(
             f"{len(texts)} texts of {options.length} tokens: the objective is {search.yarn.loss:.4f} with YaRN and "

@@ -48,7 +48,8 @@ def test_what_was_found_is_better_than_yarn_on_held_out_texts_and_saved(
     words = ["--length", "256", "--evaluations", "20", "--text", *texts(tmp_path, 0, 12)]
     output = tmp_path / "longer"
     assert main([str(folder), str(output), *words, "--held_out", *texts(tmp_path, 100, 24)]) == 0
-    printed = capsys.readouterr().out
+    printed, progress = capsys.readouterr()
+    assert re.search(r"20/20 .*YaRN \d\.\d{4}, lowest \d\.\d{4}", progress)
     own, yarn, found = (numbers(printed, scheme) for scheme in ("own", "yarn", "found"))
     # At the trained length, only the factor of cosine and sine that was found is in force.
     assert found[0] == pytest.approx(own[0], abs=0.01)
