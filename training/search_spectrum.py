@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import json
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -79,7 +80,10 @@ def windows_of(tokenizer: Any, paths: list[Path], length: int) -> Tensor:
 
 def held_out_losses(model: Any, config: SchemeConfig, windows: Tensor, trained: int) -> list[HeldOutLoss]:
     """The losses of each window under a scheme; the model is left with the scheme."""
-    patch_model(model, config)
+    with warnings.catch_warnings():
+        # The model is read without a cache here, and saved as a stock checkpoint.
+        warnings.filterwarnings("ignore", message=".*depends on the length of the sequence", category=UserWarning)
+        patch_model(model, config)
     losses = []
     for window in windows.unsqueeze(1):
         start = window[:, :trained]
@@ -92,8 +96,11 @@ def compared(model: Any, search: SpectrumSearch, windows: Tensor, trained: int) 
     """The losses of each window with the RoPE that the model has, with YaRN, and with the factors found."""
     own = config_in_force(model)
     assert isinstance(own, RopeConfig)
-    yarn = YarnScaling(factor=windows.shape[1] / trained, original_max_positions=trained)
-    schemes = {"own": own, "yarn": dataclasses.replace(own, scaling=yarn), "found": search.config}
+    scaling = YarnScaling(factor=windows.shape[1] / trained, original_max_positions=trained)
+    # A factor of the scheme itself would hide that of the scaling.
+    factor = None if own.attention_scaling is None else own.attention_scaling * scaling.attention_scaling()
+    yarn = dataclasses.replace(own, scaling=scaling, attention_scaling=factor)
+    schemes = {"own": own, "yarn": yarn, "found": search.config}
     return {name: held_out_losses(model, config, windows, trained) for name, config in schemes.items()}
 
 

@@ -52,6 +52,9 @@ class CandidateSpace:
 
     def __init__(self, scheme: RopeConfig, trained: int, length: int, rotary_dim: int) -> None:
         self.scheme, self.trained, self.extension = scheme, trained, length / trained
+        if self.extension * trained < length:
+            # The length of a scaling is rounded down.
+            self.extension = math.nextafter(self.extension, math.inf)
         self.frequencies = rope_inverse_frequencies(scheme.theta, rotary_dim).double()
         slow = (self.frequencies * trained < 2 * math.pi).nonzero().flatten().tolist()
         pairs = len(self.frequencies)
@@ -91,7 +94,8 @@ class CandidateSpace:
         attention_factor = _best(found).attention_factor
         yarn = dataclasses.replace(found[0], attention_factor=attention_factor)
         yield from self._along(lambda x: self._shifted(yarn, x), max(1.0, self.pairs / 16), found)
-        for start in sorted({self.critical, max(1, self.critical - self.pairs // 8)}, reverse=True):
+        starts = {max(1, self.critical), max(1, self.critical - self.pairs // 8)}
+        for start in sorted(starts & set(range(self.pairs)), reverse=True):
             yield self._of_slow(start, [self.extension] * (self.pairs - start), attention_factor)
         while True:
             yield self.mutated(sorted(found, key=lambda one: one.loss)[:_PARENTS], generator)
@@ -151,4 +155,4 @@ def _best(found: list[SpectrumCandidate]) -> SpectrumCandidate:
 
 def _limited(candidate: SpectrumCandidate, change: float) -> float:
     """The candidate's factor of cosine and sine, changed by so much of its logarithm."""
-    return min(max(candidate.attention_factor * math.exp(change), 0.8), 2.0)
+    return min(max(candidate.attention_factor * math.exp(change), 0.5), 4.0)

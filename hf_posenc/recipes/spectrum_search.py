@@ -34,7 +34,8 @@ class SpectrumSearch:
         config: RoPE with the best factors past the trained length, for `patch_model`.
         best: the best candidate.
         yarn: YaRN for the same extension, measured in the same way.
-        critical_pair: index of the first pair that makes less than one turn within the trained length.
+        critical_pair: index of the first pair that makes less than one turn within the trained length, or of the last
+            pair if none does.
         losses: the lowest loss after each evaluation.
     """
 
@@ -53,7 +54,7 @@ def search_spectrum(
     trained_length: int | None = None,
     evaluations: int = 64,
     needle_weight: float = 0.5,
-    needle_tokens: int = 16,
+    needle_tokens: int | None = None,
     seed: int = 0,
     on_evaluation: Callable[[SpectrumCandidate], None] | None = None,
 ) -> SpectrumSearch:
@@ -81,7 +82,8 @@ def search_spectrum(
         evaluations: how many candidates are measured, each with one forward per text.
         needle_weight: share of the repeated spans in the objective, 0 to 1; the rest is the loss of the other tokens of
             the last quarter of the text. With 0, no span is repeated.
-        needle_tokens: tokens of a repeated span. Its first quarter is a hint, and does not count.
+        needle_tokens: tokens of a repeated span; `None` takes 16, or an eighth of a short text. Its first quarter is a
+            hint, and does not count.
         seed: of mutations and of the places of the spans.
         on_evaluation: told of each candidate as soon as it is measured, for a progress bar.
 
@@ -102,13 +104,18 @@ def search_spectrum(
         )
     if tokens.dim() != 2 or tokens.shape[1] != length or not len(tokens):
         raise ValueError(f"tokens have the shape {tuple(tokens.shape)}; expected (texts, {length}).")
-    if not 0 <= needle_weight <= 1 or not 4 <= needle_tokens <= length // 8 or evaluations < 1:
+    if not 0 <= needle_weight <= 1 or evaluations < 1:
         raise ValueError(
-            f"needle_weight is {needle_weight}, needle_tokens {needle_tokens} and evaluations {evaluations}; expected "
-            f"0 to 1, 4 to {length // 8}, and at least 1."
+            f"needle_weight is {needle_weight} and evaluations {evaluations}; expected 0 to 1, and at least 1."
+        )
+    span = min(16, length // 8) if needle_tokens is None else needle_tokens
+    if needle_weight and not 4 <= span <= length // 8:
+        raise ValueError(
+            f"A repeated span has {span} tokens, and texts have {length}; expected 4 to an eighth of a text. Give "
+            "longer texts, another needle_tokens, or needle_weight=0, which repeats nothing."
         )
     generator = np.random.default_rng(seed)
-    texts, needles = with_needles(tokens.to(target.device), needle_tokens if needle_weight else 0, generator)
+    texts, needles = with_needles(tokens.to(target.device), span if needle_weight else 0, generator)
     before = current_encoding(target)
     space = CandidateSpace(scheme, trained, length, _rotary_dim(target, scheme))
 
@@ -136,10 +143,10 @@ def search_spectrum(
 
 
 def _plain_rope(model: PreTrainedModel) -> RopeConfig:
-    if not model.can_generate():
+    if not model.can_generate() or model.config.is_encoder_decoder:
         raise UnsupportedError(
-            f"{type(model).__name__} does not predict the next token, whose loss the search lowers. Load the model "
-            "with AutoModelForCausalLM."
+            f"{type(model).__name__} is no decoder that predicts the next token, whose loss the search lowers. "
+            "Load the model with AutoModelForCausalLM."
         )
     fixed = [stack.architecture.fixed_length for stack in find_stacks(model, [TEXT]) if stack.architecture.fixed_length]
     if fixed:

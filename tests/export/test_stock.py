@@ -183,6 +183,11 @@ INEXPRESSIBLE: dict[str, tuple[Callable[[], PreTrainedModel], Any, str]] = {
     "bert-t5_and_token_types": (bert, "t5", "the second text of a pair"),
     "bert-other_buckets": (bert, T5Config(max_distance=64), "up to a distance of 128"),
     "bert-bias_per_layer": (bert, T5Config(shared=False), "which all layers share"),
+    "llama-part_of_a_head": (
+        llama,
+        RopeConfig(rotary_dim=4, scaling=LinearScaling(factor=4.0)),
+        "a stock LlamaForCausalLM .* cannot run",
+    ),
     "bert-sinusoidal_and_rope": (bert, ["sinusoidal", "rope"], "add no vectors"),
 }
 

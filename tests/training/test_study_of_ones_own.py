@@ -169,6 +169,43 @@ def test_further_fields_of_the_config():
         new_model(wrong, wrong.settings, tokenizer, 24)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "overrides", "found"),
+    [
+        ("gpt2", {"n_inner": 40}, {"n_inner": 40, "n_embd": 32}),
+        ("gpt2", {"n_positions": 50}, {"max_position_embeddings": 50}),
+        ("llama", {"rope_parameters": {"rope_theta": 500.0, "rope_type": "default"}}, {}),
+    ],
+)
+def test_fields_go_by_the_names_of_the_architecture_too(model_type, overrides, found):
+    chosen = task(model_type=model_type, config_overrides=overrides)
+    config = new_model(chosen, chosen.settings, study_tokenizer(StudySettings()), 24).config
+    for name, value in (overrides | found).items():
+        assert getattr(config, name) == value
+
+
+@pytest.mark.parametrize(
+    ("model_type", "overrides", "message"),
+    [
+        ("gpt2", {"n_embd": 64}, "has n_embd, which --hidden_size determines"),
+        ("llama", {"model_type": "gpt2"}, "has model_type, which --model_type determines"),
+        ("llama", {"hidden_act": "geluu"}, "KeyError: 'geluu'"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "Missing required keys"),
+    ],
+)
+def test_fields_that_a_study_sets_or_the_architecture_cannot_have_are_refused(model_type, overrides, message):
+    chosen = task(model_type=model_type, config_overrides=overrides)
+    with pytest.raises(SettingsError, match=message):
+        new_model(chosen, chosen.settings, study_tokenizer(StudySettings()), 24)
+
+
+def test_fields_are_recorded_as_they_are_read_again():
+    settings = TrainingSettings(config_overrides={"id2label": {0: "a"}})
+    assert settings.fingerprint() == json.loads(json.dumps(settings.fingerprint()))
+    with pytest.raises(ValueError, match="cannot be written as JSON"):
+        TrainingSettings(config_overrides={"sliding_window": {1, 2}})
+
+
 def test_fields_of_the_config_are_part_of_what_a_training_began_with():
     plain = TrainingSettings()
     # Trainings that were made before the setting existed go on.

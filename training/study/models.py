@@ -32,6 +32,20 @@ from training.swapping import SAMPLE_ROWS, sample_rows
 
 #: Larger than BERT's 0.02, which is meant for 768 dimensions: at 128 it leaves attention uniform for too long.
 INITIALIZER_RANGE = 0.05
+_NOT_BUILT = (
+    ValueError, TypeError, KeyError, AttributeError, ArithmeticError, ImportError, RuntimeError, StrictDataclassError,
+)  # fmt: skip
+#: Fields of a config that a study sets, and what sets them.
+_SET = {
+    "hidden_size": "--hidden_size",
+    "num_hidden_layers": "--num_layers",
+    "num_attention_heads": "--num_heads",
+    "model_type": "--model_type",
+    "vocab_size": "the tokenizer",
+    "num_labels": "the pictures",
+    "image_size": "--train_resolution",
+    "patch_size": "--patch_size",
+}
 _NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
@@ -97,10 +111,7 @@ def new_model(task: StudyTask, settings: TrainingSettings, tokenizer: PreTrained
     if task.encoder_decoder:
         # Not every config has a field for it. Some decoders mask a padding token, even if it is the first.
         fields["decoder_start_token_id"] = end_token(tokenizer)
-    try:
-        return _loader(task).from_config(type(stock)(**(fields | _overrides(task, stock))))
-    except (ValueError, TypeError, NotImplementedError, StrictDataclassError) as error:
-        raise SettingsError(f"--model_type {model_type} cannot be used for the task {task.name!r}: {error}") from error
+    return _built(task, stock, fields)
 
 
 def new_image_model(task: StudyTask, settings: TrainingSettings, classes: int) -> Any:
@@ -133,21 +144,35 @@ def new_image_model(task: StudyTask, settings: TrainingSettings, classes: int) -
     if lacking:
         raise SettingsError(f"--model_type {model_type} has no {lacking[0]} to set: its models cannot be made small.")
     fields = _without_dropout(stock) | {name: value for name, value in wanted.items() if hasattr(stock, name)}
-    try:
-        config = type(stock)(**(fields | _overrides(task, stock)))
-        config.num_labels = classes
-        return AutoModelForImageClassification.from_config(config)
-    except (ValueError, TypeError, StrictDataclassError) as error:
-        raise SettingsError(f"--model_type {model_type} cannot be used for the task {task.name!r}: {error}") from error
+    return _built(task, stock, fields, classes)
 
 
-def _overrides(task: StudyTask, stock: PreTrainedConfig) -> dict[str, Any]:
-    overrides = task.settings.config_overrides
+def _built(task: StudyTask, stock: PreTrainedConfig, fields: dict[str, Any], classes: int | None = None) -> Any:
+    """A model with new weights. Fields of the config go by the names of the architecture, such as `n_embd`."""
+    own, overrides = stock.attribute_map, task.settings.config_overrides
     for name in overrides:
         if not hasattr(stock, name):
             unknown = UnknownNameError("field", name, stock.to_dict(), owner=type(stock).__name__)
             raise SettingsError(f"--config_overrides: {unknown}")
-    return overrides
+        setting = next((how for field, how in _SET.items() if own.get(field, field) == own.get(name, name)), None)
+        if setting is not None:
+            raise SettingsError(f"--config_overrides has {name}, which {setting} determines.")
+    given = {own.get(name, name): value for name, value in (fields | overrides).items()}
+    try:
+        config = type(stock)(**given)
+        if classes is not None:
+            config.num_labels = classes
+        model = _loader(task).from_config(config)
+    except _NOT_BUILT as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise SettingsError(
+            f"--model_type {stock.model_type} cannot be used for the task {task.name!r}: {reason}"
+        ) from error
+    for name, value in overrides.items():
+        found = getattr(config, name)
+        if found != value and not (isinstance(found, dict) and found.items() >= value.items()):
+            raise SettingsError(f"--config_overrides: {type(config).__name__} turns {name} = {value!r} into {found!r}.")
+    return model
 
 
 def _without_dropout(stock: PreTrainedConfig) -> dict[str, float]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from transformers import TrainingArguments
 
 from hf_posenc.errors import UnknownNameError
@@ -52,6 +53,16 @@ def parse_numbers(value: Any) -> Any:
     return sorted(numbers)
 
 
+def _as_json(value: dict[str, Any]) -> dict[str, Any]:
+    """As it comes back from a file that records it."""
+    try:
+        read: dict[str, Any] = json.loads(json.dumps(value))
+        return read
+    except TypeError as error:
+        raise ValueError(f"it cannot be written as JSON: {error}") from error
+
+
+JsonMapping = Annotated[dict[str, Any], AfterValidator(_as_json)]
 Names = Annotated[list[str], BeforeValidator(_parse_names)]
 #: Part of a folder's name.
 Labels = Annotated[list[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]], BeforeValidator(_parse_names)]
@@ -100,10 +111,8 @@ class TrainingSettings(BaseModel):
     hidden_size: int = Field(128, ge=1, description="Width of the models.")
     num_layers: int = Field(2, ge=1, description="Layers of the models.")
     num_heads: int = Field(4, ge=1, description="Attention heads of the models.")
-    config_overrides: dict[str, Any] = Field(
-        {},
-        description="Further fields of the models' config: '{sliding_window: 64}'. Sizes and special tokens are those "
-        "of the study unless given.",
+    config_overrides: JsonMapping = Field(
+        {}, description="Further fields of the models' config: '{sliding_window: 64}'."
     )
     max_steps: int = Field(
         1000,

@@ -50,7 +50,7 @@ def check_config(config: Any) -> None:
     for one, _ in _pairs(config, config):
         try:
             one.validate()
-        except StrictDataclassError as error:
+        except (StrictDataclassError, ValueError, KeyError, AttributeError, RuntimeError) as error:
             raise UnsupportedError(f"A {type(one).__name__} does not accept it: {error.__cause__ or error}.") from error
 
 

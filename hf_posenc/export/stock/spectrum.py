@@ -110,10 +110,12 @@ def stated_head_dim(config: Any, context: BuildContext) -> int:
 
     In multi-head latent attention (DeepSeek), the config's `head_dim` is the rotated part of a head alone.
     """
-    latent = getattr(config, "qk_rope_head_dim", None)
-    if latent is not None and latent == context.rotary_dim == getattr(config, "head_dim", None):
-        return int(latent)
-    return context.head_dim
+    try:
+        latent, stated = (getattr(config, name, None) for name in ("qk_rope_head_dim", "head_dim"))
+    except RuntimeError:
+        # A config whose layers differ does not name one value for all.
+        return context.head_dim
+    return context.head_dim if latent is None or not latent == stated == context.rotary_dim else int(latent)
 
 
 def _factor(wanted: float, theta: float, index: int, rotary_dim: int) -> float:

@@ -50,7 +50,7 @@ def comparisons(
     """Loads a written checkpoint with stock code and compares it with the model.
 
     Raises:
-        UnsupportedError: if the stock class does not have the same weights.
+        UnsupportedError: if the stock class does not have the same weights, or cannot run.
     """
     stock, info = model_class.from_pretrained(draft, dtype=torch.float32, variant=variant, output_loading_info=True)
     missing = [str(key) for key in info["missing_keys"] if not (_has_no_pooler(model) and ".pooler." in f".{key}")]
@@ -84,18 +84,27 @@ def _difference(reference: PreTrainedModel, stock: PreTrainedModel, start: int, 
         # The table is shorter than the shortest comparison, so compare at a smaller length.
         return _difference(reference, stock, start, start + (stop - start) // 2)
     try:
-        return relative_difference(stock(**arguments)[0], expected)
+        return relative_difference(_run(stock, **arguments)[0], expected)
     except IndexError:
         return float("inf")
+
+
+def _run(stock: PreTrainedModel, **arguments: Any) -> Any:
+    try:
+        return stock(**arguments)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        raise UnsupportedError(f"a stock {type(stock).__name__} with this config cannot run: {error}") from error
 
 
 def _decoded_difference(reference: PreTrainedModel, stock: PreTrainedModel, stop: int) -> float:
     """Compares the second half of a sequence, which the stock model reads token by token, with a whole forward."""
     ids, first = random_ids(reference, stop), stop // 2
     expected = reference(input_ids=ids, use_cache=False).logits[:, first:]
-    output = stock(input_ids=ids[:, :first], use_cache=True)
+    output = _run(stock, input_ids=ids[:, :first], use_cache=True)
     steps = []
     for position in range(first, stop):
-        output = stock(input_ids=ids[:, [position]], past_key_values=output.past_key_values, use_cache=True)
+        output = _run(stock, input_ids=ids[:, [position]], past_key_values=output.past_key_values, use_cache=True)
         steps.append(output.logits)
     return relative_difference(torch.cat(steps, dim=1), expected)
