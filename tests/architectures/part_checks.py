@@ -116,6 +116,7 @@ class PartChecker:
         self.eager_holds = bool(getattr(self.model, "_supports_sdpa", False)) and self._holds(caller.eager, self.stock)
         size = attempt(caller.of_another_size)
         self.resizes = not isinstance(size, Finding)
+        self.at_another_size = None if isinstance(size, Finding) else size
         self.before = self._outputs_of_other_parts()
         self.shuffled = (
             Shuffled.of(caller, self.stacks) if self.record.columns == "vision" and len(self.parts) == 1 else None
@@ -170,6 +171,8 @@ class PartChecker:
     def _check_effect(self, scheme: str, full: Tensor, found: dict[str, Finding]) -> None:
         if scheme == "native":
             found["stock"] = at_most(self._distance(full, self.stock), NATIVE_BOUND)
+            if self.at_another_size is not None:
+                found["stock at another size"] = self._as_stock_at_another_size(self.at_another_size)
             return
         natively_without = self.record.native == "none"
         changed = self._distance(full, self.stock)
@@ -237,6 +240,10 @@ class PartChecker:
         if finding.verdict == "fail" and not stock_holds:
             finding.verdict = "stock"
         return finding
+
+    def _as_stock_at_another_size(self, stock: Tensor) -> Finding:
+        value = attempt(lambda: self._distance(self.caller.of_another_size(), stock), refusable=True)
+        return value if isinstance(value, Finding) else at_most(value, SAME_BOUND)
 
     def _runs(self, compute: Callable[[], Tensor], stock_holds: bool) -> Finding:
         value = attempt(compute, refusable=True)

@@ -8,13 +8,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hf_posenc.patching.call.grid_places import places_of_images
 from hf_posenc.patching.call.grid_state import GridState
 from hf_posenc.patching.find.grids.found import FoundGrid
 
 #: Arguments `(images, 2)` with the rows and columns of each image of a padded batch of patches.
 _SIZES = ("spatial_shapes",)
+#: Arguments `(images, rows, columns)` that are true at the patches of each image of a padded batch.
+_SHOWN = ("patch_attention_mask",)
 #: The argument `(images, 3)` with the frames, rows and columns of images that are packed in one row.
 _PACKED = "grid_thw"
+#: Arguments `(images, 2)` with the rows and columns of images that are packed in one row, each in raster order.
+_PACKED_SIZES = ("target_sizes",)
 #: Masks of patches that may be dropped: true where a patch is hidden.
 _HIDDEN = ("bool_masked_pos",)
 #: The function with which a model computes the `(patches, 2)` rows and columns of packed images, in the order in which
@@ -29,13 +34,21 @@ def grid_state(stack: nn.Module, grid: FoundGrid, arguments: Mapping[str, Any]) 
     for name in _SIZES:
         if isinstance(arguments.get(name), Tensor):
             state.sizes = arguments[name].long()
+    for name in _SHOWN:
+        shown = arguments.get(name)
+        if isinstance(shown, Tensor) and shown.dim() == 3 and not shown.all():
+            state.shown_patches = shown.bool()
     for name in _HIDDEN:
         if isinstance(arguments.get(name), Tensor):
             state.hidden_patches = arguments[name]
+    for name in _PACKED_SIZES:
+        if isinstance(arguments.get(name), Tensor):
+            state.coordinates = places_of_images(arguments[name])
     packed = arguments.get(_PACKED)
     places = inspect.unwrap(type(stack).forward).__globals__.get(_PLACES)
     if isinstance(packed, Tensor) and places is not None:
-        merge = getattr(stack, "spatial_merge_size", None) or getattr(stack.config, "spatial_merge_size", 1)
+        # A stack whose patches are merged after it has them row by row, whatever its config says.
+        merge = getattr(stack, "spatial_merge_size", 1)
         state.coordinates = places(packed, merge).T.unsqueeze(1).long()
     return state
 

@@ -47,6 +47,24 @@ def of_images(sizes: Tensor, length: int, memo: dict[Hashable, Any]) -> Position
     return Positions(slots.where(placed, -1), patches, coordinates, None, extents, placed, memo=memo)
 
 
+def of_padded_images(shown: Tensor, memo: dict[Hashable, Any]) -> Positions:
+    """The positions of images of different sizes, each in the corner of a common grid.
+
+    Args:
+        shown: `(batch, rows, columns)` bool, true at the patches of each image.
+        memo: as in `Positions`.
+    """
+    sizes = torch.stack([shown[:, :, 0].sum(1), shown[:, 0].sum(1)])
+    rows, columns = (torch.arange(size, device=shown.device) for size in shown.shape[1:])
+    coordinates = torch.stack([rows.repeat_interleave(len(columns)), columns.repeat(len(rows))]).unsqueeze(1)
+    extents = sizes.unsqueeze(-1).expand(-1, -1, shown[0].numel())
+    placed = (coordinates < extents).all(0)
+    # The number of a patch is the one that it has in its image alone.
+    ids = (coordinates[0] * extents[1] + coordinates[1]).where(placed, -1)
+    coordinates = coordinates.expand_as(extents).where(placed, 0)
+    return Positions(ids, sizes.prod(0).unsqueeze(-1), coordinates, None, extents, placed, memo=memo)
+
+
 def packed(coordinates: Tensor, memo: dict[Hashable, Any]) -> Positions:
     """The positions of images that follow each other in one row.
 
@@ -67,6 +85,27 @@ def packed(coordinates: Tensor, memo: dict[Hashable, Any]) -> Positions:
     first = slots.new_full((rows.shape[1],), rows.shape[1]).scatter_reduce(0, image, slots, "amin")
     ids = (slots - first.index_select(0, image)).unsqueeze(0)
     return Positions(ids, ids.amax(-1, keepdim=True) + 1, coordinates, None, extents, placed, memo=memo)
+
+
+def places_of_images(sizes: Tensor) -> Tensor:
+    """`(axes, 1, length)` int64: the coordinates of images that follow each other in one row, each in raster order.
+
+    Args:
+        sizes: `(images, axes)` integers.
+    """
+    grids = [torch.cartesian_prod(*(torch.arange(size) for size in image)) for image in sizes.tolist()]
+    return torch.cat(grids).T.unsqueeze(1).to(sizes.device)
+
+
+def merged(coordinates: Tensor) -> Tensor:
+    """The coordinates of patches that were merged two by two, in the order of the first patch of each.
+
+    Args:
+        coordinates: `(axes, 1, length)` int64 of the patches, rows and columns last.
+    """
+    first = (coordinates[-2:, 0] % 2 == 0).all(0)
+    places = coordinates[..., first]
+    return torch.cat([places[:-2], places[-2:] // 2])
 
 
 def selected(positions: Positions, indices: Tensor, memo: dict[Hashable, Any]) -> Positions:

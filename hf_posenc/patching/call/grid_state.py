@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.forward_state import ForwardState
-from hf_posenc.patching.call.grid_places import in_raster, of_images, packed, selected
+from hf_posenc.patching.call.grid_places import in_raster, merged, of_images, of_padded_images, packed, selected
 from hf_posenc.schemes.parts import Part
 from hf_posenc.schemes.positions import Positions
 
@@ -30,6 +30,8 @@ class GridState(ForwardState):
             projected.
         suffix_tokens: number of tokens without a place that follow the patches.
         sizes: `(batch, axes)` int64, if the images of a padded batch have grids of different sizes.
+        shown_patches: `(batch, rows, columns)` bool, the patches of each image in a padded batch, from the first row
+            and column on.
         coordinates: `(axes, 1, length)` that the model passes to its rotary module, for images packed in one row.
         hidden_patches: `(batch, patches)` bool, the patches that the model may drop.
         kept: `(batch, patches)` int64, the patches in raster order that remain after others were dropped.
@@ -39,6 +41,7 @@ class GridState(ForwardState):
     grid: Sizes | None = None
     suffix_tokens: int = 0
     sizes: Tensor | None = None
+    shown_patches: Tensor | None = None
     hidden_patches: Tensor | None = None
     kept: Tensor | None = None
     numbered: bool = False
@@ -71,6 +74,12 @@ class GridState(ForwardState):
             tokens.grid = window
         elif self.coordinates is not None and self.coordinates.shape[-1] == length:
             tokens.given = packed(self.coordinates, self.memo)
+            tokens.position_ids = tokens.given.ids
+        elif self.coordinates is not None and (coarse := merged(self.coordinates)).shape[-1] == length:
+            tokens.given = packed(coarse, {})
+            tokens.position_ids = tokens.given.ids
+        elif self.shown_patches is not None and self.shown_patches[0].numel() == length:
+            tokens.given = of_padded_images(self.shown_patches, self.memo)
             tokens.position_ids = tokens.given.ids
         elif self.sizes is not None:
             tokens.given = of_images(self.sizes, length, self.memo)

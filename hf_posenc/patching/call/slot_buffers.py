@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.patching.find.discovery import own_modules
+
 _BUFFERS = ("position_ids", "token_type_ids")
 
 
@@ -61,7 +63,8 @@ class SlotBuffers:
 
 def _slot_buffers(stack: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
     found = []
-    for module in stack.modules():
+    # The position ids of a vision tower inside a stack of text are as many as its patches.
+    for module in (stack, *(module for _, module in own_modules(stack))):
         for name in _BUFFERS:
             buffer = module._buffers.get(name)
             transient = name in module._non_persistent_buffers_set

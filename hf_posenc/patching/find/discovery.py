@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -67,7 +68,7 @@ def attention_owners(model: PreTrainedModel) -> list[PartOwner]:
     """
     _refuse_declared(model, architecture_of(model.config))
     owners = [owner for owner in part_owners(model) if _has_self_attention(owner.module)]
-    inside = {id(module) for owner in owners for _, module in _own_modules(owner.module)}
+    inside = {id(module) for owner in owners for _, module in own_modules(owner.module)}
     owners = [owner for owner in owners if id(owner.module) not in inside]
     if not owners:
         raise UnsupportedError(
@@ -94,7 +95,7 @@ def _has_self_attention(module: PreTrainedModel) -> bool:
     return next(self_attentions(module, architecture_of(module.config)), None) is not None
 
 
-def _own_modules(stack: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def own_modules(stack: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Modules below a stack that do not belong to another stack inside it."""
     pending = [("", stack)]
     while pending:
@@ -122,7 +123,7 @@ def _is_inside(child: nn.Module, stack: nn.Module) -> bool:
 
 def _read_stack(owner: PartOwner, name: str, architecture: Architecture) -> Stack:
     module = owner.module
-    modules = sorted(_own_modules(module), key=lambda item: _natural(item[0]))
+    modules = sorted(own_modules(module), key=lambda item: _natural(item[0]))
     if reads_features(module):
         modules = _in_definition_order(module)[1:]
     stack = Stack(name, owner.path, module, hidden_size=0, part=owner.part, architecture=architecture)
@@ -136,7 +137,7 @@ def _read_stack(owner: PartOwner, name: str, architecture: Architecture) -> Stac
     if stack.attentions and (reads_pixels(module) or reads_spectrogram(module.config)):
         stack.grid = find_grid(_in_definition_order(module), module.config, _suffix_tokens(architecture, module.config))
     for place, candidate in modules:
-        if stack.grid is None and _is_table(place, candidate, architecture):
+        if stack.grid is None and _is_table(place, candidate, module, architecture):
             stack.tables.append(FoundModule(place, candidate))
         elif "Rotary" in type(candidate).__name__ and "position_ids" in _parameters(candidate):
             stack.rotaries.append(FoundModule(place, candidate))
@@ -150,14 +151,14 @@ def _read_stack(owner: PartOwner, name: str, architecture: Architecture) -> Stac
 
 
 def _in_definition_order(stack: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The stack and the modules of `_own_modules`, each followed by those inside it."""
-    own = dict(_own_modules(stack))
+    """The stack and the modules of `own_modules`, each followed by those inside it."""
+    own = dict(own_modules(stack))
     return [(path, module) for path, module in stack.named_modules() if not path or own.get(path) is module]
 
 
 def self_attentions(stack: nn.Module, architecture: Architecture) -> Iterator[tuple[str, nn.Module]]:
     """Path and module of every self-attention layer that belongs to a stack."""
-    for place, candidate in _attentions(list(_own_modules(stack)), architecture):
+    for place, candidate in _attentions(list(own_modules(stack)), architecture):
         if _reason_to_skip(place, candidate, stack) is None:
             yield place, candidate
 
@@ -171,18 +172,24 @@ def _reason_to_skip(place: str, candidate: nn.Module, stack: Any) -> str | None:
     left_alone = architecture_of(stack.config).left_alone
     if left_alone is not None and re.search(left_alone[0], place):
         return left_alone[1]
-    for key, inner in stack.config.__dict__.items():
-        if isinstance(inner, PreTrainedConfig) and inner is getattr(candidate, "config", None):
-            return f"it belongs to {key.removesuffix('_config')}, a part that is not a separate model (PreTrainedModel)"
-    return None
+    part = _inner_part(candidate, stack.config)
+    return None if part is None else f"it belongs to {part}, a part that is not a separate model (PreTrainedModel)"
+
+
+def _inner_part(module: nn.Module, config: Any) -> str | None:
+    """The part of a stack that a module belongs to, if its config is not that of the stack, but one inside it."""
+    own = getattr(module, "config", None)
+    names = (name for name, inner in config.__dict__.items() if isinstance(inner, PreTrainedConfig) and inner is own)
+    name = next(names, None)
+    return None if name is None else name.removesuffix("_config")
 
 
 def tables(stack: nn.Module, architecture: Architecture) -> Iterator[tuple[str, nn.Module]]:
     """Path and module of every position table that belongs to a stack."""
     if isinstance(stack, PreTrainedModel) and reads_pixels(stack):
         return
-    for place, candidate in _own_modules(stack):
-        if _is_table(place, candidate, architecture):
+    for place, candidate in own_modules(stack):
+        if _is_table(place, candidate, stack, architecture):
             yield place, candidate
 
 
@@ -200,9 +207,15 @@ def _attentions(modules: list[tuple[str, nn.Module]], architecture: Architecture
     return [(p, m) for p, m in modules if _uses_interface(m)] or [(p, m) for p, m in modules if _computes_scores(m)]
 
 
-def _is_table(place: str, module: nn.Module, architecture: Architecture) -> bool:
+def _is_table(place: str, module: nn.Module, stack: nn.Module, architecture: Architecture) -> bool:
     named = place in architecture.tables or (_TABLE_NAME.search(place) and not architecture.table_is_rotary)
-    return bool(named) and table_weight(module) is not None
+    if not named or table_weight(module) is None:
+        return False
+    config = getattr(stack, "config", None)
+    if config is None:
+        return True
+    around = itertools.accumulate(place.split("."), lambda path, name: f"{path}.{name}")
+    return all(_inner_part(stack.get_submodule(path), config) is None for path in around)
 
 
 def _read_attention(

@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ class RotaryCall:
         parameters: names of the function's parameters, in order.
         phase_shape: number of axes of the phases, 2 without a batch, and of one of the tensors, as the function takes
             them.
+        other_axes: axis of the tokens by `phase_shape`, if it is not always the same.
     """
 
     query_name: str
@@ -47,6 +48,7 @@ class RotaryCall:
     time_axis: int
     parameters: tuple[str, ...]
     phase_shape: tuple[int, int] = (3, 4)
+    other_axes: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
     def phases(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The cosines, or complex phases, of one call."""
@@ -58,14 +60,19 @@ class RotaryCall:
         if not kwargs and "unsqueeze_dim" not in self.parameters[: len(args)]:
             # Fast path: nearly all models call it this way, in every layer for every token.
             query, key = (self.parameters.index(name) for name in (self.query_name, self.key_name or self.query_name))
-            return args[query], args[key] if self.key_name and key < len(args) else None, self.time_axis
+            axis = self._axis(args[query], args, kwargs) if self.other_axes else self.time_axis
+            return args[query], args[key] if self.key_name and key < len(args) else None, axis
         given = dict(zip(self.parameters, args, strict=False)) | kwargs
-        axis = self.time_axis
+        axis = self._axis(given[self.query_name], args, kwargs) if self.other_axes else self.time_axis
         if "unsqueeze_dim" in given:
             # The new axis is that of the heads: behind the tokens, or before them.
             axes = given["cos"].dim() + 1 if isinstance(given.get("cos"), Tensor) else 4
             axis = 1 if given["unsqueeze_dim"] % axes == axes - 2 else 2
         return given[self.query_name], given.get(self.key_name) if self.key_name else None, axis
+
+    def _axis(self, query: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        phases = self.phases(args, kwargs)
+        return self.other_axes.get((phases.dim(), query.dim()), self.time_axis)
 
 
 @functools.lru_cache(maxsize=256)
@@ -93,8 +100,10 @@ def rotary_call(function: Callable[..., Any]) -> RotaryCall:
     if "unsqueeze_dim" in names:
         time_axis = 2 if signature.parameters["unsqueeze_dim"].default in (1, -3) else 1
     elif any(name in names for name in COMPLEX_NAMES) or {"cos", "sin"} <= set(names):
-        time_axis, *phase_shape = _observed_axes(function, names, query, key)
-        return RotaryCall(query, key, time_axis, tuple(names), (phase_shape[0], phase_shape[1]))
+        axes = _observed_axes(function, names, query, key)
+        phase_shape, time_axis = next(iter(axes.items()))
+        other_axes = {} if len(set(axes.values())) == 1 else axes
+        return RotaryCall(query, key, time_axis, tuple(names), phase_shape, other_axes)
     elif names[:3] == ["tensor", "sin", "cos"]:
         time_axis = 1
     else:
@@ -105,12 +114,15 @@ def rotary_call(function: Callable[..., Any]) -> RotaryCall:
     return RotaryCall(query, key, time_axis, tuple(names))
 
 
-def _observed_axes(function: Callable[..., Any], names: list[str], query: str, key: str | None) -> tuple[int, int, int]:
-    """The axis of the tokens, and the numbers of axes of the phases and of a tensor, for which the function works.
+def _observed_axes(
+    function: Callable[..., Any], names: list[str], query: str, key: str | None
+) -> dict[tuple[int, int], int]:
+    """The axis of the tokens by the numbers of axes of the phases and of a tensor, where the function works.
 
     The phases of the last token are zero, so its part of the result is zero, and only that part.
     """
     name = next((name for name in COMPLEX_NAMES if name in names), None)
+    axes: dict[tuple[int, int], int] = {}
     for phase_axes, tensor_axes, axis, full in itertools.product((3, 2), (4, 3), (1, 2), (True, False)):
         shape = (_PROBE_LENGTH, _PROBE_HEADS) if axis == 1 else (_PROBE_HEADS, _PROBE_LENGTH)
         probe = torch.ones(*(1,) * (tensor_axes - 3), *shape, _PROBE_DIM)
@@ -127,8 +139,10 @@ def _observed_axes(function: Callable[..., Any], names: list[str], query: str, k
         expected = probe.clone()
         expected.select(axis - 4, -1).zero_()
         if first.shape == probe.shape and torch.equal(first, expected):
-            return axis, phase_axes, tensor_axes
-    raise UnsupportedError(
-        f"The rotary function {getattr(function, '__name__', function)}({', '.join(names)}) accepts no known order of "
-        "the axes of its tensors. Declare the architecture with hf_posenc.register_architecture."
-    )
+            axes.setdefault((phase_axes, tensor_axes), axis)
+    if not axes:
+        raise UnsupportedError(
+            f"The rotary function {getattr(function, '__name__', function)}({', '.join(names)}) accepts no known order "
+            "of the axes of its tensors. Declare the architecture with hf_posenc.register_architecture."
+        )
+    return axes

@@ -96,6 +96,12 @@ def _refuse_uneven_embeddings(transaction: Transaction, stacks: list[Stack]) -> 
         seen = [hooks.enter_context(watched(stack)) for stack in stacks]
         run_briefly(transaction, stacks, len(_ORDER), constant=True)
     for stack, (embedded, _, _) in zip(stacks, seen, strict=True):
+        if stack.first_layer is not None and not embedded:
+            raise UnsupportedError(
+                f"No position mechanism was found in this {type(stack.module).__name__}, and the input of its first "
+                "layer is no tensor in which one could be seen. Declare the architecture with "
+                f"hf_posenc.register_architecture({stack.config.model_type!r}, architecture=...)."
+            )
         if embedded and embedded[0].shape[1] > 2:
             middle = embedded[0].shape[1] // 2
             if _distance(embedded[0][:, middle], embedded[0][:, middle - 1]) > 0:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES
 
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
+from hf_posenc.patching.find.architectures.declaration import architecture_of
 from hf_posenc.patching.find.discovery import model_parts
 from hf_posenc.patching.find.model_parts import reads_features, reads_pixels
 from hf_posenc.patching.find.sites import Stack
@@ -35,11 +36,12 @@ def watched(stack: Stack) -> Iterator[Seen]:
     """Records the inputs of the first layer, and inputs and outputs of the first attention module, batch first."""
     embedded, attended, results = seen = ([], [], [])  # type: Seen
 
+    # Images and windows of sound may be packed in one row, and patches may have rows and columns on axes of their own.
+    axes = (2, 3, 4) if stack.grid is not None else (3,) if stack.series is None else (2, 3)
+
     def note(kept: list[Tensor], values: Any) -> None:
-        axes = (3,) if stack.grid is None else (2, 3, 4)
         tensor = next((value for value in values if isinstance(value, Tensor) and value.dim() in axes), None)
         if tensor is not None and tensor.dim() != 3:
-            # Patches of several images in one row, or rows and columns on axes of their own.
             if tensor.dim() == 4 and tensor.shape[1] == stack.hidden_size != tensor.shape[3]:
                 tensor = tensor.movedim(1, 3)
             tensor = tensor.unsqueeze(0) if tensor.dim() == 2 else tensor.flatten(1, 2)
@@ -87,7 +89,7 @@ def run_briefly(transaction: Transaction, stacks: list[Stack], length: int, *, c
         transaction: the transaction of the model.
         stacks: the stacks.
         length: number of tokens. Stacks that read features get a series of a fixed length instead.
-        constant: whether all frames of such a series are equal.
+        constant: whether all frames of such a series, or all pixels of an image, are equal.
 
     Returns:
         The output of every subject.
@@ -117,7 +119,9 @@ def _run(module: PreTrainedModel, device: torch.device, length: int, constant: b
             raise
         raise UnsupportedError(
             f"{type(module).__name__} could not be run on a few tokens to find out how it uses positions. With "
-            f"{', '.join(arguments)} it failed: {type(error).__name__}: {error}"
+            f"{', '.join(arguments)} it failed: {type(error).__name__}: {error}. State the arguments of such a run: "
+            f"hf_posenc.register_architecture({module.config.model_type!r}, "
+            "architecture=hf_posenc.Architecture(example_inputs=...))."
         ) from error
 
 
@@ -131,9 +135,12 @@ def seeded(device: torch.device) -> Iterator[None]:
 
 
 def _inputs(module: PreTrainedModel, device: torch.device, length: int, constant: bool) -> dict[str, Any]:
+    declared = architecture_of(module.config).example_inputs
+    if declared is not None:
+        return {name: _placed(value, module, device, constant) for name, value in declared(module, length).items()}
     parameters = inspect.signature(type(module).forward).parameters
     if reads_pixels(module):
-        images = pixels(module, device)
+        images = {name: _placed(value, module, device, constant) for name, value in pixels(module, device).items()}
         missing = [
             name
             for name, parameter in list(parameters.items())[1:]
@@ -166,6 +173,15 @@ def _inputs(module: PreTrainedModel, device: torch.device, length: int, constant
     if getattr(module.config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
         given["decoder_input_ids"] = tokens
     return given
+
+
+def _placed(value: Any, module: PreTrainedModel, device: torch.device, constant: bool) -> Any:
+    """An argument where the module is, and of its dtype. In a constant image or series all numbers are equal."""
+    if not isinstance(value, Tensor):
+        return value
+    if value.is_floating_point():
+        value = (torch.ones_like(value) if constant else value).to(module.dtype)
+    return value.to(device)
 
 
 def _reads_choices(module: PreTrainedModel) -> bool:

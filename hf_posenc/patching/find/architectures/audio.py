@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.find.architectures import example_inputs
 from hf_posenc.patching.find.architectures.declaration import Architecture, register_architecture
 from hf_posenc.patching.find.architectures.silencers import ZeroBias
 from hf_posenc.patching.find.sites import Stack
@@ -205,3 +206,12 @@ def declare_audio_architectures() -> None:
             native=_wavlm_native,
         ),
     )
+    for given, names in (
+        (example_inputs.tokens_of_codebooks, ("csm",)),
+        (example_inputs.tokens_of_codebooks_and_a_word, ("kyutai_speech_to_text",)),
+        (example_inputs.text_and_channels, ("dia",)),
+        (example_inputs.tokens_at_a_time, ("voxtral_realtime_text",)),
+        (example_inputs.wave_with_a_channel, ("pe_audio_encoder",)),
+        (example_inputs.spectrogram_with_bins_first, ("voxtral_realtime_encoder",)),
+    ):
+        register_architecture(*names, architecture=Architecture(example_inputs=given))

@@ -55,6 +55,8 @@ class Architecture:
             function of the config.
         additive_only: why a scheme can have no part in its attention layers; `None` if it can.
         fixed_length: why it accepts no sequence beyond its native length under any scheme; `None` if it does.
+        example_inputs: `(stack or model, tokens) -> arguments` of its forward for a short run, if tokens, an image or
+            features of the usual shape are not enough. Text has that number of tokens; images and sound have their own.
     """
 
     unsupported: str | Callable[[Any], str | None] | None = None
@@ -81,6 +83,7 @@ class Architecture:
     fixed_length: str | None = None
     suffix_tokens: int | Callable[[Any], int] = 0
     additive_only: str | None = None
+    example_inputs: Callable[[Any, int], dict[str, Any]] | None = None
 
     def native_bias_table(self, stack: Stack, attention: FoundAttention) -> Tensor | None:
         """The native table of relative biases that one layer uses, or `None`."""

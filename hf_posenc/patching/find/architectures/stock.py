@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.find.architectures import example_inputs
 from hf_posenc.patching.find.architectures.declaration import Architecture, register_architecture
 from hf_posenc.patching.find.architectures.silencers import (
     ZeroBias,
@@ -300,3 +301,5 @@ def declare_stock_architectures() -> None:
     register_architecture("xlm", architecture=Architecture(causal=lambda config: config.causal))
     register_architecture("squeezebert", architecture=Architecture(channels_first=True))
     register_architecture("convbert", architecture=Architecture(head_shape=_convbert_heads))
+    register_architecture("idefics", architecture=Architecture(example_inputs=example_inputs.tokens_about_an_image))
+    register_architecture("jev", architecture=Architecture(example_inputs=example_inputs.a_question))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hf_posenc.patching.find.architectures import example_inputs
 from hf_posenc.patching.find.architectures.declaration import Architecture, register_architecture
 
 _POOLS = (
@@ -36,6 +37,7 @@ _PREDICTOR = (
     r"^predictor\.",
     "it receives patches of the context and of the targets, in an order that its arguments do not show",
 )
+_WINDOW_MERGER = (r"^vit_merger\.", "it compares the four patches of a window, which have an order of their own")
 
 
 def declare_vision_architectures() -> None:
@@ -48,6 +50,19 @@ def declare_vision_architectures() -> None:
     register_architecture("videomae", architecture=Architecture(left_alone=_MASKED_DECODER))
     register_architecture("vjepa2", architecture=Architecture(left_alone=_PREDICTOR))
     register_architecture("hiera", "sam2_hiera_det_model", architecture=Architecture(additive_only=_POOLS))
+    register_architecture(
+        *("minicpmv4_6_vision", "minicpmv4_7_vision", "minicpm_ocr_vision"),
+        architecture=Architecture(left_alone=_WINDOW_MERGER, example_inputs=example_inputs.patches_in_a_row),
+    )
+    for given, names in (
+        (example_inputs.image_and_prompt, ("seggpt",)),
+        (example_inputs.frames_of_a_video, ("xclip_vision_model",)),
+        (example_inputs.short_video, ("videomt",)),
+        (example_inputs.cut_patches, ("kimi_k25_vision",)),
+        (example_inputs.cut_patches_of_a_batch, ("paddleocr_vl_vision",)),
+        (example_inputs.flat_patches, ("muse_glimmer_vision", "muse_spark_vision")),
+    ):
+        register_architecture(*names, architecture=Architecture(example_inputs=given))
 
 
 def _detection_tokens(config: Any) -> int:

@@ -16,7 +16,8 @@ from hf_posenc.patching.find.model_parts import reads_spectrogram
 from hf_posenc.patching.find.tables import table_weight
 
 _TABLE = re.compile(
-    r"^(absolute_|decoder_)?pos(ition(al)?)?_(embed(ding)?s?|encodings?)(_vlm)?$|^time_embeddings$|^mid_position_embeddings$"
+    r"^(absolute_|decoder_)?pos(ition(al)?)?_(embed(ding)?s?|encodings?)(_vlm|_table|_window)?$"
+    r"|^time_(position_)?embeddings$|^mid_position_embeddings$"
 )
 
 

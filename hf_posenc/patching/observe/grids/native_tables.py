@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from typing import Any
@@ -11,18 +12,22 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
 from hf_posenc.patching.call.grid_places import in_raster
+from hf_posenc.patching.find.forward_code import names_used
 from hf_posenc.patching.find.grids.found import FoundGrid, GridTable
 from hf_posenc.schemes import LearnedConfig, SinusoidalConfig
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 
 _INTERPOLATION = "interpolate_pos_encoding"
-#: How architectures whose method cannot be called with an image size resize their tables: the method's name, or an
-#: attribute of the module, and the options.
+#: How architectures whose method cannot be called with an image size resize their tables: the method's name and the
+#: options.
 _RESIZED_BY: tuple[tuple[str, dict[str, Any]], ...] = (
     ("resize_positional_embeddings", {"interpolation": "bilinear", "antialias": True}),
-    ("interpolation_align_corners", {"interpolation": "bilinear", "align_corners": True}),
     ("_resize_pos_embed", {"interpolation": "bilinear"}),
 )
+#: Functions with which a module finds the nearest row of its table for each patch.
+_NEAREST = frozenset(("bucketize", "get_vision_nearest_position_ids"))
+#: Attributes of modules that resize their tables with a function of `transformers.vision_utils`.
+_MODE, _ALIGN_CORNERS, _PADDING = "interpolation_mode", "interpolation_align_corners", "interpolation_padding"
 
 
 def grid_table_scheme(table: GridTable, grid: FoundGrid) -> SchemeConfig:
@@ -85,8 +90,16 @@ def _reproduces(
 
 def _resized_alike(learned: LearnedConfig, table: GridTable, grid: FoundGrid) -> LearnedConfig:
     """The config with the options with which the architecture resizes the table, determined with its own method."""
-    import dataclasses
-
+    if hasattr(table.module, _MODE):
+        if getattr(table.module, _PADDING, "border") != "border":
+            raise UnsupportedError(
+                f"The position table {table.full_name} is resized with zeros around it, which no scheme of this "
+                "library does. Any scheme can replace it, and unpatch_model restores it."
+            )
+        mode, align_corners = (getattr(table.module, name) for name in (_MODE, _ALIGN_CORNERS))
+        return dataclasses.replace(learned, interpolation=mode, align_corners=align_corners)
+    if _NEAREST & names_used(type(table.module).forward):
+        return dataclasses.replace(learned, interpolation="nearest")
     for name, options in _RESIZED_BY:
         if hasattr(table.module, name):
             return dataclasses.replace(learned, **options)
