@@ -8,6 +8,8 @@ from typing import ClassVar
 
 #: Maximum number of characters of a name in a message.
 _LONGEST_NAME = 100
+#: Maximum number of known names in a message that suggests one of them.
+_MOST_LISTED = 60
 
 
 class PositionEncodingError(Exception):
@@ -44,7 +46,9 @@ class UnknownNameError(PositionEncodingError, ValueError):
             close = close_names(name, known)
             hint = f"Did you mean {' or '.join(repr(match) for match in close)}?" if close else ""
         of_whom = f" of {owner}" if owner else ""
-        sentences = (f"Unknown {kind} {name!r}{of_whom}.", hint, f"Known: {', '.join(known) or 'none'}.", remedy)
+        # A suggestion would be lost in a list of hundreds of names.
+        listed = "" if hint and len(known) > _MOST_LISTED else f"Known: {', '.join(known) or 'none'}."
+        sentences = (f"Unknown {kind} {name!r}{of_whom}.", hint, listed, remedy)
         super().__init__(" ".join(filter(None, sentences)))
 
 

@@ -27,7 +27,7 @@ from tqdm.auto import tqdm
 from training.checkpoints import latest_complete_checkpoint
 from training.launched import check_met, launched_on_cpu
 from training.one_run import exit_status
-from training.study.cells import FAILED, IMAGES, Cell, study_cells
+from training.study.cells import FAILED, FINISHED, IMAGES, Cell, study_cells
 from training.study.corpus import Corpus, load_corpus, study_tokenizer
 from training.study.data import pictures_summary
 from training.study.folder import check_cells, taken
@@ -40,7 +40,7 @@ from training.study.workers import quiet, run_cells
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line. Returns the exit status: 0, 1 if a training failed, 2 for settings that cannot work."""
+    """The command line. Returns the exit status: 0, 1 if a training failed or none finished, 2 for wrong settings."""
     words = sys.argv[1:] if arguments is None else arguments
     results: dict[str, Any] = {}
 
@@ -48,7 +48,12 @@ def main(arguments: list[str] | None = None) -> int:
         results.update(compare(parse_study(words, __doc__ or ""), ["training/compare.py", *words]))
 
     status = exit_status("compare", run)
-    return status or int(any(run["status"] == FAILED for run in results["runs"]))
+    return status or int(_has_failed([run["status"] for run in results["runs"]]))
+
+
+def _has_failed(statuses: list[str]) -> bool:
+    """Whether a training failed, or no scheme could be trained at all."""
+    return FAILED in statuses or FINISHED not in statuses
 
 
 def compare(study: StudySettings, command: list[str]) -> dict[str, Any]:

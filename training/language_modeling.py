@@ -31,7 +31,7 @@ from training.errors import SettingsError
 from training.files import write_json
 from training.one_run import build_trainer, exit_status, finish, set_up_logging, starting_point, train_and_save, trains
 from training.scheme_code import note_scheme_code
-from training.starting_model import add_lora, apply_scheme, build_model, load_tokenizer, weights_digest
+from training.starting_model import add_lora, apply_scheme, build_model, check_scheme, load_tokenizer, weights_digest
 from training.swapping import HealingArguments
 from training.trainer import row_order
 
@@ -117,6 +117,7 @@ def train_language_model(given: RunInput, causal: bool) -> dict[str, float]:
             "merged model of the end could not be loaded. With --lora give --hub_strategy end."
         )
     given.check_healing(causal)
+    check_scheme(given.scheme)
     tokenizer = load_tokenizer(given.model, causal)
     with arguments.main_process_first(desc="loading and tokenising"):
         seed = arguments.seed if arguments.data_seed is None else arguments.data_seed

@@ -100,7 +100,7 @@ def compared(model: Any, search: SpectrumSearch, windows: Tensor, trained: int) 
     # A factor of the scheme itself would hide that of the scaling.
     factor = None if own.attention_scaling is None else own.attention_scaling * scaling.attention_scaling()
     yarn = dataclasses.replace(own, scaling=scaling, attention_scaling=factor)
-    schemes = {"own": own, "yarn": yarn, "found": search.config}
+    schemes = {"native": own, "yarn": yarn, "found": search.config}
     return {name: held_out_losses(model, config, windows, trained) for name, config in schemes.items()}
 
 
@@ -112,7 +112,7 @@ def table(losses: dict[str, list[HeldOutLoss]]) -> str:
         means = [fmean(one.within for one in found), fmean(one.past for one in found), fmean(less_yarn)]
         lower = f"{sum(difference < 0 for difference in less_yarn)} of {len(less_yarn)}"
         rows.append([name, f"{means[0]:.4f}", f"{means[1]:.4f}", f"{means[2]:+.4f}", lower])
-    head = ["scheme", "at the trained length", "past it", "less yarn", "lower than yarn"]
+    head = ["scheme", "at the trained length", "past it", "minus yarn", "below yarn"]
     return format_table(head, rows)
 
 
@@ -124,6 +124,7 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--length", type=int, required=True, help="tokens that the model is to read")
     parser.add_argument("--text", type=Path, nargs="+", required=True, metavar="FILE", help="texts for the search")
     parser.add_argument("--held_out", type=Path, nargs="+", required=True, metavar="FILE", help="texts for the table")
+    parser.add_argument("--trained_length", type=int, help="tokens that it was trained on (default: its config's)")
     parser.add_argument("--evaluations", type=int, default=32, help="candidates to measure (default: 32)")
     parser.add_argument("--needle_weight", type=float, default=0.5, help="weight of repeated spans (default: 0.5)")
     parser.add_argument("--device", default="cpu", help="where the model runs (default: cpu)")
@@ -141,14 +142,15 @@ def _run(options: argparse.Namespace) -> None:
     if options.output_dir.exists() and not (options.output_dir.is_dir() and not any(options.output_dir.iterdir())):
         raise SettingsError(f"{options.output_dir} is a file, or a folder that is not empty. Name another one.")
     try:
-        # Loaded in its dtype: a cast would round the frequencies.
-        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype))
         tokenizer = load_tokenizer(options.model)
-        _move(model, options.device)
-        trained = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         texts, held_out = (windows_of(tokenizer, paths, options.length) for paths in (options.text, options.held_out))
         if {tuple(text.tolist()) for text in texts} & {tuple(text.tolist()) for text in held_out}:
             raise SettingsError("--text and --held_out have a text in common, so the table would be about the search.")
+        # Loaded in its dtype: a cast would round the frequencies.
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype))
+        _move(model, options.device)
+        stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        trained = options.trained_length or stated
         with tqdm(total=options.evaluations, unit="candidate") as progress:
             measured: list[float] = []
 
@@ -159,7 +161,7 @@ def _run(options: argparse.Namespace) -> None:
 
             search = search_spectrum(
                 model, texts, options.length, evaluations=options.evaluations, needle_weight=options.needle_weight,
-                seed=options.seed, on_evaluation=show,
+                trained_length=options.trained_length, seed=options.seed, on_evaluation=show,
             )  # fmt: skip
         print(
             f"{len(texts)} texts of {options.length} tokens: the objective is {search.yarn.loss:.4f} with YaRN and "
@@ -174,7 +176,7 @@ def _run(options: argparse.Namespace) -> None:
                 "The factors found are not better than YaRN on the held-out texts, so nothing was saved. Search on "
                 "more --text or with more --evaluations, or patch with NativeConfig(scaling=YarnScaling(...))."
             )
-        update_tokenizer_length(tokenizer, model, trained)
+        update_tokenizer_length(tokenizer, model, stated)
         print(export_model(model, options.output_dir, tokenizer=tokenizer))
     except (PositionEncodingError, UsageError, ValueError, OSError) as error:
         raise SettingsError(str(error)) from error

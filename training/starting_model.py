@@ -24,6 +24,7 @@ from hf_posenc import PositionEncodingError, patch_model, recipes
 from hf_posenc.cli.options import parse_layers, parse_options, parse_scheme
 from hf_posenc.errors import UnknownNameError, UsageError
 from hf_posenc.loading import missing_folder
+from hf_posenc.schemes.registry import as_scheme
 from training.argument_files import parse_structured
 from training.arguments import LoraArguments, ModelArguments, SchemeArguments, WeightsArguments
 from training.data.packing import PackedRows
@@ -180,9 +181,8 @@ def apply_scheme(
     """
     if arguments.scheme is None:
         return
-    options = _mapping(arguments.scheme_options or "{}", "scheme_options")
     try:
-        scheme = _scheme(arguments.scheme, "scheme")
+        scheme, options = _scheme(arguments.scheme, "scheme"), _scheme_options(arguments)
         if healing is not None and healing.swaps:
             recipes.swap_scheme(
                 model,
@@ -201,6 +201,28 @@ def apply_scheme(
         patch_model(model, scheme, **options)
     except (PositionEncodingError, UsageError, ValueError, TypeError) as error:
         raise SettingsError(f"--scheme {arguments.scheme}: {error}") from error
+
+
+def check_scheme(arguments: SchemeArguments) -> None:
+    """Refuses an unknown scheme or option before text is read and a model is built, which may take long.
+
+    Raises:
+        SettingsError: with the nearest names.
+    """
+    for option in ("scheme", "elsewhere"):
+        text = getattr(arguments, option)
+        if text is None:
+            continue
+        options = _scheme_options(arguments) if option == "scheme" else {}
+        options.pop("part", None)
+        try:
+            as_scheme(_scheme(text, option), **options)
+        except (PositionEncodingError, UsageError, ValueError, TypeError) as error:
+            raise SettingsError(f"--{option} {text}: {error}") from error
+
+
+def _scheme_options(arguments: SchemeArguments) -> dict[str, Any]:
+    return _mapping(arguments.scheme_options or "{}", "scheme_options")
 
 
 def _scheme(text: str, option: str) -> Any:

@@ -91,8 +91,17 @@ def _compare(words: list[str], imports: list[str]) -> int:
         script = folder / "training" / "compare.py"
         if script.is_file():
             command = [sys.executable, str(script), *words, *(f"--import={name}" for name in imports)]
-            return subprocess.run(command, check=False).returncode
+            return _ended(subprocess.Popen(command))
     raise UsageError(
         f"There is no training/compare.py in {' or '.join(map(str, folders))}. The training scripts are not part of "
         f"the installed package: clone the repository and run this command in its root folder."
     )
+
+
+def _ended(process: subprocess.Popen[bytes]) -> int:
+    """The exit status of a process. Ctrl-C reaches the process, too, which saves its work before it ends."""
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            continue

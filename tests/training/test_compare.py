@@ -207,6 +207,14 @@ def test_what_is_no_archive_is_refused(finished, tmp_path, capsys):
     archive.pack(finished, file)
     assert archive.main(["unpack", str(file), str(finished)]) == 2
     assert "already" in capsys.readouterr().err
+    assert archive.main(["unpack", str(tmp_path / "run.parquet"), str(tmp_path / "out")]) == 2
+    assert "Did you mean runs.parquet?" in capsys.readouterr().err
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    assert archive.main(["unpack", str(file), str(model)]) == 2
+    assert "does not hold a study" in capsys.readouterr().err
+    assert [path.name for path in model.iterdir()] == ["config.json"]
 
 
 def test_a_training_waits_for_its_start_and_for_nothing_else(tiny, tmp_path):
@@ -290,6 +298,21 @@ def test_schemes_and_seeds_can_be_added_but_other_settings_cannot_change(tiny, c
     assert "causal-alibi-seed0" in capsys.readouterr().err
 
 
+def test_a_training_without_figures_may_begin_again_with_other_settings(tiny, tmp_path):
+    options = {"tasks": "causal", "max_steps": 2}
+    too_few = tiny(schemes="none,learned", scheme_options='{"learned": {"num_positions": 20}}', **options)
+    assert compare.main(too_few) == 0
+    enough = tiny(schemes="none,learned", scheme_options='{"learned": {"num_positions": 64}}', **options)
+    assert compare.main(enough) == 0
+    found = json.loads((tmp_path / "out" / "results.json").read_text())["runs"]
+    assert [training["status"] for training in found] == ["finished", "finished"]
+
+
+def test_one_learning_rate_and_a_choice_of_several_exclude_each_other(tiny, capsys):
+    assert compare.main(tiny(tasks="causal", schemes="none", learning_rates="[1e-3]", learning_rate=1e-3)) == 2
+    assert "chooses one for each of them" in capsys.readouterr().err
+
+
 def test_models_cannot_be_asked_for_afterwards(tiny, capsys):
     arguments = tiny(tasks="causal", schemes="none", max_steps=1, eval_every=1)
     assert compare.main(arguments) == 0
@@ -313,7 +336,7 @@ def test_a_scheme_the_model_cannot_take_is_a_row_with_its_reason(tiny, tmp_path,
 def test_a_training_that_starts_from_an_unsupported_one_is_unsupported_too(tiny, tmp_path):
     options = {"learned": {"num_positions": 20}, "swapped": {"scheme": "none", "from": "learned"}}
     arguments = tiny(schemes="learned,swapped", tasks="causal", scheme_options=json.dumps(options), max_steps=2)
-    assert compare.main(arguments) == 0
+    assert compare.main(arguments) == 1  # no training finished
     _, swapped = json.loads((tmp_path / "out" / "results.json").read_text())["runs"]
     assert swapped["status"] == "unsupported"
     assert "starts from 'learned'" in swapped["reason"]

@@ -89,6 +89,17 @@ def test_bad_input_is_refused_before_anything_is_written(case: str, texts: Path,
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("changes", [{"scheme": "kerpel"}, {"scheme": "kerple", "scheme_options": '{"slope": 1}'}])
+def test_a_wrong_scheme_is_noticed_before_text_and_model(
+    texts: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, changes: dict[str, str]
+) -> None:
+    """The default Llama has 6.7 billion parameters."""
+    for function in ("load_rows", "build_model"):
+        monkeypatch.setattr(f"training.language_modeling.{function}", lambda *_: pytest.fail("too late"))
+    assert run(words(texts, tmp_path / "out", **changes)) == 2
+    assert "Unknown " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

@@ -51,7 +51,7 @@ def test_what_was_found_is_better_than_yarn_on_held_out_texts_and_saved(
     assert main([str(folder), str(output), *words, "--held_out", *texts(tmp_path, 100, 24)]) == 0
     printed, progress = capsys.readouterr()
     assert re.search(r"20/20 .*YaRN \d\.\d{4}, lowest \d\.\d{4}", progress)
-    own, yarn, found = (numbers(printed, scheme) for scheme in ("own", "yarn", "found"))
+    own, yarn, found = (numbers(printed, scheme) for scheme in ("native", "yarn", "found"))
     # At the trained length, only the factor of cosine and sine that was found is in force.
     assert found[0] == pytest.approx(own[0], abs=0.01)
     assert yarn[0] > own[0] + 0.01
@@ -103,6 +103,21 @@ def test_factors_that_are_not_better_than_yarn_are_not_saved(
     assert "not better than YaRN on the held-out texts, so nothing was saved" in captured.err
     assert '"type": "longrope"' in captured.out
     assert not (tmp_path / "longer").exists()
+
+
+def test_the_trained_length_can_be_stated(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`run_clm.py` leaves the length of the config as it is, whatever the length of the rows."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.config.max_position_embeddings = 2048
+    model.save_pretrained(tmp_path / "model")
+    ByT5Tokenizer().save_pretrained(tmp_path / "model")
+    words = ["--length", "256", "--evaluations", "1", "--text", *texts(tmp_path, 0, 1)]
+    words += ["--held_out", *texts(tmp_path, 1, 1)]
+    assert main([str(tmp_path / "model"), str(tmp_path / "longer"), *words]) == 2
+    assert "trained_length states that" in capsys.readouterr().err
+    main([str(tmp_path / "model"), str(tmp_path / "longer"), *words, "--trained_length", "64"])
+    # The only candidate is YaRN itself, so that rounding decides whether it is saved.
+    assert '"original_max_positions": 64' in capsys.readouterr().out
 
 
 def test_yarn_has_its_factor_beside_that_of_the_scheme(folder: Path, tmp_path: Path) -> None:

@@ -135,7 +135,8 @@ def test_a_figure_that_one_seed_lacks_counts_the_others_and_says_so():
 @pytest.mark.parametrize(
     "name",
     [
-        "compare", "findings", "findings_seed7", "healing/minilm", "healing/smollm2", "healing/tiny_bert", "images",
+        "compare", "findings", "findings_seed7", "healing/minilm", "healing/smollm2", "healing/self_distill",
+        "healing/tiny_bert", "images",
         "images_rates",
     ],
 )  # fmt: skip
@@ -328,8 +329,18 @@ def test_a_loss_is_kept_past_the_trained_length_only_where_the_seeds_agree():
     assert "On texts of 64 tokens, 4 times as long, `rope` kept its loss (a rise of at most 0.05 nats)" in text
     assert "the loss rose by more for `alibi` (from 1.100 to 2.133); for `none` the seeds do not tell." in text
     ignorant = seen(compared(([3.1], [3.1]), ([1.0], [1.0]), seeds=1))["causal"]
-    assert "`rope` learned little more than how often each token occurs (a loss of 3.125)." in ignorant
+    assert (
+        "`rope` (3.100) learned little more than how often each token occurs, which alone gives a loss of 3.125."
+        in ignorant
+    )
     assert "`alibi` kept its loss" in ignorant
+
+
+def test_what_was_trained_on_another_length_or_goes_on_from_another_is_not_ranked():
+    told = compared(([1.9], [2.4]), ([1.6], [1.7]), seeds=1)
+    base, other = told["runs"]
+    base["training"], other["from"] = {"train_length": 8}, "rope"
+    assert "the lowest loss was" not in seen(told)["causal"]
 
 
 def test_the_dogs_of_a_causal_model_are_judged_without_its_mask():

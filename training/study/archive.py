@@ -21,8 +21,10 @@ if __package__ in (None, ""):
 import pyarrow
 from pyarrow import parquet
 
+from hf_posenc.errors import close_names
 from training.errors import SettingsError
 from training.files import read_json, write_json
+from training.study.folder import taken as in_use
 
 #: Named values whose names differ from scheme to scheme, which a column cannot have.
 _TEXTS = ("config", "training", "swap_options", "swap")
@@ -111,20 +113,25 @@ def unpack(file: Path, folder: Path) -> int:
         How many trainings were written.
 
     Raises:
-        SettingsError: for a file that `pack` did not write, or a training that the folder has already.
+        SettingsError: for a file that `pack` did not write, a folder of something else, or a training that the folder
+            has already.
     """
     packed = trainings(file)
     places = {training.name: folder / "trainings" / training.name for training in packed}
     taken = [name for name, place in places.items() if (place / "settings.json").exists()]
     if taken:
         raise SettingsError(f"{folder} has {taken[0]} already. Name a folder without it, or remove {folder}.")
-    for name, settings, result in packed:
-        write_json(places[name] / "settings.json", settings)
-        write_json(places[name] / "result.json", result)
+    with in_use(folder, writes=True):
+        for name, settings, result in packed:
+            write_json(places[name] / "settings.json", settings)
+            write_json(places[name] / "result.json", result)
     return len(packed)
 
 
 def _table(file: Path) -> pyarrow.Table:
+    if not file.is_file():
+        close = close_names(file.name, [path.name for path in file.parent.glob("*.parquet")])
+        raise SettingsError(f"There is no file {file}.{f' Did you mean {close[0]}?' if close else ''}")
     try:
         table = parquet.read_table(file)
     except (OSError, pyarrow.ArrowInvalid) as error:

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from training.checkpoints import differences
 from training.errors import SettingsError
 from training.files import read_json, write_json
-from training.study.cells import FINISHED, Cell
+from training.study.cells import DIVERGED, FINISHED, Cell
 
 LOCK = ".lock"
 
@@ -60,8 +61,8 @@ def check_cells(cells: list[Cell], digests: dict[str, str]) -> None:
         digests: see `Cell.identity`.
 
     Raises:
-        SettingsError: if a setting or the text itself differs, or if a training has ended without the model that is
-            now asked for.
+        SettingsError: if a setting or the text itself differs from that of a training that has begun, or if a training
+            has ended without the model that is now asked for.
     """
     new: dict[Path, dict[str, Any]] = {}
     starts = {cell.start.name for cell in cells if cell.start is not None and cell.result() is None}
@@ -71,7 +72,11 @@ def check_cells(cells: list[Cell], digests: dict[str, str]) -> None:
         earlier = read_json(path)
         if earlier is None:
             new[path] = wanted
-        elif changed := differences(earlier, wanted):
+        elif not (changed := differences(earlier, wanted)):
+            pass
+        elif not _has_trained(cell):
+            new[path] = wanted
+        else:
             raise SettingsError(
                 f"{cell.name} in {cell.study.output_dir} began with other settings: {'; '.join(changed)}. Results of "
                 "different settings cannot stand in one table. Name another --output_dir, go back to the earlier "
@@ -85,4 +90,13 @@ def check_cells(cells: list[Cell], digests: dict[str, str]) -> None:
                 "the schemes that start from it), or name another --output_dir."
             )
     for path, wanted in new.items():
+        # The result of a scheme that could not be trained, perhaps because of an error in its code.
+        path.with_name("result.json").unlink(missing_ok=True)
         write_json(path, wanted)
+
+
+def _has_trained(cell: Cell) -> bool:
+    """Whether a training has figures, or a checkpoint to go on from."""
+    result = cell.result()
+    has_figures = result is not None and result["status"] in (FINISHED, DIVERGED)
+    return has_figures or any(cell.folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"))

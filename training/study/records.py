@@ -61,7 +61,7 @@ def _result(study: Study, name: str) -> Result:
         records=tuple(record for label in labels for record in _records(label, study.of(name, label), frame)),
         views=_views(task, frame),
         settings={"command": study.command, "task": task.model_dump(), "control": control, "versions": study.versions},
-        remarks=tuple(_remarks(task, frame)),
+        remarks=tuple(_remarks(task, frame, finished)),
     )
 
 
@@ -288,13 +288,16 @@ def _views(task: Task, frame: pd.DataFrame) -> tuple[View, ...]:
     return tuple(views) or (View(("seeds",)),)
 
 
-def _remarks(task: Task, frame: pd.DataFrame) -> Iterator[str]:
+def _remarks(task: Task, frame: pd.DataFrame, finished: list[Run]) -> Iterator[str]:
     lengths = ", ".join(map(str, task.trained))
     if task.pictures is not None:
         read = f"pictures of {task.pictures['source']}, at {lengths} pixels along each side"
     else:
         read = f"sequences, on lengths of {lengths}"
-    yield f"Trained for {task.max_steps:,} steps of {task.batch_size} {read}. {_MEASURED[task.kind]}"
+    alike = [run.training for run in finished if run.start is None and "train_length" not in run.training]
+    asked = {training.get("max_steps", task.max_steps) for training in alike}
+    steps = asked.pop() if len(asked) == 1 else task.max_steps
+    yield f"Trained for {steps:,} steps of {task.batch_size} {read}. {_MEASURED[task.kind]}"
     if task.pictures is not None:
         parts = ", ".join(f"{task.pictures[f'{part}_pictures']:,}" for part in ("train", "validation", "test"))
         yield f"Pictures to train on, for the curves, and for the accuracy by resolution: {parts}."

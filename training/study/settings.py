@@ -315,6 +315,12 @@ class StudySettings(TrainingSettings):
         for name in ("rate_settings", "rate_seed"):
             if getattr(self, name) not in (None, {}) and not self.learning_rates:
                 raise ValueError(f"--{name} is for choosing among --learning_rates, and the study has none.")
+        going_on = any(options.start is not None for options in self.scheme_options.values())
+        if self.learning_rates and "learning_rate" in self.model_fields_set and not going_on:
+            raise ValueError(
+                "--learning_rate is one rate for all schemes, and --learning_rates chooses one for each of them. Give "
+                "one of the two; --learning_rates with a single rate tries only that one."
+            )
         if "learning_rate" in self.rate_settings:
             raise ValueError("--rate_settings has a learning_rate; the rates to choose from are --learning_rates.")
         if self.rate_seed in self.all_seeds:

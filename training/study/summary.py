@@ -69,11 +69,7 @@ def _whole(study: Study) -> Iterator[str]:
 def _task(study: Study, result: Result) -> Iterator[str]:
     task = study.tasks[result.task]
     quantity, limit = MAIN[task.kind], max(task.trained)
-    values = {
-        label: found
-        for label in result.labels
-        if (found := _by_length(study, result.task, label, quantity)) and not study.of(result.task, label)[0].start
-    }
+    values = _comparable(study, result, quantity)
     aim = _AIMS.get(getattr(task, "objective", None) or "")
     yield f"**{result.task}** (a {task.model}{f', {aim}' if aim else ''})."
     if task.axis == "resolution":
@@ -95,15 +91,26 @@ def _task(study: Study, result: Result) -> Iterator[str]:
         above = {label: _mean(found[short]) - frequencies for label, found in values.items() if found.get(short)}
         failed = [label for label, one in above.items() if one > _HARDLY]
         ignorant = [label for label, one in above.items() if abs(one) <= _HARDLY]
-        level = f"how often each token occurs (a loss of {frequencies:.3f})"
+        level = f"how often each token occurs, which alone gives a loss of {frequencies:.3f}"
+        losses = {label: f" ({_mean(values[label][short]):.3f})" for label in above}
         if ignorant:
-            yield f"{_quoted(ignorant)} learned little more than {level}."
+            yield f"{_quoted(ignorant, losses)} learned little more than {level}."
         if failed:
-            yield f"{_quoted(failed)} did worse than a model that only knows {level}."
+            yield f"{_quoted(failed, losses)} did worse than a model that only knows {level}."
         ignorant += failed
         if far > short:
             yield from _past({label: found for label, found in values.items() if label not in ignorant}, short, far)
     yield from _dogs(task, result)
+
+
+def _comparable(study: Study, result: Result, quantity: str) -> dict[str, dict[int, dict[int, float]]]:
+    """The values by label, length and seed of schemes that were trained alike: not from another one, or longer."""
+    found = {}
+    for label in result.labels:
+        run = study.of(result.task, label)[0]
+        if run.start is None and "train_length" not in run.training:
+            found[label] = _by_length(study, result.task, label, quantity)
+    return {label: values for label, values in found.items() if values}
 
 
 def _best(
@@ -217,8 +224,8 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def _quoted(names: Sequence[str]) -> str:
-    first, last = [f"`{name}`" for name in names[:-1]], f"`{names[-1]}`"
+def _quoted(names: Sequence[str], behind: Mapping[str, str] | None = None) -> str:
+    *first, last = [f"`{name}`{(behind or {}).get(name, '')}" for name in names]
     return f"{', '.join(first)} and {last}" if first else last
 
 

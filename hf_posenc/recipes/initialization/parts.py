@@ -216,8 +216,8 @@ def _least_squares(part: nn.Module, missed: Callable[[], Tensor], size: float) -
             for gradient in gradients:
                 gradient.zero_()
             return torch.full_like(loss, 10 * (smallest + 1) if smallest < math.inf else 1.0)
-        if float(loss) < smallest:
-            best, smallest = [parameter.detach().clone() for parameter in parameters], float(loss)
+        if (value := float(loss.detach())) < smallest:
+            best, smallest = [parameter.detach().clone() for parameter in parameters], value
         return loss
 
     with torch.enable_grad():
