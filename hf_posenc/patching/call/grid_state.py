@@ -75,9 +75,11 @@ class GridState(ForwardState):
         elif self.coordinates is not None and self.coordinates.shape[-1] == length:
             tokens.given = packed(self.coordinates, self.memo)
             tokens.position_ids = tokens.given.ids
-        elif self.coordinates is not None and (coarse := merged(self.coordinates)).shape[-1] == length:
-            tokens.given = packed(coarse, {})
-            tokens.position_ids = tokens.given.ids
+        elif self.coordinates is not None and self.coordinates.shape[-1] == 4 * length:
+            coarse = merged(self.coordinates)
+            if coarse.shape[-1] == length:
+                tokens.given = packed(coarse, {})
+                tokens.position_ids = tokens.given.ids
         elif self.shown_patches is not None and self.shown_patches[0].numel() == length:
             tokens.given = of_padded_images(self.shown_patches, self.memo)
             tokens.position_ids = tokens.given.ids
