@@ -71,10 +71,10 @@ A cell says `yes` if every check passes, `-` if the scheme is refused there with
 of a wrong answer, listed under "Refused in part"), and `**no**` if a check fails:
 
 - **native**: `patch_model(model, native_scheme(model))` gives the stock outputs to {NATIVE_BOUND:g} of their
-  standard deviation;
+  standard deviation, and those for pictures or sound of another size to {SAME_BOUND:g};
 - **none**: the outputs differ from stock, do not depend on the order of tokens (last token of a one-layer causal model,
   or any bidirectional model; {SAME_BOUND:g}), and attention still depends on content. In a vision model with one token
-  per patch, shuffled patches give the same tokens, shuffled;
+  per patch, shuffled patches give the same tokens, shuffled; in a picture of one colour, some neighbours are equal;
 - **every other scheme**: the outputs differ from stock and from `none`. In models of text they differ in every layer
   taken alone (`sinusoidal` acts before the layers), and depend on the order of tokens in one layer; in a vision model
   with one token per patch, shuffled patches give other tokens;

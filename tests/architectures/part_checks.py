@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from hf_posenc import SequenceLengthError, UnsupportedError, native_scheme, patch_model, unpatch_model
 from hf_posenc.patching.find.discovery import find_stacks, model_parts
+from hf_posenc.patching.observe.short_runs import run_briefly, watched
+from hf_posenc.patching.place.transaction import Transaction
 
 from .checks import brief, stir
 from .findings import NATIVE_BOUND, SAME_BOUND, Finding, Record, above, at_most, attempt, failure
@@ -21,6 +23,8 @@ from .population import Pair
 from .shuffling import Shuffled
 from .traces import difference, trace_of
 
+#: Patches of an image, so many that some are away from its edges.
+_ENOUGH_TOKENS = 16
 #: Schemes that are the same as a native one of their name.
 _WITHOUT_OPTIONS = frozenset(("alibi", "learned", "sinusoidal"))
 
@@ -178,6 +182,7 @@ class PartChecker:
         changed = self._distance(full, self.stock)
         if scheme == "none":
             self.without = full
+            self._check_one_colour(found)
             found["effect"] = at_most(changed, NATIVE_BOUND) if natively_without else above(changed)
         else:
             own = self.record.native == scheme and scheme in _WITHOUT_OPTIONS
@@ -190,6 +195,21 @@ class PartChecker:
                 found["shuffled patches"] = moved
             else:
                 found["shuffled patches"] = at_most(moved, SAME_BOUND) if scheme == "none" else above(moved)
+
+    def _check_one_colour(self, found: dict[str, Finding]) -> None:
+        """Without positions, some neighbours are equal in an image of one colour, whatever its edges do to others."""
+        for stack in self.stacks:
+            if stack.grid is None:
+                continue
+            with watched(stack) as (embedded, _, _):
+                try:
+                    run_briefly(Transaction(self.model), [stack], 3, constant=True)
+                except UnsupportedError:
+                    continue
+            tokens = embedded[0][0] if embedded else torch.zeros(0, 1)
+            if len(tokens) >= _ENOUGH_TOKENS:
+                nearest = (tokens[1:] - tokens[:-1]).abs().amax(-1).min() / tokens.std()
+                found["one colour"] = at_most(float(nearest), SAME_BOUND)
 
     def _check_consistency(self, full: Tensor, found: dict[str, Finding]) -> None:
         caller = self.caller
