@@ -313,6 +313,17 @@ def test_one_learning_rate_and_a_choice_of_several_exclude_each_other(tiny, caps
     assert "chooses one for each of them" in capsys.readouterr().err
 
 
+def test_trainings_that_choose_a_learning_rate_read_no_more_than_losses(tiny, tmp_path):
+    assert compare.main(tiny(tasks="causal", schemes="none", learning_rates="[1e-3]", max_steps=2, eval_every=1)) == 0
+
+    def reading(folder):
+        (run,) = json.loads((tmp_path / folder / "results.json").read_text())["runs"]
+        return set(run["by_length"])
+
+    assert reading("out_rates") == {"lengths", "loss"}
+    assert reading("out") > {"lengths", "loss", "sliding_loss", "tail_loss", "position_loss"}
+
+
 def test_models_cannot_be_asked_for_afterwards(tiny, capsys):
     arguments = tiny(tasks="causal", schemes="none", max_steps=1, eval_every=1)
     assert compare.main(arguments) == 0

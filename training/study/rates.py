@@ -37,7 +37,7 @@ def rates_study(study: StudySettings) -> StudySettings:
             "the study has none."
         )
     labels = dict.fromkeys(label for own in tasks.values() for label in own.schemes or ())
-    return study.model_copy(
+    rates_only = study.model_copy(
         update={
             "name": f"{study.name}_rates",
             "description": "Trainings that learning rates are chosen from, with a seed that the study does not use.",
@@ -53,6 +53,8 @@ def rates_study(study: StudySettings) -> StudySettings:
             "save_models": False,
         }
     )
+    rates_only._for_rates = True
+    return rates_only
 
 
 def with_chosen_rates(study: StudySettings, results: dict[str, Any]) -> StudySettings:

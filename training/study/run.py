@@ -86,7 +86,8 @@ def run_cell(cell: Cell, on_step: OnStep) -> dict[str, Any]:
     name = {"generalization": "exact_match", IMAGE_CLASSIFICATION: "by_resolution"}.get(cell.task.kind, "by_length")
     result = {**head, "status": FINISHED, **training, "model": None}
     dog = read_dogs(trained, tokenizer) if data.pictures is None else read_picture_dogs(cell, trained)
-    result |= {name: read_lengths(cell, trained, data, tokenizer, teacher), "dog": dog}
+    reading = read_lengths(cell, trained, data, tokenizer, teacher, whole=not cell.study.for_rates)
+    result |= {name: reading, "dog": dog}
     if cell.keeps_model:
         result["model"] = str(cell.model_folder.relative_to(cell.study_folder))
         if trainer.is_world_process_zero():

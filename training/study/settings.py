@@ -10,7 +10,16 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    model_validator,
+)
 from transformers import TrainingArguments
 
 from hf_posenc.errors import UnknownNameError
@@ -308,6 +317,8 @@ class StudySettings(TrainingSettings):
     save_models: bool = Field(
         False, description="Keep each trained model, with its card, under models/, for from_pretrained."
     )
+    #: Whether only the validation losses are wanted, because learning rates are chosen by them.
+    _for_rates: bool = PrivateAttr(False)
 
     @model_validator(mode="after")
     def _known_names(self) -> Self:
@@ -341,6 +352,11 @@ class StudySettings(TrainingSettings):
             if unknown:
                 raise ValueError(f"{where} names {unknown[0]!r}; the study has {', '.join(known)}.")
         return self
+
+    @property
+    def for_rates(self) -> bool:
+        """Whether it trains only to choose learning rates, and reads no more of a text than the losses by length."""
+        return self._for_rates
 
     def base(self) -> TrainingSettings:
         """The settings of a training, without those of the study."""
