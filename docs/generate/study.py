@@ -37,6 +37,7 @@ from docs.generate.study_numbers import (
     tail,
     tail_by_seed,
 )
+from docs.generate.study_quoted import MASKED, quoted_table
 from docs.generate.study_swaps import heal_table, pretrained_heal_table
 from training.errors import SettingsError
 from training.study.archive import study_in, trainings
@@ -58,9 +59,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "study"
 RUNS = FOLDER / "runs"
 FIGURES = FOLDER / "figures"
 #: Studies without figures.
-TABLES_ONLY = ("_rates", "_rerun", "_heal", "_heal_smollm2", "_windows", "_catalogue")
-#: The loss, in nats per token, to which the steps of masked models are counted.
-MASKED = 2.50
+TABLES_ONLY = ("_rates", "_rerun", "_control", "_heal", "_heal_smollm2", "_windows", "_catalogue")
 PAGES = ("results.md", "leaderboard.md")
 #: Figures of a study that the pages show.
 DRAWN = ("loss_curves", "tail_loss_by_length", "loss_by_position", "exact_match")
@@ -239,6 +238,21 @@ def rerun_table(runs: Runs) -> str:
     return markdown(("scheme", "tokens", "seeds", "expected", "new seed", "its loss", "inside"), rows)
 
 
+def control_table(runs: Runs) -> str:
+    """Trainings that were repeated with the same seed on another processor."""
+    found, rows = finished(runs, "reference"), []
+    for again in runs.get("reference_control", ()):
+        seed, first = again["seed"], found.get(again["scheme"], {}).get(again["seed"])
+        if first is not None and again["status"] == "finished":
+            for length in (LENGTHS[0], LENGTHS[-1]):
+                losses = [tail_by_seed({seed: run}, length)[seed] for run in (first, again)]
+                cells = (*(f"{loss:.3f}" for loss in losses), f"{losses[1] - losses[0]:+.3f}")
+                rows.append((f"`{again['scheme']}`", f"{length:,}", str(seed), *cells))
+    if not rows:
+        return NOT_RUN
+    return markdown(("scheme", "tokens", "seed", "main study", "repeated", "difference"), rows)
+
+
 def speed_table(runs: Runs) -> str:
     """Steps to a loss, processor time per step, and the loss of all after the time of the fastest."""
     found = {scheme: seeds for scheme, seeds in finished(runs, "reference").items() if scheme not in SCALINGS}
@@ -326,6 +340,7 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "source_losses": losses_of("reference_source"),
     "differences": differences_table,
     "rerun": rerun_table,
+    "control": control_table,
     "speed": speed_table,
     "frequencies": frequencies_table,
     "moved": moved_table,
@@ -333,6 +348,7 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "tasks": answers_of("reference_tasks"),
     "encoder_decoders": answers_of("reference_marian"),
     "masked": masked_table,
+    "quoted": quoted_table,
     "heal": heal_table,
     "heal_pretrained": pretrained_heal_table,
     "windows": losses_of("reference_windows"),

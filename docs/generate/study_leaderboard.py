@@ -42,11 +42,9 @@ def _table(runs: Runs, study: str) -> str:
         return NOT_RUN
     main_study, healed, rows = finished(runs, "reference"), finished(runs, "reference_heal"), []
     none, rope = (main_study.get(scheme, {}) for scheme in ("none", "rope"))
-    base = np.mean([run["cpu_seconds"] for run in none.values()]) if none else None
     plain = next(iter(none.values()))["parameters"] if none else None
     for scheme, seeds in sorted(found.items(), key=lambda item: tail(item[1], LENGTHS[0]).value):
         first = next(iter(seeds.values()))
-        seconds = np.mean([run["cpu_seconds"] for run in seeds.values()])
         rows.append(
             (
                 f"`{scheme}`",
@@ -56,7 +54,7 @@ def _table(runs: Runs, study: str) -> str:
                 *(_answers(runs, scheme, task, at) for task, at in (("copy", 20), ("passkey", 40))),
                 ranged(above_control(healed, scheme)),
                 f"{cached_numbers(first['config']):,}",
-                "" if base is None else f"{seconds / base:.2f}",
+                _relative_time(runs, seeds),
                 "" if plain is None else f"{first['parameters'] - plain:+,}",
                 seeds_of(runs, study, scheme),
             )
@@ -66,6 +64,18 @@ def _table(runs: Runs, study: str) -> str:
         *("time", "parameters", "seeds"),
     )
     return markdown(head, rows)
+
+
+def _relative_time(runs: Runs, seeds: Mapping[int, Run]) -> str:
+    """The processor time of a training relative to one without positions on the same processor; empty without one."""
+    here = {run["processor"] for run in seeds.values()}
+    none = [
+        run["cpu_seconds"]
+        for study in ("reference", "reference_control")
+        for run in finished(runs, study).get("none", {}).values()
+        if {run["processor"]} == here
+    ]
+    return f"{np.mean([run['cpu_seconds'] for run in seeds.values()]) / np.mean(none):.2f}" if none else ""
 
 
 def _above_rope(seeds: Mapping[int, Run], rope: Mapping[int, Run]) -> str:

@@ -58,6 +58,7 @@ def test_tables_rank_schemes_and_give_their_intervals(study: ModuleType) -> None
             "by_length": reading,
             "curve": curve,
             "cpu_seconds": 10.0 * (1 + (scheme == "none")),
+            "processor": "this one",
             "parameters": 9,
         }
         return {"task": "causal", "scheme": scheme, "seed": seed, "status": "finished", **figures}
@@ -93,6 +94,48 @@ def test_a_new_seed_is_compared_with_what_the_others_expect(study: ModuleType) -
     assert [row[1] for row in rows] == ["128", "128", "1,024", "1,024"]
     assert [row[3] for row in rows[::2]] == ["[1.290, 1.730]", "[2.290, 2.730]"]
     assert [row[-1] for row in rows] == ["yes |", "**no** |"] * 2
+
+
+def test_a_repeated_training_is_compared_with_the_first_one(study: ModuleType) -> None:
+    def run(seed: int, loss: float) -> dict[str, object]:
+        reading = {
+            "lengths": list(study.LENGTHS),
+            "window_tail_loss": [[loss] * 2, [9.0] * 2, [9.0] * 2, [loss + 1] * 2],
+        }
+        return {"task": "causal", "scheme": "rope", "seed": seed, "status": "finished", "by_length": reading}
+
+    runs = {"reference": [run(0, 1.20), run(1, 1.30)], "reference_control": [run(0, 1.21)]}
+    rows = study.TABLES["control"](runs).splitlines()[2:]
+    assert rows == [
+        "| `rope` | 128 | 0 | 1.200 | 1.210 | +0.010 |", "| `rope` | 1,024 | 0 | 2.200 | 2.210 | +0.010 |"
+    ]  # fmt: skip
+
+
+def test_times_are_relative_to_the_same_processor() -> None:
+    def run(scheme: str, seconds: float, processor: str) -> dict[str, object]:
+        figures = {"cpu_seconds": seconds, "processor": processor, "status": "finished"}
+        return {"task": "causal", "scheme": scheme, "seed": 0} | figures
+
+    slow, fast = run("none", 10.0, "slow"), run("none", 4.0, "fast")
+    runs = {"reference": [slow], "reference_control": [fast]}
+    assert study_leaderboard._relative_time(runs, {0: run("cope", 8.0, "fast")}) == "2.00"
+    assert study_leaderboard._relative_time(runs, {0: run("cope", 8.0, "slow")}) == "0.80"
+    assert study_leaderboard._relative_time(runs, {0: run("cope", 8.0, "another")}) == ""
+
+
+def test_what_is_quoted_is_compared_seed_by_seed(study: ModuleType) -> None:
+    def run(scheme: str, seed: int, right: float) -> dict[str, object]:
+        answers = {"lengths": [5, 10], "accuracy": [1.0, right]}
+        named = {"task": "reverse", "scheme": scheme, "seed": seed, "status": "finished"}
+        return named | {"exact_match": answers}
+
+    shares = {("native", 0): 0.5, ("native", 1): 0.7, ("rope", 0): 0.6, ("rope", 1): 0.8, ("rope", 2): 0.1}
+    runs = {"reference_marian": [run(scheme, seed, right) for (scheme, seed), right in shares.items()]}
+    (row,) = study.TABLES["quoted"](runs).splitlines()[2:]
+    assert "27.5 and 27.3" in row
+    # Student's interval of 0.6 and 0.8 is 12.706 * 0.1, and the seed that only one of them has is left out.
+    assert row.endswith("| `rope` and `native` | encoder-decoder, reverse, right answers | 0.70 ± 1.27 | 0.60 ± 1.27 | "
+                        "+0.10 [+0.10, +0.10] | 2 |")  # fmt: skip
 
 
 def test_swaps_are_compared_with_the_control_at_the_better_rate_of_each(study: ModuleType) -> None:

@@ -91,7 +91,7 @@ def test_layers_without_a_window_have_no_positions_in_the_study_of_windows() -> 
 
 
 def test_the_rerun_repeats_cells_of_the_main_study_with_a_new_seed() -> None:
-    rerun, main = study_of("reference_rerun"), study_of("reference")
+    rerun, control, main = (study_of(f"reference{name}") for name in ("_rerun", "_control", ""))
     schemes = re.search(r"none, sinusoidal, [a-z_0-9, ]+pope", PROTOCOL)[0].split(", ")
     assert rerun.schemes == random.Random(0).sample(schemes, 3)
     assert not set(rerun.seeds) & {*main.seeds, main.rate_seed}
@@ -102,7 +102,9 @@ def test_the_rerun_repeats_cells_of_the_main_study_with_a_new_seed() -> None:
     }
     cells = study_cells(with_chosen_rates(main, {"runs": rates}))
     chosen = {cell.label: cell.settings for cell in cells if cell.seed == 0}
-    for cell in study_cells(rerun):
+    assert "`training/studies/reference_control.yaml` |" in PROTOCOL
+    assert control.seeds == main.seeds[:1]
+    for cell in (*study_cells(rerun), *study_cells(control)):
         assert cell.settings.learning_rate == best[cell.label]
         assert cell.settings == chosen[cell.label]
 
