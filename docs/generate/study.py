@@ -59,7 +59,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "study"
 RUNS = FOLDER / "runs"
 FIGURES = FOLDER / "figures"
 #: Studies without figures.
-TABLES_ONLY = ("_rates", "_rerun", "_control", "_heal", "_heal_smollm2", "_windows", "_catalogue")
+TABLES_ONLY = ("_rates", "_rerun", "_control", "_half_rate", "_heal", "_heal_smollm2", "_windows", "_catalogue")
 PAGES = ("results.md", "leaderboard.md")
 #: Figures of a study that the pages show.
 DRAWN = ("loss_curves", "tail_loss_by_length", "loss_by_position", "exact_match")
@@ -253,6 +253,20 @@ def control_table(runs: Runs) -> str:
     return markdown(("scheme", "tokens", "seed", "main study", "repeated", "difference"), rows)
 
 
+def other_rate_table(runs: Runs) -> str:
+    """Schemes with the second best learning rate, beside the trainings of the main study with the best one."""
+    found, rows = finished(runs, "reference"), []
+    for scheme, seeds in finished(runs, "reference_half_rate").items():
+        chosen, other = (tail_by_seed(one, LENGTH) for one in (found.get(scheme, {}), seeds))
+        common = sorted(chosen.keys() & other.keys())
+        means = (shown(mean_of(one[seed] for seed in common)) for one in (chosen, other))
+        difference = mean_of(other[seed] - chosen[seed] for seed in common)
+        rows.append((f"`{scheme}`", *means, ranged(difference), str(len(common))))
+    if not rows:
+        return NOT_RUN
+    return markdown(("scheme", "0.004, the chosen rate", "0.002", "difference", "seeds"), rows)
+
+
 def speed_table(runs: Runs) -> str:
     """Steps to a loss, processor time per step, and the loss of all after the time of the fastest."""
     found = {scheme: seeds for scheme, seeds in finished(runs, "reference").items() if scheme not in SCALINGS}
@@ -341,6 +355,7 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "differences": differences_table,
     "rerun": rerun_table,
     "control": control_table,
+    "other_rate": other_rate_table,
     "speed": speed_table,
     "frequencies": frequencies_table,
     "moved": moved_table,
