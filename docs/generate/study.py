@@ -58,11 +58,7 @@ from training.study.significance import difference_over_texts, mean_difference, 
 FOLDER = Path(__file__).resolve().parents[1] / "study"
 RUNS = FOLDER / "runs"
 FIGURES = FOLDER / "figures"
-#: Studies without figures.
-TABLES_ONLY = ("_rates", "_rerun", "_control", "_half_rate", "_heal", "_heal_smollm2", "_windows", "_catalogue")
 PAGES = ("results.md", "leaderboard.md")
-#: Figures of a study that the pages show.
-DRAWN = ("loss_curves", "tail_loss_by_length", "loss_by_position", "exact_match")
 
 
 def main() -> int:
@@ -93,23 +89,24 @@ def filled(page: str, runs: Runs) -> str:
 
 
 def draw() -> None:
-    """Draws the figures of every packed study, for light and dark pages."""
+    """Draws the figures that the pages show, for light and dark ones."""
     from training.study.figures import draw_figures
     from training.study.records import study_records
     from training.study.results import check_results
 
     FIGURES.mkdir(exist_ok=True)
+    shown_there = "".join((FOLDER / name).read_text(encoding="utf-8") for name in PAGES)
     for file in sorted(RUNS.glob("*.parquet")):
         try:
             whole = study_in(file)
         except SettingsError:
             # A study that has not ended has tables only.
             continue
-        if file.stem.endswith(TABLES_ONLY):
+        if f"({FIGURES.name}/{file.stem}_" not in shown_there:
             continue
         study = check_results(whole | {"runs": [one.result for one in trainings(file)]})
         for figure in draw_figures(study, study_records(study)):
-            if figure.name.endswith(DRAWN) and "further" not in figure.name:
+            if f"({FIGURES.name}/{file.stem}_{figure.name}.png)" in shown_there:
                 (FIGURES / f"{file.stem}_{figure.name}.png").write_bytes(figure.png)
                 (FIGURES / f"{file.stem}_{figure.name}_dark.png").write_bytes(figure.dark_png)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from docs.generate.study_numbers import NOT_RUN, Runs, markdown, mean_of, ranged, shown
+from docs.generate.study_numbers import NOT_RUN, Runs, finished, markdown, mean_of, ranged, shown
 from training.study.claims import Measure
-from training.study.significance import Interval
 
 #: The loss, in nats per token, to which the steps of masked models are counted.
 MASKED = 2.50
@@ -71,11 +70,18 @@ def quoted_table(runs: Runs) -> str:
             if common:
                 called, digits = _CALLED[measure]
                 means = [shown(mean_of(one[seed] for seed in common), digits) for one in values]
-                difference: Interval = mean_of(values[0][seed] - values[1][seed] for seed in common)
-                pair = f"`{first}` and `{second}`"
-                rows.append((text, pair, called, *means, ranged(difference, digits), str(len(common))))
+                difference = ranged(mean_of(values[0][seed] - values[1][seed] for seed in common), digits)
+                if measure.quantity == "steps" and _never_reached(runs, replace(measure, scheme=second)):
+                    means[1], difference = "not reached", f"below {difference.split()[0]}"
+                rows.append((text, f"`{first}` and `{second}`", called, *means, difference, str(len(common))))
                 text = ""
     if not rows:
         return NOT_RUN
     head = ("quoted", "here", "value", "first", "second", "difference", "seeds")
     return markdown(head, rows).replace("|---|---:|---:|", "|---|---|---|", 1)
+
+
+def _never_reached(runs: Runs, measure: Measure) -> bool:
+    """Whether a training did not reach the loss to which steps are counted, so that its number is a lower bound."""
+    found = finished(runs, measure.study, measure.task).get(measure.scheme, {})
+    return any(min(run["curve"]["validation_loss"]) >= measure.at for run in found.values())

@@ -138,6 +138,22 @@ def test_what_is_quoted_is_compared_seed_by_seed(study: ModuleType) -> None:
                         "+0.10 [+0.10, +0.10] | 2 |")  # fmt: skip
 
 
+def test_steps_to_a_loss_that_is_never_reached_are_a_bound(study: ModuleType) -> None:
+    def run(scheme: str, seed: int, last: float) -> dict[str, object]:
+        curve = {"step": [50, 100], "validation_loss": [3.0, last]}
+        reading = {"lengths": list(study.LENGTHS), "tail_loss": [last] * 4, "window_tail_loss": [[last, None]] * 4}
+        named = {"task": "masked", "scheme": scheme, "seed": seed, "status": "finished"}
+        return named | {"by_length": reading, "curve": curve}
+
+    runs = {
+        "reference_masked": [
+            run(scheme, seed, last) for scheme, last in (("rope", 2.0), ("native", 2.9)) for seed in (0, 1)
+        ]
+    }
+    (row,) = study.TABLES["quoted"](runs).splitlines()[2:]
+    assert row.endswith("| masked, steps to 2.50 | 75 | not reached | below -25 | 2 |")
+
+
 def test_swaps_are_compared_with_the_control_at_the_better_rate_of_each(study: ModuleType) -> None:
     def run(label: str, seed: int, loss: float) -> dict[str, object]:
         reading = {"lengths": list(study.LENGTHS), "loss": [loss] * 4, "tail_loss": [loss] * 4}

@@ -180,3 +180,9 @@ def test_the_command_reads_archives(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert lines[0].split()[:5] == ["1a", "kerple", "<", "alibi", "confirmed"]
     assert claims.main([str(tmp_path / "nothing")]) == 2
     assert "has no archive" in capsys.readouterr().err
+
+
+def test_texts_without_a_masked_token_do_not_weigh_as_much_as_others() -> None:
+    reading = {"lengths": LENGTHS, "tail_loss": [1.25] * 4, "window_tail_loss": [[1.0, None, 2.0]] * 4}
+    runs = {"reference_masked": [run("reference_masked", "masked", "rope", 0, by_length=reading)]}
+    assert claims.Measure("rope", study="reference_masked", task="masked").values(runs) == {0: 1.25}

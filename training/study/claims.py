@@ -106,9 +106,14 @@ class Measure:
             reading = run["exact_match"]
             lengths = self.at if isinstance(self.at, tuple) else (self.at,)
             return float(np.mean([reading["accuracy"][reading["lengths"].index(length)] for length in lengths]))
-        # The mean over texts has more digits than the loss that is stored beside it.
         reading = run["by_length"]
-        return float(np.mean(reading["window_tail_loss"][reading["lengths"].index(self.at)]))
+        place = reading["lengths"].index(self.at)
+        by_text = reading["window_tail_loss"][place]
+        if None in by_text:
+            # Texts of a masked model have different numbers of masked tokens, some of them none.
+            return float(reading["tail_loss"][place])
+        # The mean over texts has more digits than the loss that is stored beside it.
+        return float(np.mean(by_text))
 
 
 @dataclass(frozen=True)
