@@ -64,15 +64,18 @@ def ranged(interval: Interval, digits: int = 3) -> str:
 
 def tail(seeds: Mapping[int, Run], length: int) -> Interval:
     """The loss of the same last tokens with this much context."""
-    return mean_of(run["by_length"]["tail_loss"][run["by_length"]["lengths"].index(length)] for run in seeds.values())
+    return mean_of(tail_by_seed(seeds, length).values())
 
 
 def tail_by_seed(seeds: Mapping[int, Run], length: int) -> dict[int, float]:
-    """The loss of the same last tokens by seed, with all digits."""
-    return {
-        seed: float(np.mean(run["by_length"]["window_tail_loss"][run["by_length"]["lengths"].index(length)]))
-        for seed, run in seeds.items()
-    }
+    """The loss of the same last tokens by seed, with all digits where all texts have equally many targets."""
+    losses = {}
+    for seed, run in seeds.items():
+        reading = run["by_length"]
+        place = reading["lengths"].index(length)
+        by_text = reading["window_tail_loss"][place]
+        losses[seed] = float(reading["tail_loss"][place] if None in by_text else np.mean(by_text))
+    return losses
 
 
 def share_of_answers(seeds: Iterable[Run], length: int) -> str:

@@ -156,7 +156,7 @@ def test_steps_to_a_loss_that_is_never_reached_are_a_bound(study: ModuleType) ->
 
 def test_swaps_are_compared_with_the_control_at_the_better_rate_of_each(study: ModuleType) -> None:
     def run(label: str, seed: int, loss: float) -> dict[str, object]:
-        reading = {"lengths": list(study.LENGTHS), "loss": [loss] * 4, "tail_loss": [loss] * 4}
+        reading = {"lengths": list(study.LENGTHS), "loss": [loss] * 4, "window_tail_loss": [[loss]] * 4}
         before = {"lengths": list(study.LENGTHS), "loss": [3.0] * 4}
         figures = {"by_length": reading, "before": before}
         return {"task": "causal", "scheme": label, "seed": seed, "status": "finished", **figures}
@@ -171,7 +171,7 @@ def test_swaps_are_compared_with_the_control_at_the_better_rate_of_each(study: M
 
 def test_swaps_of_a_pretrained_model_are_compared_with_the_one_that_was_not_swapped(study: ModuleType) -> None:
     def run(scheme: str, seed: int, loss: float) -> dict[str, object]:
-        reading = {"lengths": [256, 1024], "loss": [loss, loss + 1], "tail_loss": [loss - 1, loss]}
+        reading = {"lengths": [256, 1024], "loss": [loss, loss + 1], "window_tail_loss": [[loss - 1], [loss]]}
         figures = {"by_length": reading, "before": reading | {"loss": [5.0, 6.0]}}
         return {"task": "causal", "scheme": scheme, "seed": seed, "status": "finished", **figures}
 
@@ -188,7 +188,7 @@ def test_swaps_of_a_pretrained_model_are_compared_with_the_one_that_was_not_swap
 
 def test_swaps_that_diverged_or_were_not_run_leave_the_rest(study: ModuleType) -> None:
     def run(label: str, seed: int, loss: float, status: str = "finished") -> dict[str, object]:
-        reading = {"lengths": list(study.LENGTHS), "loss": [loss] * 4, "tail_loss": [loss] * 4}
+        reading = {"lengths": list(study.LENGTHS), "loss": [loss] * 4, "window_tail_loss": [[loss]] * 4}
         figures = {"by_length": reading, "before": reading, "reason": "", "status": status}
         return {"task": "causal", "scheme": label, "seed": seed} | figures
 
