@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import product
 from pathlib import Path
 
@@ -251,17 +251,31 @@ def control_table(runs: Runs) -> str:
 
 
 def other_rate_table(runs: Runs) -> str:
-    """Schemes with the second best learning rate, beside the trainings of the main study with the best one."""
+    """Schemes with half of the chosen learning rate, beside the trainings of the main study with the chosen one."""
     found, rows = finished(runs, "reference"), []
-    for scheme, seeds in finished(runs, "reference_half_rate").items():
-        chosen, other = (tail_by_seed(one, LENGTH) for one in (found.get(scheme, {}), seeds))
+    pairs = {
+        scheme: [tail_by_seed(one, LENGTH) for one in (found.get(scheme, {}), seeds)]
+        for scheme, seeds in finished(runs, "reference_half_rate").items()
+    }
+    better = {scheme: _better(*pair) for scheme, pair in pairs.items()}
+    for scheme, (chosen, other) in pairs.items():
         common = sorted(chosen.keys() & other.keys())
         means = (shown(mean_of(one[seed] for seed in common)) for one in (chosen, other))
         difference = mean_of(other[seed] - chosen[seed] for seed in common)
-        rows.append((f"`{scheme}`", *means, ranged(difference), str(len(common))))
+        rope = better.get("rope", {})
+        above = mean_of(better[scheme][seed] - rope[seed] for seed in common if seed in rope)
+        cells = (ranged(difference), "" if scheme == "rope" else ranged(above), str(len(common)))
+        rows.append((mean_of(better[scheme].values()).value, (f"`{scheme}`", *means, *cells)))
     if not rows:
         return NOT_RUN
-    return markdown(("scheme", "0.004, the chosen rate", "0.002", "difference", "seeds"), rows)
+    head = ("scheme", "0.004, the chosen rate", "0.002", "difference", "above RoPE, better rates", "seeds")
+    return markdown(head, [row for _, row in sorted(rows)])
+
+
+def _better(chosen: Mapping[int, float], other: Mapping[int, float]) -> dict[int, float]:
+    """Of two rates, the losses by seed with the one that has the lower mean over the common seeds."""
+    common = sorted(chosen.keys() & other.keys())
+    return min(({seed: one[seed] for seed in common} for one in (chosen, other)), key=lambda one: sum(one.values()))
 
 
 def speed_table(runs: Runs) -> str:

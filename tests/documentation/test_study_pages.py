@@ -111,6 +111,20 @@ def test_a_repeated_training_is_compared_with_the_first_one(study: ModuleType) -
     ]  # fmt: skip
 
 
+def test_each_scheme_has_the_better_of_two_rates(study: ModuleType) -> None:
+    def run(scheme: str, loss: float) -> dict[str, object]:
+        reading = {"lengths": list(study.LENGTHS), "window_tail_loss": [[loss]] * 4}
+        return {"task": "causal", "scheme": scheme, "seed": 0, "status": "finished", "by_length": reading}
+
+    runs = {
+        "reference": [run("rope", 1.22), run("t5", 1.23)],
+        "reference_half_rate": [run("rope", 1.20), run("t5", 1.29)],
+    }
+    assert study.TABLES["other_rate"](runs).splitlines()[2:] == [
+        "| `rope` | 1.220 | 1.200 | -0.020 |  | 1 |", "| `t5` | 1.230 | 1.290 | +0.060 | +0.030 | 1 |"
+    ]  # fmt: skip
+
+
 def test_times_are_relative_to_the_same_processor() -> None:
     def run(scheme: str, seconds: float, processor: str) -> dict[str, object]:
         figures = {"cpu_seconds": seconds, "processor": processor, "status": "finished"}
