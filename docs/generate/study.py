@@ -197,23 +197,27 @@ def losses_of(study: str, only: Callable[[str], bool] = lambda scheme: True) -> 
     return table
 
 
-def differences_table(runs: Runs) -> str:
-    """Loss at the trained length, less that of RoPE."""
-    found = finished(runs, "reference")
-    texts, rows = Measure("rope").by_text(runs), []
-    rope = tail_by_seed(found.get("rope", {}), LENGTH)
-    for scheme in found:
-        own, by_text = tail_by_seed(found[scheme], LENGTH), Measure(scheme).by_text(runs)
-        common = sorted(by_text.keys() & texts.keys())
-        if scheme in ("rope", *SCALINGS) or len(common) < 2:
-            continue
-        pairs = ([one[seed] for seed in common] for one in (by_text, texts))
-        both = difference_over_texts(*pairs, neighbours=NEIGHBOURS)
-        over_seeds = mean_difference(paired(own, rope))
-        rows.append((over_seeds.value, (f"`{scheme}`", ranged(over_seeds), ranged(both), str(len(common)))))
-    if not rows:
-        return NOT_RUN
-    return markdown(("scheme", "over seeds", "over seeds and texts", "seeds"), [row for _, row in sorted(rows)])
+def differences_of(study: str) -> Callable[[Runs], str]:
+    """The table of losses at the trained length in a study, less that of RoPE."""
+
+    def table(runs: Runs) -> str:
+        found = finished(runs, study)
+        texts, rows = Measure("rope", study=study).by_text(runs), []
+        rope = tail_by_seed(found.get("rope", {}), LENGTH)
+        for scheme in found:
+            own, by_text = tail_by_seed(found[scheme], LENGTH), Measure(scheme, study=study).by_text(runs)
+            common = sorted(by_text.keys() & texts.keys())
+            if scheme in ("rope", *SCALINGS) or len(common) < 2:
+                continue
+            pairs = ([one[seed] for seed in common] for one in (by_text, texts))
+            both = difference_over_texts(*pairs, neighbours=NEIGHBOURS)
+            over_seeds = mean_difference(paired(own, rope))
+            rows.append((over_seeds.value, (f"`{scheme}`", ranged(over_seeds), ranged(both), str(len(common)))))
+        if not rows:
+            return NOT_RUN
+        return markdown(("scheme", "over seeds", "over seeds and texts", "seeds"), [row for _, row in sorted(rows)])
+
+    return table
 
 
 def rerun_table(runs: Runs) -> str:
@@ -363,7 +367,8 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "losses": losses_of("reference", lambda scheme: scheme not in SCALINGS),
     "scalings": losses_of("reference", lambda scheme: scheme in ("rope", *SCALINGS)),
     "source_losses": losses_of("reference_source"),
-    "differences": differences_table,
+    "source_differences": differences_of("reference_source"),
+    "differences": differences_of("reference"),
     "rerun": rerun_table,
     "control": control_table,
     "other_rate": other_rate_table,

@@ -10,14 +10,14 @@ from training.study.claims import Measure
 
 #: The loss, in nats per token, to which the steps of masked models are counted.
 MASKED = 2.50
-#: Letters or digits: the longest that algorithms are trained on.
-_TRAINED = 10
+#: The longest that algorithms are trained on: letters, and the digits of a number.
+_LETTERS, _DIGITS = 10, 6
 
 _LOSS = Measure("")
 _MASKED_LOSS = Measure("", study="reference_masked", task="masked")
 _MASKED_STEPS = replace(_MASKED_LOSS, quantity="steps", at=MASKED)
-_REVERSE = Measure("", "accuracy", _TRAINED, "reference_marian", "reverse")
-_ADDITION = replace(_REVERSE, task="reversed_addition")
+_REVERSE = Measure("", "accuracy", _LETTERS, "reference_marian", "reverse")
+_ADDITION = replace(_REVERSE, at=_DIGITS, task="reversed_addition")
 
 #: How each number is called, and its digits.
 _CALLED: Mapping[Measure, tuple[str, int]] = {
