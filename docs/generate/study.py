@@ -38,6 +38,7 @@ from docs.generate.study_numbers import (
     tail_by_seed,
 )
 from docs.generate.study_quoted import MASKED, quoted_table
+from docs.generate.study_repeats import repeats_table
 from docs.generate.study_swaps import heal_table, pretrained_heal_table
 from training.errors import SettingsError
 from training.study.archive import study_in, trainings
@@ -366,6 +367,7 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "rates": rates_table,
     "losses": losses_of("reference", lambda scheme: scheme not in SCALINGS),
     "scalings": losses_of("reference", lambda scheme: scheme in ("rope", *SCALINGS)),
+    "repeats": repeats_table,
     "source_losses": losses_of("reference_source"),
     "source_differences": differences_of("reference_source"),
     "differences": differences_of("reference"),
