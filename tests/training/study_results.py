@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +119,9 @@ def published_comparison() -> dict[str, Any]:
     """The comparison in docs/results/compare, one seed, as results of a study."""
     results: dict[str, Any] = json.loads((REPOSITORY / "docs/results/compare/results.json").read_text(encoding="utf-8"))
     return results
+
+
+def row(table: str, start: str) -> list[str]:
+    """The cells of the row of a Markdown table that starts with a text, without marks of notes."""
+    line = next(line for line in table.splitlines() if line.startswith(f"| {start} "))
+    return [re.sub(r" \[\d+\]$", "", cell.strip()) for cell in line.strip("|").split("|")]
