@@ -27,10 +27,13 @@ def unwrapped(model: nn.Module) -> PreTrainedModel:
         _refuse_part(inner)
         _refuse_recomputed_queries(inner)
     else:
-        raise TypeError(
-            f"Expected a transformers PreTrainedModel, got {type(inner).__name__}. Patch the model before it is "
-            "wrapped (DistributedDataParallel, torch.compile), or pass the model inside the wrapper."
+        advice = (
+            "Load it first, for example with AutoModel.from_pretrained."
+            if isinstance(inner, str)
+            else "Patch the model before it is wrapped (DistributedDataParallel, torch.compile), or pass the model "
+            "inside the wrapper."
         )
+        raise TypeError(f"Expected a transformers PreTrainedModel, got {type(inner).__name__}. {advice}")
     return inner
 
 
