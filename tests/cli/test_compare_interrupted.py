@@ -31,6 +31,8 @@ def test_an_interrupted_study_ends_by_itself(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", COMMAND], cwd=tmp_path, stdout=pipe, stderr=pipe, text=True, start_new_session=True,
         env={"PYTHONPATH": str(Path(running.__file__).parents[2]), "PATH": ""},
+        # A shell ignores interrupts in background jobs, and a test suite may be one.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:  # fmt: skip
         assert process.stdout is not None
         assert process.stdout.readline() == "started\n"
