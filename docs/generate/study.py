@@ -221,6 +221,25 @@ def differences_of(study: str) -> Callable[[Runs], str]:
     return table
 
 
+def window_differences(runs: Runs) -> str:
+    """Losses with windows less those of RoPE in all layers, by length, and how far the loss of each scheme rises."""
+    found = finished(runs, "reference_windows")
+    by_length = {scheme: [tail_by_seed(seeds, length) for length in LENGTHS] for scheme, seeds in found.items()}
+    native, rows = by_length.get("native", [{} for _ in LENGTHS]), []
+    for scheme, losses in by_length.items():
+        above = ["" if scheme == "native" else _less(*pair) for pair in zip(losses, native, strict=True)]
+        rows.append((f"`{scheme}`", *above, _less(losses[-1], losses[0])))
+    if not rows:
+        return NOT_RUN
+    head = (f"{LENGTHS[0]}, less `native`", *(f"{length:,}" for length in LENGTHS[1:]))
+    return markdown(("scheme", *head, f"from {LENGTHS[0]} to {LENGTHS[-1]:,}"), rows)
+
+
+def _less(first: Mapping[int, float], second: Mapping[int, float]) -> str:
+    """The mean of `first - second` over the seeds that both have."""
+    return ranged(mean_of(first[seed] - second[seed] for seed in first.keys() & second.keys()))
+
+
 def rerun_table(runs: Runs) -> str:
     """Trainings with a new seed, beside the interval in which those of the main study expect them."""
     found, rows = finished(runs, "reference"), []
@@ -385,6 +404,7 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "heal": heal_table,
     "heal_pretrained": pretrained_heal_table,
     "windows": losses_of("reference_windows"),
+    "window_differences": window_differences,
     "leaderboard": leaderboard,
     "one_seed": one_seed_leaderboard,
 }

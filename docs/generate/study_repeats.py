@@ -19,7 +19,12 @@ def repeats_table(runs: Runs) -> str:
     rows = [(number, f"`{test}`", *(_difference(test, study, runs) for study in _STUDIES)) for number, test in tests]
     if not any(cell for row in rows for cell in row[2:]):
         return NOT_RUN
-    return markdown(("claim", "test", *_STUDIES.values()), rows).replace("|---|---:|", "|---|---|", 1)
+    head = (f"{name}, {_seeds(runs, study)} seeds" for study, name in _STUDIES.items())
+    return markdown(("claim", "test", *head), rows).replace("|---|---:|", "|---|---|", 1)
+
+
+def _seeds(runs: Runs, study: str) -> int:
+    return len({run["seed"] for run in runs.get(study, ())})
 
 
 def _difference(test: Comparison, study: str, runs: Runs) -> str:

@@ -195,7 +195,7 @@ def _load(options: argparse.Namespace, tokenizes: bool) -> tuple[Any, Any]:
     """
     import torch
 
-    from hf_posenc.loading import load_model, load_tokenizer
+    from hf_posenc.loading import load_model
     from hf_posenc.metrics.forward import refuse_other_inputs
 
     model = load_model(options.model)
@@ -204,7 +204,7 @@ def _load(options: argparse.Namespace, tokenizes: bool) -> tuple[Any, Any]:
             refuse_other_inputs(model)  # before a tokenizer is missed that such a model does not have
         except UnsupportedError as error:
             raise UsageError(f"{options.model}: {error}") from error
-    tokenizer = load_tokenizer(options.tokenizer or options.model) if tokenizes else None
+    tokenizer = _tokenizer(options) if tokenizes else None
     if tokenizer is not None and options.tokenizer is not None:
         rows = model.get_input_embeddings().weight.shape[0]
         if len(tokenizer) > rows:
@@ -216,6 +216,24 @@ def _load(options: argparse.Namespace, tokenizes: bool) -> tuple[Any, Any]:
         return model.to(device=options.device, dtype=getattr(torch, options.dtype)), tokenizer
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"--device {options.device}: {error}") from error
+
+
+def _tokenizer(options: argparse.Namespace) -> Any:
+    """The tokenizer that `--tokenizer` names, by default that of the model.
+
+    Raises:
+        UsageError: if it cannot be loaded.
+    """
+    from hf_posenc.loading import load_tokenizer
+
+    if options.tokenizer is not None:
+        return load_tokenizer(options.tokenizer)
+    try:
+        return load_tokenizer(options.model)
+    except UsageError as error:
+        raise UsageError(
+            f"No tokenizer can be loaded with {options.model}: name one with --tokenizer. {error}"
+        ) from error
 
 
 def _read_texts(paths: list[str]) -> list[str]:

@@ -55,11 +55,14 @@ def patch(options: argparse.Namespace) -> int:
         raise UsageError(str(error)) from error
     print(model.position_encoding.report)
     if options.stock:
-        processor, _ = _processor(options.model, model, before)
-        print(hf_posenc.export_model(model, output, tokenizer=processor, overwrite=options.overwrite))
+        processor, _, missing = _processor(options.model, model, before)
+        report = hf_posenc.export_model(model, output, tokenizer=processor, overwrite=options.overwrite)
+        _note(missing)
+        print(report)
         return 0
     model.save_pretrained(output)
-    processor, kind = _processor(options.model, model, before)
+    processor, kind, missing = _processor(options.model, model, before)
+    _note(missing)
     if processor is not None:
         processor.save_pretrained(output)
     print(f"Saved the model{'' if processor is None else f' and its {kind}'} in {output}")
@@ -81,12 +84,13 @@ def export(options: argparse.Namespace) -> int:
         (model, label), base = _loaded(options.model), options.model
         if label is None and options.to == "stock":
             raise UsageError(f"{options.model} is not patched: it already is a plain transformers checkpoint.")
-    processor, _ = _processor(base, model)
+    processor, _, missing = _processor(base, model)
     report = hf_posenc.export_model(
         model, output, to=options.to, tokenizer=processor, overwrite=options.overwrite,
         merge_adapters=options.merge_adapters, approximate=options.approximate,
         push_to_hub=options.push_to_hub or False, **given,
     )  # fmt: skip
+    _note(missing)
     print(report)
     return 0
 
@@ -112,11 +116,14 @@ def _loaded(name: str) -> tuple[Any, str | None]:
     return model, None if found is None else scheme_label(found.config)
 
 
-def _processor(name: str, model: Any, before: int | None = None) -> tuple[Any, str]:
-    """The tokenizer of a model, or the processor of one of images or sound, and which of these it is.
+def _processor(name: str, model: Any, before: int | None = None) -> tuple[Any, str, str]:
+    """Loads the tokenizer of a model of text, or the processor of one of images or sound.
 
-    It gets the length of the model, if it had the native one or the one `before`. It is `None`, with a line on stderr,
-    if the model has none.
+    It gets the length of the model, if it had the native one or the one `before`.
+
+    Returns:
+        The tokenizer or processor, or `None` if there is none; the word for it; and a line for the user that says why
+        there is none, otherwise empty.
     """
     from hf_posenc.export.modalities import other_modalities
     from hf_posenc.loading import load_processor, load_tokenizer
@@ -127,10 +134,15 @@ def _processor(name: str, model: Any, before: int | None = None) -> tuple[Any, s
     try:
         processor = load(name)
     except UsageError as error:
-        print(f"The model is saved without a {kind}: {error}", file=sys.stderr)
-        return None, kind
+        return None, kind, f"The model is saved without a {kind}: {error}"
     update_tokenizer_length(processor, model, before)
-    return processor, kind
+    return processor, kind, ""
+
+
+def _note(line: str) -> None:
+    """Prints a line on stderr, if it is not empty."""
+    if line:
+        print(line, file=sys.stderr)
 
 
 def plot(options: argparse.Namespace) -> int:

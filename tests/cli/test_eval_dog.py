@@ -61,6 +61,8 @@ class TestEvalDog:
         assert message in refused(capsys, "eval", "dog", bert, *words)
 
     def test_a_model_without_a_tokenizer(self, capsys, llama, bert):
-        assert "AutoTokenizer cannot load" in refused(capsys, "eval", "dog", llama)
+        message = refused(capsys, "eval", "dog", llama)
+        assert "name one with --tokenizer" in message
+        assert "AutoTokenizer cannot load" in message
         assert main(["eval", "dog", llama, "--tokenizer", bert]) == 0
         assert "the mask alone" in capsys.readouterr().out

@@ -131,7 +131,9 @@ class TestPatch:
         scaling = 'rope:scaling={"type": "yarn", "factor": 4.0, "original_max_positions": 32}'
         once, plain = str(tmp_path / "once"), tmp_path / "plain"
         assert main(["patch", llama, scaling, "--output", once]) == 0
+        capsys.readouterr()
         assert main(["export", once, "--output", str(plain)]) == 0
+        assert "is saved without a tokenizer" in capsys.readouterr().err
         config = json.loads((plain / "config.json").read_text())
         assert (config["model_type"], config["rope_parameters"]["rope_type"]) == ("llama", "yarn")
         assert torch.equal(logits(plain), logits(once))
@@ -139,7 +141,9 @@ class TestPatch:
         assert "not patched" in refused(capsys, "export", llama, "--output", str(tmp_path / "x"))
         assert "not empty" in refused(capsys, "export", once, "--output", str(plain))
         assert main(["patch", llama, "alibi", "--output", str(tmp_path / "alibi")]) == 0
+        capsys.readouterr()
         assert main(["export", str(tmp_path / "alibi"), "--output", str(tmp_path / "y")]) == 2
+        assert "is saved without" not in capsys.readouterr().err
         assert not (tmp_path / "y").exists()
 
     @pytest.mark.parametrize("patched_before", [True, False], ids=["saved-patch", "patch-in-memory"])
