@@ -18,11 +18,10 @@ VALUE = re.compile(r"-?\d+\.\d{2,}(?: ± \d+\.\d+)?|\d+ ± \d+")
 
 
 def statements() -> list[str]:
-    """Items of lists, each in one line."""
+    """Items of lists and tables, each in one line. The head of a table has its links."""
     text = re.sub(r"```.*?```", "", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
-    return [
-        " ".join(item.split()) for item in re.findall(r"^- (.*?)(?=\n- |\n\n|\Z)", text, flags=re.DOTALL | re.MULTILINE)
-    ]
+    items = re.findall(r"^- (.*?)(?=\n- |\n\n|\Z)", text, flags=re.DOTALL | re.MULTILINE)
+    return [" ".join(item.split()) for item in (*items, *re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE))]
 
 
 def values(text: str) -> list[str]:
