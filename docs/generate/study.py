@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from itertools import product
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from docs.generate.study_numbers import (
     finished,
     markdown,
     mean_of,
+    mean_paired,
     ranged,
     seeds_of,
     share_of_answers,
@@ -38,6 +39,7 @@ from docs.generate.study_numbers import (
     tail_by_seed,
 )
 from docs.generate.study_quoted import MASKED, quoted_table
+from docs.generate.study_rates import other_rate_table, rates_table
 from docs.generate.study_repeats import repeats_table
 from docs.generate.study_swaps import heal_table, pretrained_heal_table
 from training.errors import SettingsError
@@ -53,7 +55,6 @@ from training.study.claims import (
     read_runs,
     verdict_of,
 )
-from training.study.rates import losses_by_rate
 from training.study.significance import difference_over_texts, mean_difference, paired, prediction
 
 FOLDER = Path(__file__).resolve().parents[1] / "study"
@@ -112,12 +113,6 @@ def draw() -> None:
                 (FIGURES / f"{file.stem}_{figure.name}_dark.png").write_bytes(figure.dark_png)
 
 
-# Numbers
-
-
-# Tables
-
-
 def claims_table(runs: Runs) -> str:
     """Every claim with its verdict, and every test with its difference, intervals, p-value and verdict."""
     head = ("claim", "test", "seeds", "difference over seeds", "over seeds and texts", "p (Holm)", "verdict")
@@ -148,31 +143,6 @@ def diverged_table(runs: Runs) -> str:
         if run["status"] != "finished"
     ]
     return "\n".join(lines) or "None."
-
-
-def rates_table(runs: Runs) -> str:
-    """The validation losses that learning rates were chosen from."""
-    losses: dict[tuple[str, str, str], dict[float, float]] = {}
-    for study, found in runs.items():
-        if study.endswith("_rates"):
-            rate_of = {run["scheme"]: run["training"]["learning_rate"] for run in found}
-            for (task, label), loss in losses_by_rate(found).items():
-                place = study.removesuffix("_rates"), task, label.removesuffix(f"-{rate_of[label]:g}")
-                losses.setdefault(place, {})[rate_of[label]] = loss
-    if not losses:
-        return NOT_RUN
-    rates = sorted({rate for by_rate in losses.values() for rate in by_rate})
-    rows = []
-    for (study, task, scheme), by_rate in losses.items():
-        best = min(by_rate, key=lambda rate: by_rate[rate])
-        # An infinite loss is that of a training that diverged.
-        cells = [f"{by_rate[rate]:.3f}".replace("inf", "diverged") if rate in by_rate else "" for rate in rates]
-        name = study.removeprefix("reference").strip("_") or "main"
-        name = {"tasks": task, "marian": f"{task} (Marian)"}.get(name, name)
-        # Nothing is chosen before all rates were tried.
-        tried = max(len(other) for (own, *_), other in losses.items() if own == study)
-        rows.append((f"`{scheme}`", *cells, f"{best:g}" if len(by_rate) == tried else "", name))
-    return markdown(("scheme", *(f"{rate:g}" for rate in rates), "chosen", "study or task"), rows)
 
 
 def losses_of(study: str, only: Callable[[str], bool] = lambda scheme: True) -> Callable[[Runs], str]:
@@ -227,17 +197,12 @@ def window_differences(runs: Runs) -> str:
     by_length = {scheme: [tail_by_seed(seeds, length) for length in LENGTHS] for scheme, seeds in found.items()}
     native, rows = by_length.get("native", [{} for _ in LENGTHS]), []
     for scheme, losses in by_length.items():
-        above = ["" if scheme == "native" else _less(*pair) for pair in zip(losses, native, strict=True)]
-        rows.append((f"`{scheme}`", *above, _less(losses[-1], losses[0])))
+        above = ["" if scheme == "native" else ranged(mean_paired(*pair)) for pair in zip(losses, native, strict=True)]
+        rows.append((f"`{scheme}`", *above, ranged(mean_paired(losses[-1], losses[0]))))
     if not rows:
         return NOT_RUN
     head = (f"{LENGTHS[0]}, less `native`", *(f"{length:,}" for length in LENGTHS[1:]))
     return markdown(("scheme", *head, f"from {LENGTHS[0]} to {LENGTHS[-1]:,}"), rows)
-
-
-def _less(first: Mapping[int, float], second: Mapping[int, float]) -> str:
-    """The mean of `first - second` over the seeds that both have."""
-    return ranged(mean_of(first[seed] - second[seed] for seed in first.keys() & second.keys()))
 
 
 def rerun_table(runs: Runs) -> str:
@@ -272,34 +237,6 @@ def control_table(runs: Runs) -> str:
     if not rows:
         return NOT_RUN
     return markdown(("scheme", "tokens", "seed", "main study", "repeated", "difference"), rows)
-
-
-def other_rate_table(runs: Runs) -> str:
-    """Schemes with half of the chosen learning rate, beside the trainings of the main study with the chosen one."""
-    found, rows = finished(runs, "reference"), []
-    pairs = {
-        scheme: [tail_by_seed(one, LENGTH) for one in (found.get(scheme, {}), seeds)]
-        for scheme, seeds in finished(runs, "reference_half_rate").items()
-    }
-    better = {scheme: _better(*pair) for scheme, pair in pairs.items()}
-    for scheme, (chosen, other) in pairs.items():
-        common = sorted(chosen.keys() & other.keys())
-        means = (shown(mean_of(one[seed] for seed in common)) for one in (chosen, other))
-        difference = mean_of(other[seed] - chosen[seed] for seed in common)
-        rope = better.get("rope", {})
-        above = mean_of(better[scheme][seed] - rope[seed] for seed in common if seed in rope)
-        cells = (ranged(difference), "" if scheme == "rope" else ranged(above), str(len(common)))
-        rows.append((mean_of(better[scheme].values()).value, (f"`{scheme}`", *means, *cells)))
-    if not rows:
-        return NOT_RUN
-    head = ("scheme", "0.004, the chosen rate", "0.002", "difference", "above RoPE, better rates", "seeds")
-    return markdown(head, [row for _, row in sorted(rows)])
-
-
-def _better(chosen: Mapping[int, float], other: Mapping[int, float]) -> dict[int, float]:
-    """Of two rates, the losses by seed with the one that has the lower mean over the common seeds."""
-    common = sorted(chosen.keys() & other.keys())
-    return min(({seed: one[seed] for seed in common} for one in (chosen, other)), key=lambda one: sum(one.values()))
 
 
 def speed_table(runs: Runs) -> str:

@@ -15,7 +15,7 @@ from docs.generate.study_numbers import (
     Runs,
     finished,
     markdown,
-    mean_of,
+    mean_paired,
     ranged,
     seeds_of,
     share_of_answers,
@@ -80,8 +80,7 @@ def _relative_time(runs: Runs, seeds: Mapping[int, Run]) -> str:
 
 def _above_rope(seeds: Mapping[int, Run], rope: Mapping[int, Run]) -> str:
     """The mean difference from RoPE at the trained length over the seeds that both have."""
-    own, other = (tail_by_seed(one, LENGTHS[0]) for one in (seeds, rope))
-    return ranged(mean_of(own[seed] - other[seed] for seed in sorted(own.keys() & other.keys())))
+    return ranged(mean_paired(*(tail_by_seed(one, LENGTHS[0]) for one in (seeds, rope))))
 
 
 def cached_numbers(config: Mapping[str, Any]) -> int:

@@ -46,6 +46,11 @@ def mean_of(values: Iterable[float]) -> Interval:
     return Interval(*(numbers or [math.nan]), math.nan, math.nan)
 
 
+def mean_paired(first: Mapping[int, float], second: Mapping[int, float]) -> Interval:
+    """The mean of `first - second` over the seeds that both have. Without one it is NaN."""
+    return mean_of(first[seed] - second[seed] for seed in sorted(first.keys() & second.keys()))
+
+
 def shown(interval: Interval, digits: int = 3) -> str:
     """A mean, ± half of its interval where it has one; empty without a mean."""
     if math.isnan(interval.value):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from docs.generate.study_numbers import NOT_RUN, Runs, finished, markdown, mean_of, ranged, shown
+from docs.generate.study_numbers import NOT_RUN, Runs, finished, markdown, mean_of, mean_paired, ranged, shown
 from training.study.claims import Measure
 
 #: The loss, in nats per token, to which the steps of masked models are counted.
@@ -70,7 +70,7 @@ def quoted_table(runs: Runs) -> str:
             if common:
                 called, digits = _CALLED[measure]
                 means = [shown(mean_of(one[seed] for seed in common), digits) for one in values]
-                difference = ranged(mean_of(values[0][seed] - values[1][seed] for seed in common), digits)
+                difference = ranged(mean_paired(*values), digits)
                 if measure.quantity == "steps" and _never_reached(runs, replace(measure, scheme=second)):
                     means[1], difference = "not reached", f"below {difference.split()[0]}"
                 rows.append((text, f"`{first}` and `{second}`", called, *means, difference, str(len(common))))

@@ -15,6 +15,7 @@ from docs.generate.study_numbers import (
     finished,
     markdown,
     mean_of,
+    mean_paired,
     ranged,
     seeds_of,
     shown,
@@ -58,7 +59,7 @@ def pretrained_heal_table(runs: Runs) -> str:
         before, after = (
             {seed: _mean_loss(run[name], length) for seed, run in seeds.items()} for name in ("before", "by_length")
         )
-        above = mean_of(after[seed] - control[seed] for seed in sorted(after.keys() & control.keys()))
+        above = mean_paired(after, control)
         losses = (shown(mean_of(one.values())) for one in (before, after))
         tails = (shown(tail(seeds, at)) for at in (length, longest))
         number = seeds_of(runs, "reference_heal_smollm2", scheme)
@@ -78,7 +79,7 @@ def above_control(found: Mapping[str, Mapping[int, Run]], scheme: str) -> Interv
     own, control = (
         {seed: _mean_loss(run["by_length"]) for seed, run in best_speed(found, one).items()} for one in (scheme, "rope")
     )
-    return mean_of(own[seed] - control[seed] for seed in sorted(own.keys() & control.keys()))
+    return mean_paired(own, control)
 
 
 def best_speed(found: Mapping[str, Mapping[int, Run]], scheme: str) -> Mapping[int, Run]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 from pathlib import Path
@@ -123,6 +124,49 @@ def test_each_scheme_has_the_better_of_two_rates(study: ModuleType) -> None:
     assert study.TABLES["other_rate"](runs).splitlines()[2:] == [
         "| `rope` | 1.220 | 1.200 | -0.020 |  | 1 |", "| `t5` | 1.230 | 1.290 | +0.060 | +0.030 | 1 |"
     ]  # fmt: skip
+
+
+def test_windows_are_compared_with_rope_in_all_layers_seed_by_seed(study: ModuleType) -> None:
+    def run(scheme: str, seed: int, losses: list[float]) -> dict[str, object]:
+        reading = {"lengths": list(study.LENGTHS), "window_tail_loss": [[loss] for loss in losses]}
+        return {"task": "causal", "scheme": scheme, "seed": seed, "status": "finished", "by_length": reading}
+
+    runs = [run("native", seed, [1.0 + seed, 2.0 + seed, 3.0 + seed, 4.0 + seed]) for seed in (0, 1, 2)]
+    runs += [run("local_global", seed, [1.1 + seed, 1.1 + seed, 1.2 + seed, 1.3 + seed]) for seed in (0, 1)]
+    rows = [line.split(" | ") for line in study.TABLES["window_differences"]({"reference_windows": runs}).splitlines()]
+    assert rows[2] == ["| `native`", "", "", "", "", "+3.000 [+3.000, +3.000] |"]
+    # The seed that only RoPE has is left out.
+    expected = ["+0.100", "-0.900", "-1.800", "-2.700", "+0.200"]
+    assert [cell.split(" [")[0] for cell in rows[3][1:]] == expected
+
+
+def test_repeats_say_how_many_seeds_each_study_has(study: ModuleType) -> None:
+    def run(scheme: str, seed: int, loss: float) -> dict[str, object]:
+        reading = {"lengths": list(study.LENGTHS), "window_tail_loss": [[loss]] * 4, "tail_loss": [loss] * 4}
+        figures = {"by_length": reading, "curve": {"step": [50, 100], "validation_loss": [2.0, loss]}}
+        return {"task": "causal", "scheme": scheme, "seed": seed, "status": "finished", **figures}
+
+    losses = {"kerple": 1.2, "alibi": 1.3}
+    main = [run(scheme, seed, loss) for scheme, loss in losses.items() for seed in range(3)]
+    table = study.TABLES["repeats"]({"reference": main, "reference_source": [one for one in main if one["seed"] < 2]})
+    head, _, row = table.splitlines()[:3]
+    assert head == "| claim | test | main study, 3 seeds | with 0.002, 0 seeds | source code, 2 seeds |"
+    assert row == "| 1a | `kerple < alibi` | -0.100 [-0.100, -0.100] |  | -0.100 [-0.100, -0.100] |"
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_the_examples_of_the_raw_runs_give_the_numbers_beside_them(place: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "study" / "results.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    assert len(blocks) == 3
+    monkeypatch.chdir(ROOT)
+    scope: dict[str, object] = {}
+    exec(blocks[0], scope)  # It imports pandas for the others.
+    exec(blocks[place], scope)
+    shown = re.findall(r"^(.+?)  # (\[.*?\]|[\d.]+)", blocks[place], flags=re.MULTILINE)
+    assert shown
+    for expression, number in shown:
+        assert eval(expression, scope) == pytest.approx(ast.literal_eval(number), abs=5e-4)
 
 
 def test_times_are_relative_to_the_same_processor() -> None:
