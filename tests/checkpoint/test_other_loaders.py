@@ -132,6 +132,14 @@ def test_errors_of_accelerate_stay_its_own(tmp_path: Path) -> None:
         load_checkpoint_in_model(made(ALIBI), tmp_path)
 
 
+def test_a_distributed_checkpoint_that_cannot_be_read_is_reported_by_torch(tmp_path: Path) -> None:
+    model = made(ALIBI)
+    dcp.save(model.state_dict(), checkpoint_id=tmp_path / "state")
+    (tmp_path / "state" / ".metadata").write_bytes(b"broken")
+    with pytest.raises(dcp.api.CheckpointException):
+        dcp.load(model.state_dict(), checkpoint_id=tmp_path / "state")
+
+
 @pytest.mark.parametrize(("into", "source", "message"), PAIRS)
 def test_strict_loading_functions_refuse_it_before_anything_is_copied(
     tmp_path: Path, into: Any, source: Any, message: str
