@@ -47,7 +47,7 @@ def evaluate(options: argparse.Namespace) -> int:
         arguments[evaluation.files] = "\n".join(texts) if evaluation.joined else texts
     if "schemes" in arguments:
         arguments["schemes"] = _schemes(arguments["schemes"])
-    _check_plot(given.get("plot"))
+    _check_plot(options)
     if "model" in arguments:
         model, tokenizer = _load(options, "tokenizer" in inspect.signature(function).parameters)
         arguments["model"] = model
@@ -64,7 +64,7 @@ def report(options: argparse.Namespace) -> int:
     """
     from hf_posenc.report import Result
 
-    _check_plot(options.plot)
+    _check_plot(options)
     try:
         result = Result.load(options.file)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -254,13 +254,16 @@ def _read_texts(paths: list[str]) -> list[str]:
     return texts
 
 
-def _check_plot(plot: str | None) -> None:
+def _check_plot(options: argparse.Namespace) -> None:
     """Refuses a figure that could not be written, before anything is measured.
 
     Raises:
-        UsageError: if its folder does not exist, or its name ends in no kind of figure.
+        UsageError: if its folder does not exist, its name ends in no kind of figure, or only its colours are given.
     """
+    plot = getattr(options, "plot", None)
     if plot is None:
+        if getattr(options, "dark", False):
+            raise UsageError("--dark is the colour of a figure; name its file with --plot.")
         return
     path = Path(plot).absolute()
     if not path.parent.is_dir():

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +58,17 @@ def patch(options: argparse.Namespace) -> int:
     print(model.position_encoding.report)
     if options.stock:
         processor, _, missing = _processor(options.model, model, before)
-        report = hf_posenc.export_model(model, output, tokenizer=processor, overwrite=options.overwrite)
+        with _writing(output):
+            report = hf_posenc.export_model(model, output, tokenizer=processor, overwrite=options.overwrite)
         _note(missing)
         print(report)
         return 0
-    model.save_pretrained(output)
     processor, kind, missing = _processor(options.model, model, before)
+    with _writing(output):
+        model.save_pretrained(output)
+        if processor is not None:
+            processor.save_pretrained(output)
     _note(missing)
-    if processor is not None:
-        processor.save_pretrained(output)
     print(f"Saved the model{'' if processor is None else f' and its {kind}'} in {output}")
     return 0
 
@@ -85,11 +89,12 @@ def export(options: argparse.Namespace) -> int:
         if label is None and options.to == "stock":
             raise UsageError(f"{options.model} is not patched: it already is a plain transformers checkpoint.")
     processor, _, missing = _processor(base, model)
-    report = hf_posenc.export_model(
-        model, output, to=options.to, tokenizer=processor, overwrite=options.overwrite,
-        merge_adapters=options.merge_adapters, approximate=options.approximate,
-        push_to_hub=options.push_to_hub or False, **given,
-    )  # fmt: skip
+    with _writing(output):
+        report = hf_posenc.export_model(
+            model, output, to=options.to, tokenizer=processor, overwrite=options.overwrite,
+            merge_adapters=options.merge_adapters, approximate=options.approximate,
+            push_to_hub=options.push_to_hub or False, **given,
+        )  # fmt: skip
     _note(missing)
     print(report)
     return 0
@@ -99,11 +104,31 @@ def _free_folder(options: argparse.Namespace) -> Path:
     output = Path(options.output)
     if output.exists() and not output.is_dir():
         raise UsageError(f"{output} is a file; --output takes a folder.")
+    above = next(folder for folder in output.absolute().parents if folder.exists())
+    if not above.is_dir():
+        raise UsageError(f"{above} is a file, so there can be no folder {output} in it.")
     if output.is_dir():
         clear_drafts(output)  # of a command that was killed
     if output.is_dir() and any(output.iterdir()) and not options.overwrite:
         raise UsageError(f"{output} is not empty. Name another folder, or say --overwrite.")
     return output
+
+
+@contextlib.contextmanager
+def _writing(output: Path) -> Iterator[None]:
+    """Says in one line that a folder cannot be written.
+
+    Raises:
+        UsageError: for an error of the file system.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if isinstance(error, OSError) and error.errno is None:
+            raise  # Errors of requests to the hub are OSErrors without a number.
+        raise UsageError(f"{output} cannot be written: {error}") from error
 
 
 def _loaded(name: str) -> tuple[Any, str | None]:

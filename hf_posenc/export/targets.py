@@ -68,7 +68,8 @@ class Target:
         if self.takes_almost_all:
             return None if model.config.is_encoder_decoder else f"{advice}: {self.program} runs almost every scheme"
         if missing:
-            return f"{advice}: {self.program} may be able to run it (pip install {' '.join(missing)})"
+            packages = " ".join(missing)
+            return f"{advice}, if {self.program} has it, which this message says after: pip install {packages}"
         found = importlib.import_module(self.home).proposal(model)
         return None if found is None else f"{advice}: {self.program} has {found}"
 

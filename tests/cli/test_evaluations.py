@@ -144,6 +144,8 @@ def test_loss_by_length_of_a_masked_model_says_which_length_it_has_no_positions_
         (["--text", "{text}", "--lengths", "16", "--sliding-window", "8", "--stride", "9"], "leaves tokens out"),
         (["--text", "{text}", "--lengths", "16", "--plot", "nowhere/x.png"], "does not exist"),
         (["--text", "{text}", "--lengths", "16", "--plot", "x.xyz"], "figures end in"),
+        (["--text", "{text}", "--lengths", "16", "--dark"], "name its file with --plot"),
+        (["--text", "{text}", "--lengths", "16", "--mask-probability", "0.5"], "for masked models"),
         (["--text", "{empty}", "--lengths", "16"], "nothing to predict"),
         (["--text", "{text}", "--lengths", "16", "--tokenizer", "{bytes}"], "it is that of another model"),
         (["--text", "{text}", "--lengths", "16", "--schemes", "ropee"], "Did you mean 'rope'"),

@@ -175,6 +175,32 @@ class TestPatch:
         message = refused(capsys, "export", base, "--output", str(tmp_path / "x"), "--merge-adapters")
         assert "no adapter_config.json" in message
 
+    @pytest.mark.parametrize("verb", ["patch", "export"])
+    def test_a_folder_inside_a_file_is_refused_before_the_model_is_loaded(self, capsys, tmp_path, verb):
+        (tmp_path / "file").write_text("mine")
+        words = [verb, "no/such/model", *(["alibi"] if verb == "patch" else []), "--output"]
+        message = refused(capsys, *words, str(tmp_path / "file" / "new"))
+        assert "is a file" in message
+        assert "no/such/model" not in message
+
+    def test_an_error_of_the_file_system_is_one_line(self, capsys, llama, tmp_path, monkeypatch):
+        def full(*_, **__):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("safetensors.torch.save_file", full)
+        monkeypatch.setattr("transformers.modeling_utils.safe_save_file", full)
+        assert main(["patch", llama, "alibi", "--output", str(tmp_path / "new")]) == 2
+        assert "new cannot be written: [Errno 28] No space left on device" in capsys.readouterr().err
+        assert list(tmp_path.iterdir()) == []
+
+    def test_an_error_of_the_hub_stays_its_own(self, llama, tmp_path, monkeypatch):
+        def refuses(*_, **__):
+            raise OSError("401 Client Error")
+
+        monkeypatch.setattr("hf_posenc.export_model", refuses)
+        with pytest.raises(OSError, match="401 Client Error"):
+            main(["patch", llama, "p_rope", "--stock", "--output", str(tmp_path / "new")])
+
     def test_a_full_folder_is_kept_unless_told_otherwise(self, capsys, llama, tmp_path):
         (tmp_path / "precious.txt").write_text("mine")
         assert "not empty" in refused(capsys, "patch", llama, "none", "--output", str(tmp_path))

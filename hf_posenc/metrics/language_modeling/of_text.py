@@ -22,6 +22,9 @@ from hf_posenc.metrics.language_modeling.windows import (
 from hf_posenc.report.records import Quantity, Record, Result, View
 from hf_posenc.schemes.config import SchemeConfig
 
+#: The share of tokens that BERT was trained to predict (arXiv:1810.04805, section 3.1).
+_MASKED = 0.15
+
 
 def text_losses(
     model: Any,
@@ -35,7 +38,7 @@ def text_losses(
     stride: int | None = None,
     tail: int | None = None,
     special_tokens: bool = True,
-    mask_probability: float = 0.15,
+    mask_probability: float | None = None,
     tokens_per_batch: int = TOKENS_PER_BATCH,
     seed: int = 0,
 ) -> Result:
@@ -54,7 +57,7 @@ def text_losses(
         stride: of the sliding window; by default half of it.
         tail: how many of the last tokens of each window the tail is; by default 32, or half the shortest length.
         special_tokens: whether BOS, [CLS] and [SEP] stand around every piece, where the tokenizer uses them.
-        mask_probability: for masked models.
+        mask_probability: share of the tokens that are predicted, for masked models only; by default 0.15.
         tokens_per_batch: tokens per forward call, which bounds memory.
         seed: of masks and of new scheme weights.
 
@@ -66,7 +69,8 @@ def text_losses(
         - `position_loss` of the positions from `start` to before `stop`, in pieces of the longest length.
 
     Raises:
-        MeasurementError: for text that is too short, or a masked model whose tokenizer has no mask token.
+        MeasurementError: for text that is too short, a masked model whose tokenizer has no mask token, or a causal one
+            with a `mask_probability`.
         UnsupportedError: for a model that is no language model.
     """
     lengths = sorted(set(lengths))
@@ -78,11 +82,14 @@ def text_losses(
     if stream.shape[0] < 2:
         raise MeasurementError(f"The text has {stream.shape[0]} token(s): there is nothing to predict. Give more text.")
     causal = predicts_next_token(model, stream.unsqueeze(0))
+    if causal and mask_probability is not None:
+        raise MeasurementError(f"mask_probability is for masked models, and {type(model).__name__} masks no tokens.")
     frame = special_frame(tokenizer, causal=causal) if special_tokens else Frame()
     if lengths[-1] <= frame.size:
         raise MeasurementError(f"A length of {lengths[-1]} holds nothing beside {frame.size} special tokens.")
     windows = stream_windows(stream, lengths[-1] - frame.size, max_windows=max_windows)
-    batch = language_targets(model, tokenizer, windows, causal=causal, probability=mask_probability, seed=seed)
+    probability = _MASKED if mask_probability is None else mask_probability
+    batch = language_targets(model, tokenizer, windows, causal=causal, probability=probability, seed=seed)
     options: dict[str, Any] = {
         "causal": causal,
         "tail": default_tail(lengths[0], frame) if tail is None else tail,
