@@ -6,7 +6,7 @@ from typing import Any
 
 from hf_posenc.entry import ATTRIBUTE, FORMAT, MODEL_TYPE, is_stored_model_type
 from hf_posenc.errors import PositionEncodingError, SequenceLengthError, UnsupportedError
-from hf_posenc.patching.place.config_entry import ARCHITECTURE_PREFIX, without_sentence
+from hf_posenc.patching.place.config_entry import ARCHITECTURE_PREFIX, native_fields, without_sentence
 from hf_posenc.patching.place.config_lengths import (
     NAMES,
     NATIVE_LENGTHS,
@@ -15,6 +15,8 @@ from hf_posenc.patching.place.config_lengths import (
     stated_lengths,
 )
 from hf_posenc.patching.place.lengths import apply_stated_lengths
+from hf_posenc.patching.place.mark import described
+from hf_posenc.patching.place.record import changed_fields
 from hf_posenc.patching.place.scheme_name import update_length_in_names
 from hf_posenc.schemes.limits import check_shape_of_json, shown
 
@@ -215,6 +217,31 @@ def follow_lengths(model: Any, config: Any) -> None:
             f"does not support: {error} Restore {native_lengths(config)}, and call extend_context(model, tokenizer, "
             "length=...) on the loaded model."
         ) from error
+
+
+def check_native_fields(model: Any, written: Any) -> None:
+    """Compares the position fields of a config with those that the model had when it was saved.
+
+    Args:
+        model: a newly built patched model.
+        written: the config as read, with the arguments of `from_pretrained`.
+
+    Raises:
+        CheckpointError: if one was edited or passed to `from_pretrained`, because it would have no effect.
+    """
+    record = model.position_encoding.record
+    known = native_fields(written)
+    for path, stack in record.stacks_by_path().items():
+        changed = changed_fields(known[path], stack.stack.config) if isinstance(known.get(path), dict) else ""
+        if changed:
+            raise CheckpointError(
+                f"The config of this {type(model).__name__} has {changed}, with which it was saved. The field belongs "
+                "to the native position mechanism, and the model has the position encoding "
+                f"{described(record.scheme.to_dict())} instead, so the field would have no effect. It was edited in "
+                "config.json, or passed to from_pretrained. Restore it. To scale or change the encoding, load the "
+                "model and call patch_model with other options, for example "
+                "RopeConfig(theta=..., scaling=YarnScaling(factor=4.0))."
+            )
 
 
 def check_not_sliced(config_class: Any, memory: dict[str, Any], source: str) -> None:

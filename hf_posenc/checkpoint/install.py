@@ -27,7 +27,7 @@ from types import ModuleType
 from typing import Any
 
 from hf_posenc.checkpoint import engine_configs, other_loaders, peft_hooks
-from hf_posenc.checkpoint.loading import EntryIgnoredError, from_config, from_pretrained
+from hf_posenc.checkpoint.loading import EntryIgnoredError, from_config, from_pretrained, refuse_wish
 from hf_posenc.checkpoint.recognition import finish_saving_of, read_config
 from hf_posenc.checkpoint.wrapping import wrap
 from hf_posenc.entry import ATTRIBUTE, MODEL_TYPE, find_mark, is_entry, is_on_disk_form, read_entry
@@ -118,6 +118,8 @@ def _model_init(original: Callable[..., Any], model: Any, config: Any, *args: An
     entry = read_entry(config)
     if entry is not None:
         raise EntryIgnoredError(type(model), entry["scheme"])
+    if getattr(config, ATTRIBUTE, None) is not None and not hasattr(type(config), ATTRIBUTE):
+        refuse_wish(type(model), getattr(config, ATTRIBUTE))
     original(model, config, *args, **kwargs)
 
 

@@ -30,6 +30,23 @@ class EntryIgnoredError(UnsupportedError):
         )
 
 
+def refuse_wish(model_class: type, value: Any) -> None:
+    """Refuses a config in which the user has set `position_encoding` to a scheme. A stock model would ignore it.
+
+    Raises:
+        UnsupportedError: if the value is a scheme. Other values may belong to another project.
+    """
+    from hf_posenc.schemes import list_schemes
+
+    name = value.get("scheme") if isinstance(value, dict) else value
+    if isinstance(name, str) and name in list_schemes():
+        raise UnsupportedError(
+            f"The config of this {model_class.__name__} has {ATTRIBUTE}={value!r}, which transformers does not read: "
+            "the model would have its stock positions. Remove the field (del config.position_encoding), build the "
+            f"model, and call patch_model(model, {value!r})."
+        )
+
+
 def from_config(original: Callable[..., Any], model_class: Any, config: Any, **kwargs: Any) -> Any:
     """Wraps `PreTrainedModel._from_config`."""
     if read_entry(config) is None:
@@ -130,7 +147,7 @@ def patching_proxy(
     def __new__(cls: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> Any:
         import torch
 
-        from hf_posenc.checkpoint.configuration import follow_lengths
+        from hf_posenc.checkpoint.configuration import check_native_fields, follow_lengths
         from hf_posenc.patching import patch_model
         from hf_posenc.patching.place.config_entry import detach_entry
         from hf_posenc.schemes import scheme_from_dict
@@ -148,6 +165,7 @@ def patching_proxy(
             if check_fits is not None:
                 check_fits(model, scheme)
             patch_model(model, scheme)
+        check_native_fields(model, written)
         follow_lengths(model, written)
         if built is not None:
             built.append(_Built(model, fields["format"]))
@@ -181,8 +199,8 @@ class _Built:
         from hf_posenc.patching.place.lengths import record_generation_length
 
         # The weights did not exist when the model was patched.
-        model.position_encoding.base_weights = samples(model, read_offloaded=False)
-        for change in model.position_encoding.journal.changes:
+        model.position_encoding.record.base_weights = samples(model, read_offloaded=False)
+        for change in model.position_encoding.record.journal.changes:
             if change.kind == "frozen":
                 change.target._parameters[change.attribute].requires_grad_(False)
             elif change.target is self.generation_config:

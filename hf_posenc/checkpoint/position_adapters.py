@@ -17,7 +17,7 @@ from hf_posenc.checkpoint.position_files import JSON_FILE, PositionFiles, read_p
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
 from hf_posenc.patching.find.fingerprint import changed, fingerprint
 from hf_posenc.patching.place.encoding import PositionEncoding
-from hf_posenc.patching.place.in_force import current_encoding, refuse_missing_sites
+from hf_posenc.patching.place.in_force import current_encoding, refuse_changed
 from hf_posenc.patching.place.model_checks import unwrapped
 
 
@@ -63,7 +63,7 @@ def save_position_adapter(
 
 
 def _warn_if_trained(model: PreTrainedModel, encoding: PositionEncoding) -> None:
-    found = changed(encoding.base_weights, model)
+    found = changed(encoding.record.base_weights, model)
     if found is not None:
         warnings.warn(
             f"The weights of this {type(model).__name__} are not those that the scheme {encoding.config.name!r} was "
@@ -156,7 +156,7 @@ def collect(
         UnsupportedError: if the scheme's parameters are not in the memory of this process, or if a module of the model
             is not patched.
     """
-    refuse_missing_sites(model)
+    refuse_changed(model)
     prefix = next((f"{name}." for name, module in model.named_modules() if module is encoding), "")
     parameters = {}
     for name, parameter in encoding.named_parameters():

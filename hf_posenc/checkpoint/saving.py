@@ -15,8 +15,7 @@ from hf_posenc.checkpoint.peft_hooks import scheme_saved_with_adapters
 from hf_posenc.checkpoint.pushing import upload_of
 from hf_posenc.entry import MARK, find_mark, read_entry
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.place.in_force import encodings, has_patched_layers, refuse_missing_sites
-from hf_posenc.patching.place.mark import described, same_scheme
+from hf_posenc.patching.place.in_force import encodings, has_patched_layers, refuse_changed
 
 
 def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -27,13 +26,12 @@ def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwar
     Raises:
         UnsupportedError: if the model's config does not match its scheme, or another copy of this package patched it.
     """
-    found, entry = encodings(model), read_entry(model.config)
+    entry = read_entry(model.config)
     if entry is not None and not has_patched_layers(model):
         raise UnsupportedError(
             f"This {type(model).__name__} uses its stock positions, but its config names the scheme "
-            f"{entry['scheme']!r}: it shares the config with a patched model, and would be loaded with the positions "
-            "of that model. Give it a separate config first: model.config = copy.deepcopy(model.config) while the "
-            "other model is unpatched; or build each model from its own config."
+            f"{entry['scheme']!r}: it is the config of a patched model, with whose positions it would be loaded. Give "
+            "it the config that it was built with."
         )
     if entry is None and has_patched_layers(model):
         raise UnsupportedError(
@@ -41,15 +39,7 @@ def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwar
             "with a patched model, or only a part of it was patched. After saving, it would be loaded with stock "
             "positions. Save the model that was patched, or unpatch it and patch this model instead."
         )
-    refuse_missing_sites(model)
-    for encoding in found:
-        if entry is not None and not same_scheme(entry, encoding.config):
-            raise UnsupportedError(
-                f"This {type(model).__name__} uses the position encoding {described(encoding.config.to_dict())}, but "
-                f"its config names {described(entry)}, so its weights could not be loaded again: the config is shared "
-                "with another patched model, or its entry was edited. Give each model its own config, model.config = "
-                "copy.deepcopy(model.config), and call patch_model with the intended scheme."
-            )
+    refuse_changed(model)
     call = inspect.signature(original).bind(model, *args, **kwargs)
     given = call.arguments
     folder = given["save_directory"]

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.observe.native_scheme import native_scheme
-from hf_posenc.patching.place.in_force import current_encoding, has_patched_layers, refuse_missing_sites
+from hf_posenc.patching.place.in_force import current_encoding, has_patched_layers, refuse_changed
 from hf_posenc.schemes import SchemeConfig
 from hf_posenc.schemes.labels import scheme_label
 
@@ -108,7 +108,7 @@ def model_to_export(model: Any, merge_adapters: bool) -> PreTrainedModel:
         )
     # Raises for a partly patched model, and for a model patched by another copy of the package.
     if current_encoding(model) is not None:
-        refuse_missing_sites(model)
+        refuse_changed(model)
     elif has_patched_layers(model):
         raise UnsupportedError(
             f"This {name} is inside a patched model, which holds its scheme. Export the whole model, or build the part "

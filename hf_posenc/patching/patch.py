@@ -21,6 +21,7 @@ from hf_posenc.patching.observe.native_scheme import native_scheme
 from hf_posenc.patching.observe.verify_native import verify_adopted_tables
 from hf_posenc.patching.place.config_lengths import at_native_lengths
 from hf_posenc.patching.place.encoding import PositionEncoding, is_length_dependent
+from hf_posenc.patching.place.part_in_force import scheme_in_part
 from hf_posenc.patching.place.raster_order import TWO_DIMENSIONAL
 from hf_posenc.patching.place.scheme_per_layer import schedule
 from hf_posenc.patching.place.stack_encoding import StackEncoding
@@ -48,7 +49,11 @@ def patch_model(
 
     The native mechanisms (rotary functions, position tables, relative biases) are disabled, and the scheme takes their
     place. Their weights stay in the model, frozen, so that `unpatch_model` restores the stock model exactly. If the
-    model is already patched, the new scheme replaces the old one.
+    model is already patched, the new scheme replaces the old one. The scheme that is already in force keeps its
+    parameters; unpatch the model first to start anew.
+
+    The model gets a copy of its config, in which the scheme is named. Other models that were built from the same config
+    object are not affected.
 
     A model of several modalities has parts: "text", "vision", "audio" and others (`inspect_model` lists them). One call
     patches one part, by default the text part. Other parts keep their positions, or the scheme of an earlier call.
@@ -89,7 +94,7 @@ def patch_model(
         _warn_of_raster_order(encoding, previous)
     if previous is not None:
         # A length chosen with `extend_context` is kept, up to the longest sequence that the new scheme supports.
-        _keep_lengths(encoding, previous)
+        encoding.record.follow(previous.record)
     transaction.install(encoding)
     return model
 
@@ -122,9 +127,10 @@ def _plan(
     for part, config in requested.items():
         schemes[part] = _resolve(transaction, part, config, layers, elsewhere)
     whole = of_parts(schemes) if several else next(iter(schemes.values()))
+    changed = [part for part in requested if schemes[part] != scheme_in_part(previous, part)]
     # Defaults that depend on the length use the native one, even if the config has been given another since.
     with at_native_lengths(target.config):
-        return transaction.plan(whole, kept=_kept(previous, requested))
+        return transaction.plan(whole, kept=_kept(previous, changed))
 
 
 def _in_force(encoding: PositionEncoding | None) -> dict[str, SchemeConfig]:
@@ -190,14 +196,9 @@ def unpatch_model(model: ModelType, *, part: str | None = None) -> ModelType:
         transaction.undo()
     elif part in _in_force(previous):
         encoding = transaction.plan(of_parts(remaining), kept=_kept(previous, [part]))
-        _keep_lengths(encoding, previous)
+        encoding.record.follow(previous.record)
         transaction.install(encoding)
     return model
-
-
-def _keep_lengths(encoding: PositionEncoding, previous: PositionEncoding) -> None:
-    encoding.lengths, encoding.other_lengths = previous.lengths, dict(previous.other_lengths)
-    encoding.base_weights = previous.base_weights
 
 
 def _warn_if_theta_changes(config: SchemeConfig, stacks: list[Stack]) -> None:

@@ -86,8 +86,9 @@ def set_blend_strength(model: nn.Module, strength: float) -> None:
     for part in _all_parts(encoding):
         if isinstance(part, BlendedPart):
             part.strength = float(strength)
-    encoding.config = config
-    attach_entry(encoding.__dict__["model_config"], config.to_dict())
+    encoding.record.scheme = config
+    assert encoding.record.own is not None
+    attach_entry(encoding.record.own.config, config.to_dict())
     refresh_names(encoding)
 
 

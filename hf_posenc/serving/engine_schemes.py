@@ -74,7 +74,7 @@ def sites_for_engine(model: Any, engine: str, *, takes_slopes: bool) -> list[Int
     encoding = current_encoding(model)
     assert encoding is not None
     model.eval()
-    sites = [site for site in encoding.journal.forwards() if isinstance(site, AttentionSite)]
+    sites = [site for site in encoding.record.journal.forwards() if isinstance(site, AttentionSite)]
     problems = [_model_problem(encoding, sites), *(layer_problem(site.encoding, takes_slopes) for site in sites)]
     problem = next(filter(None, problems), "")
     if problem:

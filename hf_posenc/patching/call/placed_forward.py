@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from torch import nn
@@ -24,6 +25,18 @@ class PlacedForward:
     module: Any
     inner: Any = None
     retired = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlacedForward:
+        """Copies the forward with its module. In the copy of a single layer, it shares the scheme of its stack."""
+        runtime = getattr(self, "runtime", None)
+        if runtime is not None and runtime.watch is not None and id(runtime.watch.stack) not in memo:
+            shared = (getattr(self, name, None) for name in ("runtime", "encoding", "additive"))
+            memo.update({id(value): value for value in shared if value is not None})
+        clone = type(self).__new__(type(self))
+        memo[id(self)] = clone
+        state: Any = copy.deepcopy(self.__getstate__(), memo)
+        getattr(clone, "__setstate__", clone.__dict__.update)(state)
+        return clone
 
     def stock(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward of the module without the scheme."""

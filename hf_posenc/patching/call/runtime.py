@@ -43,10 +43,9 @@ class Check(Protocol):
 
 
 class Watch(Check, Protocol):
-    """A check that can also describe the problem."""
+    """A check of a stack."""
 
-    def problem(self) -> str:
-        """A description of the problem; empty if there is none."""
+    stack: Any
 
 
 class PagesCheck(Protocol):

@@ -123,7 +123,7 @@ def _is_inside(child: nn.Module, stack: nn.Module) -> bool:
 
 def _read_stack(owner: PartOwner, name: str, architecture: Architecture) -> Stack:
     module = owner.module
-    modules = sorted(own_modules(module), key=lambda item: _natural(item[0]))
+    modules = sorted(own_modules(module), key=lambda item: natural_order(item[0]))
     if reads_features(module):
         modules = _in_definition_order(module)[1:]
     stack = Stack(name, owner.path, module, hidden_size=0, part=owner.part, architecture=architecture)
@@ -399,5 +399,6 @@ def _parameters(module: nn.Module) -> Any:
     return inspect.signature(type(module).forward).parameters
 
 
-def _natural(path: str) -> list[tuple[int, Any]]:
+def natural_order(path: str) -> list[tuple[int, Any]]:
+    """A sort key that puts "layers.10" after "layers.9"."""
     return [(0, int(part)) if part.isdigit() else (1, part) for part in path.split(".")]

@@ -28,16 +28,17 @@ def relative_names(forward: types.FunctionType) -> list[str]:
 
 def names_used(forward: Any) -> set[str]:
     """All names, variables and strings in the code of a forward."""
-    return _names_in(inspect.unwrap(forward).__code__)
+    return names_in(inspect.unwrap(forward).__code__)
 
 
-def _names_in(constant: Any) -> set[str]:
+def names_in(constant: Any) -> set[str]:
+    """All names, variables and strings in a code object, and in those inside it."""
     if isinstance(constant, str):
         return {constant}
     if isinstance(constant, tuple):
-        return set().union(*map(_names_in, constant))
+        return set().union(*map(names_in, constant))
     if isinstance(constant, types.CodeType):
-        return _names_in((*constant.co_names, *constant.co_varnames, *constant.co_consts))
+        return names_in((*constant.co_names, *constant.co_varnames, *constant.co_consts))
     return set()
 
 

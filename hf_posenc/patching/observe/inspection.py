@@ -64,6 +64,8 @@ class Inspection:
         in_force: the scheme that the model is patched with, as a dictionary; `None` for a stock model.
         stacks: one entry per stack of attention layers.
         context: a description of the model's stated context length and of the longest sequence it accepts.
+        disagreement: how a patched model differs from what was placed, for example in a field of its config that was
+            set later and has no effect; empty if it does not.
         other_parts: for every other part of a composite model, its native scheme as a dictionary, or the reason why no
             scheme describes it or can replace it.
     """
@@ -74,6 +76,7 @@ class Inspection:
     in_force: dict[str, Any] | None
     stacks: list[StackInspection]
     context: str = ""
+    disagreement: str = ""
     other_parts: dict[str, dict[str, Any] | str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
@@ -85,6 +88,8 @@ class Inspection:
         lines.extend(f"  native scheme of part {name!r}: {native}" for name, native in self.other_parts.items())
         if self.in_force is not None:
             lines.append(f"  patched with: {self.in_force}")
+        if self.disagreement:
+            lines.append(f"  not as it was patched: {self.disagreement}")
         lines.append(f"  context: {self.context}")
         for stack in self.stacks:
             kind = "causal" if stack.causal else "bidirectional"
@@ -107,6 +112,7 @@ def inspect_model(model: PreTrainedModel) -> Inspection:
     transaction = Transaction(model)
     encoding = transaction.encoding
     in_force = None if encoding is None else encoding.config.to_dict()
+    problem = "" if encoding is None else encoding.record.agrees(transaction.model)
     with transaction.suspended() as target:
         found = find_stacks(target)
         context = _stock_context(target, found) if encoding is None else str(encoding.lengths)
@@ -121,7 +127,9 @@ def inspect_model(model: PreTrainedModel) -> Inspection:
             except PositionEncodingError as error:
                 others[part] = str(error)
         stacks = [_inspect_stack(stack) for stack in found]
-        return Inspection(type(target).__name__, target.config.model_type, native, in_force, stacks, context, others)
+        return Inspection(
+            type(target).__name__, target.config.model_type, native, in_force, stacks, context, problem, others
+        )
 
 
 def _native(model: PreTrainedModel, part: str) -> dict[str, Any] | str:

@@ -42,4 +42,4 @@ class CheckedMethod:
     def place(cls, encoding: PositionEncoding, model: PreTrainedModel) -> None:
         """Sets an instance on a model that has the method; the journal of the encoding removes it."""
         if hasattr(model, cls.method):
-            encoding.journal.set(model, cls.method, cls(model, encoding, model.__dict__.get(cls.method)))
+            encoding.record.journal.set(model, cls.method, cls(model, encoding, model.__dict__.get(cls.method)))

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -30,6 +30,8 @@ from hf_posenc.patching.place.config_lengths import native_lengths, write_length
 from hf_posenc.version import __version__
 
 ARCHITECTURE_PREFIX = "hf_posenc."
+#: The field of an entry with the position fields of the stock config.
+NATIVE_FIELDS = "native_fields"
 WEIGHTS_KEY = "transformers_weights"
 _WEIGHTS_SENTENCE_START = "this checkpoint has a position encoding of the package hf_posenc"
 WEIGHTS_SENTENCE = (
@@ -58,6 +60,20 @@ def attach_entry(config: PreTrainedConfig, scheme: dict[str, Any]) -> None:
         )
     setattr(config, ATTRIBUTE, {**(fields or {}), "format": FORMAT, "scheme": scheme})
     carry_entry(config)
+
+
+def remember_fields(config: PreTrainedConfig, fields: Mapping[str, Any]) -> None:
+    """Adds the position fields that a scheme replaces to the entry of a config, by name of the sub-config.
+
+    They are compared when the model is loaded, because a field that is changed in the file would have no effect.
+    """
+    setattr(config, ATTRIBUTE, {**(read_fields(config) or {}), NATIVE_FIELDS: dict(fields)})
+
+
+def native_fields(config: Any) -> dict[str, dict[str, Any]]:
+    """The position fields in the entry of a config; empty if it does not have them."""
+    found = (read_fields(config) or {}).get(NATIVE_FIELDS)
+    return found if isinstance(found, dict) else {}
 
 
 def carry_entry(config: PreTrainedConfig) -> None:

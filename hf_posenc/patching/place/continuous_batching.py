@@ -45,7 +45,7 @@ class CheckedContinuousBatching(CheckedMethod):
         """Sets an instance on the model, and removes a kept manager, whose pages hold keys of another scheme."""
         super().place(encoding, model)
         if hasattr(model, cls.method):
-            encoding.journal.put_aside(model, KEPT_MANAGER)
+            encoding.record.journal.put_aside(model, KEPT_MANAGER)
             check = PagesCheck(encoding, model)
             for stack in encoding.stacks.values():
                 assert isinstance(stack, StackEncoding)
@@ -163,7 +163,7 @@ def _decoder_layers(encoding: PositionEncoding) -> list[LayerEncoding]:
 
 
 def _interface_problem(encoding: PositionEncoding) -> str:
-    for site in encoding.journal.forwards():
+    for site in encoding.record.journal.forwards():
         if isinstance(site, ScoresAttention):
             return (
                 f"{type(site.module).__name__} computes its scores itself, without the attention interface that reads "

@@ -13,13 +13,12 @@ from transformers import PreTrainedModel
 from hf_posenc.entry import MARK
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.discovery import model_parts
-from hf_posenc.patching.find.fingerprint import Sample
 from hf_posenc.patching.find.rotary_axes import reads_axes
 from hf_posenc.patching.find.sites import AddedModule, Stack
 from hf_posenc.patching.find.tables import table_origin
 from hf_posenc.patching.place.config_lengths import Lengths
-from hf_posenc.patching.place.journal import Journal
 from hf_posenc.patching.place.mark import NOT_STRICT, disagreement, mark_of, marked_scheme, placed_mark
+from hf_posenc.patching.place.record import SchemeRecord
 from hf_posenc.patching.place.report import PatchReport
 from hf_posenc.patching.place.stack_encoding import StackEncoding
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig, of_parts
@@ -32,24 +31,26 @@ class PositionEncoding(AddedModule):
     """The scheme that `patch_model` has placed in a model, available as `model.position_encoding`.
 
     Attributes:
-        config: the scheme in force.
         report: what was replaced and what was placed.
-        lengths: the sequence lengths of the model; set while the scheme is in place.
-        other_lengths: those of other parts whose length the config states (the encoder of Whisper), by name of the
-            part; set while the scheme is in place.
-        base_weights: a few values of the base model's weights, recorded when a scheme was first placed in it.
+        record: what was placed where.
         stacks: the parts, by name of the stack.
     """
 
     def __init__(self, config: SchemeConfig, stacks: dict[str, StackEncoding]) -> None:
         super().__init__()
-        self.config = config
+        self.record = SchemeRecord(config)
         self.report: PatchReport | None = None
-        self.lengths: Lengths | None = None
-        self.other_lengths: dict[str, Lengths] = {}
-        self.base_weights: dict[str, Sample] = {}
         self.stacks = nn.ModuleDict(stacks)
-        self.journal = Journal()
+
+    @property
+    def config(self) -> SchemeConfig:
+        """The scheme in force."""
+        return self.record.scheme
+
+    @property
+    def lengths(self) -> Lengths | None:
+        """The sequence lengths of the model; set while the scheme is in place."""
+        return self.record.lengths
 
     def parts(self, stacks: Collection[str] | None = None) -> list[Part]:
         """The parts in use, without duplicates. A part that contains others is listed in their place.

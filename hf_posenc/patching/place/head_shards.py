@@ -41,7 +41,7 @@ def split_heads(encoding: PositionEncoding, model: nn.Module) -> None:
         return
     plan = getattr(model, "tp_plan", None) or {}
     paths = {id(module): path for path, module in model.named_modules()}
-    placed = [site for site in encoding.journal.forwards() if isinstance(site, AttentionSite)]
+    placed = [site for site in encoding.record.journal.forwards() if isinstance(site, AttentionSite)]
     sites = [site for site in placed if site.encoding.shard is None]
     _refuse_split_sequences(plan, encoding)
     known: dict[int, Part] = {}

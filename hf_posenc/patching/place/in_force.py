@@ -11,7 +11,6 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.placed_forward import forward_on_instance
 from hf_posenc.patching.place.encoding import PositionEncoding
-from hf_posenc.patching.place.stack_encoding import StackEncoding
 
 
 def encodings(model: nn.Module) -> list[PositionEncoding]:
@@ -56,20 +55,18 @@ def current_encoding(model: PreTrainedModel) -> PositionEncoding | None:
 
 def has_patched_layers(model: nn.Module) -> bool:
     """Whether any attention layer of a model is patched, including layers shared with another model."""
-    placed = [site for encoding in encodings(model) for site in encoding.journal.forwards()]
+    placed = [site for encoding in encodings(model) for site in encoding.record.journal.forwards()]
     shared = [forward_on_instance(module) for module in model.modules()]
     return any(isinstance(forward, AttentionSite) for forward in (*placed, *shared))
 
 
-def refuse_missing_sites(model: nn.Module) -> None:
-    """Refuses to save a patched model in which some modules use their native positions.
+def refuse_changed(model: PreTrainedModel) -> None:
+    """Refuses to save a patched model that is not what was placed.
 
     Raises:
-        UnsupportedError: naming the first such module.
+        UnsupportedError: naming the first difference.
     """
     for encoding in encodings(model):
-        for stack in encoding.stacks.values():
-            assert isinstance(stack, StackEncoding)
-            problem = "" if stack.runtime.watch is None else stack.runtime.watch.problem()
-            if problem:
-                raise UnsupportedError(f"This {type(model).__name__} is not saved: {problem}")
+        problem = encoding.record.agrees(model)
+        if problem:
+            raise UnsupportedError(f"This {type(model).__name__} is not saved: {problem}")

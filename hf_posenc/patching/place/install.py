@@ -21,18 +21,18 @@ from hf_posenc.patching.find.sites import FoundAttention, Stack
 from hf_posenc.patching.place.install_grid import install_grid
 from hf_posenc.patching.place.install_series import install_series
 from hf_posenc.patching.place.journal import Journal
+from hf_posenc.patching.place.record import SchemeRecord, StackRecord
 from hf_posenc.patching.place.report import StackReport
-from hf_posenc.patching.place.site_watch import SiteWatch
 from hf_posenc.patching.place.stack_encoding import StackEncoding
 
 
-def install_stack(stack: Stack, encoding: StackEncoding, journal: Journal) -> StackReport:
+def install_stack(stack: Stack, encoding: StackEncoding, record: SchemeRecord) -> StackReport:
     """Disables the native mechanisms of a stack and installs the parts of the scheme in their place.
 
     Args:
         stack: the stack.
         encoding: the parts of the scheme.
-        journal: records every change.
+        record: records every change.
 
     Returns:
         What was replaced and placed.
@@ -40,11 +40,11 @@ def install_stack(stack: Stack, encoding: StackEncoding, journal: Journal) -> St
     Raises:
         UnsupportedError: if an additive scheme cannot be placed.
     """
-    architecture = stack.architecture
+    architecture, journal = stack.architecture, record.journal
     report = StackReport(stack.name, stack.part, stack.layers(), kept=[f"{path}: {why}" for path, why in stack.skipped])
     report.kept.extend(architecture.kept)
     runtime = encoding.runtime
-    runtime.watch = SiteWatch(stack.module)
+    runtime.watch = record.stacks[stack.name] = StackRecord(stack, encoding, record)
     if next(encoding.parameters(), None) is not None:
         runtime.replicas = ReplicasCheck(encoding)
     journal.wrap_forward(stack.module, lambda inner: StackForward(stack.module, runtime, inner))
@@ -76,6 +76,7 @@ def install_stack(stack: Stack, encoding: StackEncoding, journal: Journal) -> St
                 "be added to its embeddings."
             )
         journal.add_forward_pre_hook(stack.first_layer, AddToHiddenStates(runtime, encoding.additive))
+        record.stacks[stack.name].first_layer = stack.first_layer
         report.placed.append(f"additive: input of {type(stack.first_layer).__name__} 0")
     return report
 

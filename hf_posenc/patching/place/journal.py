@@ -115,6 +115,11 @@ class Journal:
         self.changes.append(_Change(module, place, before is not None, (value, before), "forward"))
         module.__dict__[place] = value
 
+    def adopt_forward(self, module: nn.Module, forward: PlacedForward) -> None:
+        """Records a forward that came to a module as a copy of one that this journal has placed."""
+        place, inner = place_of_forward(module), forward.inner
+        self.changes.append(_Change(module, place, inner is not None, (forward, inner), "forward"))
+
     def forwards(self) -> Iterator[Any]:
         """The forwards that are in effect, directly or inside a wrapper from another library."""
         for change in self.changes:
@@ -157,7 +162,9 @@ def _restore(change: _Change) -> None:
     elif change.kind == "hook":
         _remove_hook(change.target, change.ours)
     elif change.kind == "frozen":
-        change.target._parameters[change.attribute].requires_grad_(change.value)
+        # A weight that was made trainable while the patch was in place stays trainable.
+        parameter = change.target._parameters[change.attribute]
+        parameter.requires_grad_(change.value or parameter.requires_grad)
     elif change.kind == "buffer":
         change.target._buffers[change.attribute] = change.value
     elif change.kind != "aside" and not change.is_in_place:

@@ -63,7 +63,7 @@ def initialize_lengths(encoding: PositionEncoding, model: PreTrainedModel, stack
     remember_lengths(model.config, _stated(model, own))
     for stated in (_stated(model, found) for found in others.values()):
         remember_lengths(model.config, native_lengths(model.config) | stated)
-    before, encoding.other_lengths = encoding.other_lengths, {}
+    before, encoding.record.other_lengths = encoding.record.other_lengths, {}
     for part, found in others.items():
         _initialize(encoding, model, found, before.get(part), part)
     _initialize(encoding, model, own, encoding.lengths, None)
@@ -103,8 +103,8 @@ def lengths_of(encoding: PositionEncoding, model: PreTrainedModel, part: str | N
     main = default_part(model, known)
     if part is None or check_part(part, known, model) == main:
         return encoding.lengths, None
-    if part in encoding.other_lengths:
-        return encoding.other_lengths[part], part
+    if part in encoding.record.other_lengths:
+        return encoding.record.other_lengths[part], part
     patched = {stack.part for stack in encoding.report.stacks} if encoding.report is not None else set()
     reason = "its config states no length for it" if part in patched else "it is not patched"
     raise UnsupportedError(f"The length of the part {part!r} of this {type(model).__name__} cannot be set: {reason}.")
@@ -156,7 +156,7 @@ def apply_stated_lengths(encoding: PositionEncoding, model: PreTrainedModel, sta
         SequenceLengthError: if the scheme cannot encode the length.
     """
     assert encoding.lengths is not None
-    for part, lengths in ((None, encoding.lengths), *encoding.other_lengths.items()):
+    for part, lengths in ((None, encoding.lengths), *encoding.record.other_lengths.items()):
         own = {path: length for path, length in stated.items() if path in lengths.names}
         changed = [length for path, length in own.items() if length != native_lengths(model.config).get(path)]
         if own:
@@ -172,7 +172,7 @@ def record_generation_length(encoding: PositionEncoding, model: PreTrainedModel)
         return
     if generation_config.max_length == lengths.current:
         generation_config.max_length = lengths.native
-        encoding.journal.set(generation_config, "max_length", lengths.current)
+        encoding.record.journal.set(generation_config, "max_length", lengths.current)
 
 
 def _with_lengths(model: PreTrainedModel, stacks: list[Stack]) -> list[Stack]:
@@ -207,11 +207,11 @@ def _write(
         _write_configs(encoding, model, lengths, length)
     written = dataclasses.replace(lengths, current=length)
     if part is None:
-        encoding.lengths = written
+        encoding.record.lengths = written
     else:
-        encoding.other_lengths[part] = written
+        encoding.record.other_lengths[part] = written
     if encoding.report is not None:
-        others = [f"{name}: {other}" for name, other in encoding.other_lengths.items()]
+        others = [f"{name}: {other}" for name, other in encoding.record.other_lengths.items()]
         own = (
             [str(encoding.lengths)] if encoding.lengths is not None and (encoding.lengths.native or not others) else []
         )
@@ -228,7 +228,7 @@ def _write_configs(encoding: PositionEncoding, model: PreTrainedModel, lengths: 
     # In most generation configs, `max_length` limits the output. If it equals the length of the model, it follows it.
     stated_before = None if generation_config is None else generation_config.max_length
     if stated_before is not None and stated_before == lengths.current != length:
-        encoding.journal.set(generation_config, "max_length", length)
+        encoding.record.journal.set(generation_config, "max_length", length)
 
 
 def _write_attributes(
@@ -241,8 +241,12 @@ def _write_attributes(
             continue
         for module in model.modules():
             own = module.__dict__.get(name)
-            if type(own) is int and own != length and (own == native[path] or is_set(encoding.journal, module, name)):
-                encoding.journal.set(module, name, length)
+            if (
+                type(own) is int
+                and own != length
+                and (own == native[path] or is_set(encoding.record.journal, module, name))
+            ):
+                encoding.record.journal.set(module, name, length)
 
 
 def _stated(model: PreTrainedModel, stacks: list[Stack]) -> dict[str, int]:

@@ -80,7 +80,9 @@ def mark_names(model: PreTrainedModel, encoding: PositionEncoding) -> None:
             continue
         if isinstance(name, SchemeName) and name.entry is not None:  # the config was copied from a patched model's
             target.__dict__[attribute] = str(name)
-        encoding.journal.set(target, attribute, SchemeName(str(name), entry, model.base_model, _length(encoding)))
+        encoding.record.journal.set(
+            target, attribute, SchemeName(str(name), entry, model.base_model, _length(encoding))
+        )
 
 
 def refresh_names(encoding: PositionEncoding) -> None:
@@ -112,7 +114,8 @@ def _length(encoding: PositionEncoding) -> int | None:
 
 
 def _marks(encoding: PositionEncoding) -> list[Any]:
-    return [change for change in encoding.journal.changes if change.attribute in ("_name_or_path", "name_or_path")]
+    names = ("_name_or_path", "name_or_path")
+    return [change for change in encoding.record.journal.changes if change.attribute in names]
 
 
 def _places(model: PreTrainedModel) -> list[tuple[Any, str]]:

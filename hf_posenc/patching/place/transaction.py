@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from hf_posenc.patching.call.recomputation import unwrap_checkpointing
 from hf_posenc.patching.find.discovery import find_stacks, model_parts
 from hf_posenc.patching.find.fingerprint import samples
 from hf_posenc.patching.find.sites import Stack
-from hf_posenc.patching.place.config_entry import attach_entry, detach_entry
+from hf_posenc.patching.place.config_entry import attach_entry, detach_entry, remember_fields
 from hf_posenc.patching.place.continuous_batching import (
     CheckedContinuousBatching,
     drop_kept_pages,
@@ -37,6 +37,8 @@ from hf_posenc.patching.place.in_force import current_encoding, encodings
 from hf_posenc.patching.place.install import install_stack
 from hf_posenc.patching.place.lengths import initialize_lengths
 from hf_posenc.patching.place.model_checks import refuse_late_parameters, unwrapped
+from hf_posenc.patching.place.own_config import OwnConfig
+from hf_posenc.patching.place.part_parameters import PartParameters
 from hf_posenc.patching.place.report import PatchReport
 from hf_posenc.patching.place.scheme_name import mark_names
 from hf_posenc.patching.place.stack_encoding import StackEncoding
@@ -90,13 +92,20 @@ class Transaction:
         Args:
             config: the scheme, or the scheme of each part of the model.
             stacks: the stacks of those parts; found again if not given.
-            kept: parts of the encoding in force that are used again, by name of the stack.
+            kept: parts of the encoding in force that are used again, by name of the stack. Where layers were moved or
+                exchanged since, new parts take over the parameters of the layers that are still there.
         """
         stacks = find_stacks(self.model, parts_named(config)) if stacks is None else stacks
+        found = {stack.name: stack for stack in stacks}
+        before = {name: self.encoding.record.stacks[name] for name in kept or {}} if self.encoding is not None else {}
+        moved = {name: placed for name, placed in before.items() if name in found and not placed.holds(found[name])}
+        kept = {name: stack for name, stack in (kept or {}).items() if name not in moved}
         encoding = build_encoding(config, stacks, kept=kept)
         parameters = (parameter for parameter in self.model.parameters() if parameter.is_floating_point())
         reference = next(parameters, None)
         encoding.to(device=self.device, dtype=None if reference is None else reference.dtype)
+        for name, placed in moved.items():
+            placed.copy_parameters(cast("StackEncoding", encoding.stacks[name]), found[name])
         return encoding
 
     def install(self, encoding: PositionEncoding) -> None:
@@ -192,6 +201,8 @@ class Transaction:
         """Removes every encoding from the model and places this one. A second call finishes an interrupted one."""
         drop_kept_pages(self.model)
         for found in encodings(self.model):
+            if encoding is not None:
+                encoding.record.own = encoding.record.own or found.record.own
             _remove_encoding(found)
         if encoding is not None:
             self._place_encoding(encoding)
@@ -201,13 +212,15 @@ class Transaction:
 
         The model is marked as patched before the first change takes effect.
         """
-        model, journal = self.model, encoding.journal
+        model, record, journal = self.model, encoding.record, encoding.record.journal
         stacks = find_stacks(model, parts_named(encoding.config))
         base = model.base_model
         encoding.__dict__["holder"] = base
         base.add_module(ATTRIBUTE, encoding)
-        encoding.__dict__["model_config"] = model.config
-        attach_entry(model.config, encoding.config.to_dict())
+        if record.own is None:
+            record.own = OwnConfig(model)
+        record.own.place()
+        attach_entry(record.own.config, encoding.config.to_dict())
         if base is not model:
             journal.set(model, ATTRIBUTE, encoding)
         reports = []
@@ -216,16 +229,25 @@ class Transaction:
             assert isinstance(placed, StackEncoding)
             if placed.adopted is None:
                 placed.adopted = placed.adopt(stack)
-            report = install_stack(stack, placed, journal)
+            report = install_stack(stack, placed, record)
             report.adopted = placed.adopted
             reports.append(report)
         untouched = [part for part in model_parts(model) if part not in {stack.part for stack in stacks}]
         encoding.report = PatchReport(
             _report_name(encoding.config), type(model).__name__, parameter_count(encoding), reports, untouched
         )
+        with_parameters = {
+            id(stack.module): encoding.stacks[stack.name]
+            for stack in stacks
+            if next(encoding.stacks[stack.name].parameters(), None) is not None
+        }
+        PartParameters.place(base, with_parameters, journal)
+        for one in record.stacks.values():
+            one.note_trainable()
         split_heads(encoding, model)
         initialize_lengths(encoding, model, stacks)
-        encoding.base_weights = encoding.base_weights or samples(model, read_offloaded=False)
+        remember_fields(record.own.config, {path: one.fields for path, one in record.stacks_by_path().items()})
+        record.base_weights = record.base_weights or samples(model, read_offloaded=False)
         mark_names(model, encoding)
         generation_config = getattr(model, "generation_config", None)
         if generation_config is not None:
@@ -247,12 +269,14 @@ def _remove_encoding(encoding: PositionEncoding) -> None:
         stack.runtime.slots.restore()
         stack.runtime.watch = stack.runtime.pages = stack.runtime.replicas = None
         stack.runtime.input_view = None
-    encoding.journal.undo()
-    holder, config = encoding.__dict__.get("holder"), encoding.__dict__.get("model_config")
-    if config is not None:
-        detach_entry(config)
+    for placed in encoding.record.stacks.values():
+        placed.prepare_removal()
+    encoding.record.journal.undo()
+    holder, own = encoding.__dict__.get("holder"), encoding.record.own
+    if own is not None:
+        detach_entry(own.config)
+        own.remove()
     if holder is not None:
         unwrap_checkpointing(holder)
         holder._modules.pop(ATTRIBUTE, None)
-    encoding.__dict__.pop("model_config", None)
     encoding.__dict__.pop("holder", None)

@@ -76,7 +76,7 @@ class Composite:
         return {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).int()} | self.pixels(images)
 
 
-def _llava() -> PreTrainedModel:
+def llava() -> PreTrainedModel:
     vision = transformers.CLIPVisionConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=8, patch_size=4
     )
@@ -153,7 +153,7 @@ def _patches(images: int) -> dict[str, Tensor]:
 
 
 COMPOSITES = {
-    "llava": Composite(_llava, 4, _image(8)),
+    "llava": Composite(llava, 4, _image(8)),
     "gemma3": Composite(_gemma3, 4, _image(8)),
     "qwen2_vl": Composite(_qwen2, 6, _patches),
     "qwen3_vl": Composite(_qwen3, 6, _patches),
