@@ -314,7 +314,7 @@ def test_a_damaged_dictionary_written_by_hand_is_explained(tmp_path: Path) -> No
             LlamaForCausalLM.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("foreign", ["learned", {"scheme": "alibi"}, {"format": "x", "scheme": {"scheme": "alibi"}}])
+@pytest.mark.parametrize("foreign", ["1d", {"kind": "alibi"}, {"format": "x", "scheme": {"scheme": "unknown"}}])
 def test_a_key_of_the_same_name_in_a_stock_config_is_not_ours(tmp_path: Path, foreign: Any) -> None:
     stock = made(STOCK)
     stock.config.position_encoding = foreign

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     BertConfig,
+    BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
     LlavaForConditionalGeneration,
@@ -253,6 +255,35 @@ def test_the_config_of_a_patched_model_stays_the_same_object() -> None:
     assert all(module.config is config for module in model.modules() if "config" in module.__dict__)
 
 
+def test_a_shared_generation_config_is_not_written_to() -> None:
+    model, other = patched("llama_gqa", None), patched("llama_gqa", None)
+    other.generation_config = model.generation_config
+    shared = model.generation_config
+    before = shared.to_json_string()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch_model(model, "normalized_integer")
+    assert model.generation_config.use_cache is False
+    assert shared.to_json_string() == before
+    unpatch_model(model)
+    assert model.generation_config is shared
+
+
+@torch.no_grad()
+def test_a_patched_base_in_another_head_is_saved_after_that_model_is_patched(tmp_path: Path) -> None:
+    source, ids = patched("bert", "t5"), tokens(1, 8)
+    head = BertForSequenceClassification(patched("bert", None).config).eval()
+    head.bert = source.bert
+    with pytest.raises(UnsupportedError, match=r"patch this model"):
+        head.save_pretrained(tmp_path)
+    head.bert.pooler = BertForSequenceClassification(head.config).bert.pooler
+    patch_model(head, "t5")
+    expected = head(ids).logits
+    head.save_pretrained(tmp_path)
+    loaded = BertForSequenceClassification.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(loaded(ids).logits, expected, rtol=0, atol=1e-4)
+
+
 def test_changes_made_while_patched_stay_and_reach_nobody_else() -> None:
     kept = LlamaConfig(**_BERT)
     model = patch_model(LlamaForCausalLM(kept), "alibi")
@@ -311,7 +342,7 @@ def test_a_position_field_edited_in_the_file_is_refused(name: str, edit: Any, tm
         type(model).from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("value", ["alibi", {"scheme": "t5"}])
+@pytest.mark.parametrize("value", ["alibi", {"scheme": "t5"}, {"format": "x", "scheme": {"scheme": "alibi"}}])
 def test_a_stock_config_that_asks_for_a_scheme_is_not_ignored(value: Any) -> None:
     config = LlamaConfig(**_BERT)
     config.position_encoding = value

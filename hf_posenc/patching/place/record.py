@@ -27,7 +27,6 @@ from hf_posenc.entry import read_entry
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.placed_forward import PlacedForward, forward_on_instance
-from hf_posenc.patching.call.table_site import TableSite
 from hf_posenc.patching.find.architectures import architecture_of
 from hf_posenc.patching.find.discovery import grid_table_owners, natural_order, self_attentions, tables
 from hf_posenc.patching.find.fingerprint import Sample
@@ -116,6 +115,7 @@ class StackRecord:
         self.stack: Any = stack.module
         self.attentions = [attention.module for attention in stack.attentions]
         self.encoding = encoding
+        self.depth = getattr(stack.config, "num_hidden_layers", None)
         #: The layer at whose input positions are added; `None` if a table adds them, or nothing does.
         self.first_layer: nn.Module | None = None
         self.trainable: list[tuple[nn.Module, str]] = []
@@ -164,8 +164,11 @@ class StackRecord:
         attentions = list(self_attentions(self.stack, architecture))
         found_tables = list(tables(self.stack, architecture))
         owners = list(grid_table_owners(self.stack))
+        self.adopt_copies()
+        placed_in = {id(change.target) for change in self.journal.changes if change.kind == "forward"}
         bare = [(path, module) for path, module in (*attentions, *owners) if not _has_forward(module)]
-        bare += [(path, module) for path, module in found_tables if not _has_table_site(module)]
+        # PEFT puts a table into a wrapper.
+        bare += [(path, one) for path, one in found_tables if placed_in.isdisjoint(map(id, one.modules()))]
         if bare:
             path, module = bare[0]
             more = f", and {len(bare) - 1} more" if len(bare) > 1 else ""
@@ -174,7 +177,6 @@ class StackRecord:
                 "it was added to the model, or lost its forward, after patch_model, and would use its native "
                 "positions. Call patch_model again with the same scheme, which keeps its trained parameters."
             )
-        self.adopt_copies()
         inside = {id(module) for module in self.stack.modules()}
         placed = [change for change in self.journal.changes if change.kind == "forward" and id(change.target) in inside]
         for change in placed:
@@ -221,7 +223,8 @@ class StackRecord:
         layers = self.encoding.layers
         if all(getattr(layer, kind) is getattr(layers[0], kind) for layer in layers for kind in _KINDS_IN_LAYERS):
             return ""
-        if [*map(id, self._attentions_in_use())] == [*map(id, self.attentions)]:
+        same_depth = getattr(self.stack.config, "num_hidden_layers", None) == self.depth
+        if same_depth and [*map(id, self._attentions_in_use())] == [*map(id, self.attentions)]:
             return ""
         return (
             f"Layers of this {type(self.stack).__name__} were added, dropped, moved or repeated after patch_model, and "
@@ -377,12 +380,6 @@ def _has_forward(module: nn.Module) -> bool:
     """Whether an instance has another forward than its class, possibly inside accelerate's hook."""
     own = module.__dict__.get("_old_forward", module.__dict__.get("forward"))
     return own is not None and getattr(own, "__func__", None) is not type(module).forward
-
-
-def _has_table_site(table: nn.Module) -> bool:
-    """Whether a table, or the one inside a PEFT wrapper, is patched."""
-    places = ("forward", "_old_forward")
-    return any(isinstance(module.__dict__.get(place), TableSite) for module in table.modules() for place in places)
 
 
 def _leads_to(found: Any, ours: Any, module: nn.Module, depth: int = _DEEPEST_WRAPPER) -> bool:

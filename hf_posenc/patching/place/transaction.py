@@ -217,7 +217,7 @@ class Transaction:
         base = model.base_model
         encoding.__dict__["holder"] = base
         base.add_module(ATTRIBUTE, encoding)
-        if record.own is None:
+        if record.own is None or not record.own.belongs_to(model):
             record.own = OwnConfig(model)
         record.own.place()
         attach_entry(record.own.config, encoding.config.to_dict())
