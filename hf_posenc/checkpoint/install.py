@@ -118,7 +118,8 @@ def _model_init(original: Callable[..., Any], model: Any, config: Any, *args: An
     entry = read_entry(config)
     if entry is not None:
         raise EntryIgnoredError(type(model), entry["scheme"])
-    if getattr(config, ATTRIBUTE, None) is not None and not hasattr(type(config), ATTRIBUTE):
+    # Classes of other projects may read a field of this name.
+    if getattr(config, ATTRIBUTE, None) is not None and type(model).__module__.startswith("transformers.models."):
         refuse_wish(type(model), getattr(config, ATTRIBUTE))
     original(model, config, *args, **kwargs)
 

@@ -402,3 +402,21 @@ def test_copies_and_pickles_have_a_record_of_their_own() -> None:
         model(ids)
         unpatch_model(other)
         assert type(other.config) is LlamaConfig
+
+
+@torch.no_grad()
+def test_a_copied_layer_keeps_the_parameters_of_its_original_when_the_scheme_is_placed_again() -> None:
+    model, ids = patched("llama_gqa", "forget_gate"), tokens(1, 8)
+    for parameter in model.model.position_encoding.parameters():
+        parameter.normal_()
+    model.model.layers[1] = copy.deepcopy(model.model.layers[0])
+    expected = model(ids, use_cache=False).logits
+    patch_model(model, "forget_gate")
+    assert torch.equal(model(ids, use_cache=False).logits, expected)
+
+
+def test_fields_that_only_contain_such_a_word_are_no_position_fields() -> None:
+    config = LlamaConfig(**_BERT, composition="a", properties=3)
+    model = patch_model(LlamaForCausalLM(config).eval(), "alibi")
+    model.config.composition, model.config.properties = "b", 4
+    model(tokens(1, 4))

@@ -40,7 +40,7 @@ from hf_posenc.patching.place.stack_encoding import StackEncoding
 from hf_posenc.schemes.config import SchemeConfig
 
 #: Fields of a config that describe a position mechanism.
-_POSITION_FIELD = re.compile(r"rope|rotary|alibi|relative|position|pos_att|pos_emb")
+_POSITION_FIELD = re.compile(r"(^|_)(rope|rotary|alibi|relative|rel|pos|positions?)(_|$)")
 #: Fields with such a name that state a length, or that belong to this package.
 _OTHER_FIELDS = frozenset((*NAMES, *SOURCE_NAMES, "position_encoding"))
 #: Depth to which a wrapper is searched for the forward inside it.
@@ -78,7 +78,7 @@ class SchemeRecord:
     def stacks_by_path(self) -> dict[str, StackRecord]:
         """The stacks by the name that their config has in the model's config; "" for the config itself."""
         assert self.own is not None
-        names = {id(value): name for name, value in self.own.config.__dict__.items()}
+        names = dict(_paths(self.own.config))
         return {names.get(id(stack.stack.config), ""): stack for stack in self.stacks.values()}
 
     def agrees(self, model: PreTrainedModel) -> str:
@@ -245,7 +245,8 @@ class StackRecord:
             encoding: the new parts.
             stack: the stack as it is found now.
         """
-        before = {id(module): layer for module, layer in zip(self.attentions, self.encoding.layers, strict=True)}
+        # From the forwards, because a copy of a layer shares the parts of the original.
+        before = {id(module): forward_on_instance(module).encoding for module in self._attentions_in_use()}
         pairs: list[tuple[Any, Any]] = [(self.encoding.additive, encoding.additive)]
         for attention, layer in zip(stack.attentions, encoding.layers, strict=True):
             known = before.get(id(attention.module))
@@ -342,6 +343,14 @@ def _is_plain(value: Any) -> bool:
         or isinstance(value, (bool, int, float, str))
         or (isinstance(value, list | tuple) and all(map(_is_plain, value)))
     )
+
+
+def _paths(config: PreTrainedConfig, path: str = "") -> Iterator[tuple[int, str]]:
+    """The identity and the path of a config and of those inside it: "text_config", "thinker_config.text_config"."""
+    yield id(config), path
+    for name, value in config.__dict__.items():
+        if isinstance(value, PreTrainedConfig):
+            yield from _paths(value, f"{path}.{name}".lstrip("."))
 
 
 def changed_fields(before: Mapping[str, Any], config: PreTrainedConfig) -> str:
