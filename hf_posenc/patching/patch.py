@@ -83,7 +83,7 @@ def patch_model(
     if elsewhere is not None and layers is None:
         raise ValueError("`elsewhere` is the scheme of the layers that are not in `layers`. Pass `layers` as well.")
     # Planning may run the model, which would interfere with the thread of continuous batching.
-    transaction.refuse_running_batches()
+    transaction.refuse_running()
     previous = transaction.encoding
     requested = _requested(transaction.model, config, part, layers)
     # A model with one part keeps a PartsConfig, because it may come from the checkpoint of a model with several.

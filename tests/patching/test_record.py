@@ -420,3 +420,29 @@ def test_fields_that_only_contain_such_a_word_are_no_position_fields() -> None:
     model = patch_model(LlamaForCausalLM(config).eval(), "alibi")
     model.config.composition, model.config.properties = "b", 4
     model(tokens(1, 4))
+
+
+@pytest.mark.parametrize("change", [unpatch_model, lambda model: patch_model(model, "t5")], ids=["unpatch", "patch"])
+@torch.no_grad()
+def test_a_scheme_is_not_changed_during_a_call(change: Any) -> None:
+    model, ids = patched("llama_gqa", "alibi"), tokens(1, 8)
+    expected = model(ids).logits
+    handle = model.model.layers[0].register_forward_hook(lambda *_: change(model) and None)
+    with pytest.raises(UnsupportedError, match="call of this LlamaForCausalLM is in progress"):
+        model(ids)
+    handle.remove()
+    assert torch.equal(model(ids).logits, expected)
+    change(model)
+
+
+@torch.no_grad()
+def test_a_backend_chosen_while_patched_stays() -> None:
+    model, ids = patched("llama_gqa", "alibi"), tokens(1, 8)
+    before = model.config._attn_implementation
+    chosen = "eager" if before == "sdpa" else "sdpa"
+    model.set_attn_implementation(chosen)
+    unpatch_model(model)
+    assert model.config._attn_implementation == chosen
+    stock = patched("llama_gqa", None)
+    stock.set_attn_implementation(chosen)
+    assert torch.equal(model(ids).logits, stock(ids).logits)

@@ -45,6 +45,11 @@ class PerThread(Generic[Value]):
         return self._others.setdefault(get_ident(), [])
 
     @property
+    def in_progress(self) -> bool:
+        """Whether a call is in progress on any thread."""
+        return bool(self._main) or any(self._others.values())
+
+    @property
     def top(self) -> Value | None:
         """The value on top, or `None`."""
         # Inlined for speed, because every layer reads it.

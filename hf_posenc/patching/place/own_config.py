@@ -56,6 +56,10 @@ class OwnConfig:
 
 
 def _are_same(original: Any, own: Any) -> bool:
-    # A name that carries a scheme equals the plain name.
-    names = [type(getattr(one, "_name_or_path", None)) for one in (original, own)]
-    return bool(own == original) and names[0] is names[1]
+    """Whether two values are equal, with the private fields of configs, which their `==` leaves out."""
+    if type(original) is not type(own):
+        return False  # A name that carries a scheme equals the plain name.
+    if not isinstance(own, PreTrainedConfig | GenerationConfig):
+        return bool(original == own)
+    fields, others = original.__dict__, own.__dict__
+    return fields.keys() == others.keys() and all(_are_same(fields[name], others[name]) for name in fields)

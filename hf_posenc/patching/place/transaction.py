@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.placed_forward import refuse_foreign_forward
 from hf_posenc.patching.call.recomputation import unwrap_checkpointing
 from hf_posenc.patching.find.discovery import find_stacks, model_parts
@@ -115,7 +116,7 @@ class Transaction:
             UnsupportedError: if the encoding cannot be placed, if the one in force cannot be removed and restored, or
                 while continuous batching runs on the model.
         """
-        self.refuse_running_batches()
+        self.refuse_running()
         refuse_late_parameters(self.model, encoding)
         before = self.encoding
         self._refuse_foreign_forwards(encoding)
@@ -131,7 +132,7 @@ class Transaction:
         Raises:
             UnsupportedError: while continuous batching runs on the model.
         """
-        self.refuse_running_batches()
+        self.refuse_running()
         try:
             self._replace_encoding(None)
         except BaseException:
@@ -150,7 +151,7 @@ class Transaction:
         if before is encoding:
             yield
             return
-        self.refuse_running_batches()
+        self.refuse_running()
         self._refuse_foreign_forwards(before if encoding is None else encoding)
         try:
             self._replace_encoding(encoding)
@@ -174,13 +175,20 @@ class Transaction:
         with self.installed(None):
             yield self.model
 
-    def refuse_running_batches(self) -> None:
-        """Refuses to change the encoding while continuous batching runs on the model.
+    def refuse_running(self) -> None:
+        """Refuses to change the encoding while a call or continuous batching runs on the model.
 
         Raises:
             UnsupportedError: in that case.
         """
         refuse_running_batches(self.model)
+        for encoding in encodings(self.model):
+            if any(cast("StackEncoding", stack).runtime.states.in_progress for stack in encoding.stacks.values()):
+                raise UnsupportedError(
+                    f"A call of this {type(self.model).__name__} is in progress, in another thread or around this "
+                    "line (a hook). It would run some layers with the old scheme and some with the new one. Change "
+                    "the scheme between calls."
+                )
 
     def _refuse_foreign_forwards(self, encoding: PositionEncoding | None) -> None:
         """Refuses a model in which another library has replaced a forward that an encoding has to replace.
