@@ -44,7 +44,7 @@ def document(records: list[FoundRecord]) -> str:
             _summary(records),
             *tables,
             "## Without softmax self-attention",
-            markdown_table(("architecture", "what it has"), without),
+            markdown_table(("architecture", "what it has instead"), without),
             "## Not built",
             markdown_table(("architecture", "reason"), unbuilt),
             "## Refused\n\n`UnsupportedError` with every scheme; the model is left unchanged.",
@@ -97,13 +97,14 @@ def _counts(records: list[FoundRecord]) -> str:
         types.setdefault(record["model_type"], []).append(record)
     state = Counter(_state(own) for own in types.values())
     without = Counter(own[0]["without"] for own in types.values() if _state(own) == "without")
-    others = ", ".join(f"{count} {reason}" for reason, count in without.most_common())
+    *most, last = [f"{count} {reason}" for reason, count in without.most_common()] or ["0"]
+    instead = f"{', '.join(most)} and {last}" if most else last
     same = ", ".join(f"{name} ({owner})" for name, owner in sorted(aliases().items()))
     attending = len(types) - state["without"]
     lines = (
         f"transformers {transformers.__version__} has **{len(types)} architectures**: model types of its auto mappings "
         f"with a main class of their own. Other names of the same class are not counted: {same}.",
-        f"{state['without']} of them have no softmax self-attention ({others}).",
+        f"{state['without']} of them have no softmax self-attention. What they have instead: {instead}.",
         f"Of the {attending} others, {state['works']} work: each scheme passes in every part, or is refused there with "
         f"a reason. {state['partly']} work with failures in some scheme or part, {state['refused']} are refused, "
         f"{state['fails']} fail with every scheme, and {state['unbuilt']} were not built here.",

@@ -104,7 +104,7 @@ random model with `export_model`, run in that program.
 - ONNX Runtime runs nearly every scheme of a decoder or an encoder, but no encoder-decoder
   ([how](../how_to/run_in_onnx_runtime.md)).
 - [`hf-posenc serve`](../how_to/serve.md) runs the patched checkpoint itself, with transformers.
-- llama.cpp has no bias but ALiBi, and T5's in a T5. vLLM has no bias but ALiBi, and SGLang has none.
+- The only biases that llama.cpp has are ALiBi and, in T5 models, that of T5. vLLM has ALiBi only, and SGLang no bias.
 
 What the cells say:
 

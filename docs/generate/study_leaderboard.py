@@ -15,7 +15,9 @@ from docs.generate.study_numbers import (
     Runs,
     finished,
     markdown,
+    mean_of,
     mean_paired,
+    processors,
     ranged,
     seeds_of,
     share_of_answers,
@@ -23,7 +25,12 @@ from docs.generate.study_numbers import (
     tail,
     tail_by_seed,
 )
+from docs.generate.study_rates import above_rope_at_better_rates
 from docs.generate.study_swaps import above_control
+from training.study.significance import Interval
+
+#: Trainings of RoPE beside those of the main study: on another processor, and with half of the rate there.
+_OTHER_ROPE = ("reference_control", "reference_half_rate")
 
 
 def leaderboard(runs: Runs) -> str:
@@ -40,8 +47,8 @@ def _table(runs: Runs, study: str) -> str:
     found = {scheme: seeds for scheme, seeds in finished(runs, study).items() if scheme not in SCALINGS}
     if not found:
         return NOT_RUN
-    main_study, healed, rows = finished(runs, "reference"), finished(runs, "reference_heal"), []
-    none, rope = (main_study.get(scheme, {}) for scheme in ("none", "rope"))
+    none, healed, rows = finished(runs, "reference").get("none", {}), finished(runs, "reference_heal"), []
+    better = above_rope_at_better_rates(runs) if study == "reference" else {}
     plain = next(iter(none.values()))["parameters"] if none else None
     for scheme, seeds in sorted(found.items(), key=lambda item: tail(item[1], LENGTHS[0]).value):
         first = next(iter(seeds.values()))
@@ -49,7 +56,8 @@ def _table(runs: Runs, study: str) -> str:
             (
                 f"`{scheme}`",
                 shown(tail(seeds, LENGTHS[0])),
-                "" if scheme == "rope" else _above_rope(seeds, rope),
+                "" if scheme == "rope" else ranged(_above_rope(runs, study, seeds)),
+                *([better.get(scheme, "")] if better else []),
                 *(shown(tail(seeds, length)) for length in LENGTHS[2:]),
                 *(_answers(runs, scheme, task, at) for task, at in (("copy", 20), ("passkey", 40))),
                 ranged(above_control(healed, scheme)),
@@ -60,27 +68,39 @@ def _table(runs: Runs, study: str) -> str:
             )
         )
     head = (
-        *("scheme", "trained length", "above RoPE", "4 times", "8 times", "copy", "retrieval", "healed", "cache"),
-        *("time", "parameters", "seeds"),
+        *("scheme", "trained length", "above RoPE", *(["better of two rates"] if better else [])),
+        *("4 times", "8 times", "copy", "retrieval", "healed", "cache", "time", "parameters", "seeds"),
     )
     return markdown(head, rows)
 
 
 def _relative_time(runs: Runs, seeds: Mapping[int, Run]) -> str:
     """The processor time of a training relative to one without positions on the same processor; empty without one."""
-    here = {run["processor"] for run in seeds.values()}
+    here = processors(seeds)
     none = [
         run["cpu_seconds"]
         for study in ("reference", "reference_control")
         for run in finished(runs, study).get("none", {}).values()
-        if {run["processor"]} == here
+        if {run.get("processor")} == here
     ]
     return f"{np.mean([run['cpu_seconds'] for run in seeds.values()]) / np.mean(none):.2f}" if none else ""
 
 
-def _above_rope(seeds: Mapping[int, Run], rope: Mapping[int, Run]) -> str:
-    """The mean difference from RoPE at the trained length over the seeds that both have."""
-    return ranged(mean_paired(*(tail_by_seed(one, LENGTHS[0]) for one in (seeds, rope))))
+def _above_rope(runs: Runs, study: str, seeds: Mapping[int, Run]) -> Interval:
+    """The mean difference from RoPE at the trained length, over the seeds that both have.
+
+    In the main study, RoPE has the rate that was chosen with the others. The catalogue chose its rates elsewhere, so
+    its RoPE is the one on the same processor with the better of the rates that were run there.
+    """
+    trained = [finished(runs, name).get("rope", {}) for name in ("reference", *_OTHER_ROPE)]
+    if study == "reference":
+        trained = trained[:1]
+    differences = [
+        mean_paired(*(tail_by_seed(one, LENGTHS[0]) for one in (seeds, rope)))
+        for rope in trained
+        if processors(rope) == processors(seeds)
+    ]
+    return max(differences, key=lambda one: one.value, default=mean_of(()))
 
 
 def cached_numbers(config: Mapping[str, Any]) -> int:

@@ -31,6 +31,11 @@ def finished(runs: Runs, study: str, task: str = "causal") -> dict[str, dict[int
     return found
 
 
+def processors(seeds: Mapping[int, Run]) -> set[str | None]:
+    """The processors that some trainings ran on."""
+    return {run.get("processor") for run in seeds.values()}
+
+
 def seeds_of(runs: Runs, study: str, scheme: str, task: str = "causal") -> str:
     """How many trainings of a scheme a row is about, such as "5", or "4 of 5" if one diverged or could not be made."""
     found = [run["status"] for run in runs.get(study, ()) if (run["task"], run["scheme"]) == (task, scheme)]

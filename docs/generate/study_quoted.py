@@ -14,6 +14,7 @@ MASKED = 2.50
 _LETTERS, _DIGITS = 10, 6
 
 _LOSS = Measure("")
+_LOSS_AT_HALF_RATE = replace(_LOSS, study="reference_half_rate")
 _MASKED_LOSS = Measure("", study="reference_masked", task="masked")
 _MASKED_STEPS = replace(_MASKED_LOSS, quantity="steps", at=MASKED)
 _REVERSE = Measure("", "accuracy", _LETTERS, "reference_marian", "reverse")
@@ -22,6 +23,7 @@ _ADDITION = replace(_REVERSE, at=_DIGITS, task="reversed_addition")
 #: How each number is called, and its digits.
 _CALLED: Mapping[Measure, tuple[str, int]] = {
     _LOSS: ("causal, loss", 3),
+    _LOSS_AT_HALF_RATE: ("the same, with half of the rate", 3),
     _MASKED_LOSS: ("masked, loss", 3),
     _MASKED_STEPS: (f"masked, steps to {MASKED:.2f}", 0),
     _REVERSE: ("encoder-decoder, reverse, right answers", 2),
@@ -43,6 +45,7 @@ _QUOTED = (
         "Learned and sinusoidal positions: BLEU 25.7 and 25.8 (arXiv:1706.03762, table 3, E and base)",
         (
             ("learned", "sinusoidal", _LOSS),
+            ("learned", "sinusoidal", _LOSS_AT_HALF_RATE),
             ("native", "sinusoidal", _MASKED_LOSS),
             ("learned", "native", _REVERSE),
             ("learned", "native", _ADDITION),

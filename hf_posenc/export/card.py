@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.checkpoint.cards import card_data, hub_name, scheme_names, scheme_section, versions_section
 from hf_posenc.export.records import ExportReport, checks_table
+from hf_posenc.export.targets import find_target
 from hf_posenc.patching.place.in_force import current_encoding
 
 _LIBRARIES = {"stock": "transformers", "gguf": "gguf", "onnx": "onnx", "executorch": "executorch"}
@@ -34,10 +35,10 @@ def export_card(model: PreTrainedModel, report: ExportReport, usage: str, reposi
     )
     sections = [
         f"# {name}",
-        f"A `{class_name}` with the position encoding `{report.scheme}`, written for {report.target}. It runs without "
-        f"the package `hf_posenc`.",
+        f"A `{class_name}` with the position encoding `{report.scheme}`, exported for "
+        f"{find_target(report.target).program}. It runs without the package `hf_posenc`.",
         f"## How to run it\n\n{_how_to_run(usage, report, repository)}",
-        f"## Position encoding\n\n{scheme}\n\nHere it is carried by {report.carrier}.",
+        f"## Position encoding\n\n{scheme}\n\nThe export expresses it through {report.carrier}.",
         f"## Measured difference\n\nThe export was run on the same tokens as the original model:\n\n```\n"
         f"{checks_table(report.checks)}\n```",
         f"### Framework versions\n\n{versions_section()}",

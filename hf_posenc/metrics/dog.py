@@ -56,7 +56,7 @@ def dog_test(
         model: any transformers model, patched or not. Of an encoder-decoder the encoder is measured.
         tokenizer: its tokenizer.
         schemes: what is measured, one after the other; see `measure_in_turn`.
-        sentence: a sentence that holds `word` twice.
+        sentence: a sentence in which `word` occurs twice.
         word: one token or several; see `tokenize_pair`.
         seed: of the probe and of newly created scheme weights.
 
@@ -73,7 +73,7 @@ def dog_test(
 
     Raises:
         UnknownNameError: for an unknown scheme, before the model is touched.
-        MeasurementError: if the sentence does not hold the word twice as the same tokens, the tokenizer does not
+        MeasurementError: if the word does not occur twice in the sentence as the same tokens, the tokenizer does not
             belong to the model, or a scheme given by name needs options.
         UnsupportedError: if the model returns no hidden states.
     """

@@ -35,7 +35,7 @@ def tokenize_pair(tokenizer: Any, sentence: str, word: str) -> TokenizedPair:
     Args:
         tokenizer: any transformers tokenizer. A fast one is asked where in the text its tokens come from; for a
             slow one the word's own tokens, with and without a space before it, are searched for.
-        sentence: a sentence that holds the word at least twice.
+        sentence: a sentence in which the word occurs at least twice.
         word: matched as a whole word, in upper or lower case.
 
     Raises:
@@ -45,7 +45,7 @@ def tokenize_pair(tokenizer: Any, sentence: str, word: str) -> TokenizedPair:
     spans = _spans(sentence, word)
     if len(spans) < 2:
         raise MeasurementError(
-            f"The sentence must hold the word {word!r} twice; {sentence!r} holds it {len(spans)} times."
+            f"The word {word!r} must occur twice in the sentence; in {sentence!r} it occurs {len(spans)} times."
         )
     if getattr(tokenizer, "is_fast", False):
         encoded = tokenizer(sentence, return_offsets_mapping=True, return_special_tokens_mask=True)

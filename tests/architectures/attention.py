@@ -42,9 +42,9 @@ _MIXERS = {
 
 
 def structural_reason(model: nn.Module) -> str:
-    """Why a model has no softmax attention; empty if it has."""
+    """What a model without softmax attention has instead; empty if it has softmax attention."""
     if any(True for _ in attention_modules(model)):
         return ""
     names = {type(module).__name__ for module in model.modules()}
     found = next((word for part, word in _MIXERS.items() if any(part in name for name in names)), "")
-    return f"no attention module, but {found}" if found else "no attention module"
+    return found or "other modules"

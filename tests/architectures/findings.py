@@ -46,7 +46,7 @@ class Record:
         part: the part of the model; empty for models of text.
         columns: "text", "vision" or "series": which schemes are placed in the part.
         refusal: the reason of an `UnsupportedError` that rules out every scheme, or empty.
-        without: why the model has no softmax self-attention, or empty.
+        without: what the model has instead of softmax self-attention, or empty.
         unbuilt: why no tiny model of it can be built or called, or empty.
         findings: scheme -> check -> finding.
     """

@@ -108,7 +108,7 @@ def test_the_kind_follows_from_what_a_forward_reads(model_type: str, kinds: list
 
 
 def test_a_model_without_attention_is_told_apart() -> None:
-    assert smoke(pair_named("vision-resnet")) == "no softmax self-attention: no attention module, but convolution"
+    assert smoke(pair_named("vision-resnet")) == "no softmax self-attention: convolution"
 
 
 @pytest.mark.slow

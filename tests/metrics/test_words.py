@@ -69,7 +69,7 @@ def test_scripts_without_spaces(byte_tokenizer):
 
 @pytest.mark.parametrize("sentence", ["The dog chased another cat", "", "The dogs chased another dog"])
 def test_a_sentence_without_the_word_twice_is_refused(word_tokenizer, sentence):
-    with pytest.raises(MeasurementError, match="must hold the word 'dog' twice"):
+    with pytest.raises(MeasurementError, match="The word 'dog' must occur twice"):
         tokenize_pair(word_tokenizer, sentence, "dog")
 
 

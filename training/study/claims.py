@@ -288,7 +288,7 @@ CLAIMS = (
     ),
     Claim(
         "4",
-        f"trained on up to {COPIED} letters, a model without positions copies longer texts better than with any scheme",
+        f"trained on up to {COPIED} letters, a model copies longer texts better without positions than with any of six others",
         "arXiv:2305.19466",
         tuple(
             Comparison(_copied(other), _copied("none"), conditions=(_has_learned(other), _has_learned("none")))
@@ -298,7 +298,7 @@ CLAIMS = (
     Claim(
         "5",
         "p-RoPE has the loss of RoPE at the trained length",
-        "arXiv:2410.06205 (claims a lower one)",
+        "arXiv:2410.06205 claims a lower one, which is undecided at this length",
         (Comparison(Measure("p_rope"), Measure("rope"), MARGIN),),
     ),
     Claim(

@@ -195,7 +195,7 @@ def _quantities(task: Task, clock: str, control: str | None) -> tuple[Quantity, 
         ),
         "perplexity": (
             "tenths", "perplexity at {length}",
-            "Perplexity: between how many tokens the model hesitates on average (e to the loss). Lower is better.",
+            "Perplexity: e to the loss. A model that guesses evenly among n tokens has a perplexity of n. Lower is better.",
         ),
         "similarity": ("fraction", "cosine at {length}"),
         "accuracy": ("percent", "{length}"),
