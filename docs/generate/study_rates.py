@@ -68,8 +68,7 @@ def above_rope_at_better_rates(runs: Runs) -> dict[str, str]:
     """
     found = finished(runs, "reference")
     better = {
-        scheme: _better(found.get(scheme, {}), seeds)
-        for scheme, seeds in finished(runs, "reference_half_rate").items()
+        scheme: _better(found.get(scheme, {}), seeds) for scheme, seeds in finished(runs, "reference_half_rate").items()
     }
     rope, shares = better.pop("rope", {}), {}
     for scheme, seeds in better.items():

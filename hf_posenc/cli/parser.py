@@ -119,7 +119,7 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     patch.add_argument("--layers", metavar="0,1,2", help="only these layers")
     patch.add_argument("--elsewhere", metavar="SCHEME", help="scheme of the other layers (with --layers)")
     patch.add_argument("--stock", action="store_true", help="save a plain checkpoint that needs no hf_posenc")
-    patch.add_argument("--replace", action="store_true", help="MODEL is already patched: discard its scheme and what it has learned")
+    patch.add_argument("--replace", action="store_true", help="discard the scheme that MODEL already has")
 
     export = verb("export", verbs.export, help="save a patched checkpoint in a form that needs no hf_posenc")
     export.add_argument("--to", default="stock", metavar="TARGET", help=verbs.TARGET_HELP)

@@ -288,7 +288,8 @@ CLAIMS = (
     ),
     Claim(
         "4",
-        f"trained on up to {COPIED} letters, a model copies longer texts better without positions than with any of six others",
+        f"trained on up to {COPIED} letters, a model copies longer texts better without positions than with any of six "
+        "schemes",
         "arXiv:2305.19466",
         tuple(
             Comparison(_copied(other), _copied("none"), conditions=(_has_learned(other), _has_learned("none")))

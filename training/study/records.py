@@ -195,7 +195,8 @@ def _quantities(task: Task, clock: str, control: str | None) -> tuple[Quantity, 
         ),
         "perplexity": (
             "tenths", "perplexity at {length}",
-            "Perplexity: e to the loss. A model that guesses evenly among n tokens has a perplexity of n. Lower is better.",
+            "Perplexity: e to the loss. A model that guesses evenly among n tokens has the perplexity n. "
+            "Lower is better.",
         ),
         "similarity": ("fraction", "cosine at {length}"),
         "accuracy": ("percent", "{length}"),
