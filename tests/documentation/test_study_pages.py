@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import math
 import re
 from pathlib import Path
 from types import ModuleType
@@ -112,18 +113,33 @@ def test_a_repeated_training_is_compared_with_the_first_one(study: ModuleType) -
     ]  # fmt: skip
 
 
-def test_each_scheme_has_the_better_of_two_rates(study: ModuleType) -> None:
-    def run(scheme: str, loss: float) -> dict[str, object]:
-        reading = {"lengths": list(study.LENGTHS), "window_tail_loss": [[loss]] * 4}
-        return {"task": "causal", "scheme": scheme, "seed": 0, "status": "finished", "by_length": reading}
+def of_processor(scheme: str, loss: float, processor: str) -> dict[str, object]:
+    reading = {"lengths": [128, 256, 512, 1024], "window_tail_loss": [[loss]] * 4}
+    figures = {"by_length": reading, "processor": processor}
+    return {"task": "causal", "scheme": scheme, "seed": 0, "status": "finished", **figures}
 
+
+def test_each_scheme_has_the_better_of_two_rates(study: ModuleType) -> None:
     runs = {
-        "reference": [run("rope", 1.22), run("t5", 1.23)],
-        "reference_half_rate": [run("rope", 1.20), run("t5", 1.29)],
+        "reference": [of_processor(*one, "slow") for one in (("rope", 1.22), ("t5", 1.23), ("alibi", 1.28))],
+        "reference_half_rate": [of_processor(*one, "fast") for one in (("rope", 1.20), ("t5", 1.29), ("alibi", 1.26))],
     }
     assert study.TABLES["other_rate"](runs).splitlines()[2:] == [
-        "| `rope` | 1.220 | 1.200 | -0.020 |  | 1 |", "| `t5` | 1.230 | 1.290 | +0.060 | +0.030 | 1 |"
-    ]  # fmt: skip
+        "| `rope` | 1.220 | 1.200 | -0.020 |  | 1 |",
+        "| `t5` | 1.230 | 1.290 | +0.060 | +0.030 (two processors) | 1 |",
+        "| `alibi` | 1.280 | 1.260 | -0.020 | +0.060 | 1 |",
+    ]
+
+
+@pytest.mark.parametrize(("processor", "above"), [("slow", -0.03), ("fast", -0.01), ("another", None)])
+def test_the_catalogue_is_compared_with_the_better_rope_of_its_processor(processor: str, above: float | None) -> None:
+    runs = {
+        "reference": [of_processor("rope", 1.22, "slow")],
+        "reference_control": [of_processor("rope", 1.21, "fast")],
+        "reference_half_rate": [of_processor("rope", 1.20, "fast")],
+    }
+    found = study_leaderboard._above_rope(runs, "reference_catalogue", {0: of_processor("cope", 1.19, processor)})
+    assert found.value == pytest.approx(math.nan if above is None else above, nan_ok=True)
 
 
 def test_windows_are_compared_with_rope_in_all_layers_seed_by_seed(study: ModuleType) -> None:
