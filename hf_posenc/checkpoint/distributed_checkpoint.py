@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 import torch
 
-from hf_posenc.checkpoint.wrapping import wrap
 from hf_posenc.entry import ATTRIBUTE, MARK, find_marks
+from hf_posenc.wrapping import Call
 
 _REMEDY = (
     " To load only the weights, pass planner=DefaultLoadPlanner(allow_partial_load=True) from "
@@ -22,34 +21,22 @@ _REMEDY = (
 )
 
 
-def wrap_loader(module: ModuleType) -> None:
+def load(call: Call) -> Any:
     """Wraps the function that all functions which load distributed checkpoints call."""
-    wrap(module, "_load_state_dict", _load)
-
-
-def _load(
-    original: Callable[..., Any],
-    state_dict: dict[str, Any],
-    storage_reader: Any,
-    process_group: Any = None,
-    coordinator_rank: int = 0,
-    no_dist: bool = False,
-    planner: Any = None,
-) -> Any:
-    how = (process_group, coordinator_rank, no_dist)
-    if getattr(planner, "allow_partial_load", False):
+    state_dict = call["state_dict"]
+    if getattr(call["planner"], "allow_partial_load", False):
         # Only the weights are requested. Marks of two schemes differ in size, which torch would refuse.
         with _without_marks(state_dict):
-            return original(state_dict, storage_reader, *how, planner)
+            return call.run()
 
     def read(names: Mapping[str, Any]) -> dict[str, Any]:
         marks: dict[str, Any] = {name: torch.empty(entry.size, dtype=torch.uint8) for name, entry in names.items()}
         if marks:
-            original(marks, storage_reader, *how)
+            call.run(state_dict=marks, planner=None)
         return marks
 
-    _compare(state_dict, storage_reader, read)
-    return original(state_dict, storage_reader, *how, planner)
+    _compare(state_dict, call["storage_reader"], read)
+    return call.run()
 
 
 @contextmanager

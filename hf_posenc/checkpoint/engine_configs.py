@@ -8,13 +8,10 @@ wrapped, and write another name there. Without the plug-in, an engine does not k
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
-from hf_posenc.checkpoint.wrapping import wrap
 from hf_posenc.entry import read_entry
-from hf_posenc.when_imported import when_imported
+from hf_posenc.wrapping import Call, wrap
 
 #: The architecture of patched models that generate text, which the plug-ins add to the registries of the engines.
 ENGINE_ARCHITECTURE = "HfPosencForCausalLM"
@@ -24,15 +21,11 @@ _CONFIG_READERS = ("vllm.transformers_utils.config", "sglang.srt.utils.hf_transf
 def install() -> None:
     """Wraps the functions, each as soon as its module is imported. Calling it again changes nothing."""
     for module in _CONFIG_READERS:
-        when_imported(module, _wrap)
+        wrap(module, {"get_config": _get_config})
 
 
-def _wrap(module: ModuleType) -> None:
-    wrap(module, "get_config", _get_config)
-
-
-def _get_config(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    config = original(*args, **kwargs)
+def _get_config(call: Call) -> Any:
+    config = call.run()
     if read_entry(config) is not None:
         config.architectures = _engine_architectures(config)
     return config

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from hf_posenc.checkpoint.recognition import finish_saving_of, is_patched, is_scheme_name, refuse_stock_config
 from hf_posenc.entry import ATTRIBUTE, find_mark, find_position_weight, read_entry, read_fields
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.wrapping import Call
 
 if TYPE_CHECKING:
     import torch
@@ -49,16 +49,12 @@ def refuse_wish(model_class: type, value: Any) -> None:
         )
 
 
-def from_config(original: Callable[..., Any], model_class: Any, config: Any, **kwargs: Any) -> Any:
+def from_config(call: Call) -> Any:
     """Wraps `PreTrainedModel._from_config`."""
-    if read_entry(config) is None:
-        return original(model_class, config, **kwargs)
-    return original(patching_proxy(model_class), config, **kwargs)
+    return call.run() if read_entry(call["config"]) is None else call.run(cls=patching_proxy(call["cls"]))
 
 
-def from_pretrained(
-    original: Callable[..., Any], model_class: Any, source: Any, *model_args: Any, **kwargs: Any
-) -> Any:
+def from_pretrained(call: Call) -> Any:
     """Wraps `PreTrainedModel.from_pretrained`.
 
     Raises:
@@ -67,20 +63,20 @@ def from_pretrained(
     """
     from transformers import PreTrainedConfig
 
-    finish_saving_of(source, kwargs)
+    model_class, source, config = call["cls"], call["pretrained_model_name_or_path"], call["config"]
+    finish_saving_of(source, call.arguments)
     if is_scheme_name(source):
         from hf_posenc.checkpoint.rebuilding import rebuilt
 
-        return rebuilt(functools.partial(from_pretrained, original, model_class), source, model_args, kwargs)
-    config = kwargs.get("config")
-    with_info = kwargs.pop("output_loading_info", False)
-    stock = functools.partial(_stock_from_pretrained, original, model_class, source, *model_args)
+        return rebuilt(from_pretrained, call)
     if isinstance(config, PreTrainedConfig) and read_entry(config) is None:
-        refuse_stock_config(source, config, kwargs)
-        return stock(with_info=with_info, **kwargs)
-    if not isinstance(config, PreTrainedConfig) and not is_patched(source if config is None else config, kwargs):
+        refuse_stock_config(source, config, call.arguments)
+        return _stock_from_pretrained(call)
+    if not isinstance(config, PreTrainedConfig) and not is_patched(
+        source if config is None else config, call.arguments
+    ):
         try:
-            return stock(with_info=with_info, **kwargs)
+            return _stock_from_pretrained(call)
         except EntryIgnoredError as error:
             # Cases that cannot be detected from local files: a first download, or the base model of an adapter.
             if error.model_class is not model_class:
@@ -93,16 +89,16 @@ def from_pretrained(
     from hf_posenc.patching.place.head_shards import split_heads
 
     built: list[_Built] = []
-    stored = stored_position_weights(source, kwargs)
+    stored = stored_position_weights(source, call.arguments)
 
     def check_fits(model: Any, scheme: Any) -> None:
         # At this point a model on the hub has been downloaded.
-        found = stored_position_weights(source, kwargs) if stored is None else stored
+        found = stored_position_weights(source, call.arguments) if stored is None else stored
         check_scheme_fits(model, scheme, found, str(source))
 
     proxy = patching_proxy(model_class, built, check_fits)
     try:
-        model, info = original(proxy, source, *model_args, output_loading_info=True, **kwargs)
+        model, info = call.run(cls=proxy, output_loading_info=True)
     except SafetensorError as error:
         raise CheckpointError(
             f"The weights of {source} cannot be read as safetensors ({error}). A file is damaged or incomplete: "
@@ -113,23 +109,21 @@ def from_pretrained(
     # Transformers shards a model over processes after building it, and so after it was patched.
     split_heads(model.position_encoding, model)
     built.pop().follow(model)
-    if is_patched(str(model.config._name_or_path), kwargs):
+    if is_patched(str(model.config._name_or_path), call.arguments):
         from hf_posenc.patching.place.scheme_name import unmark_names
 
         unmark_names(model.position_encoding)
-    return (model, info) if with_info else model
+    return (model, info) if call.arguments.get("output_loading_info") else model
 
 
-def _stock_from_pretrained(
-    original: Callable[..., Any], model_class: Any, source: Any, *model_args: Any, with_info: bool, **kwargs: Any
-) -> Any:
+def _stock_from_pretrained(call: Call) -> Any:
     """Calls the stock method, and raises if it loads the weights of a patched model."""
-    model, info = original(model_class, source, *model_args, output_loading_info=True, **kwargs)
+    model, info = call.run(output_loading_info=True)
     if find_position_weight(info["unexpected_keys"]) is not None:
         from hf_posenc.checkpoint.agreement import refuse_marked_weights
 
-        refuse_marked_weights(info, model, str(source))
-    return (model, info) if with_info else model
+        refuse_marked_weights(info, model, str(call["pretrained_model_name_or_path"]))
+    return (model, info) if call.arguments.get("output_loading_info") else model
 
 
 def patching_proxy(

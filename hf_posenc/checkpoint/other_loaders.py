@@ -1,12 +1,5 @@
 """Wrappers of functions in other libraries that load weight files and check only names and shapes.
 
-`install` wraps, once per process and as soon as their modules are imported:
-
-- `accelerate.load_checkpoint_in_model`, and with it `load_checkpoint_and_dispatch` and `load_and_quantize_model`;
-- `transformers.trainer_utils.load_sharded_checkpoint` and `safetensors.torch.load_model`, if strict;
-- `optimum.quanto.requantize`, and with it `QuantizedModelForCausalLM.from_pretrained`;
-- `torch.distributed.checkpoint.load` (`distributed_checkpoint.py`).
-
 Each wrapper refuses weights of another scheme before anything is copied. For models and weights without a scheme it
 calls the stock function.
 """
@@ -14,15 +7,12 @@ calls the stock function.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextvars import ContextVar
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from hf_posenc.checkpoint.wrapping import wrap
 from hf_posenc.entry import find_marks
-from hf_posenc.when_imported import when_imported
+from hf_posenc.wrapping import Call, wrap
 
 #: Whether the marks of the files that accelerate reads were compared with the model.
 _COMPARED: ContextVar[bool] = ContextVar("hf_posenc_compared_marks", default=False)
@@ -30,49 +20,35 @@ _COMPARED: ContextVar[bool] = ContextVar("hf_posenc_compared_marks", default=Fal
 
 def install() -> None:
     """Wraps the functions. Calling it again changes nothing."""
-    when_imported("accelerate.utils.modeling", _wrap_accelerate)
-    when_imported("transformers.trainer_utils", _wrap_trainer_utils)
-    when_imported("safetensors.torch", _wrap_safetensors)
-    when_imported("optimum.quanto.quantize", _wrap_quanto)
-    when_imported("torch.distributed.checkpoint.state_dict_loader", _wrap_distributed)
+    wrap(
+        "accelerate.utils.modeling",
+        {"load_state_dict": _read_state_dict, "load_checkpoint_in_model": _load_checkpoint},
+    )
+    wrap("transformers.trainer_utils", {"load_sharded_checkpoint": _load_shards})
+    wrap("safetensors.torch", {"load_model": _load_file})
+    wrap("optimum.quanto.quantize", {"requantize": _requantize})
+    wrap("torch.distributed.checkpoint.state_dict_loader", {"_load_state_dict": _load_distributed})
 
 
-def _wrap_accelerate(module: ModuleType) -> None:
-    wrap(module, "load_state_dict", _read_state_dict)
-    wrap(module, "load_checkpoint_in_model", _load_checkpoint)
+def _load_distributed(call: Call) -> Any:
+    # This needs torch, which importing this package must not load.
+    from hf_posenc.checkpoint.distributed_checkpoint import load
+
+    return load(call)
 
 
-def _wrap_trainer_utils(module: ModuleType) -> None:
-    wrap(module, "load_sharded_checkpoint", _load_shards)
-
-
-def _wrap_safetensors(module: ModuleType) -> None:
-    wrap(module, "load_model", _load_file)
-
-
-def _wrap_quanto(module: ModuleType) -> None:
-    wrap(module, "requantize", _requantize)
-
-
-def _wrap_distributed(module: ModuleType) -> None:
-    # This needs torch, which is already imported here. Importing this package must not load it.
-    from hf_posenc.checkpoint.distributed_checkpoint import wrap_loader
-
-    wrap_loader(module)
-
-
-def _load_checkpoint(original: Callable[..., Any], model: Any, checkpoint: Any, *args: Any, **kwargs: Any) -> Any:
+def _load_checkpoint(call: Call) -> Any:
     from hf_posenc.checkpoint.agreement import check_file
     from hf_posenc.checkpoint.atomic_folder import finish_saving
 
-    if os.path.isdir(checkpoint):
-        finish_saving(checkpoint)
-    file = _read_by_accelerate(Path(checkpoint))
+    if os.path.isdir(call["checkpoint"]):
+        finish_saving(call["checkpoint"])
+    file = _read_by_accelerate(Path(call["checkpoint"]))
     if file is not None:
-        check_file(model, file)
+        check_file(call["model"], file)
     token = _COMPARED.set(True)
     try:
-        return original(model, checkpoint, *args, **kwargs)
+        return call.run()
     finally:
         _COMPARED.reset(token)
 
@@ -85,43 +61,36 @@ def _read_by_accelerate(checkpoint: Path) -> Path | None:
     return next((file for file in (*found, *checkpoint.glob("*.index.json")) if file.is_file()), None)
 
 
-def _read_state_dict(original: Callable[..., Any], file: Any, device_map: Any = None, *args: Any, **kw: Any) -> Any:
-    state_dict = original(file, device_map, *args, **kw)
-    if _COMPARED.get() and device_map is not None:
+def _read_state_dict(call: Call) -> Any:
+    state_dict = call.run()
+    if _COMPARED.get() and call["device_map"] is not None:
         # With a device map, accelerate sets each entry separately and supports only parameters and buffers.
         for key in find_marks(state_dict):
             del state_dict[key]
     return state_dict
 
 
-def _load_shards(
-    original: Callable[..., Any], model: Any, folder: Any, strict: bool = True, prefer_safe: bool = True, **kwargs: Any
-) -> Any:
-    if strict:
+def _load_shards(call: Call) -> Any:
+    names = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+    indices = [Path(call["folder"], name) for name in (names if call["prefer_safe"] else reversed(names))]
+    return _load_strictly(call, next((file for file in indices if file.is_file()), None))
+
+
+def _load_file(call: Call) -> Any:
+    return _load_strictly(call, call["filename"] if os.path.isfile(call["filename"]) else None)
+
+
+def _load_strictly(call: Call, file: Any) -> Any:
+    if call["strict"] and file is not None:
         from hf_posenc.checkpoint.agreement import check_file
         from hf_posenc.patching.place.mark import NOT_STRICT
 
-        names = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-        indices = [Path(folder, name) for name in (names if prefer_safe else reversed(names))]
-        index = next((file for file in indices if file.is_file()), None)
-        if index is not None:
-            check_file(model, index, f" {NOT_STRICT}.")
-    return original(model, folder, strict, prefer_safe, **kwargs)
+        check_file(call["model"], file, f" {NOT_STRICT}.")
+    return call.run()
 
 
-def _load_file(
-    original: Callable[..., Any], model: Any, filename: Any, strict: bool = True, *args: Any, **kw: Any
-) -> Any:
-    if strict and os.path.isfile(filename):
-        from hf_posenc.checkpoint.agreement import check_file
-        from hf_posenc.patching.place.mark import NOT_STRICT
-
-        check_file(model, filename, f" {NOT_STRICT}.")
-    return original(model, filename, strict, *args, **kw)
-
-
-def _requantize(original: Callable[..., Any], model: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+def _requantize(call: Call) -> Any:
     from hf_posenc.checkpoint.agreement import check_state_dict
 
-    check_state_dict(model, state_dict, remedy="")
-    return original(model, state_dict, *args, **kwargs)
+    check_state_dict(call["model"], call["state_dict"], remedy="")
+    return call.run()

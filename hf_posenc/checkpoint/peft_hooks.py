@@ -1,21 +1,10 @@
 """PEFT adapters of patched models: the scheme is saved with the adapter and applied before the adapter is loaded.
 
-`install` wraps these functions, once per process and as soon as PEFT is imported:
-
-- `PeftConfig.save_pretrained` and `from_json_file`, which write and read the marked form of `adapter_config.json`, and
-  `from_pretrained`, which stores the scheme in the config;
-- `PeftModel.save_pretrained`, which writes the scheme's files next to the adapter;
-- functions that create adapter layers from a config, or swap their weights: they refuse a config with another scheme;
-- the creation of adaption prompts, which do not work in a patched model;
-- `PeftModel.from_pretrained`, `PeftModel.load_adapter`, `hotswap_adapter` and transformers' own `load_adapter`, which
-  patch a stock base before PEFT uses it, accept a base with the same scheme, and refuse a wrong base.
-
-If neither the model nor the adapter has a scheme, each calls the stock method.
+If neither the model nor the adapter has a scheme, each wrapper calls the stock method.
 """
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 import tempfile
@@ -24,11 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from hf_posenc.checkpoint.wrapping import wrap
-from hf_posenc.when_imported import when_imported
+from hf_posenc.wrapping import Call, wrap
 
 #: The scheme to mark adapter configs with while they are saved.
 _MARKS: ContextVar[dict[str, Any] | None] = ContextVar("hf_posenc_marks_adapter_configs", default=None)
@@ -41,86 +28,70 @@ _NO_SCHEME: ContextVar[bool] = ContextVar("hf_posenc_found_no_scheme", default=F
 
 def install() -> None:
     """Wraps the methods. Calling it again changes nothing."""
-    when_imported("transformers.integrations.peft", _wrap_transformers)
-    when_imported("peft.config", _wrap_config)
-    when_imported("peft.tuners.tuners_utils", _wrap_tuners)
-    when_imported("peft.peft_model", _wrap_model)
-    when_imported("peft.mixed_model", _wrap_mixed_model)
-    when_imported("peft.utils.hotswap", _wrap_hotswap)
-    when_imported("peft.tuners.adaption_prompt.model", _wrap_adaption_prompts)
+    wrap("transformers.integrations.peft", {"PeftAdapterMixin.load_adapter": _load_into_transformers})
+    wrap(
+        "peft.config",
+        {
+            "PeftConfigMixin.save_pretrained": _save_config,
+            "PeftConfigMixin.from_json_file": _read_config,
+            "PeftConfigMixin.from_pretrained": _load_config,
+        },
+    )
+    wrap("peft.tuners.tuners_utils", {"BaseTuner.inject_adapter": _inject_adapter})
+    wrap("peft.tuners.adaption_prompt.model", {"AdaptionPromptModel.__init__": _make_adaption_prompts})
+    wrap(
+        "peft.peft_model",
+        {
+            "PeftModel.add_adapter": _add_adapter,
+            "PeftModel.save_pretrained": _save_model,
+            "PeftModel.from_pretrained": _load_adapter,
+            "PeftModel.load_adapter": _load_adapter,
+        },
+    )
+    wrap(
+        "peft.mixed_model",
+        {"PeftMixedModel.from_pretrained": _load_adapter, "PeftMixedModel.load_adapter": _load_adapter},
+    )
+    # The second is looked up at each call, so it also affects a hotswap_adapter that was imported by name before.
+    wrap(
+        "peft.utils.hotswap",
+        {"hotswap_adapter": _hotswap, "hotswap_adapter_from_state_dict": _hotswap_weights},
+    )
 
 
-def _wrap_transformers(module: ModuleType) -> None:
-    wrap(module.PeftAdapterMixin, "load_adapter", _load_into_transformers)
-
-
-def _wrap_config(module: ModuleType) -> None:
-    wrap(module.PeftConfigMixin, "save_pretrained", _save_config)
-    wrap(module.PeftConfigMixin, "from_json_file", _read_config)
-    wrap(module.PeftConfigMixin, "from_pretrained", _load_config)
-
-
-def _wrap_tuners(module: ModuleType) -> None:
-    wrap(module.BaseTuner, "inject_adapter", _inject_adapter)
-
-
-def _wrap_model(module: ModuleType) -> None:
-    wrap(module.PeftModel, "__init__", _make_model)
-    wrap(module.PeftModel, "add_adapter", _add_adapter)
-    wrap(module.PeftModel, "save_pretrained", _save_model)
-    wrap(module.PeftModel, "from_pretrained", _load_model)
-    wrap(module.PeftModel, "load_adapter", _load_adapter)
-
-
-def _wrap_mixed_model(module: ModuleType) -> None:
-    wrap(module.PeftMixedModel, "from_pretrained", _load_model)
-    wrap(module.PeftMixedModel, "load_adapter", _load_adapter)
-
-
-def _wrap_hotswap(module: ModuleType) -> None:
-    wrap(module, "hotswap_adapter", _hotswap)
-    # This is looked up at each call, so it also affects a hotswap_adapter that was imported by name before.
-    wrap(module, "hotswap_adapter_from_state_dict", _hotswap_weights)
-
-
-def _wrap_adaption_prompts(module: ModuleType) -> None:
-    wrap(module.AdaptionPromptModel, "__init__", _make_adaption_prompts)
-
-
-def _make_adaption_prompts(original: Callable[..., Any], tuner: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-    target = _transformers_model(model)
+def _make_adaption_prompts(call: Call) -> Any:
+    target = _transformers_model(call["model"])
     if target is not None and _encoding(target) is not None:
         from hf_posenc.patching.place.model_checks import recomputed_queries_error
 
         raise recomputed_queries_error(target)
-    original(tuner, model, *args, **kwargs)
+    return call.run()
 
 
 # Saving
 
 
-def _save_config(original: Callable[..., Any], config: Any, save_directory: Any, **kwargs: Any) -> None:
-    scheme = _MARKS.get()
+def _save_config(call: Call) -> Any:
+    scheme, folder = _MARKS.get(), call["save_directory"]
     if scheme is None:
-        original(config, save_directory, **kwargs)
-        return
+        return call.run()
     from hf_posenc.checkpoint.adapter_config import CONFIG_FILE, write_marked
 
     # The stock form must never be readable in the folder, not even for a moment.
-    Path(save_directory).mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".adapter-", dir=save_directory) as draft:
-        original(config, draft, **kwargs)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".adapter-", dir=folder) as draft:
+        result = call.run(save_directory=draft)
         write_marked(Path(draft, CONFIG_FILE), scheme)
-        os.replace(Path(draft, CONFIG_FILE), Path(save_directory, CONFIG_FILE))
+        os.replace(Path(draft, CONFIG_FILE), Path(folder, CONFIG_FILE))
+    return result
 
 
-def _save_model(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    given = _bound(original, (model, *args), kwargs)
-    names = list(model.peft_config) if given["selected_adapters"] is None else given["selected_adapters"]
-    folder = Path(given["save_directory"])
+def _save_model(call: Call) -> Any:
+    model, folder = call["self"], Path(call["save_directory"])
+    names = list(model.peft_config) if call["selected_adapters"] is None else call["selected_adapters"]
     folders = [folder if name == "default" else folder / name for name in names]
-    with scheme_saved_with_adapters(model, folders, given["is_main_process"], given.get("state_dict")):
-        return original(model, *args, **kwargs)
+    with scheme_saved_with_adapters(model, folders, call["is_main_process"], call.arguments.get("state_dict")):
+        return call.run()
 
 
 @contextmanager
@@ -177,10 +148,10 @@ def _remove_scheme(folders: list[Path]) -> None:
 # Loading
 
 
-def _load_config(original: Callable[..., Any], config_class: Any, *args: Any, **kwargs: Any) -> Any:
+def _load_config(call: Call) -> Any:
     token = _FOUND.set(None)
     try:
-        config = original(config_class, *args, **kwargs)
+        config = call.run()
         scheme = _FOUND.get()
     finally:
         _FOUND.reset(token)
@@ -191,11 +162,11 @@ def _load_config(original: Callable[..., Any], config_class: Any, *args: Any, **
     return config
 
 
-def _read_config(original: Callable[..., Any], config_class: Any, path: Any, **kwargs: Any) -> Any:
+def _read_config(call: Call) -> Any:
     from hf_posenc.checkpoint.adapter_config import is_marked, scheme_of, unmarked
     from hf_posenc.checkpoint.configuration import CheckpointError
 
-    config = original(config_class, path, **kwargs)
+    config, path = call.run(), call["path_json_file"]
     if not is_marked(config):
         return config
     if _NO_SCHEME.get():
@@ -208,73 +179,57 @@ def _read_config(original: Callable[..., Any], config_class: Any, path: Any, **k
     return stock_form
 
 
-def _make_model(original: Callable[..., Any], peft_model: Any, *args: Any, **kwargs: Any) -> None:
-    from hf_posenc.checkpoint.adapter_guard import check_scheme
-
-    given = _bound(original, (peft_model, *args), kwargs)
-    check_scheme(given["model"], given["peft_config"])
-    original(peft_model, *args, **kwargs)
-
-
-def _add_adapter(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+def _add_adapter(call: Call) -> Any:
     from hf_posenc.checkpoint.adapter_guard import check_scheme, check_second
 
-    given = _bound(original, (model, *args), kwargs)
-    check_scheme(model, given["peft_config"])
-    check_second(model, given["adapter_name"])
-    return original(model, *args, **kwargs)
+    check_scheme(call["self"], call["peft_config"])
+    check_second(call["self"], call["adapter_name"])
+    return call.run()
 
 
-def _inject_adapter(original: Callable[..., Any], tuner: Any, *args: Any, **kwargs: Any) -> Any:
+def _inject_adapter(call: Call) -> Any:
     from hf_posenc.checkpoint.adapter_guard import check_scheme
 
-    given = _bound(original, (tuner, *args), kwargs)
-    check_scheme(given["model"], tuner.peft_config[given["adapter_name"]])
-    return original(tuner, *args, **kwargs)
+    check_scheme(call["model"], call["self"].peft_config[call["adapter_name"]])
+    return call.run()
 
 
-def _load_model(original: Callable[..., Any], peft_class: Any, model: Any, model_id: Any, *args: Any, **kw: Any) -> Any:
-    with _placed(model, model_id, kw):
-        return original(peft_class, model, model_id, *args, **kw)
+def _load_adapter(call: Call) -> Any:
+    """Wraps `from_pretrained` of PEFT's models, which makes a new one, and `load_adapter`, which adds to one."""
+    loads_first = "cls" in call.arguments
+    model, name = (call["model"], None) if loads_first else (call["self"], call["adapter_name"])
+    with _placed(model, call["model_id"], call.arguments, name):
+        return call.run()
 
 
-def _load_adapter(
-    original: Callable[..., Any], model: Any, model_id: Any, adapter_name: str, *args: Any, **kw: Any
-) -> Any:
-    with _placed(model, model_id, kw, adapter_name):
-        return original(model, model_id, adapter_name, *args, **kw)
-
-
-def _hotswap(original: Callable[..., Any], model: Any, model_id: Any, adapter_name: str, *args: Any, **kw: Any) -> Any:
+def _hotswap(call: Call) -> Any:
     token = _COMPARED.set(True)
     try:
-        with _placed(model, model_id, kw, adapter_name):
-            return original(model, model_id, adapter_name, *args, **kw)
+        with _placed(call["model"], call["model_name_or_path"], call.arguments, call["adapter_name"]):
+            return call.run()
     finally:
         _COMPARED.reset(token)
 
 
-def _hotswap_weights(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _hotswap_weights(call: Call) -> Any:
     if not _COMPARED.get():
         from hf_posenc.checkpoint.adapter_guard import check_swap
 
-        given = _bound(original, args, kwargs)
-        check_swap(given["model"], given["config"])
-    return original(*args, **kwargs)
+        check_swap(call["model"], call["config"])
+    return call.run()
 
 
-def _load_into_transformers(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    given = _bound(original, (model, *args), kwargs)
-    loading = given["load_config"]
-    source = given["peft_model_id"] or getattr(loading, "pretrained_model_name_or_path", None)
-    hub = {**(getattr(loading, "download_kwargs", None) or {}), **(given["adapter_kwargs"] or {})}
-    hub |= {name: kwargs[name] for name in ("revision", "subfolder", "token", "cache_dir") if name in kwargs}
+def _load_into_transformers(call: Call) -> Any:
+    model, loading = call["self"], call["load_config"]
+    source = call["peft_model_id"] or getattr(loading, "pretrained_model_name_or_path", None)
+    hub = {**(getattr(loading, "download_kwargs", None) or {}), **(call["adapter_kwargs"] or {})}
+    hub |= {name: call.kwargs[name] for name in ("revision", "subfolder", "token", "cache_dir") if name in call.kwargs}
     if source is None:
         from hf_posenc.checkpoint.adapter_guard import check_scheme
 
-        check_scheme(model, given["peft_config"])
-    with _placed(model, source, hub, given["adapter_name"] or "default"):
-        return original(model, *args, **kwargs)
+        check_scheme(model, call["peft_config"])
+    with _placed(model, source, hub, call["adapter_name"] or "default"):
+        return call.run()
 
 
 @contextmanager
@@ -345,15 +300,3 @@ def _encoding(target: Any) -> Any:
     from hf_posenc.patching.place.in_force import current_encoding
 
     return current_encoding(target)
-
-
-def _bound(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a call by name, including defaults and additional keywords."""
-    signature = inspect.signature(function)
-    bound = signature.bind(*args, **kwargs)
-    bound.apply_defaults()
-    found = dict(bound.arguments)
-    for parameter in signature.parameters.values():
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            found |= found.pop(parameter.name)
-    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,8 @@ AUTOMATIC = "<!-- Written by hf_posenc, and again by every push of the model. Re
 _OF_TRANSFORMERS = "This model card has been automatically generated"
 
 
-def upload_modified_files(
-    original: Callable[..., Any], model: Any, working_dir: Any, repo_id: str, *args: Any, **kwargs: Any
-) -> Any:
-    """Gives a patched model a card that describes its scheme, and uploads the folder.
+def write_card(model: Any, working_dir: Any, repo_id: str) -> None:
+    """Gives a patched model a card that describes its scheme, in the folder that will be uploaded.
 
     A card that was written by hand is kept, and tagged with the scheme.
     """
@@ -38,7 +36,6 @@ def upload_modified_files(
             tags = [*(card.data.get("tags") or []), *tags]
         card.data["tags"] = list(dict.fromkeys(tags))
         card.save(path)
-    return original(model, working_dir, repo_id, *args, **kwargs)
 
 
 @contextlib.contextmanager

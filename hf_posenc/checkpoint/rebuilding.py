@@ -20,11 +20,12 @@ from hf_posenc.patching.place.in_force import current_encoding
 from hf_posenc.patching.place.lengths import choose_length
 from hf_posenc.patching.place.scheme_name import SchemeName, update_length_in_names
 from hf_posenc.schemes import scheme_from_dict
+from hf_posenc.wrapping import Call
 
 logger = logging.getLogger(__name__)
 
 
-def rebuilt(load: Callable[..., Any], name: SchemeName, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def rebuilt(load: Callable[[Call], Any], call: Call) -> Any:
     """Loads the files of a name and applies the scheme that the named model has in memory.
 
     The length and the scheme's parameters are the current ones of the named model. All other weights come from the
@@ -32,17 +33,16 @@ def rebuilt(load: Callable[..., Any], name: SchemeName, args: tuple[Any, ...], k
 
     Args:
         load: `from_pretrained` for a plain name.
-        name: `config._name_or_path` or `name_or_path` of a patched model.
-        args: additional arguments of `from_pretrained`.
-        kwargs: its keyword arguments.
+        call: of `from_pretrained`, with `config._name_or_path` or `name_or_path` of a patched model.
 
     Raises:
         UnsupportedError: if the scheme has parameters and the model with these parameters no longer exists or has a
             different architecture, or if `config` has neither the scheme of the name nor that of the files.
     """
+    name, config = call["pretrained_model_name_or_path"], call["config"]
     live = name.encoding()
-    on_disk = _entry_of_files(str(name), kwargs)
-    config = kwargs.get("config")
+    on_disk = _entry_of_files(str(name), call.arguments)
+    call = call.changed(pretrained_model_name_or_path=str(name))
     if isinstance(config, PreTrainedConfig) and (given := read_entry(config)) is not None:
         if given not in (name.entry, on_disk):
             raise UnsupportedError(
@@ -50,9 +50,10 @@ def rebuilt(load: Callable[..., Any], name: SchemeName, args: tuple[Any, ...], k
                 f"with {_scheme(name)!r}. Pass str(name) to load the files of that name with this config."
             )
         if on_disk is None:
-            kwargs = kwargs | {"config": copy.deepcopy(config)}
-            detach_entry(kwargs["config"])
-    result = load(str(name), *args, **kwargs)
+            config = copy.deepcopy(config)
+            detach_entry(config)
+            call = call.changed(config=config)
+    result = load(call)
     model = result[0] if isinstance(result, tuple) else result
     if name.entry is None:
         unpatch_model(model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +15,10 @@ from hf_posenc.checkpoint.pushing import upload_of
 from hf_posenc.entry import MARK, find_mark, read_entry
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.place.in_force import encodings, has_patched_layers, refuse_changed
+from hf_posenc.wrapping import Call
 
 
-def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+def save_pretrained(call: Call) -> Any:
     """Calls transformers' `save_pretrained` atomically: an interrupted save leaves one complete model in the folder.
 
     If every rank writes its own files (`distributed_checkpoint=True`), transformers controls the order.
@@ -26,6 +26,7 @@ def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwar
     Raises:
         UnsupportedError: if the model's config does not match its scheme, or another copy of this package patched it.
     """
+    model = call["self"]
     entry = read_entry(model.config)
     if entry is not None and not has_patched_layers(model):
         raise UnsupportedError(
@@ -40,32 +41,29 @@ def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwar
             "positions. Save the model that was patched, or unpatch it and patch this model instead."
         )
     refuse_changed(model)
-    call = inspect.signature(original).bind(model, *args, **kwargs)
-    given = call.arguments
-    folder = given["save_directory"]
+    folder, main = call["save_directory"], call["is_main_process"]
     if isinstance(folder, str | os.PathLike) and os.path.isdir(folder):
         # Otherwise, the remaining files of an interrupted save would later overwrite the files of this one.
         clear_drafts(folder)
     if getattr(model, "_hf_peft_config_loaded", False):
         # For adapters inside a transformers model, only the adapter is saved.
-        main = given.get("is_main_process", True)
-        with scheme_saved_with_adapters(model, [Path(given["save_directory"])], main, given.get("state_dict")):
-            return original(*call.args, **call.kwargs)
+        with scheme_saved_with_adapters(model, [Path(folder)], main, call["state_dict"]):
+            return call.run()
     if entry is None:
-        return original(model, *args, **kwargs)
-    if given.get("state_dict") is not None:
-        given["state_dict"] = _marked(model, given["state_dict"])
-    if given.get("distributed_checkpoint") or os.path.isfile(folder):
-        return original(*call.args, **call.kwargs)
+        return call.run()
+    if call["state_dict"] is not None:
+        call = call.changed(state_dict=_marked(model, call["state_dict"]))
+    if call["distributed_checkpoint"] or os.path.isfile(folder):
+        return call.run()
     upload = None
-    if given.get("push_to_hub"):
+    if call["push_to_hub"]:
         # The upload starts after the files are in place, so that they are kept if it fails.
-        given["push_to_hub"] = False
-        if model.should_save_on_this_rank(given.get("is_main_process", True)):
-            upload = _prepared_upload(model, folder, given.get("token"), given.setdefault("kwargs", {}))
+        options = dict(call["kwargs"])
+        if model.should_save_on_this_rank(main):
+            upload = _prepared_upload(model, folder, call["token"], options)
+        call = call.changed(push_to_hub=False, kwargs=options)
     with atomic_replacement(Path(folder)) as draft:
-        given["save_directory"] = str(draft)
-        original(*call.args, **call.kwargs)
+        call.run(save_directory=str(draft))
     if upload is not None:
         upload()
     return None

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from hf_posenc.checkpoint.wrapping import wrap
 from hf_posenc.entry import is_on_disk_form
 from hf_posenc.errors import PositionEncodingError
-from hf_posenc.when_imported import when_imported
+from hf_posenc.wrapping import Call, wrap
 
 if TYPE_CHECKING:
     from fastapi import Request
@@ -22,17 +20,18 @@ _PACKAGE = "transformers.cli.serving"
 
 def install() -> None:
     """Wraps functions of the server, as soon as its modules are imported."""
-    when_imported(f"{_PACKAGE}.server", lambda module: wrap(module, "build_server", _build_server))
-    when_imported(f"{_PACKAGE}.model_manager", lambda module: wrap(module.ModelManager, "get_gen_models", _models))
-    when_imported(f"{_PACKAGE}.utils", _wrap_stream_error)
+    wrap(f"{_PACKAGE}.server", {"build_server": _build_server})
+    wrap(f"{_PACKAGE}.utils", {"_StreamError.__init__": _make_stream_error})
+    wrap(f"{_PACKAGE}.utils", {"get_gen_models": _models}, moved=True)
+    wrap(f"{_PACKAGE}.model_manager", {"ModelManager.get_gen_models": _models}, moved=True)
 
 
-def _build_server(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _build_server(call: Call) -> Any:
     """The server, which answers with the reason where a patched model cannot do what is asked.
 
     Without a handler, every exception is answered with status 500 and no reason, and clients try again.
     """
-    app = original(*args, **kwargs)
+    app = call.run()
     app.add_exception_handler(PositionEncodingError, _answer)
     return app
 
@@ -44,12 +43,13 @@ async def _answer(_: Request, error: PositionEncodingError) -> JSONResponse:
     return JSONResponse({"error": found}, status_code=400)
 
 
-def _models(original: Callable[..., list[dict[str, Any]]], cache_dir: str | None = None) -> list[dict[str, Any]]:
+def _models(call: Call) -> list[dict[str, Any]]:
     from huggingface_hub import constants
 
+    cache_dir = call["cache_dir"]
     if not Path(cache_dir or constants.HF_HUB_CACHE).is_dir():
         return []  # The stock code raises, which is answered with status 500.
-    return [*original(cache_dir), *_patched_models(cache_dir)]
+    return [*call.run(), *_patched_models(cache_dir)]
 
 
 def _patched_models(cache_dir: str | None) -> Iterator[dict[str, Any]]:
@@ -77,8 +77,5 @@ class _Message(str):
         return json.dumps(str(self), ensure_ascii=False)[1:-1]
 
 
-def _wrap_stream_error(module: ModuleType) -> None:
-    def init(original: Callable[..., None], error: Any, message: str) -> None:
-        original(error, _Message(message))
-
-    wrap(module._StreamError, "__init__", init)
+def _make_stream_error(call: Call) -> Any:
+    return call.run(msg=_Message(call["msg"]))

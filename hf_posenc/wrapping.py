@@ -1,0 +1,166 @@
+"""Wraps functions of other packages, once per process. A copy of this package that is imported later takes over.
+
+Importing this package must not change how the functions are called. A wrapper therefore receives a `Call`, in which it
+finds the arguments by the names that the function gives them, however the caller passed them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.when_imported import when_imported
+
+_MARK = "_hf_posenc_wraps"
+#: All wrappers by the full names of their functions, also of packages that are not imported.
+WRAPPERS: dict[str, Callable[[Call], Any]] = {}
+
+
+class Call:
+    """A call of a wrapped function.
+
+    Args:
+        original: the function.
+        signature: its signature.
+        args: the positional arguments, with the instance or class of a method.
+        kwargs: the keyword arguments.
+    """
+
+    def __init__(
+        self, original: Callable[..., Any], signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.original, self.signature = original, signature
+        self.args, self.kwargs = args, kwargs
+
+    @functools.cached_property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments by name: of all parameters, with their defaults, and additional keywords.
+
+        Raises:
+            TypeError: the function's own, for arguments that it does not take.
+        """
+        bound = self._bound()
+        bound.apply_defaults()
+        return {**bound.arguments.get(self._keywords, {}), **bound.arguments}
+
+    def __getitem__(self, name: str) -> Any:
+        """The argument of a parameter, or its default.
+
+        Raises:
+            UnsupportedError: if the function has no parameter of this name in the installed version of its package.
+        """
+        if name not in self.arguments:
+            package = self.original.__module__.partition(".")[0]
+            raise UnsupportedError(
+                f"{self.original.__qualname__} of {_version(package)} has no argument {name!r}, which hf_posenc reads "
+                f"there. Use a version of {package} that hf_posenc was tested with."
+            )
+        return self.arguments[name]
+
+    def run(self, /, **changed: Any) -> Any:
+        """Calls the function, with other values of some arguments."""
+        call = self.changed(**changed) if changed else self
+        return call.original(*call.args, **call.kwargs)
+
+    def changed(self, /, **changed: Any) -> Call:
+        """The same call with other values of some arguments. Names that are no parameters are additional keywords."""
+        bound = self._bound()
+        for name, value in changed.items():
+            if name in self.signature.parameters:
+                bound.arguments[name] = value
+            else:
+                bound.arguments[self._keywords] = {**bound.arguments.get(self._keywords, {}), name: value}
+        return Call(self.original, self.signature, bound.args, bound.kwargs)
+
+    @property
+    def _keywords(self) -> str:
+        """The name of the parameter that collects additional keywords; empty if there is none."""
+        parameters = self.signature.parameters.values()
+        return next((each.name for each in parameters if each.kind is inspect.Parameter.VAR_KEYWORD), "")
+
+    def _bound(self) -> inspect.BoundArguments:
+        try:
+            return self.signature.bind(*self.args, **self.kwargs)
+        except TypeError:
+            # Python's own message names the function. This cannot run it, because it has exactly this signature.
+            inspect.unwrap(self.original)(*self.args, **self.kwargs)
+            raise
+
+
+def wrap(module: str, wrappers: Mapping[str, Callable[[Call], Any]], *, moved: bool = False) -> None:
+    """Replaces functions of a module, as soon as it is imported, by `wrapper(call)`.
+
+    A function is replaced in every module that has imported it by its name. One that is already wrapped stays as it is.
+
+    Args:
+        module: full name of the module.
+        wrappers: by the name of the function in the module, or of a method: "function", "Class.method".
+        moved: whether other versions of the package have the functions in another place. Those that do not exist are
+            left out.
+
+    Raises:
+        ImportError: from the import of the module, if it lacks a function.
+    """
+    WRAPPERS.update({f"{module}.{name}": wrapper for name, wrapper in wrappers.items()})
+
+    def place(found: ModuleType) -> None:
+        for name, wrapper in wrappers.items():
+            try:
+                _place(found, name, wrapper)
+            except AttributeError as error:
+                if not moved:
+                    raise ImportError(
+                        f"hf_posenc wraps {module}.{name}, which {_version(module.partition('.')[0])} does not have. "
+                        "Use a version that hf_posenc was tested with."
+                    ) from error
+
+    when_imported(module, place)
+
+
+def _version(package: str) -> str:
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        return package
+
+
+def _place(module: ModuleType, path: str, wrapper: Callable[[Call], Any]) -> None:
+    class_name, _, name = path.rpartition(".")
+    owner: Any = getattr(module, class_name) if class_name else module
+    raw = inspect.getattr_static(owner, name)
+    kind = type(raw) if isinstance(raw, classmethod | staticmethod) else None
+    original = replaced = raw if kind is None else raw.__func__
+    if _is_of_another_copy(original):
+        original = getattr(original, _MARK)
+    if hasattr(original, _MARK):
+        return
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(Call(original, signature, args, kwargs))
+
+    # `inspect.getfullargspec` reads this, and does not look behind a wrapper.
+    wrapped.__signature__ = signature  # type: ignore[attr-defined]
+    for attribute in dir(original):  # such as those of `functools.lru_cache`
+        if not hasattr(wrapped, attribute):
+            setattr(wrapped, attribute, getattr(original, attribute))
+    setattr(wrapped, _MARK, original)
+    setattr(owner, name, wrapped if kind is None else kind(wrapped))
+    if owner is module:
+        for other in list(sys.modules.values()):
+            # getattr is not used, because lazy packages import submodules on attribute access.
+            if getattr(other, "__dict__", {}).get(name) is replaced:
+                setattr(other, name, wrapped)
+
+
+def _is_of_another_copy(function: Any) -> bool:
+    """Whether a function is a wrapper created by an earlier import of this module."""
+    module = getattr(function, "__globals__", {})
+    return hasattr(function, _MARK) and module.get("__name__") == __name__ and module is not globals()

@@ -1,0 +1,205 @@
+"""Functions of other packages that are wrapped: they take the same calls as before, and the page lists them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import hf_posenc.patching  # most wrappers do nothing before
+from hf_posenc.wrapping import WRAPPERS, Call, wrap
+from tests.models import tiny
+
+#: Engines that need a GPU; the function of both takes at least these arguments.
+_ENGINES = ("vllm.", "sglang.")
+
+
+def _engine_config(model: Any, trust_remote_code: bool = False, **kwargs: Any) -> Any: ...
+
+
+def wrapped(name: str) -> Any:
+    """The function behind a name; that of an engine is made up."""
+    if name.startswith(_ENGINES):
+        return _wrapped_twin(name, _engine_config)
+    parts = name.split(".")
+    cut = next(i for i, part in enumerate(parts) if part[0].isupper() or part.startswith("_S") or i == len(parts) - 1)
+    owner: Any = importlib.import_module(".".join(parts[:cut]))
+    for part in parts[cut:-1]:
+        owner = getattr(owner, part)
+    if not hasattr(owner, parts[-1]):
+        pytest.skip(f"this version has no {name}")
+    raw = inspect.getattr_static(owner, parts[-1])
+    return getattr(raw, "__func__", raw)
+
+
+def _wrapped_twin(name: str, function: Callable[..., Any]) -> Any:
+    """A function in a module of its own, with the wrapper of `name`."""
+    module: Any = ModuleType("tests.twin")
+    module.__spec__ = SimpleNamespace(_initializing=False)
+    module.twin = function
+    sys.modules[module.__name__] = module
+    try:
+        wrap(module.__name__, {"twin": WRAPPERS[name]})
+    finally:
+        del sys.modules[module.__name__], WRAPPERS["tests.twin.twin"]
+    return module.twin
+
+
+every_wrap = pytest.mark.parametrize("name", sorted(WRAPPERS))
+
+
+@every_wrap
+def test_signatures_are_those_of_the_original(name: str) -> None:
+    function = wrapped(name)
+    original = function._hf_posenc_wraps
+    assert inspect.signature(function) == inspect.signature(original)
+    # What `inspect.getfullargspec` reads, which does not look behind a wrapper.
+    assert inspect.signature(function, follow_wrapped=False) == inspect.signature(original)
+    assert (function.__name__, function.__doc__) == (original.__name__, original.__doc__)
+    assert {attribute for attribute in dir(original) if not hasattr(function, attribute)} == set()
+
+
+@every_wrap
+def test_wrong_calls_raise_the_error_of_the_original(name: str) -> None:
+    function = wrapped(name)
+    required = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+    wrong: Any = () if any(p.kind is p.POSITIONAL_OR_KEYWORD for p in required) else (None,) * 20
+    with pytest.raises(TypeError) as expected:
+        function._hf_posenc_wraps(*wrong)
+    with pytest.raises(TypeError) as found:
+        function(*wrong)
+    assert str(found.value) == str(expected.value)
+
+
+class _Stock:
+    """Arguments for calls about stock models, by the names of parameters."""
+
+    def __init__(self, folder: Path) -> None:
+        model, config = tiny("LlamaForCausalLM"), LlamaConfig()
+        trainer = SimpleNamespace(
+            model=model,
+            callback_handler=SimpleNamespace(callbacks=[]),
+            state=SimpleNamespace(best_model_checkpoint=str(folder)),
+        )
+        tuner = SimpleNamespace(peft_config={"default": SimpleNamespace()})
+        self.by_function = {
+            "PreTrainedConfig.__post_init__": {"self": config},
+            "Trainer._load_from_checkpoint": {"self": trainer},
+            "Trainer._load_best_model": {"self": trainer},
+            "BaseTuner.inject_adapter": {"self": tuner},
+            "PeftConfigMixin.save_pretrained": {"self": config},
+            "PeftModel.save_pretrained": {"self": tuner, "selected_adapters": ["default"]},
+            "load_model": {"filename": str(folder / "none.safetensors")},
+            "state_dict_loader._load_state_dict": {"state_dict": {}},
+            "PeftAdapterMixin.load_adapter": {"adapter_kwargs": {}, "load_config": None},
+        }
+        self.shared = {
+            "self": model, "cls": LlamaForCausalLM, "model": model, "config": config, "adapter_name": "default",
+            "state_dict": model.state_dict(), "planner": None, "is_main_process": True, "push_to_hub": False,
+            "peft_config": SimpleNamespace(), "strict": False, "msg": "no",
+        }  # fmt: skip
+        self.folder = str(folder)
+        result = (model, {"unexpected_keys": []})
+        self.results = {
+            "PreTrainedModel.from_pretrained": result,
+            "PreTrainedConfig.get_config_dict": ({}, {}),
+            "get_config": config,
+            "get_gen_models": [],
+            "build_server": SimpleNamespace(add_exception_handler=lambda *_: None),
+            "from_json_file": {},
+        }
+
+    def arguments(self, name: str, signature: inspect.Signature) -> inspect.BoundArguments:
+        """A value for every parameter; those without one in the tables get the empty folder."""
+        known = self.shared | next((own for end, own in self.by_function.items() if name.endswith(end)), {})
+        bound = signature.bind_partial()
+        for parameter in signature.parameters.values():
+            several = {parameter.VAR_KEYWORD: {"another": 1}, parameter.VAR_POSITIONAL: ()}
+            bound.arguments[parameter.name] = several.get(parameter.kind, known.get(parameter.name, self.folder))
+        return bound
+
+
+@every_wrap
+@pytest.mark.parametrize("how", ["positional", "keyword", "required only"])
+def test_every_argument_is_passed_on_however_it_is_given(name: str, how: str, tmp_path: Path) -> None:
+    signature = inspect.signature(wrapped(name))
+    stock = _Stock(tmp_path)
+    given = stock.arguments(name, signature)
+    result = next((found for end, found in stock.results.items() if name.endswith(end)), object())
+    received: list[dict[str, Any]] = []
+
+    def original(*args: Any, **kwargs: Any) -> Any:
+        received.append(dict(signature.bind(*args, **kwargs).arguments))
+        if received[1:]:
+            raise LookupError("of the original")
+        return result
+
+    original.__signature__ = signature  # type: ignore[attr-defined]
+    twin = _wrapped_twin(name, original)
+    extra = given.arguments.pop("kwargs", {})
+    if how == "required only":
+        for parameter in signature.parameters.values():
+            if parameter.default is not parameter.empty and parameter.name not in ("config", "cache_dir"):
+                given.arguments.pop(parameter.name, None)
+    if how == "positional":
+        args, kwargs = given.args, given.kwargs | extra
+    else:
+        kinds = {each.name: each.kind for each in signature.parameters.values()}
+        args = ()
+        kwargs = {n: value for n, value in given.arguments.items() if "VAR" not in kinds[n].name} | extra
+
+    found = twin(*args, **kwargs)
+    if name.endswith("PreTrainedModel.from_pretrained"):
+        extra = extra | {"output_loading_info": True}  # it looks for keys that only a scheme has
+        result = result[0]
+    assert found is result or (found == result and isinstance(result, list | tuple | dict))
+    expected = {n: value for n, value in given.arguments.items() if value != ()} | ({"kwargs": extra} if extra else {})
+    assert received[0] == expected
+    with pytest.raises(LookupError, match="of the original"):
+        twin(*args, **kwargs)
+
+
+def test_a_call_is_changed_by_name() -> None:
+    def function(first: int, /, second: int = 2, *others: int, third: int = 3, **more: int) -> Any:
+        return first, second, others, third, more
+
+    call = Call(function, inspect.signature(function), (1,), {"fourth": 4})
+    assert (call["first"], call["second"], call["fourth"], call["others"]) == (1, 2, 4, ())
+    assert call.run(second=5, third=6, fifth=7) == (1, 5, (), 6, {"fourth": 4, "fifth": 7})
+    assert call.run(more={"sixth": 6}) == (1, 2, (), 3, {"sixth": 6})
+    assert call.run() == (1, 2, (), 3, {"fourth": 4})
+    with pytest.raises(hf_posenc.UnsupportedError, match="has no argument 'seventh'"):
+        call["seventh"]
+
+
+def test_a_function_that_is_missing_stops_the_import(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "package_of_the_future.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    name = "package_of_the_future"
+    wrap(name, {"gone": Call.run})
+    with pytest.raises(ImportError, match=f"wraps {name}.gone, which {name} does not have"):
+        importlib.import_module(name)
+    monkeypatch.delitem(WRAPPERS, f"{name}.gone")
+
+
+def test_stock_models_load_by_keyword(tmp_path: Path) -> None:
+    model = tiny("LlamaForCausalLM")
+    model.save_pretrained(save_directory=tmp_path)
+    config, unused = type(model.config).get_config_dict(pretrained_model_name_or_path=tmp_path)
+    assert (config["model_type"], unused) == ("llama", {})
+    for scheme in (None, "alibi"):
+        if scheme:
+            hf_posenc.patch_model(model, scheme)
+            model.save_pretrained(save_directory=tmp_path)
+        loaded = LlamaForCausalLM.from_pretrained(pretrained_model_name_or_path=tmp_path)
+        loaded.load_state_dict(state_dict=model.state_dict(), strict=True)
+        ids = torch.arange(6)[None]
+        assert torch.equal(loaded.eval()(ids).logits, model.eval()(ids).logits)
