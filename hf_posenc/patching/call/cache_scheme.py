@@ -1,4 +1,4 @@
-"""The scheme with which the tokens of a cache were encoded, stored on the cache object.
+"""The scheme with which the tokens of a cache were encoded, a note about the cache.
 
 Keys of another scheme usually have the same shape, so nothing else shows that they do not suit.
 """
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.call.cache_notes import note_of, set_note
 from hf_posenc.patching.call.caches import cached_length, self_attention_cache
 from hf_posenc.schemes.config import SchemeConfig
 
@@ -17,12 +18,10 @@ _NAME = "_hf_posenc_scheme"
 
 
 def mark_cache(cache: Any, scheme: SchemeConfig) -> None:
-    """Stores the scheme on a cache, unless its type does not allow attributes, or a graph is compiled."""
+    """Notes the scheme of a cache, unless a graph is compiled."""
     if torch.compiler.is_compiling():
         return
-    keeper = self_attention_cache(cache)
-    if getattr(keeper, "__dict__", None) is not None:
-        setattr(keeper, _NAME, scheme)
+    set_note(self_attention_cache(cache), _NAME, scheme)
 
 
 def check_cached_scheme(cache: Any, scheme: SchemeConfig) -> None:
@@ -33,7 +32,7 @@ def check_cached_scheme(cache: Any, scheme: SchemeConfig) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    known = getattr(self_attention_cache(cache), _NAME, None)
+    known = note_of(self_attention_cache(cache), _NAME)
     if known is None or known is scheme or known == scheme:
         return
     # A static cache is emptied and used again. Its length is read only here, because that waits for a GPU.

@@ -13,9 +13,12 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from hf_posenc.patching.call.cache_notes import note_of, set_note
 from hf_posenc.patching.call.caches import self_attention_cache
 
 _NAME = "_hf_posenc_positions"
+#: The attribute of a cache that tells a compiled graph of positions that it cannot read.
+_GIVEN = "_hf_posenc_given_positions"
 _ROW_METHODS = ("reorder_cache", "batch_select_indices", "batch_repeat_interleave")
 _TRACKED_METHODS = (*_ROW_METHODS, "crop")
 
@@ -42,9 +45,13 @@ class CachedPositions:
 
 def recorded(cache: Any) -> CachedPositions | None:
     """The positions recorded on a cache, or `None`."""
-    # `getattr`, because torch.compile does not trace reads of `__dict__`.
-    found: CachedPositions | None = getattr(self_attention_cache(cache), _NAME, None)
+    found: CachedPositions | None = note_of(self_attention_cache(cache), _NAME)
     return found
+
+
+def has_given_positions(cache: Any) -> bool:
+    """Whether positions of cached tokens were recorded that a compiled graph cannot read."""
+    return getattr(self_attention_cache(cache), _GIVEN, False)
 
 
 def record(cache: Any, positions: CachedPositions) -> None:
@@ -53,9 +60,12 @@ def record(cache: Any, positions: CachedPositions) -> None:
     attributes = getattr(keeper, "__dict__", None)
     if attributes is None:
         return
-    setattr(keeper, _NAME, positions)
+    set_note(keeper, _NAME, positions)
     if positions.ids is None:
+        if has_given_positions(keeper):
+            delattr(keeper, _GIVEN)
         return
+    setattr(keeper, _GIVEN, True)
     for name in _TRACKED_METHODS:
         if hasattr(keeper, name) and not isinstance(attributes.get(name), _TrackedMethod):
             attributes[name] = _TrackedMethod(keeper, name, getattr(keeper, name))
@@ -97,14 +107,14 @@ class _TrackedMethod:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the method."""
-        known: CachedPositions = self.cache.__dict__[_NAME]
+        known = recorded(self.cache)
         followed = matches_keys(self.cache)
         result = self.method(*args, **kwargs)
-        if followed and known.ids is not None:
+        if followed and known is not None and known.ids is not None:
             argument = next(iter((*args, *kwargs.values())))
             ids = self._changed(known.ids, argument)
             length = ids.shape[1] if self.name == "crop" else known.length
-            self.cache.__dict__[_NAME] = CachedPositions(length, ids, keys=_plain_keys(self.cache))
+            record(self.cache, CachedPositions(length, ids, keys=_plain_keys(self.cache)))
         return result
 
     def _changed(self, ids: Tensor, argument: Any) -> Tensor:

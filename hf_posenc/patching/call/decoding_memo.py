@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.attention.forms import DistanceForm
+from hf_posenc.patching.call.cache_notes import note_of, set_note
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.schemes.parts import DistanceBias
 
@@ -25,7 +26,7 @@ class _Biases(dict[int, tuple[Any, Tensor]]):
 def cached_row(bias: DistanceBias, state: ForwardState, key_length: int, device: torch.device) -> DistanceForm | None:
     """The bias of a single query that is the newest token, reusing values computed in an earlier decoding step.
 
-    The values are stored on the cache and recomputed if a weight of the bias has been replaced or written to.
+    The values are a note about the cache, and recomputed if a weight of the bias has been replaced or written to.
 
     Args:
         bias: the scheme's part.
@@ -38,12 +39,14 @@ def cached_row(bias: DistanceBias, state: ForwardState, key_length: int, device:
         after the query, as in a static cache.
     """
     cache, offset = state.cache_object, state.offset
-    holder = getattr(cache, "__dict__", None)
-    if holder is None or torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(offset, int):
+    if cache is None or torch.is_grad_enabled() or torch.compiler.is_compiling() or not isinstance(offset, int):
         return None
     if key_length > offset + 1:
         return None
-    biases: _Biases = holder.setdefault(_NAME, _Biases())
+    biases: _Biases | None = note_of(cache, _NAME)
+    if biases is None:
+        biases = _Biases()
+        set_note(cache, _NAME, biases)
     # A weak reference: a cache may outlive the model.
     written = (weakref.ref(bias), device, tuple(_weight_version(weight) for weight in bias.parameters()))
     known = biases.get(id(bias))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.cache_scheme import check_cached_scheme, mark_cache
-from hf_posenc.patching.call.cached_positions import matches_keys, recorded, remember_keys
+from hf_posenc.patching.call.cached_positions import has_given_positions, matches_keys, remember_keys
 from hf_posenc.patching.call.caches import cache_among, cached_length
 from hf_posenc.patching.call.context_parallel import refuse_context_parallel
 from hf_posenc.patching.call.forward_state import ForwardState, one_axis
@@ -168,7 +168,9 @@ class StackForward(PlacedForward):
         """Runs the stack's own forward with the state of this call in place."""
         if self.retired:
             return self.stock(*args, **kwargs)
-        if torch.compiler.is_compiling() and _has_recorded_positions(named_arguments(self.module, args, kwargs)):
+        if torch.compiler.is_compiling() and has_given_positions(
+            cache_among(named_arguments(self.module, args, kwargs))
+        ):
             return self._run_outside_graphs(*args, **kwargs)
         return self._run(*args, **kwargs)
 
@@ -292,9 +294,3 @@ class StackForward(PlacedForward):
             return one_axis(position_ids), None
         coordinates = position_ids[-AXES:] if self.runtime.reads_coordinates else None
         return places_in_sequence(position_ids, cache, offset, padding), coordinates
-
-
-def _has_recorded_positions(arguments: dict[str, Any]) -> bool:
-    """Whether the positions of cached tokens differ from those implied by the mask and the slots."""
-    known = recorded(cache_among(arguments))
-    return known is not None and known.ids is not None

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import ContinuousBatchingConfig
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.call.cache_notes import note_of, set_note
 from hf_posenc.patching.call.layer_call import LayerEncoding
 from hf_posenc.patching.call.paged_requests import PREFIX
 from hf_posenc.patching.call.scores_attention import ScoresAttention
@@ -30,7 +31,7 @@ from hf_posenc.schemes.parts import DistanceBias, SeparableBias
 #: Attribute of the manager that `generate_batch(persistent_manager=True)` keeps on the model for later calls.
 KEPT_MANAGER = "_cached_continuous_batching_manager"
 _CONFIG = "continuous_batching_config"
-#: Attribute of a cache: the check that it has passed.
+#: A note about a cache: the check that it has passed.
 _CHECKED_FOR = "_hf_posenc_checked_for"
 _REMEDY = "Use model.generate() with a left-padded batch. In `transformers serve`, leave out --continuous-batching."
 
@@ -119,7 +120,7 @@ class PagesCheck:
         Raises:
             UnsupportedError: if the scheme does not support paged keys, or not these pages.
         """
-        if vars(cache).get(_CHECKED_FOR) is self:
+        if note_of(cache, _CHECKED_FOR) is self:
             return
         refuse_pages(self.encoding, self.model)
         layers, needed = _decoder_layers(self.encoding), _needed_width(self.encoding, self.model)
@@ -130,7 +131,7 @@ class PagesCheck:
         elif reads_pages and self.model.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             problem = "this scheme reads the lengths of the requests in a batch, which are unknown in a CUDA graph"
         else:
-            setattr(cache, _CHECKED_FOR, self)
+            set_note(cache, _CHECKED_FOR, self)
             return
         raise UnsupportedError(
             f"{_refusal_start(self.encoding, self.model)} with this manager, which was created before the scheme was "
