@@ -63,7 +63,7 @@ def test_signatures_are_those_of_the_original(name: str) -> None:
     assert inspect.signature(function) == inspect.signature(original)
     # What `inspect.getfullargspec` reads, which does not look behind a wrapper.
     assert inspect.signature(function, follow_wrapped=False) == inspect.signature(original)
-    assert (function.__name__, function.__doc__) == (original.__name__, original.__doc__)
+    assert (function.__name__, function.__qualname__) == (original.__name__, original.__qualname__)
     assert {attribute for attribute in dir(original) if not hasattr(function, attribute)} == set()
 
 
@@ -187,7 +187,7 @@ def test_a_function_that_is_missing_stops_the_import(monkeypatch: pytest.MonkeyP
     wrap(name, {"gone": Call.run})
     with pytest.raises(ImportError, match=f"wraps {name}.gone, which {name} does not have"):
         importlib.import_module(name)
-    monkeypatch.delitem(WRAPPERS, f"{name}.gone")
+    del WRAPPERS[f"{name}.gone"]
 
 
 def test_stock_models_load_by_keyword(tmp_path: Path) -> None:
@@ -203,3 +203,10 @@ def test_stock_models_load_by_keyword(tmp_path: Path) -> None:
         loaded.load_state_dict(state_dict=model.state_dict(), strict=True)
         ids = torch.arange(6)[None]
         assert torch.equal(loaded.eval()(ids).logits, model.eval()(ids).logits)
+
+
+def test_the_page_lists_what_is_wrapped() -> None:
+    page = Path(hf_posenc.__file__).parents[1] / "docs/explanation/wrapped_functions.md"
+    rows = [line.split("|")[1:-1] for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    assert sorted(row[0].strip(" `") for row in rows) == sorted(WRAPPERS)
+    assert all(len(row) == 3 and all(cell.strip() for cell in row) for row in rows)

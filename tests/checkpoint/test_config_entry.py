@@ -1,6 +1,7 @@
 """The entry of a config: unchanged to everyone who looks it up in memory, unreadable to stock transformers on disk."""
 
 import copy
+import dataclasses
 import json
 import pickle
 from pathlib import Path
@@ -20,7 +21,7 @@ from transformers import (
 )
 
 import hf_posenc  # noqa: F401
-from hf_posenc.entry import FORMAT, STORED_MODEL_TYPE, read_entry
+from hf_posenc.entry import ATTRIBUTE, FORMAT, STORED_MODEL_TYPE, read_entry, read_fields
 from hf_posenc.patching.place.config_entry import WEIGHTS_SENTENCE, attach_entry, detach_entry, without_sentence
 
 ENTRY = {"scheme": "none"}
@@ -58,15 +59,20 @@ def test_detach_restores_class_and_attributes_exactly(config: PreTrainedConfig) 
     assert read_entry(config) is None
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, lambda config: pickle.loads(pickle.dumps(config))])
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.deepcopy, copy.copy, dataclasses.replace, lambda config: pickle.loads(pickle.dumps(config))],
+)
 def test_copies_carry_the_entry(config: PreTrainedConfig, duplicate) -> None:
     attach_entry(config, copy.deepcopy(ENTRY))
     twin = duplicate(config)
     assert type(twin) is type(config)
     assert twin == config
     assert twin.to_json_string() == config.to_json_string()
+    assert dataclasses.asdict(twin)[ATTRIBUTE] == read_fields(config)
     detach_entry(twin)
     assert read_entry(config) == ENTRY
+    assert ATTRIBUTE not in {field.name for field in dataclasses.fields(twin)}
 
 
 def test_equality_sees_the_entry() -> None:

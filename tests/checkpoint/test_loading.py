@@ -289,11 +289,6 @@ def test_installing_twice_changes_nothing() -> None:
     assert {name: PreTrainedModel.__dict__[name] for name in before} == before
 
 
-def test_wrapped_methods_keep_their_names_and_documentation() -> None:
-    assert PreTrainedModel.from_pretrained.__doc__.strip().startswith("Instantiate a pretrained")
-    assert LlamaForCausalLM.from_pretrained.__name__ == "from_pretrained"
-
-
 def test_deep_copy_is_independent(model: Any) -> None:
     expected = outputs(model)
     twin = copy.deepcopy(model)

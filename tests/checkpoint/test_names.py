@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import json
 import logging
 import pickle
@@ -129,6 +130,8 @@ def test_it_is_a_string_everywhere(stock_folder: Path) -> None:
     assert json.loads(json.dumps({"name": name})) == {"name": plain}
     for dump in (yaml.dump, yaml.safe_dump):
         assert yaml.safe_load(dump({"name": name})) == {"name": plain}
+    torch.save({"name": name}, file := io.BytesIO())
+    assert torch.load(io.BytesIO(file.getvalue()), weights_only=True) == {"name": plain}
 
 
 def test_undoing_the_patch_leaves_the_plain_name(stock_folder: Path) -> None:

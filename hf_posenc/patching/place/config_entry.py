@@ -18,6 +18,7 @@ keys and would run the model with its native positions. Three fields of `config.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from collections.abc import Callable, Mapping
@@ -146,7 +147,7 @@ def carrier_class(stock: Any) -> Any:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         stock.__init__(self, *args, **kwargs)
 
-    return _CarrierType(
+    carrier: Any = _CarrierType(
         stock.__name__,
         (stock,),
         {
@@ -163,6 +164,12 @@ def carrier_class(stock: Any) -> Any:
             "to_json_string": to_json_string,
         },
     )
+    # `dataclasses.replace` and `asdict` carry the entry along.
+    carrier.__dataclass_fields__ = {**stock.__dataclass_fields__, ATTRIBUTE: _ENTRY}
+    return carrier
+
+
+_ENTRY = dataclasses.fields(dataclasses.make_dataclass("_", [(ATTRIBUTE, Any)], kw_only=True))[0]
 
 
 def _empty_carrier(stock: Any) -> PreTrainedConfig:

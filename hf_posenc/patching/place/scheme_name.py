@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
 import yaml
 from torch import nn
 from transformers import PreTrainedModel
@@ -69,6 +70,8 @@ class SchemeName(str):
 
 for _representer in (SafeRepresenter, Representer):
     yaml.add_representer(SchemeName, lambda dumper, name: dumper.represent_str(str(name)), Dumper=_representer)
+# `torch.load` reads only types that it knows.
+torch.serialization.add_safe_globals([SchemeName])
 
 
 def mark_names(model: PreTrainedModel, encoding: PositionEncoding) -> None:
