@@ -79,12 +79,6 @@ def test_a_cache_has_the_attributes_that_the_stock_model_leaves_on_it(kind: str,
     assert utils.get_leaf_tensors(found).keys() == utils.get_leaf_tensors(stock).keys()
 
 
-def test_positions_with_gaps_leave_one_flag() -> None:
-    """Compiled graphs read it, to leave the call to code that can look at the gaps."""
-    found, stock = vars(filled(made(), position_ids=GAPPED)), vars(filled(made(None)))
-    assert {name: found[name] for name in found.keys() - stock.keys()} == {"_hf_posenc_given_positions": True}
-
-
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("kind", ["dynamic", "equal"])
 @torch.no_grad()
