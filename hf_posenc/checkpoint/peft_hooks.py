@@ -282,7 +282,7 @@ def _warn_about_no_scheme(target: Any, source: Any) -> None:
         f"{target.position_encoding.config.name!r}. If the adapter was trained with this scheme, save it again. "
         "Otherwise load it on the stock model.",
         UserWarning,
-        stacklevel=5,
+        stacklevel=6,
     )
 
 
