@@ -1,4 +1,4 @@
-"""`save_pretrained` of patched models. It raises if the saved model could not be loaded again."""
+"""`save_pretrained` of patched models, or over one. It raises if the saved model could not be loaded again."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any
 
 from transformers import modeling_utils
 
-from hf_posenc.checkpoint.atomic_folder import atomic_replacement, clear_drafts
+from hf_posenc.checkpoint.atomic_folder import atomic_replacement, clear_drafts, variant_of
 from hf_posenc.checkpoint.peft_hooks import scheme_saved_with_adapters
 from hf_posenc.checkpoint.pushing import upload_of
+from hf_posenc.checkpoint.recognition import is_patched
+from hf_posenc.checkpoint.weight_files import record_shards
 from hf_posenc.entry import MARK, find_mark, read_entry
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.place.in_force import encodings, has_patched_layers, refuse_changed
@@ -43,19 +45,22 @@ def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwar
     call = inspect.signature(original).bind(model, *args, **kwargs)
     given = call.arguments
     folder = given["save_directory"]
-    if isinstance(folder, str | os.PathLike) and os.path.isdir(folder):
-        # Otherwise, the remaining files of an interrupted save would later overwrite the files of this one.
-        clear_drafts(folder)
+    if not _is_place_for_folder(folder):
+        return original(*call.args, **call.kwargs)  # Transformers says what is wrong with it.
+    # Otherwise, the remaining files of an interrupted save would later overwrite the files of this one.
+    clear_drafts(folder)
     if getattr(model, "_hf_peft_config_loaded", False):
         # For adapters inside a transformers model, only the adapter is saved.
         main = given.get("is_main_process", True)
         with scheme_saved_with_adapters(model, [Path(given["save_directory"])], main, given.get("state_dict")):
             return original(*call.args, **call.kwargs)
     if entry is None:
-        return original(model, *args, **kwargs)
-    if given.get("state_dict") is not None:
+        if not is_patched(folder, {}):
+            return original(*call.args, **call.kwargs)
+        _refuse_other_variants(model, folder, given.get("variant"))
+    elif given.get("state_dict") is not None:
         given["state_dict"] = _marked(model, given["state_dict"])
-    if given.get("distributed_checkpoint") or os.path.isfile(folder):
+    if given.get("distributed_checkpoint"):
         return original(*call.args, **call.kwargs)
     upload = None
     if given.get("push_to_hub"):
@@ -66,9 +71,32 @@ def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwar
     with atomic_replacement(Path(folder)) as draft:
         given["save_directory"] = str(draft)
         original(*call.args, **call.kwargs)
+        if entry is not None:
+            record_shards(draft)
     if upload is not None:
         upload()
     return None
+
+
+def _is_place_for_folder(path: Any) -> bool:
+    """Whether a path is that of a folder, or of nothing yet."""
+    named = isinstance(path, str | os.PathLike) and isinstance(os.fspath(path), str) and os.fspath(path) != ""
+    return named and (os.path.isdir(path) or not os.path.lexists(path))
+
+
+def _refuse_other_variants(model: Any, folder: Any, variant: str | None) -> None:
+    """Refuses to give a folder a stock config in which weights of a patched model would remain.
+
+    Raises:
+        UnsupportedError: naming the files.
+    """
+    remaining = [name for name in os.listdir(folder) if variant_of(name) not in (None, variant or "")]
+    if remaining:
+        raise UnsupportedError(
+            f"{os.fspath(folder)} has a patched model, and this save would leave its weights {sorted(remaining)} "
+            f"beside the config of this {type(model).__name__}, which would run them with its stock positions. Save "
+            "it to another folder, or remove these files first."
+        )
 
 
 def _prepared_upload(model: Any, folder: Any, token: Any, options: dict[str, Any]) -> Callable[[], None]:

@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 import hf_posenc
 from hf_posenc.checkpoint.atomic_folder import atomic_replacement
 from hf_posenc.export.export_model import export_model
-from tests.checkpoint.checkpoint_cases import llama, outputs, randomize
+from tests.checkpoint.checkpoint_cases import llama, outputs, randomize, token_ids
+from tests.fresh import run_fresh
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="ends child processes by signal")
 
@@ -60,17 +61,69 @@ def drafts(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if "hf_posenc" in path.name]
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [({}, {}), ({"max_shard_size": "20KB"}, {}), ({}, {"max_shard_size": "20KB"}), (None, {"max_shard_size": "20KB"})],
-    ids=["whole", "shards-to-whole", "whole-to-shards", "new-folder"],
-)
-def test_old_or_new_and_nothing_between(tmp_path: Path, before: dict[str, Any] | None, after: dict[str, Any]) -> None:
-    old, new = patched("alibi", 0), patched("kerple", 1)
-    expected = {model.position_encoding.config.name: outputs(model) for model in (old, new)}
-    pristine, place = tmp_path / "pristine", tmp_path / "place"
+def stock(seed: int) -> Any:
+    torch.manual_seed(seed)
+    return randomize(llama())
+
+
+def lora(model: Any, seed: int) -> Any:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
+    return peft.get_peft_model(model, config).eval()
+
+
+def adapter_inside(model: Any, seed: int) -> Any:
+    """The adapter of a transformers model, which writes the config before the weights."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(seed)
+    model.add_adapter(peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False))
+    return model.eval()
+
+
+SHARDS = {"max_shard_size": "20KB"}
+#: What a folder holds and what is saved there: the scheme (`None` for a stock model), and options of the save.
+SAVES: dict[str, tuple[tuple[str | None, dict[str, Any]] | None, tuple[str | None, dict[str, Any]]]] = {
+    "new folder": (None, ("alibi", SHARDS)),
+    "stock": ((None, {}), ("alibi", {})),
+    "stock, from shards": ((None, SHARDS), ("alibi", {})),
+    "stock, to shards": ((None, {}), ("kerple", SHARDS)),
+    "same scheme": (("alibi", {}), ("alibi", {})),
+    "same scheme, shards": (("alibi", SHARDS), ("alibi", SHARDS)),
+    "other scheme, from shards": (("alibi", SHARDS), ("kerple", {})),
+    "other scheme, to shards": (("kerple", {}), ("alibi", SHARDS)),
+    "to stock": (("alibi", {}), (None, {})),
+    "to stock, from shards": (("kerple", SHARDS), (None, {})),
+    "to stock, to shards": (("alibi", {}), (None, SHARDS)),
+    "other variant": (("alibi", {"variant": "old"}), ("alibi", {})),
+}
+
+READ_BY_OTHERS = """
+import sys, torch
+from pathlib import Path
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+ids = torch.load(sys.argv[1])
+for folder in sorted(Path(sys.argv[2]).iterdir()):
+    for reader in (AutoModelForCausalLM, LlamaForCausalLM):
+        try:
+            with torch.no_grad():
+                torch.save(reader.from_pretrained(folder).eval()(input_ids=ids, use_cache=False)[0], folder / reader.__name__)
+        except Exception as error:
+            (folder / "refused").write_text(str(error))
+"""
+
+
+@pytest.mark.parametrize("case", SAVES)
+def test_old_or_new_or_refused_and_never_mixed(tmp_path: Path, case: str) -> None:
+    before, (scheme, options) = SAVES[case]
+    new = stock(1) if scheme is None else patched(scheme, 1)
+    expected = {"new": outputs(new)}
+    pristine, place, states = tmp_path / "pristine", tmp_path / "place", tmp_path / "states"
     if before is not None:
-        old.save_pretrained(pristine, **before)
+        old = stock(0) if before[0] is None else patched(before[0], 0)
+        expected["old"] = outputs(old)
+        old.save_pretrained(pristine, **before[1])
         for name, text in BESIDE.items():
             (pristine / name).parent.mkdir(exist_ok=True)
             (pristine / name).write_text(text)
@@ -80,28 +133,53 @@ def test_old_or_new_and_nothing_between(tmp_path: Path, before: dict[str, Any] |
         place.mkdir()
         if before is not None:
             shutil.copytree(pristine, place / "model")
-        killed = killed_at(operation, place, lambda: new.save_pretrained(place / "model", **after))
+        killed = killed_at(operation, place, lambda: new.save_pretrained(place / "model", **options))
         if (place / "model").exists():
-            loaded = AutoModelForCausalLM.from_pretrained(place / "model")
-            name = loaded.position_encoding.config.name
-            assert torch.equal(outputs(loaded), expected[name]), (operation, name)
-            met.add(name)
+            shutil.copytree(place / "model", states / f"{operation:03}")
+            variant = before[1].get("variant") if before is not None else None
+            met.add(loaded_as(expected, place / "model", variant if killed else None))
             for path, text in BESIDE.items() if before is not None else ():
                 assert (place / "model" / path).read_text() == text
         else:
             assert before is None
-            met.add("alibi")
-        new.save_pretrained(place / "model", **after)
+            met.add("old")
+        new.save_pretrained(place / "model", **options)
         assert drafts(place) == []
         if not killed:
             break
         operation += 1
-    assert met == {"alibi", "kerple"}
+    assert met - {"refused"} == {"old", "new"}
     assert operation > 10
-    weights = {path.name for path in (place / "model").glob("*.safetensors*")}
+    weights = {path.name for path in (place / "model").glob("*.safetensors*") if ".old." not in path.name}
     fresh = tmp_path / "fresh"
-    new.save_pretrained(fresh, **after)
+    new.save_pretrained(fresh, **options)
     assert weights == {path.name for path in fresh.glob("*.safetensors*")}, "weights of the old model are left"
+    torch.save(token_ids(), tmp_path / "ids")
+    done = run_fresh(READ_BY_OTHERS, tmp_path / "ids", states)
+    assert done.returncode == 0, done.stderr[-2000:]
+    stocks = [
+        name for name, model in (("old", before), ("new", (scheme, options))) if model is not None and model[0] is None
+    ]
+    seen = set()
+    for state in states.iterdir():
+        for reader in ("AutoModelForCausalLM", "LlamaForCausalLM"):
+            if (state / reader).exists():
+                found = torch.load(state / reader)
+                seen |= (same := {name for name in stocks if torch.equal(found, expected[name])})
+                assert same, f"{reader} mixes two models after operation {state.name}"
+            else:
+                assert "hf_posenc" in (state / "refused").read_text()
+    assert seen == set(stocks)
+
+
+def loaded_as(expected: dict[str, torch.Tensor], folder: Path, variant: str | None) -> str:
+    """Which of two models a process with the package loads."""
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(folder, variant=variant)
+    except (hf_posenc.PositionEncodingError, OSError):
+        return "refused"
+    (found,) = [name for name, model in expected.items() if torch.equal(outputs(loaded), model)]
+    return found
 
 
 def test_a_killed_export_leaves_no_model_or_the_whole_one(tmp_path: Path) -> None:

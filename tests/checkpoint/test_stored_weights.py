@@ -90,6 +90,9 @@ def test_integers_in_place_of_position_weights_are_refused(folder: Path) -> None
     weights = load_file(folder / names[name])
     weights[name] = weights[name].to(torch.int32)
     save_file(weights, folder / names[name], metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="is not the file that the index next to it was saved with"):
+        LlamaForCausalLM.from_pretrained(folder)
+    edit(folder / INDEX, lambda index: index["metadata"].pop("hf_posenc_shards"))
     with pytest.raises(CheckpointError, match="it is an integer tensor"):
         LlamaForCausalLM.from_pretrained(folder)
 
