@@ -29,6 +29,7 @@ import uuid
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from hf_posenc.entry import STORED_MODEL_TYPE
 
@@ -120,6 +121,12 @@ def _lock(draft: Path, shared: bool) -> int | None:
             raise
         return None
     return opened
+
+
+def is_place_for_folder(path: Any) -> bool:
+    """Whether something is the path of a folder, or of nothing yet."""
+    named = isinstance(path, str | os.PathLike) and isinstance(os.fspath(path), str) and os.fspath(path) != ""
+    return named and (os.path.isdir(path) or not os.path.lexists(path))
 
 
 def clear_drafts(target: str | os.PathLike[str]) -> None:

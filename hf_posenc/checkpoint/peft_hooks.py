@@ -27,6 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from hf_posenc.checkpoint.atomic_folder import is_place_for_folder
 from hf_posenc.checkpoint.wrapping import wrap
 from hf_posenc.when_imported import when_imported
 
@@ -117,6 +118,8 @@ def _save_config(original: Callable[..., Any], config: Any, save_directory: Any,
 def _save_model(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     given = _bound(original, (model, *args), kwargs)
     names = list(model.peft_config) if given["selected_adapters"] is None else given["selected_adapters"]
+    if not is_place_for_folder(given["save_directory"]):
+        return original(model, *args, **kwargs)  # PEFT says what is wrong with it.
     folder = Path(given["save_directory"])
     folders = [folder if name == "default" else folder / name for name in names]
     with scheme_saved_with_adapters(model, folders, given["is_main_process"], given.get("state_dict")):
@@ -146,20 +149,24 @@ def scheme_saved_with_adapters(
         return
     from hf_posenc.checkpoint.adapter_config import CONFIG_FILE
     from hf_posenc.checkpoint.position_adapters import adapters_of, collect
+    from hf_posenc.checkpoint.position_files import JSON_FILE
 
+    files = None
     if is_main_process:
         prefix = next((f"{name}." for name, module in model.named_modules() if module is target and name), "")
         inner = None if state is None else {name.removeprefix(prefix): tensor for name, tensor in state.items()}
         files = collect(target, encoding, adapters_of(model), inner)
         for folder in folders:
-            # Until the new config is written, nothing in the folder can be loaded.
-            Path(folder, CONFIG_FILE).unlink(missing_ok=True)
-            files.write(folder)
+            # Until both are written again, nothing in the folder can be loaded.
+            for name in (CONFIG_FILE, JSON_FILE):
+                Path(folder, name).unlink(missing_ok=True)
     token = _MARKS.set(encoding.config.to_dict())
     try:
         yield
     finally:
         _MARKS.reset(token)
+    for folder in folders if files is not None else ():
+        files.write(folder, beside_adapter=True)
 
 
 def _remove_scheme(folders: list[Path]) -> None:
@@ -204,7 +211,7 @@ def _read_config(original: Callable[..., Any], config_class: Any, path: Any, **k
             "moment before: the hub did not respond, or the file was written in between. Load the adapter again."
         )
     stock_form = unmarked(config, str(path))
-    _FOUND.set(scheme_of(config))
+    _FOUND.set(scheme_of(config, str(path)))
     return stock_form
 
 

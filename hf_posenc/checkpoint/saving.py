@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import modeling_utils
 
-from hf_posenc.checkpoint.atomic_folder import atomic_replacement, clear_drafts, variant_of
+from hf_posenc.checkpoint.atomic_folder import atomic_replacement, clear_drafts, is_place_for_folder, variant_of
 from hf_posenc.checkpoint.peft_hooks import scheme_saved_with_adapters
 from hf_posenc.checkpoint.pushing import upload_of
 from hf_posenc.checkpoint.recognition import is_patched
@@ -45,7 +45,7 @@ def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwar
     call = inspect.signature(original).bind(model, *args, **kwargs)
     given = call.arguments
     folder = given["save_directory"]
-    if not _is_place_for_folder(folder):
+    if not is_place_for_folder(folder):
         return original(*call.args, **call.kwargs)  # Transformers says what is wrong with it.
     # Otherwise, the remaining files of an interrupted save would later overwrite the files of this one.
     clear_drafts(folder)
@@ -76,12 +76,6 @@ def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwar
     if upload is not None:
         upload()
     return None
-
-
-def _is_place_for_folder(path: Any) -> bool:
-    """Whether a path is that of a folder, or of nothing yet."""
-    named = isinstance(path, str | os.PathLike) and isinstance(os.fspath(path), str) and os.fspath(path) != ""
-    return named and (os.path.isdir(path) or not os.path.lexists(path))
 
 
 def _refuse_other_variants(model: Any, folder: Any, variant: str | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import sys
@@ -66,22 +67,7 @@ def stock(seed: int) -> Any:
     return randomize(llama())
 
 
-def lora(model: Any, seed: int) -> Any:
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(seed)
-    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
-    return peft.get_peft_model(model, config).eval()
-
-
-def adapter_inside(model: Any, seed: int) -> Any:
-    """The adapter of a transformers model, which writes the config before the weights."""
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(seed)
-    model.add_adapter(peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False))
-    return model.eval()
-
-
-SHARDS = {"max_shard_size": "20KB"}
+SHARDS = {"max_shard_size": "50KB"}
 #: What a folder holds and what is saved there: the scheme (`None` for a stock model), and options of the save.
 SAVES: dict[str, tuple[tuple[str | None, dict[str, Any]] | None, tuple[str | None, dict[str, Any]]]] = {
     "new folder": (None, ("alibi", SHARDS)),
@@ -103,15 +89,44 @@ import sys, torch
 from pathlib import Path
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+def adapted(folder):
+    from peft import PeftModel
+    return PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(sys.argv[3]), folder)
+
+readers = {"auto": AutoModelForCausalLM.from_pretrained, "class": LlamaForCausalLM.from_pretrained, "adapter": adapted}
 ids = torch.load(sys.argv[1])
 for folder in sorted(Path(sys.argv[2]).iterdir()):
-    for reader in (AutoModelForCausalLM, LlamaForCausalLM):
+    for name, reader in readers.items():
+        if (name == "adapter") != (len(sys.argv) > 3):
+            continue
         try:
             with torch.no_grad():
-                torch.save(reader.from_pretrained(folder).eval()(input_ids=ids, use_cache=False)[0], folder / reader.__name__)
+                torch.save(reader(folder).eval()(input_ids=ids, use_cache=False)[0], folder / f"{name}.outputs")
         except Exception as error:
-            (folder / "refused").write_text(str(error))
+            (folder / f"{name}.refused").write_text(str(error))
 """
+
+
+def check_other_readers(states: Path, stocks: list[torch.Tensor], *arguments: object, refusal: str) -> None:
+    """Whether processes without the package load one of the stock models, and nothing else.
+
+    Args:
+        states: a folder for each moment at which a save was killed.
+        stocks: the outputs of the stock models that are saved there before or after.
+        *arguments: the base model of adapters.
+        refusal: an expression that is found in every error.
+    """
+    torch.save(token_ids(), states.with_name("ids"))
+    done = run_fresh(READ_BY_OTHERS, states.with_name("ids"), states, *arguments)
+    assert done.returncode == 0, done.stderr[-2000:]
+    seen: set[int] = set()
+    for read in states.glob("*/*.outputs"):
+        same = {number for number, stock in enumerate(stocks) if torch.equal(torch.load(read), stock)}
+        assert same, f"two models are mixed in {read}"
+        seen |= same
+    assert seen == set(range(len(stocks)))
+    for refused in states.glob("*/*.refused"):
+        assert re.search(refusal, refused.read_text())
 
 
 @pytest.mark.parametrize("case", SAVES)
@@ -154,22 +169,9 @@ def test_old_or_new_or_refused_and_never_mixed(tmp_path: Path, case: str) -> Non
     fresh = tmp_path / "fresh"
     new.save_pretrained(fresh, **options)
     assert weights == {path.name for path in fresh.glob("*.safetensors*")}, "weights of the old model are left"
-    torch.save(token_ids(), tmp_path / "ids")
-    done = run_fresh(READ_BY_OTHERS, tmp_path / "ids", states)
-    assert done.returncode == 0, done.stderr[-2000:]
-    stocks = [
-        name for name, model in (("old", before), ("new", (scheme, options))) if model is not None and model[0] is None
-    ]
-    seen = set()
-    for state in states.iterdir():
-        for reader in ("AutoModelForCausalLM", "LlamaForCausalLM"):
-            if (state / reader).exists():
-                found = torch.load(state / reader)
-                seen |= (same := {name for name in stocks if torch.equal(found, expected[name])})
-                assert same, f"{reader} mixes two models after operation {state.name}"
-            else:
-                assert "hf_posenc" in (state / "refused").read_text()
-    assert seen == set(stocks)
+    models = {"old": before, "new": (scheme, options)}
+    stocks = [expected[name] for name, model in models.items() if model is not None and model[0] is None]
+    check_other_readers(states, stocks, refusal="hf_posenc")
 
 
 def loaded_as(expected: dict[str, torch.Tensor], folder: Path, variant: str | None) -> str:
@@ -180,6 +182,48 @@ def loaded_as(expected: dict[str, torch.Tensor], folder: Path, variant: str | No
         return "refused"
     (found,) = [name for name, model in expected.items() if torch.equal(outputs(loaded), model)]
     return found
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(None, "alibi"), ("alibi", "kerple"), ("t5", "t5"), ("alibi", None)], ids=str
+)
+def test_an_adapter_is_the_old_or_the_new_or_refused(tmp_path: Path, before: str | None, after: str | None) -> None:
+    peft = pytest.importorskip("peft")
+    base = tmp_path / "base"
+    stock(0).save_pretrained(base)
+
+    def loaded(folder: Path) -> torch.Tensor:
+        return outputs(peft.PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(base), folder).eval())
+
+    def adapter(scheme: str | None, seed: int) -> Any:
+        model = LlamaForCausalLM.from_pretrained(base)
+        if scheme is not None:
+            hf_posenc.patch_model(model, scheme)
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
+        return peft.get_peft_model(model, config).eval()
+
+    pristine, place, states = tmp_path / "pristine", tmp_path / "place", tmp_path / "states"
+    adapter(before, 1).save_pretrained(pristine)
+    new = adapter(after, 2)
+    expected, met, refusals, operation, killed = [loaded(pristine), outputs(new)], set(), set(), 1, True
+    while killed:
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(pristine, place)
+        killed = killed_at(operation, place, lambda: new.save_pretrained(place))
+        shutil.copytree(place, states / f"{operation:03}")
+        try:
+            found = loaded(place)
+        except (hf_posenc.PositionEncodingError, ValueError) as error:
+            refusals.add(str(error))
+        else:
+            (same,) = [number for number, model in enumerate(expected) if torch.equal(found, model)]
+            met.add(same)
+        operation += 1
+    assert met == {0, 1}
+    assert all(re.search("different saves|missing|Can't find", refusal) for refusal in refusals)
+    stocks = [model for model, scheme in zip(expected, (before, after), strict=True) if scheme is None]
+    check_other_readers(states, stocks, base, refusal="hf_posenc|Can't find")
 
 
 def test_a_killed_export_leaves_no_model_or_the_whole_one(tmp_path: Path) -> None:
