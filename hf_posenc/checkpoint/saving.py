@@ -35,11 +35,12 @@ def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwar
             f"{entry['scheme']!r}: it is the config of a patched model, with whose positions it would be loaded. Give "
             "it the config that it was built with."
         )
-    if entry is None and has_patched_layers(model):
+    if (entry is None or not found) and has_patched_layers(model):
         raise UnsupportedError(
-            f"This {type(model).__name__} uses a position encoding that is not in its config: it shares its layers "
-            "with a patched model, or only a part of it was patched. After saving, it would be loaded with stock "
-            "positions. Save the model that was patched, or unpatch it and patch this model instead."
+            f"This {type(model).__name__} uses a position encoding that it does not hold itself: it is a part of a "
+            "patched model or shares layers with one, or only a part of it was patched. After saving, it could not be "
+            "loaded with this encoding. Save the model that was patched, and take the part from it after loading; or "
+            "unpatch that model first, and patch this one instead."
         )
     refuse_changed(model)
     call = inspect.signature(original).bind(model, *args, **kwargs)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import re
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -275,6 +278,60 @@ def test_drafts_of_living_processes_and_other_folders_stay(tmp_path: Path) -> No
     assert (target / "config.json").read_text() == "mine"
     assert {path.name for path in target.iterdir()} == {".cache", "config.json"}
     assert (tmp_path / ".model-backup-1-2").exists()
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_a_draft_ends_with_its_process_and_not_with_its_number(tmp_path: Path, final: bool) -> None:
+    """In a container, every process may have the number 1."""
+    name = f".hf_posenc-{socket.gethostname()}-{os.getpid()}-00000000"
+    (tmp_path / name).mkdir()
+    if final:
+        (tmp_path / name / "written.json").write_text("[]")
+    patched("alibi", 0).save_pretrained(tmp_path)
+    assert drafts(tmp_path) == []
+
+
+@pytest.mark.parametrize("place", ["", None, "file", "file/below", "link", 3, b"bytes"], ids=repr)
+@pytest.mark.parametrize("scheme", [None, "alibi"])
+def test_what_is_no_folder_is_refused_as_in_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any, scheme: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    stock(0).save_pretrained(".")
+    Path("file").write_text("text")
+    Path("link").symlink_to("nowhere")
+    before = {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()}
+    model = stock(1) if scheme is None else patched(scheme, 1)
+    with contextlib.nullcontext() if place == "file" else pytest.raises((OSError, TypeError)):
+        model.save_pretrained(place)
+    with pytest.raises((OSError, TypeError)):
+        hf_posenc.save_position_adapter(patched("alibi", 1), place)
+    assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("place", ["~/model", Path("below/model"), "link"], ids=str)
+def test_the_paths_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("link").symlink_to("folder")
+    model = patched("alibi", 0)
+    model.save_pretrained(place)
+    assert (Path(place) / "config.json").is_file()
+    assert torch.equal(outputs(AutoModelForCausalLM.from_pretrained(place)), outputs(model))
+
+
+def test_an_error_names_the_folder_and_not_the_draft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mkdir = os.mkdir
+
+    def refuse(path: Any, *arguments: Any, **options: Any) -> None:
+        if ".hf_posenc-" in str(path):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        mkdir(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "mkdir", refuse)
+    with pytest.raises(PermissionError) as caught:
+        patched("alibi", 0).save_pretrained(tmp_path / "model")
+    assert str(caught.value) == f"[Errno {errno.EACCES}] Permission denied: '{tmp_path / 'model'}'"
 
 
 def test_a_folder_made_meanwhile_keeps_its_files(tmp_path: Path) -> None:
