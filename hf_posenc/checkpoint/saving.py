@@ -35,7 +35,7 @@ def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwar
             f"{entry['scheme']!r}: it is the config of a patched model, with whose positions it would be loaded. Give "
             "it the config that it was built with."
         )
-    if (entry is None or not found) and has_patched_layers(model):
+    if (entry is None or not encodings(model)) and has_patched_layers(model):
         raise UnsupportedError(
             f"This {type(model).__name__} uses a position encoding that it does not hold itself: it is a part of a "
             "patched model or shares layers with one, or only a part of it was patched. After saving, it could not be "

@@ -69,7 +69,7 @@ def files_read(source: Any, subfolder: str) -> dict[str, tuple[int, ...]] | None
     folder = os.path.join(source, subfolder) if isinstance(source, str | os.PathLike) else ""
     if not os.path.isdir(folder):
         return None
-    found = {}
+    found: dict[str, tuple[int, ...]] = {}
     for entry in os.scandir(folder):
         if entry.name == "config.json" or variant_of(entry.name) is not None:
             status = entry.stat()
