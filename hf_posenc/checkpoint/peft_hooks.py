@@ -165,8 +165,9 @@ def scheme_saved_with_adapters(
         yield
     finally:
         _MARKS.reset(token)
-    for folder in folders if files is not None else ():
-        files.write(folder, beside_adapter=True)
+    if files is not None:
+        for folder in folders:
+            files.write(folder, beside_adapter=True)
 
 
 def _remove_scheme(folders: list[Path]) -> None:
