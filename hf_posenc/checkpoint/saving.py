@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import modeling_utils
 
+from hf_posenc.checkpoint.adapter_config import CONFIG_FILE
 from hf_posenc.checkpoint.atomic_folder import atomic_replacement, clear_drafts, is_place_for_folder, variant_of
 from hf_posenc.checkpoint.peft_hooks import scheme_saved_with_adapters
 from hf_posenc.checkpoint.pushing import upload_of
@@ -61,6 +62,11 @@ def save_pretrained(original: Callable[..., Any], model: Any, *args: Any, **kwar
         _refuse_other_variants(model, folder, given.get("variant"))
     elif given.get("state_dict") is not None:
         given["state_dict"] = _marked(model, given["state_dict"])
+    if Path(folder, CONFIG_FILE).is_file():
+        raise UnsupportedError(
+            f"{os.fspath(folder)} contains {CONFIG_FILE}: transformers would add this adapter to the saved "
+            f"{type(model).__name__} when it is loaded. Save it to another folder, or remove the adapter first."
+        )
     if given.get("distributed_checkpoint"):
         return original(*call.args, **call.kwargs)
     upload = None

@@ -357,3 +357,14 @@ def test_an_adapter_on_a_saved_patched_model(stock: Path, tmp_path: Path) -> Non
     torch.testing.assert_close(
         logits(PeftModel.from_pretrained(stock_base, tmp_path / "adapter")), logits(model), rtol=0, atol=0
     )
+
+
+@pytest.mark.parametrize("scheme", [None, "t5"])
+def test_a_model_is_not_saved_beside_an_adapter_that_would_be_added_to_it(
+    scheme: str | None, stock: Path, tmp_path: Path
+) -> None:
+    adapted(base(stock, scheme)).save_pretrained(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(UnsupportedError, match="would add this adapter"):
+        base(stock, "alibi").save_pretrained(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
