@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc.checkpoint.configuration import CheckpointError
-from hf_posenc.checkpoint.position_files import JSON_FILE, find_file, replace_file
+from hf_posenc.checkpoint.position_files import ADAPTER_WEIGHTS, JSON_FILE, find_file, hash_of, replace_file
 from hf_posenc.entry import ATTRIBUTE, INSTALL
 
 CONFIG_FILE = "adapter_config.json"
@@ -35,7 +35,7 @@ def is_marked(config: Any) -> bool:
 def marked(config: dict[str, Any], scheme: dict[str, Any]) -> dict[str, Any]:
     """Converts the config of an adapter that was trained with a scheme to its form on disk."""
     visible = {name: config[name] for name in _TOP_LEVEL_FIELDS if name in config}
-    entry = {"format": FORMAT, "file": JSON_FILE, "scheme": scheme, "adapter": config}
+    entry = {"format": FORMAT, "file": JSON_FILE, "scheme": scheme, "sha256": hash_of(scheme), "adapter": config}
     return {"peft_type": SENTENCE, **visible, ATTRIBUTE: entry}
 
 
@@ -61,10 +61,20 @@ def unmarked(disk: dict[str, Any], source: str) -> dict[str, Any]:
     return config | {name: disk[name] for name in _TOP_LEVEL_FIELDS if name in disk}
 
 
-def scheme_of(disk: dict[str, Any]) -> dict[str, Any]:
-    """Returns the scheme in a marked config; empty if an older version wrote it."""
-    scheme = disk[ATTRIBUTE].get("scheme")
-    return scheme if isinstance(scheme, dict) else {}
+def scheme_of(disk: dict[str, Any], source: str) -> dict[str, Any]:
+    """Returns the scheme in a marked config; empty if an older version wrote it.
+
+    Raises:
+        CheckpointError: if it was edited.
+    """
+    scheme, expected = disk[ATTRIBUTE].get("scheme"), disk[ATTRIBUTE].get("sha256")
+    scheme = scheme if isinstance(scheme, dict) else {}
+    if expected is not None and expected != hash_of(scheme):
+        raise CheckpointError(
+            f"The scheme in {source} was edited after it was saved: it does not have its hash. Restore the file, or "
+            "save the adapter again."
+        )
+    return scheme
 
 
 def write_marked(path: Path, scheme: dict[str, Any]) -> None:
@@ -86,5 +96,4 @@ def names_a_scheme(source: str | os.PathLike[str], hub: Mapping[str, Any]) -> bo
 
 def holds_adapter(folder: str | os.PathLike[str]) -> bool:
     """Whether a local folder has the weights or the config of a PEFT adapter."""
-    names = (CONFIG_FILE, "adapter_model.safetensors", "adapter_model.bin")
-    return any(Path(folder, name).is_file() for name in names)
+    return any(Path(folder, name).is_file() for name in (CONFIG_FILE, *ADAPTER_WEIGHTS))

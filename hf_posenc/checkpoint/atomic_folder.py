@@ -7,8 +7,12 @@ written files marks the draft as final, and then its files are moved up, one by 
 file exists, the old model is intact. If it dies afterwards, `finish_saving` moves the remaining files. Every load and
 every save calls it first.
 
+A process without this package does not call it. Therefore the old `config.json` is first replaced by one that cannot be
+loaded, and the new one is moved last. Each move takes its file out of the draft, so it happens once, even if several
+processes finish the same draft.
+
 A draft found in a folder is not trusted: its files are only moved into the folder around it, and it is ignored if a
-model was saved after it.
+model was saved after it. The process that writes a draft holds a lock on it, which ends with the process.
 """
 
 from __future__ import annotations
@@ -25,6 +29,14 @@ import uuid
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from hf_posenc.entry import STORED_MODEL_TYPE
+
+try:
+    import fcntl
+except ImportError:  # Windows. Drafts then count as abandoned by their age alone.
+    fcntl = None  # type: ignore[assignment]
 
 #: Prefix of draft names. They do not include the target's name, because the result could be too long for a file system.
 _DRAFT = re.compile(r"\.hf_posenc-(?P<host>.+)-(?P<process>\d+)-[0-9a-f]{8}")
@@ -37,7 +49,15 @@ _WEIGHTS = re.compile(
 )
 #: Without this file, a folder is not read as a model.
 _CONFIG = "config.json"
-#: Number of seconds after which a draft of another machine counts as abandoned.
+#: The file of a draft that takes the place of the old config while the other files are moved.
+_BARRIER = "barrier.json"
+#: A config that no class of transformers loads. Its second field is the name of the weights for concrete classes.
+_UNREADABLE = {
+    "model_type": STORED_MODEL_TYPE,
+    "transformers_weights": "this folder has the files of two models, because a process of hf_posenc was interrupted "
+    "while it saved one. `import hf_posenc` before loading it, which completes the save",
+}
+#: Number of seconds after which a draft whose lock cannot be tested counts as abandoned.
 _ABANDONED = 24 * 3600
 
 
@@ -54,16 +74,59 @@ def atomic_replacement(target: Path) -> Iterator[Path]:
     target = Path(os.path.realpath(target))
     clear_drafts(target)
     target.parent.mkdir(parents=True, exist_ok=True)
-    name = f".hf_posenc-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    draft = (target if target.is_dir() else target.parent) / name
-    draft.mkdir()
+    draft = target
     try:
-        yield draft
-        if any(draft.iterdir()):
-            _commit(draft, target)
-    finally:
-        if not (draft / _FINAL).exists():
-            shutil.rmtree(draft, ignore_errors=True)
+        draft, lock = _new_draft(target if target.is_dir() else target.parent)
+        try:
+            yield draft
+            if any(draft.iterdir()):
+                _commit(draft, target)
+        finally:
+            if not (draft / _FINAL).exists():
+                shutil.rmtree(draft, ignore_errors=True)
+            if lock is not None:
+                os.close(lock)
+    except OSError as error:
+        if _DRAFT.search(str(error.filename)):  # The user knows the folder, not the draft.
+            error.filename = str(target)
+        raise
+
+
+def _new_draft(folder: Path) -> tuple[Path, int | None]:
+    """Creates and locks a draft in a folder; returns it, and the open file that holds the lock."""
+    while True:
+        draft = folder / f".hf_posenc-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        draft.mkdir()
+        # Until it is locked, another process may take it for an abandoned one and remove it.
+        with contextlib.suppress(FileNotFoundError, BlockingIOError):
+            lock = _lock(draft, shared=True)
+            if draft.exists():
+                return draft, lock
+
+
+def _lock(draft: Path, shared: bool) -> int | None:
+    """Opens and locks a draft. `None` where files cannot be locked.
+
+    Raises:
+        BlockingIOError: if another process has a lock.
+    """
+    if fcntl is None:
+        return None
+    opened = os.open(draft, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(opened)
+        if isinstance(error, BlockingIOError):
+            raise
+        return None
+    return opened
+
+
+def is_place_for_folder(path: Any) -> bool:
+    """Whether something is the path of a folder, or of nothing yet."""
+    named = isinstance(path, str | os.PathLike) and isinstance(os.fspath(path), str) and os.fspath(path) != ""
+    return named and (os.path.isdir(path) or not os.path.lexists(path))
 
 
 def clear_drafts(target: str | os.PathLike[str]) -> None:
@@ -78,8 +141,8 @@ def clear_drafts(target: str | os.PathLike[str]) -> None:
     _finish(target, remove=True)
     for folder in (target.parent, target):
         for draft, match in _drafts(folder):
-            if not (draft / _FINAL).exists() and _is_abandoned(draft, match):
-                shutil.rmtree(draft, ignore_errors=True)
+            if not (draft / _FINAL).exists():
+                _remove_if_abandoned(draft, match)
 
 
 def finish_saving(target: str | os.PathLike[str]) -> None:
@@ -109,14 +172,16 @@ def _finish(target: Path, remove: bool) -> None:
                     UserWarning,
                     stacklevel=3,
                 )
-            elif match["host"] != socket.gethostname() or _is_abandoned(draft, match):
+            elif match["host"] != socket.gethostname():
                 shutil.rmtree(draft, ignore_errors=True)
+            else:
+                _remove_if_abandoned(draft, match)
             continue
         try:
             if not _is_outdated(draft, target, names):
                 _move_up(draft, target, names)
-            elif remove and _is_abandoned(draft, match):
-                shutil.rmtree(draft, ignore_errors=True)
+            elif remove:
+                _remove_if_abandoned(draft, match)
         except OSError as error:
             raise OSError(
                 f"The process that saved a model to {target} was interrupted while it moved the new files into place, "
@@ -147,8 +212,9 @@ def _names_in(draft: Path, target: Path) -> list[str]:
         ValueError: if the list is invalid; the message gives the problem.
         FileNotFoundError: if the draft no longer exists.
     """
-    if _is_plain_file(draft / _FINAL) is False:
-        raise ValueError(f"its {_FINAL} is not a regular file")
+    for own in (_FINAL, _BARRIER):
+        if _is_plain_file(draft / own) is False:
+            raise ValueError(f"its {own} is not a regular file")
     try:
         names = json.loads((draft / _FINAL).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -166,7 +232,7 @@ def _names_in(draft: Path, target: Path) -> list[str]:
 
 def _is_file_name(name: str) -> bool:
     """Whether joining a name to a folder stays inside that folder, on every operating system."""
-    return name not in ("", ".", "..", _FINAL) and not any(character in name for character in "/\\:\0")
+    return name not in ("", ".", "..", _FINAL, _BARRIER) and not any(character in name for character in "/\\:\0")
 
 
 def _is_plain_file(path: Path) -> bool | None:
@@ -209,6 +275,8 @@ def _commit(draft: Path, target: Path) -> None:
             os.replace(path, place)
     names = [path.name for path in draft.iterdir() if path.is_file()]
     names.sort(key=lambda name: (name == _CONFIG, name))
+    if _CONFIG in names:
+        (draft / _BARRIER).write_text(json.dumps(_UNREADABLE), encoding="utf-8")
     unfinished = draft / f"{_FINAL}.part"
     unfinished.write_text(json.dumps(names), encoding="utf-8")
     os.replace(unfinished, draft / _FINAL)
@@ -217,6 +285,9 @@ def _commit(draft: Path, target: Path) -> None:
 
 def _move_up(draft: Path, target: Path, names: list[str]) -> None:
     """Moves the files up. This can be repeated from any point, also by several processes at once."""
+    if _CONFIG in names:
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(draft / _BARRIER, target / _CONFIG)
     for path in target.iterdir():
         if path.name not in names and _replaces(names, path):
             path.unlink(missing_ok=True)
@@ -228,25 +299,26 @@ def _move_up(draft: Path, target: Path, names: list[str]) -> None:
 
 def _replaces(names: list[str], path: Path) -> bool:
     """Whether a file holds weights of a variant that the new files also have."""
-    variant = _variant(path.name)
-    return variant is not None and variant in map(_variant, names)
+    variant = variant_of(path.name)
+    return variant is not None and variant in map(variant_of, names)
 
 
-def _variant(name: str) -> str | None:
+def variant_of(name: str) -> str | None:
     """Returns the variant of a weight file, "" for the default; `None` for any other file."""
     match = _WEIGHTS.fullmatch(name)
     return None if match is None else match["of_weights"] or match["of_index"] or ""
 
 
-def _is_abandoned(draft: Path, match: re.Match[str]) -> bool:
-    if match["host"] != socket.gethostname():
-        with contextlib.suppress(OSError):
-            return time.time() - draft.stat().st_mtime > _ABANDONED
-        return False
+def _remove_if_abandoned(draft: Path, match: re.Match[str]) -> None:
+    """Removes a draft whose process has ended. Of another machine, or without locks, only its age tells."""
+    lock = None
     try:
-        os.kill(int(match["process"]), 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        return False
-    return False
+        if match["host"] == socket.gethostname():
+            lock = _lock(draft, shared=False)
+        if lock is not None or time.time() - draft.stat().st_mtime > _ABANDONED:
+            shutil.rmtree(draft, ignore_errors=True)
+    except (BlockingIOError, FileNotFoundError):
+        return  # It is in use, or another process has removed it.
+    finally:
+        if lock is not None:
+            os.close(lock)

@@ -11,6 +11,7 @@ from hf_posenc.patching.place.config_lengths import (
     NAMES,
     NATIVE_LENGTHS,
     SOURCE_NAMES,
+    is_length,
     native_lengths,
     stated_lengths,
 )
@@ -190,11 +191,6 @@ def _check_lengths(native: Any, disk: dict[str, Any], source: str) -> None:
                 '{"max_position_embeddings": 512}, with positive integers in both places. The file was edited or '
                 "damaged."
             )
-
-
-def is_length(value: Any) -> bool:
-    """Whether a value read from a file is a valid context length in tokens."""
-    return type(value) is int and 0 < value < 2**31
 
 
 def follow_lengths(model: Any, config: Any) -> None:

@@ -86,9 +86,12 @@ def from_pretrained(call: Call) -> Any:
     from hf_posenc.checkpoint.agreement import check_loaded_mark
     from hf_posenc.checkpoint.configuration import CheckpointError
     from hf_posenc.checkpoint.stored_weights import check_scheme_fits, stored_position_weights
+    from hf_posenc.checkpoint.weight_files import files_read
     from hf_posenc.patching.place.head_shards import split_heads
 
     built: list[_Built] = []
+    subfolder = call.arguments.get("subfolder") or ""
+    read = files_read(source, subfolder)
     stored = stored_position_weights(source, call.arguments)
 
     def check_fits(model: Any, scheme: Any) -> None:
@@ -104,6 +107,11 @@ def from_pretrained(call: Call) -> Any:
             f"The weights of {source} cannot be read as safetensors ({error}). A file is damaged or incomplete: "
             "download or save the checkpoint again."
         ) from error
+    if files_read(source, subfolder) != read:
+        raise CheckpointError(
+            f"Files in {source} were replaced while the model was read: another process has saved a model there. Load "
+            "it again."
+        )
     check_loaded_mark(model, info, str(source), built[-1].entry_format)
     _check_loaded(model, info, str(source))
     # Transformers shards a model over processes after building it, and so after it was patched.

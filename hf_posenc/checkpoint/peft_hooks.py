@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from hf_posenc.checkpoint.atomic_folder import is_place_for_folder
 from hf_posenc.wrapping import Call, wrap
 
 #: The scheme to mark adapter configs with while they are saved.
@@ -87,8 +88,11 @@ def _save_config(call: Call) -> Any:
 
 
 def _save_model(call: Call) -> Any:
-    model, folder = call["self"], Path(call["save_directory"])
+    model = call["self"]
     names = list(model.peft_config) if call["selected_adapters"] is None else call["selected_adapters"]
+    if not is_place_for_folder(call["save_directory"]):
+        return call.run()  # PEFT says what is wrong with it.
+    folder = Path(call["save_directory"])
     folders = [folder if name == "default" else folder / name for name in names]
     with scheme_saved_with_adapters(model, folders, call["is_main_process"], call.arguments.get("state_dict")):
         return call.run()
@@ -117,20 +121,25 @@ def scheme_saved_with_adapters(
         return
     from hf_posenc.checkpoint.adapter_config import CONFIG_FILE
     from hf_posenc.checkpoint.position_adapters import adapters_of, collect
+    from hf_posenc.checkpoint.position_files import JSON_FILE
 
+    files = None
     if is_main_process:
         prefix = next((f"{name}." for name, module in model.named_modules() if module is target and name), "")
         inner = None if state is None else {name.removeprefix(prefix): tensor for name, tensor in state.items()}
         files = collect(target, encoding, adapters_of(model), inner)
         for folder in folders:
-            # Until the new config is written, nothing in the folder can be loaded.
-            Path(folder, CONFIG_FILE).unlink(missing_ok=True)
-            files.write(folder)
+            # Until both are written again, nothing in the folder can be loaded.
+            for name in (CONFIG_FILE, JSON_FILE):
+                Path(folder, name).unlink(missing_ok=True)
     token = _MARKS.set(encoding.config.to_dict())
     try:
         yield
     finally:
         _MARKS.reset(token)
+    if files is not None:
+        for folder in folders:
+            files.write(folder, beside_adapter=True)
 
 
 def _remove_scheme(folders: list[Path]) -> None:
@@ -175,7 +184,7 @@ def _read_config(call: Call) -> Any:
             "moment before: the hub did not respond, or the file was written in between. Load the adapter again."
         )
     stock_form = unmarked(config, str(path))
-    _FOUND.set(scheme_of(config))
+    _FOUND.set(scheme_of(config, str(path)))
     return stock_form
 
 

@@ -1,9 +1,9 @@
 """`position_encoding.json` and `position_encoding.safetensors`: a scheme without its model.
 
 They are saved next to a PEFT adapter or in a separate folder. The JSON file contains the scheme, a fingerprint of the
-weights it was trained on, and the hash of the other file, which contains the scheme's parameters, if it has any. Each
-file is replaced atomically, the JSON file last. So an interrupted save leaves the old pair, the new pair, or a pair
-with a wrong hash.
+weights it was trained on, and the hashes of the file with the scheme's parameters, if it has any, of the weights of the
+adapter, and of its own content. Each file is replaced atomically, the JSON file last. So an interrupted save leaves the
+old files, the new ones, or files with a wrong hash, and an edited file has a wrong hash.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 from safetensors.torch import load, save
 from torch import Tensor
 
+from hf_posenc.checkpoint.atomic_folder import is_place_for_folder
 from hf_posenc.checkpoint.configuration import CheckpointError, is_length
 from hf_posenc.patching.find.fingerprint import Fingerprint, check_entry
 from hf_posenc.schemes import SchemeConfig, scheme_from_dict
@@ -27,7 +28,10 @@ from hf_posenc.version import __version__
 
 JSON_FILE = "position_encoding.json"
 TENSORS_FILE = "position_encoding.safetensors"
-FORMAT = 1
+#: Since format 2, the file has the hash of its content, and that of an adapter's weights.
+FORMAT = 2
+#: The weights of a PEFT adapter. If both exist, PEFT reads the first.
+ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 @dataclass(frozen=True)
@@ -55,12 +59,26 @@ class PositionFiles:
         """The scheme."""
         return scheme_from_dict(self.scheme)
 
-    def write(self, folder: str | os.PathLike[str]) -> None:
-        """Writes both files into `folder`, which is created if needed."""
+    def write(self, folder: str | os.PathLike[str], *, beside_adapter: bool = False) -> None:
+        """Writes both files.
+
+        Args:
+            folder: created if needed.
+            beside_adapter: whether they belong to the adapter whose weights were just written there.
+
+        Raises:
+            NotADirectoryError: if the path is not that of a folder.
+        """
+        if not is_place_for_folder(folder):
+            raise NotADirectoryError(
+                f"{folder!r} is not a folder. Give the path of a folder, which is created if it does not exist."
+            )
         directory = Path(folder)
         directory.mkdir(parents=True, exist_ok=True)
         data = save({name: tensor.contiguous() for name, tensor in self.parameters.items()}, {"format": "pt"})
         tensors = {"file": TENSORS_FILE, "sha256": hashlib.sha256(data).hexdigest()}
+        weights = [path for name in ADAPTER_WEIGHTS if (path := directory / name).is_file()] if beside_adapter else []
+        newest = max(weights, key=lambda path: path.stat().st_mtime_ns, default=None)
         entry = {
             "format": FORMAT,
             "hf_posenc_version": __version__,
@@ -70,10 +88,23 @@ class PositionFiles:
             "adapter": self.adapter,
             "length": self.length,
             "fingerprint": self.fingerprint,
+            "adapter_weights": None if newest is None else _hash_of_file(newest),
         }
+        entry["sha256"] = hash_of(entry)
         if self.parameters:
             replace_file(directory / TENSORS_FILE, data)
         replace_file(directory / JSON_FILE, (json.dumps(entry, indent=1) + "\n").encode())
+
+
+def hash_of(entry: Mapping[str, Any]) -> str:
+    """The hash of a dictionary as JSON stores it, without the key for the hash itself."""
+    content = json.loads(json.dumps({name: value for name, value in entry.items() if name != "sha256"}))
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _hash_of_file(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def replace_file(path: Path, data: bytes) -> None:
@@ -127,12 +158,19 @@ def read_position_files(source: str | os.PathLike[str], hub: Mapping[str, Any]) 
         raise CheckpointError(f"{JSON_FILE} in {source} is not readable JSON: {error} {_SAVE_AGAIN}") from error
     written = entry.get("format") if isinstance(entry, dict) else None
     if type(written) is not int or written < 1:
-        raise CheckpointError(f"{JSON_FILE} in {source} has the format {written!r}; expected 1. {_SAVE_AGAIN}")
+        raise CheckpointError(f"{JSON_FILE} in {source} has the format {written!r}; expected 1 or 2. {_SAVE_AGAIN}")
     if written > FORMAT:
         raise CheckpointError(
             f"{JSON_FILE} in {source} is in format {written}, from hf_posenc {entry.get('hf_posenc_version', '?')}; "
             f"this version reads up to format {FORMAT}. Update hf_posenc."
         )
+    if (written >= 2 or "sha256" in entry) and entry.get("sha256") != hash_of(entry):
+        raise CheckpointError(
+            f"{JSON_FILE} in {source} was edited after it was saved: its content does not have its hash. The scheme in "
+            "it may not be the one that was trained. Restore the file, or save it again from the model. To use another "
+            "scheme with the same base, call patch_model."
+        )
+    _check_adapter_weights(entry.get("adapter_weights"), source, hub)
     files = PositionFiles(
         scheme=_field(entry, "scheme", dict, source),
         base_model_type=_field(entry, "base_model_type", str, source),
@@ -176,6 +214,19 @@ def _checked_fingerprint(found: dict[str, Any], source: Any) -> Fingerprint:
                 f"The fingerprint of {name!r} in {JSON_FILE} of {source} is damaged: {error}. {_SAVE_AGAIN}"
             ) from error
     return found
+
+
+def _check_adapter_weights(expected: Any, source: Any, hub: Mapping[str, Any]) -> None:
+    if expected is None:
+        return
+    path = next((path for name in ADAPTER_WEIGHTS if (path := find_file(source, name, hub)) is not None), None)
+    if path is None or _hash_of_file(path) != expected:
+        found = "misses the weights" if path is None else f"has another {path.name} than those"
+        raise CheckpointError(
+            f"{source} {found} that {JSON_FILE} there was saved with: the files come from different saves, or saving "
+            "was interrupted. The weights may have been trained with another scheme. Copy all files of one save, or "
+            "save the adapter again."
+        )
 
 
 def _read_parameters(entry: Any, source: Any, hub: Mapping[str, Any]) -> dict[str, Tensor]:

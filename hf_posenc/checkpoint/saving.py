@@ -1,4 +1,4 @@
-"""`save_pretrained` of patched models. It raises if the saved model could not be loaded again."""
+"""`save_pretrained` of patched models, or over one. It raises if the saved model could not be loaded again."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from typing import Any
 
 from transformers import modeling_utils
 
-from hf_posenc.checkpoint.atomic_folder import atomic_replacement, clear_drafts
+from hf_posenc.checkpoint.adapter_config import CONFIG_FILE
+from hf_posenc.checkpoint.atomic_folder import atomic_replacement, clear_drafts, is_place_for_folder, variant_of
 from hf_posenc.checkpoint.peft_hooks import scheme_saved_with_adapters
 from hf_posenc.checkpoint.pushing import upload_of
+from hf_posenc.checkpoint.recognition import is_patched
+from hf_posenc.checkpoint.weight_files import record_shards
 from hf_posenc.entry import MARK, find_mark, read_entry
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.place.in_force import encodings, has_patched_layers, refuse_changed
@@ -34,26 +37,35 @@ def save_pretrained(call: Call) -> Any:
             f"{entry['scheme']!r}: it is the config of a patched model, with whose positions it would be loaded. Give "
             "it the config that it was built with."
         )
-    if entry is None and has_patched_layers(model):
+    if (entry is None or not encodings(model)) and has_patched_layers(model):
         raise UnsupportedError(
-            f"This {type(model).__name__} uses a position encoding that is not in its config: it shares its layers "
-            "with a patched model, or only a part of it was patched. After saving, it would be loaded with stock "
-            "positions. Save the model that was patched, or unpatch it and patch this model instead."
+            f"This {type(model).__name__} uses a position encoding that it does not hold itself: it is a part of a "
+            "patched model or shares layers with one, or only a part of it was patched. After saving, it could not be "
+            "loaded with this encoding. Save the model that was patched, and take the part from it after loading; or "
+            "unpatch that model first, and patch this one instead."
         )
     refuse_changed(model)
     folder, main = call["save_directory"], call["is_main_process"]
-    if isinstance(folder, str | os.PathLike) and os.path.isdir(folder):
-        # Otherwise, the remaining files of an interrupted save would later overwrite the files of this one.
-        clear_drafts(folder)
+    if not is_place_for_folder(folder):
+        return call.run()  # Transformers says what is wrong with it.
+    # Otherwise, the remaining files of an interrupted save would later overwrite the files of this one.
+    clear_drafts(folder)
     if getattr(model, "_hf_peft_config_loaded", False):
         # For adapters inside a transformers model, only the adapter is saved.
         with scheme_saved_with_adapters(model, [Path(folder)], main, call["state_dict"]):
             return call.run()
     if entry is None:
-        return call.run()
-    if call["state_dict"] is not None:
+        if not is_patched(folder, {}):
+            return call.run()
+        _refuse_other_variants(model, folder, call["variant"])
+    elif call["state_dict"] is not None:
         call = call.changed(state_dict=_marked(model, call["state_dict"]))
-    if call["distributed_checkpoint"] or os.path.isfile(folder):
+    if Path(folder, CONFIG_FILE).is_file():
+        raise UnsupportedError(
+            f"{os.fspath(folder)} contains {CONFIG_FILE}: transformers would add this adapter to the saved "
+            f"{type(model).__name__} when it is loaded. Save it to another folder, or remove the adapter first."
+        )
+    if call["distributed_checkpoint"]:
         return call.run()
     upload = None
     if call["push_to_hub"]:
@@ -64,9 +76,26 @@ def save_pretrained(call: Call) -> Any:
         call = call.changed(push_to_hub=False, kwargs=options)
     with atomic_replacement(Path(folder)) as draft:
         call.run(save_directory=str(draft))
+        if entry is not None:
+            record_shards(draft)
     if upload is not None:
         upload()
     return None
+
+
+def _refuse_other_variants(model: Any, folder: Any, variant: str | None) -> None:
+    """Refuses to give a folder a stock config in which weights of a patched model would remain.
+
+    Raises:
+        UnsupportedError: naming the files.
+    """
+    remaining = [name for name in os.listdir(folder) if variant_of(name) not in (None, variant or "")]
+    if remaining:
+        raise UnsupportedError(
+            f"{os.fspath(folder)} has a patched model, and this save would leave its weights {sorted(remaining)} "
+            f"beside the config of this {type(model).__name__}, which would run them with its stock positions. Save "
+            "it to another folder, or remove these files first."
+        )
 
 
 def _prepared_upload(model: Any, folder: Any, token: Any, options: dict[str, Any]) -> Callable[[], None]:

@@ -19,6 +19,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from hf_posenc.checkpoint.configuration import CheckpointError
 from hf_posenc.checkpoint.local_files import local_file
+from hf_posenc.checkpoint.weight_files import check_shard
 from hf_posenc.entry import ATTRIBUTE
 from hf_posenc.patching.find.discovery import find_stacks
 from hf_posenc.patching.place.encoding import build_encoding, parts_named
@@ -67,13 +68,15 @@ def stored_position_weights(source: Any, kwargs: dict[str, Any]) -> dict[str, St
     if index is None:
         return None
     found: dict[str, StoredTensor] = {}
-    for shard in _shards(index):
+    content, shards = _read_index(index)
+    for shard in shards:
         path = local_file(source, shard, kwargs)
         if path is None:
             if os.path.isdir(source):
                 raise CheckpointError(f"{index} lists the file {shard!r}, which does not exist. Copy the whole folder.")
             return None  # The download is incomplete; transformers downloads the rest.
         found |= _read_header(path)
+        check_shard(content, path)
     return found
 
 
@@ -120,8 +123,8 @@ def check_scheme_fits(model: Any, config: SchemeConfig, stored: dict[str, Stored
         )
 
 
-def _shards(index: Path) -> list[str]:
-    """Returns the files listed in an index."""
+def _read_index(index: Path) -> tuple[dict[str, Any], list[str]]:
+    """Returns the contents of an index, and the files that it lists."""
     try:
         content = json.loads(index.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -136,7 +139,7 @@ def _shards(index: Path) -> list[str]:
             f'{index} is not an index of weights: a dictionary with "metadata" and with "weight_map", from names of '
             "weights to names of files, is expected. Download or save the checkpoint again."
         )
-    return sorted(set(weight_map.values()))
+    return content, sorted(set(weight_map.values()))
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:

@@ -101,6 +101,8 @@ def export(options: argparse.Namespace) -> int:
 
 
 def _free_folder(options: argparse.Namespace) -> Path:
+    if not options.output:
+        raise UsageError("--output is empty; it takes a folder, which is . for the current one.")
     output = Path(options.output)
     if output.exists() and not output.is_dir():
         raise UsageError(f"{output} is a file; --output takes a folder.")

@@ -77,11 +77,14 @@ def export_model(
         UnsupportedError: if the target cannot express the scheme, gives other numbers, or would lose the images or the
             sound that the model reads.
         FileExistsError: if the folder is not empty, or is a file.
+        FileNotFoundError: for an empty path.
         UnknownNameError: for an unknown target, option or option of the upload.
         UsageError: if a package that the target needs is not installed, or for `hub_options` without `push_to_hub`.
         TypeError: for something that is not a transformers model.
     """
     target = find_target(to)
+    if os.fspath(folder) == "":
+        raise FileNotFoundError("The folder is ''. Give the path of a folder; that of the current one is '.'.")
     place = Path(folder)
     if place.is_dir():
         clear_drafts(place)  # of an export that was killed

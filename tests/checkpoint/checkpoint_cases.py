@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,6 +116,14 @@ def outputs(model: PreTrainedModel, ids: torch.Tensor | None = None) -> torch.Te
     ids = token_ids() if ids is None else ids
     arguments = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
     return model(input_ids=ids, use_cache=False, **arguments)[0]
+
+
+def as_format_1(folder: Path) -> Path:
+    """Makes the JSON file of a scheme without its model one of format 1, which has no hash of its content."""
+    path = folder / "position_encoding.json"
+    entry = json.loads(path.read_text()) | {"format": 1}
+    path.write_text(json.dumps({name: entry[name] for name in entry if name not in ("sha256", "adapter_weights")}))
+    return path
 
 
 def write_reference(model: PreTrainedModel, folder: Path) -> None:

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer, Traini
 from hf_posenc import CheckpointError, UnsupportedError, patch_model, unpatch_model
 from hf_posenc.checkpoint.adapter_config import SENTENCE
 from hf_posenc.recipes import add_lora
-from tests.checkpoint.checkpoint_cases import llama, randomize
+from tests.checkpoint.checkpoint_cases import as_format_1, llama, randomize
 from tests.checkpoint.stock_folder import write_stock_llama
 from tests.fresh import run_fresh
 
@@ -201,6 +201,9 @@ class TestRefusals:
         adapted(base(stock, "alibi")).save_pretrained(tmp_path)
         (tmp_path / "adapter_model.safetensors").write_bytes(b"not a file of tensors")
         model = base(stock)
+        with pytest.raises(CheckpointError, match=r"another adapter_model\.safetensors"):
+            PeftModel.from_pretrained(model, tmp_path)
+        as_format_1(tmp_path)  # It does not name the weights.
         with pytest.raises(Exception, match="header"):
             PeftModel.from_pretrained(model, tmp_path)
         assert not hasattr(model, "position_encoding")
@@ -354,3 +357,14 @@ def test_an_adapter_on_a_saved_patched_model(stock: Path, tmp_path: Path) -> Non
     torch.testing.assert_close(
         logits(PeftModel.from_pretrained(stock_base, tmp_path / "adapter")), logits(model), rtol=0, atol=0
     )
+
+
+@pytest.mark.parametrize("scheme", [None, "t5"])
+def test_a_model_is_not_saved_beside_an_adapter_that_would_be_added_to_it(
+    scheme: str | None, stock: Path, tmp_path: Path
+) -> None:
+    adapted(base(stock, scheme)).save_pretrained(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(UnsupportedError, match="would add this adapter"):
+        base(stock, "alibi").save_pretrained(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before

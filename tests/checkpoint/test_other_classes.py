@@ -25,8 +25,10 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from hf_posenc import NoneConfig, patch_model
+from hf_posenc import NoneConfig, UnsupportedError, patch_model
 from hf_posenc.checkpoint.configuration import CheckpointError
+from tests.checkpoint.checkpoint_cases import outputs
+from tests.models import tiny
 
 _SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 #: A small decoder behind the encoder.
@@ -122,3 +124,16 @@ def test_surplus_weights_of_a_stack_that_the_class_has_are_refused(tmp_path: Pat
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="are from different models"):
         ViTMAEModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "none"])
+@pytest.mark.parametrize("architecture", ["BartForConditionalGeneration", "T5ForConditionalGeneration"])
+def test_a_part_of_a_patched_model_is_not_saved_alone(architecture: str, scheme: str, tmp_path: Path) -> None:
+    model = patch_model(tiny(architecture), scheme)
+    for part in (model.get_encoder(), model.get_decoder()):
+        with pytest.raises(UnsupportedError, match=r"does not hold itself.*take the part from it"):
+            part.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+    model.base_model.save_pretrained(tmp_path)
+    loaded = type(model.base_model).from_pretrained(tmp_path)
+    assert torch.equal(outputs(loaded.eval()), outputs(model.base_model.eval()))

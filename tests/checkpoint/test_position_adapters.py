@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from hf_posenc import (
 )
 from hf_posenc.patching.find.fingerprint import difference, fingerprint
 from hf_posenc.recipes import add_lora
-from tests.checkpoint.checkpoint_cases import bert, llama, randomize, t5
+from tests.checkpoint.checkpoint_cases import as_format_1, bert, llama, randomize, t5
 from tests.checkpoint.stock_folder import write_stock_llama
 from tests.checkpoint.test_adapters import IDS, LORA, adapted, base, logits
 
@@ -276,7 +276,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no object": (lambda entry: [entry], "format None"),
     "format 0": (lambda entry: entry | {"format": 0}, "format 0"),
     "format true": (lambda entry: entry | {"format": True}, "format True"),
-    "a newer format": (lambda entry: entry | {"format": 2}, "Update hf_posenc"),
+    "a newer format": (lambda entry: entry | {"format": 3}, "Update hf_posenc"),
     "no scheme": (lambda entry: entry | {"scheme": None}, "'scheme'"),
     "an unknown scheme": (lambda entry: entry | {"scheme": {"scheme": "albi"}}, "cannot be built"),
     "another option": (lambda entry: entry | {"scheme": entry["scheme"] | {"num_buckets": 16}}, "shape"),
@@ -303,9 +303,47 @@ def test_a_damaged_file_is_named(damage: str, stock: Path, tmp_path: Path) -> No
     path = tmp_path / "position_encoding.json"
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
     model = base(stock)
+    with pytest.raises(CheckpointError, match=f"was edited|{message}"):
+        load_position_adapter(model, tmp_path)
+    save_position_adapter(base(stock, "t5"), tmp_path)
+    path.write_text(json.dumps(change(json.loads(as_format_1(tmp_path).read_text()))))
     with pytest.raises(CheckpointError, match=message):
         load_position_adapter(model, tmp_path)
     assert not hasattr(model, "position_encoding")
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "rope", "t5", [{"scheme": "rope", "theta": 500.0}, "alibi"]])
+def test_a_scheme_that_was_edited_is_refused(scheme: Any, stock: Path, tmp_path: Path) -> None:
+    model = patch_model(base(stock), scheme)
+    save_position_adapter(model, tmp_path)
+    path = tmp_path / "position_encoding.json"
+    written = path.read_text()
+    for change in every_edit(json.loads(written)):
+        path.write_text(json.dumps(change))
+        with pytest.raises(CheckpointError):
+            load_position_adapter(base(stock), tmp_path)
+    # The order of keys and spaces is no content.
+    path.write_text(json.dumps(dict(reversed(json.loads(written).items()))))
+    for loaded in (base(stock), base(stock)):
+        torch.testing.assert_close(logits(load_position_adapter(loaded, tmp_path)), logits(model), rtol=0, atol=0)
+        as_format_1(tmp_path)
+
+
+def every_edit(entry: Any) -> Iterator[Any]:
+    """The entry with each of its values changed, or left out."""
+    if not isinstance(entry, dict | list):
+        yield not entry if isinstance(entry, bool) else entry + 1 if isinstance(entry, int | float) else f"{entry}x"
+        return
+    for key, value in entry.items() if isinstance(entry, dict) else enumerate(entry):
+        if key == "fingerprint":
+            continue  # It has a test of its own, and hundreds of values.
+        for change in every_edit(value):
+            edited = copy.copy(entry)
+            edited[key] = change
+            yield edited
+        edited = copy.copy(entry)
+        del edited[key]
+        yield edited
 
 
 def test_parameters_of_another_save_are_refused(stock: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaForCausalLM
+from transformers.trainer_utils import load_sharded_checkpoint
 
 import hf_posenc
 from hf_posenc import BuildContext, DistanceBias, SchemeConfig, SchemeParts
+from hf_posenc.checkpoint import configuration
 from hf_posenc.checkpoint.configuration import CheckpointError
 from hf_posenc.schemes import registry
 from hf_posenc.schemes.additive.learned import LearnedEncoding
@@ -84,12 +87,49 @@ def test_a_damaged_shard_is_named(folder: Path) -> None:
         LlamaForCausalLM.from_pretrained(folder)
 
 
+def test_a_shard_of_another_save_is_refused(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    torch.manual_seed(1)
+    other = randomize(hf_posenc.patch_model(llama(), "learned"))
+    source = tmp_path_factory.mktemp("other")
+    other.save_pretrained(source, max_shard_size="20KB")
+    target = LlamaForCausalLM.from_pretrained(folder)
+    shards = sorted(path.name for path in folder.glob("model-*.safetensors"))
+    for shard in shards:
+        written = (folder / shard).read_bytes()
+        shutil.copy(source / shard, folder)
+        for load in (LlamaForCausalLM.from_pretrained, lambda place: load_sharded_checkpoint(target, place)):
+            with pytest.raises(CheckpointError, match=f"{shard} is not the file that the index"):
+                load(folder)
+        (folder / shard).write_bytes(written)
+    # An index of another tool has no digests.
+    edit(folder / INDEX, lambda index: index.update(metadata={"total_size": 1}))
+    assert torch.equal(outputs(LlamaForCausalLM.from_pretrained(folder)), outputs(target.eval()))
+
+
+def test_files_that_are_replaced_while_they_are_read_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    other, built = randomize(hf_posenc.patch_model(llama(), "learned")), configuration.follow_lengths
+
+    def save_another(*arguments: Any) -> None:
+        monkeypatch.undo()
+        built(*arguments)
+        other.save_pretrained(folder, max_shard_size="20KB")
+
+    monkeypatch.setattr(configuration, "follow_lengths", save_another)
+    with pytest.raises(CheckpointError, match="were replaced while the model was read"):
+        LlamaForCausalLM.from_pretrained(folder)
+    assert torch.equal(outputs(LlamaForCausalLM.from_pretrained(folder)), outputs(other))
+
+
 def test_integers_in_place_of_position_weights_are_refused(folder: Path) -> None:
     names = json.loads((folder / INDEX).read_text())["weight_map"]
     (name,) = [name for name in names if name.endswith("additive.weight")]
     weights = load_file(folder / names[name])
     weights[name] = weights[name].to(torch.int32)
     save_file(weights, folder / names[name], metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="is not the file that the index next to it was saved with"):
+        LlamaForCausalLM.from_pretrained(folder)
+    edit(folder / INDEX, lambda index: index["metadata"].pop("hf_posenc_shards"))
     with pytest.raises(CheckpointError, match="it is an integer tensor"):
         LlamaForCausalLM.from_pretrained(folder)
 

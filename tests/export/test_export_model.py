@@ -46,6 +46,8 @@ def test_folders_that_are_in_use_are_kept(model: Any, tmp_path: Path) -> None:
         hf_posenc.export_model(model, tmp_path / "file", overwrite=True)
     with pytest.raises(FileExistsError, match="overwrite=True"):
         hf_posenc.export_model(model, tmp_path / "used")
+    with pytest.raises(FileNotFoundError, match=r"current one is '\.'"):
+        hf_posenc.export_model(model, "", overwrite=True)
     assert contents(tmp_path) == {"file": b"mine", "used/notes.txt": b"mine"}
     hf_posenc.export_model(model, tmp_path / "used", overwrite=True)
     assert (tmp_path / "used" / "notes.txt").read_text() == "mine"

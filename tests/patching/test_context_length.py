@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import GPTNeoConfig, GPTNeoForCausalLM
@@ -28,7 +30,7 @@ from hf_posenc import (
     patch_model,
     unpatch_model,
 )
-from hf_posenc.patching.place.context_length import update_tokenizer_length
+from hf_posenc.patching.place.context_length import context_length, update_tokenizer_length
 from tests.checkpoint.checkpoint_cases import t5
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
@@ -169,10 +171,21 @@ def test_interpolated_rows_reach_any_length() -> None:
     assert extend_context(model, length=5000).config.max_position_embeddings == 5000
 
 
-@pytest.mark.parametrize("length", [0, -1, 2.5, True, "512"])
+@pytest.mark.parametrize("length", [0, -1, 2.5, True, "512", None, 2**31, np.int64(512)])
 def test_a_length_is_a_positive_integer(length: Any) -> None:
-    with pytest.raises(ValueError, match="expected a positive integer"):
+    with pytest.raises(ValueError, match="expected an int"):
         extend_context(patched("bert", "alibi"), length=length)
+
+
+@pytest.mark.parametrize("architecture", ["bert", "roberta"])
+def test_the_longest_length_that_is_saved_is_loaded(architecture: str, tmp_path: Path) -> None:
+    model, longest = patched(architecture, "alibi"), 2**31 - 1
+    if architecture == "roberta":  # Its config counts two rows more.
+        with pytest.raises(SequenceLengthError, match="cannot be stated in the config"):
+            extend_context(model, length=longest)
+        longest -= 2
+    extend_context(model, length=longest).save_pretrained(tmp_path)
+    assert context_length(type(model).from_pretrained(tmp_path)) == longest
 
 
 def test_what_cannot_be_extended_is_refused() -> None:

@@ -64,6 +64,11 @@ class Lengths:
         return f"{current}{native}; the scheme supports {longest}"
 
 
+def is_length(value: Any) -> bool:
+    """Whether a value is a context length in tokens that a config can state."""
+    return type(value) is int and 0 < value < 2**31
+
+
 def find_lengths(
     config: PreTrainedConfig, stack_configs: Iterable[Any] = (), names: Iterable[str] = NAMES
 ) -> dict[str, int]:
@@ -78,7 +83,7 @@ def find_lengths(
         path + name: owner.__dict__[name]
         for path, owner in owners.items()
         for name in names
-        if type(owner.__dict__.get(name)) is int and owner.__dict__[name] > 0
+        if is_length(owner.__dict__.get(name))
     }
 
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.discovery import model_parts
 from hf_posenc.patching.find.model_parts import VISION, check_part, default_part
+from hf_posenc.patching.place.config_lengths import is_length
 from hf_posenc.patching.place.encoding import PositionEncoding
 from hf_posenc.patching.place.in_force import current_encoding
 from hf_posenc.patching.place.lengths import lengths_of, set_length
@@ -54,7 +55,7 @@ def extend_context(model: ModelType, tokenizer: Any = None, *, length: int, part
         SequenceLengthError: if the scheme or the architecture cannot encode that many tokens.
         UnknownNameError: for a part that the model does not have.
         UnsupportedError: if the model is not patched, if the part reads images, or if it has its native positions.
-        ValueError: if the length is not a positive integer.
+        ValueError: if the length is not an integer from 1 to 2**31 - 1.
         TypeError: if the tokenizer has no `model_max_length`.
     """
     target = unwrapped(model)
@@ -64,8 +65,11 @@ def extend_context(model: ModelType, tokenizer: Any = None, *, length: int, part
             f"This {type(target).__name__} is not patched, so its length is that of the stock architecture and cannot "
             f"be changed. {_patch_first(target, part)}"
         )
-    if isinstance(length, bool) or not isinstance(length, int) or length < 1:
-        raise ValueError(f"length is {length!r}; expected a positive integer, the number of tokens.")
+    if not is_length(length):
+        raise ValueError(
+            f"length is {length!r}, of type {type(length).__name__}; expected an int, the number of tokens, from 1 to "
+            "2147483647."
+        )
     holder = getattr(tokenizer, "tokenizer", tokenizer)
     if holder is not None and not hasattr(holder, "model_max_length"):
         raise TypeError(

@@ -19,6 +19,7 @@ from hf_posenc.patching.place.config_lengths import (
     SOURCE_NAMES,
     Lengths,
     find_lengths,
+    is_length,
     native_lengths,
     remember_lengths,
     write_lengths,
@@ -222,6 +223,11 @@ def _write_configs(encoding: PositionEncoding, model: PreTrainedModel, lengths: 
     native = {path: known for path, known in native_lengths(model.config).items() if path in lengths.names}
     # If the model has its native length again, every name gets its native value. These may differ from each other.
     stated = native if length == lengths.native else dict.fromkeys(native, length + lengths.rows_before)
+    if not all(map(is_length, stated.values())):
+        raise SequenceLengthError(
+            f"A context of {length} tokens cannot be stated in the config of {type(model).__name__}, where a length is "
+            "at most 2147483647. Choose a shorter length, or a smaller factor of the scaling."
+        )
     _write_attributes(encoding, model, native, stated)
     write_lengths(model.config, stated)
     generation_config = getattr(model, "generation_config", None)
