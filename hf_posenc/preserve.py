@@ -1,12 +1,31 @@
-"""Measuring without leaving a trace: modes and random state are given back as they were found."""
+"""Running a model without leaving a trace: what a run could change is given back as it was found."""
 
 from __future__ import annotations
 
+import functools
+import logging
+import random
+import warnings
+from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules import module as global_hooks
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+#: Packages whose hooks move or compute weights, without which a module cannot run, and our own observers.
+_NEEDED = (
+    *("torch.distributed", "torch.nn.utils", "transformers", "accelerate", "peft", "deepspeed", "bitsandbytes"),
+    "hf_posenc",
+)
+#: Contents of a module that sharding moves during a run and that it moves back itself.
+_MOVED = "_parameters"
+#: Buffers with more numbers are quantised weights, which no forward changes.
+_LARGEST_COPY = 2**24
 
 
 @contextmanager
@@ -32,3 +51,117 @@ def isolated_rng(seed: int) -> Iterator[None]:
         if devices:
             torch.cuda.manual_seed_all(seed)
         yield
+
+
+@contextmanager
+def without_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Evaluation mode for a run on inputs of our own, which nothing of the caller's notices.
+
+    Hooks do not run, except those that move or compute weights. The context of the caller (autocast, inference mode,
+    a default device) does not apply. Afterwards, attributes, containers and buffers of every module, fields of configs
+    and the states of random generators are as before. Warnings and messages about the inputs are not shown.
+
+    Args:
+        model: the model. Modules inside it may be run.
+        device: where the inputs are.
+    """
+    with ExitStack() as context:
+        context.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        context.enter_context(_silent_loggers())
+        context.enter_context(_kept_modules(list(model.modules())))
+        context.enter_context(_kept_generators())
+        context.enter_context(isolated_rng(0))
+        context.enter_context(default_device("cpu"))
+        if torch.amp.is_autocast_available(device.type):
+            context.enter_context(torch.autocast(device.type, enabled=False))
+        # Inference mode would mark tensors that modules keep, and leaving it enables gradients.
+        context.enter_context(torch.inference_mode(False))
+        context.enter_context(torch.no_grad())
+        yield
+
+
+@contextmanager
+def default_device(device: str | torch.device) -> Iterator[None]:
+    """A default device in place of the caller's, which may be "meta"."""
+    if torch.get_default_device() == torch.device(device):
+        yield
+    else:
+        with torch.device(device):
+            yield
+
+
+@contextmanager
+def _kept_generators() -> Iterator[None]:
+    """Gives back the states of the generators of Python and NumPy, from which a few models draw."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+@contextmanager
+def _silent_loggers() -> Iterator[None]:
+    """Hides messages of transformers. Those that it shows once are still shown later."""
+    logger, names = logging.getLogger("transformers"), ("warning_once", "info_once")
+    level, kind = logger.level, logging.Logger
+    once = {name: vars(kind)[name] for name in names if name in vars(kind)}
+    try:
+        logger.setLevel(logging.ERROR)
+        for name in once:
+            setattr(kind, name, lambda *args, **kwargs: None)
+        yield
+    finally:
+        logger.setLevel(level)
+        for name, function in once.items():
+            setattr(kind, name, function)
+
+
+@contextmanager
+def _kept_modules(modules: list[nn.Module]) -> Iterator[None]:
+    """Evaluation mode without the caller's hooks; attributes, containers, buffers and configs are given back."""
+    configs = {id(config): config for one in modules if hasattr(config := one.__dict__.get("config"), "__dict__")}
+    owners = [*(vars(one) for one in modules), *(vars(config) for config in configs.values())]
+    hooks = [getattr(global_hooks, f"_global{name}") for name in _HOOKS]
+    hooks += [vars(one)[name] for one in modules for name in _HOOKS]
+    contents = [
+        (value, value.copy())
+        for value in (*owners, *hooks[: len(_HOOKS)], *(value for own in owners for value in _containers(own)))
+    ]
+    buffers = [
+        (buffer, buffer.detach().clone())
+        for one in modules
+        for buffer in one._buffers.values()
+        if type(buffer) is Tensor and not buffer.is_meta and buffer.numel() <= _LARGEST_COPY
+    ]
+    try:
+        for found in hooks:
+            for number in [number for number, hook in found.items() if not _is_needed(hook)]:
+                del found[number]
+        for one in modules:
+            vars(one)["training"] = False
+        yield
+    finally:
+        for value, before in contents:
+            value.clear()
+            value.extend(before) if isinstance(value, list) else value.update(before)
+        for buffer, values in buffers:
+            if not torch.equal(buffer, values):
+                with torch.inference_mode(buffer.is_inference()), torch.no_grad():
+                    buffer.copy_(values)
+
+
+def _containers(attributes: dict[str, Any]) -> Iterator[Any]:
+    for name, value in attributes.items():
+        if name != _MOVED and type(value) in (dict, OrderedDict, list, set):
+            yield value
+
+
+def _is_needed(hook: Any) -> bool:
+    """Whether a hook comes from a package whose hooks a module needs."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    origin = getattr(hook, "__module__", None) or ""
+    return any(origin == name or origin.startswith(f"{name}.") for name in _NEEDED)

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.architectures import Architecture, architecture_of
-from hf_posenc.patching.find.forward_code import INTERFACE, rotary_names
+from hf_posenc.patching.find.forward_code import INTERFACE, is_of_transformers, rotary_names
 from hf_posenc.patching.find.grids.found import find_grid, window_of
 from hf_posenc.patching.find.model_parts import (
     PartOwner,
@@ -33,6 +33,7 @@ from hf_posenc.patching.find.tables import table_weight
 _CROSS = re.compile(r"cross|encoder_attn|encdec|encoder_decoder|x_attn", re.IGNORECASE)
 _ADAPTER = re.compile(r"(^|\.)adapter\.")
 _TABLE_NAME = re.compile(r"(^|\.)(positions?_embed(ding)?s?|embed_positions?|wpe)$")
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_q_heads", "encoder_attention_heads")
 _HEAD_DIMS = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_head", "d_head")
 
@@ -134,6 +135,7 @@ def _read_stack(owner: PartOwner, name: str, architecture: Architecture) -> Stac
         else:
             _refuse_indexer(place, candidate)
             stack.attentions.append(_read_attention(place, candidate, module, len(stack.attentions), architecture))
+    _refuse_other_attention(stack, modules)
     if stack.attentions and (reads_pixels(module) or reads_spectrogram(module.config)):
         stack.grid = find_grid(_in_definition_order(module), module.config, _suffix_tokens(architecture, module.config))
     for place, candidate in modules:
@@ -275,7 +277,7 @@ def _is_decoder(stack: PreTrainedModel) -> bool:
 def _uses_interface(module: nn.Module) -> bool:
     forward = inspect.unwrap(type(module).forward)
     code = getattr(forward, "__code__", None)
-    return code is not None and INTERFACE in code.co_names
+    return code is not None and INTERFACE in code.co_names and INTERFACE in forward.__globals__
 
 
 def _computes_scores(module: nn.Module) -> bool:
@@ -284,6 +286,32 @@ def _computes_scores(module: nn.Module) -> bool:
         return False
     below = (child for child in module.modules() if child is not module)
     return not any("Attention" in type(child).__name__ for child in below)
+
+
+def _refuse_other_attention(stack: Stack, modules: list[tuple[str, nn.Module]]) -> None:
+    """Refuses attention of other code in a stack of transformers that would keep its positions, or lose its code."""
+    if not is_of_transformers(type(stack.module).__module__):
+        return
+    known = {found.path for found in stack.attentions} | {path for path, _ in stack.skipped}
+    places = {_LAYER.sub("*", found.path, count=1) for found in stack.attentions}
+    for path, module in modules:
+        if _LAYER.sub("*", path, count=1) not in places:
+            continue
+        forward = type(module).forward
+        if path not in known and not is_of_transformers(forward.__module__):
+            raise UnsupportedError(
+                f"{path} ({type(module).__name__}, defined in {forward.__module__}) is no attention that hf_posenc "
+                f"recognises, in contrast to that of other layers, so it would keep its own positions. Let its forward "
+                f"use the names {INTERFACE} and apply_rotary_pos_emb, imported into its file, as those of transformers "
+                "do."
+            )
+        while path in known and hasattr(forward, "__wrapped__"):
+            if not is_of_transformers(forward.__globals__["__name__"]):
+                raise UnsupportedError(
+                    f"The forward of the class {type(module).__name__} ({path}) is wrapped by code of "
+                    f"{forward.__globals__['__name__']}, which a scheme would bypass. Take the wrapper off the class."
+                )
+            forward = forward.__wrapped__
 
 
 def _refuse_indexer(path: str, module: nn.Module) -> None:

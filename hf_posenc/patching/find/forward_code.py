@@ -14,6 +14,15 @@ from torch import nn
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
 
+#: Packages whose decorators and attention functions are those of stock models.
+_OWN_PACKAGES = ("transformers", "torch", "accelerate", "peft", "hf_posenc")
+
+
+def is_of_transformers(module_name: str) -> bool:
+    """Whether a Python module belongs to transformers, or to a package that it is made of."""
+    return module_name.split(".")[0] in _OWN_PACKAGES
+
+
 def rotary_names(forward: types.FunctionType) -> list[str]:
     """Names of the rotary functions that a forward calls."""
     names = forward.__code__.co_names

@@ -7,63 +7,79 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import torch
 import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.sites import Stack
-from hf_posenc.patching.observe.short_runs import is_runnable, run_briefly, subjects, watched
+from hf_posenc.patching.observe.short_runs import is_runnable, run_briefly, watched
 from hf_posenc.patching.observe.swapped_patches import PatchSwap
+from hf_posenc.patching.observe.token_order import ORDER, TokenOrder, distance, has_convolution, in_both_orders
 from hf_posenc.patching.place.encoding import for_stacks
 from hf_posenc.patching.place.in_force import encodings
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.schemes import NoneConfig
 
-#: The first two tokens are swapped. The last token sees both, even in a causal model and in any window.
-_ORDER = [1, 0, 2]
-#: Tolerance for a different order of summation, in units of the dtype's precision.
-_ROUNDING = 16.0
-
 
 def refuse_hidden_positions(transaction: Transaction, stacks: list[Stack]) -> None:
-    """Refuses stacks that depend on the order of tokens although no position mechanism was found, or it was silenced.
+    """Refuses stacks in which positions act although every mechanism that was found is disabled.
 
-    The model is run on three tokens in two orders. The input of the first layer must not depend on the position of a
-    token, and the first attention layer's output for the last token must not depend on the order of the earlier ones.
-    (Deeper layers of a causal model can infer the order from the mask.) The output is not compared for attention after
-    a recurrent layer or with a convolution over its keys, both of which depend on the order too. For a mechanism that a
-    declaration silences, the model is run with the scheme "none" in place. Other models are not run. Models on the meta
-    device and patched models are not checked.
+    Text: the stacks are run with the scheme "none" on the same three tokens in two orders. No vector may depend on the
+    position of its token, and no attention on the order of its keys; see `TokenOrder`. This finds positions in
+    embeddings, in the forward of an attention class and in an attention function, whoever has written them.
+
+    Features and pixels: the same for the first layer and its attention, in stacks in which nothing was found, or whose
+    mechanism is disabled by a declaration. The output is not compared for attention after a recurrent layer or
+    with a convolution over its keys, both of which depend on the order too.
+
+    Models on the meta device and patched models are not checked.
 
     Raises:
         UnsupportedError: if such a stack depends on the order of tokens.
     """
     model = transaction.model
-    bare = [stack for stack in stacks if _nothing_found(stack)]
-    silenced = [stack for stack in stacks if _is_silenced(stack)]
-    if not (bare or silenced) or not is_runnable(model) or encodings(model):
+    if not is_runnable(model) or encodings(model):
         return
+    text = [stack for stack in stacks if stack.grid is None and stack.series is None]
+    others = [stack for stack in stacks if stack not in text]
+    bare = [stack for stack in others if _nothing_found(stack)]
+    silenced = [stack for stack in others if _is_silenced(stack)]
     if bare:
         _refuse_uneven_embeddings(transaction, [stack for stack in bare if stack.series is not None])
         _refuse_order(transaction, bare, _undiscovered_message)
-    if silenced:
+    if silenced or text:
         with transaction.installed(transaction.plan(for_stacks(model, NoneConfig(), stacks), stacks)):
-            _refuse_order(transaction, silenced, _silenced_message)
+            if silenced:
+                _refuse_order(transaction, silenced, _silenced_message)
+            if text:
+                _refuse_order_of_tokens(transaction, text)
+
+
+def _refuse_order_of_tokens(transaction: Transaction, stacks: list[Stack]) -> None:
+    with ExitStack() as hooks:
+        seen = [TokenOrder(stack, strict=_nothing_found(stack) or _is_silenced(stack)) for stack in stacks]
+        for one in seen:
+            hooks.enter_context(one.observed())
+        run_briefly(transaction, stacks, len(ORDER), change=in_both_orders)
+    for stack, one in zip(stacks, seen, strict=True):
+        if one.problem:
+            message = _silenced_message if _is_silenced(stack) else _own_message
+            raise UnsupportedError((_undiscovered_message if _nothing_found(stack) else message)(stack, one.problem))
 
 
 def _refuse_order(transaction: Transaction, stacks: list[Stack], message: Callable[[Stack, str], str]) -> None:
     with ExitStack() as hooks:
         seen = [hooks.enter_context(watched(stack)) for stack in stacks]
-        run_briefly(transaction, stacks, len(_ORDER))
+        run_briefly(transaction, stacks, len(ORDER))
         swaps = {stack.name: PatchSwap() for stack in stacks if stack.grid is not None}
-        with _reordered(subjects(transaction.model, stacks), stacks, swaps), _reordered_embeddings(stacks):
-            run_briefly(transaction, stacks, len(_ORDER))
+        with _reordered_patches(stacks, swaps), _reordered_embeddings(stacks):
+            run_briefly(transaction, stacks, len(ORDER))
     for stack, (embedded, attended, results) in zip(stacks, seen, strict=True):
         if stack.grid is not None and stack.grid.projection is None:
             continue  # The patches of this stack cannot be swapped.
-        order = _ORDER
+        order = ORDER
         if stack.grid is not None:
             tokens = embedded[0].shape[1] if embedded else 0
             order = swaps[stack.name].order(tokens, stack.grid.suffix_tokens)
@@ -71,10 +87,10 @@ def _refuse_order(transaction: Transaction, stacks: list[Stack], message: Callab
             order = _before_the_last(embedded[0].shape[1] if embedded else 0)
         if stack.series is None and _differ(embedded, order):
             raise UnsupportedError(message(stack, "the input of its first layer depends on the position of tokens"))
-        if _differ(attended, order) or _has_convolution(stack):
+        if _differ(attended, order) or has_convolution(stack.attentions[0].module):
             continue
         last = [result[:, -1:] for result in results]
-        if len(last) == 2 and _distance(*last) > 0:
+        if len(last) == 2 and distance(*last) > 0:
             raise UnsupportedError(message(stack, "the output of its first attention layer depends on token order"))
 
 
@@ -94,7 +110,7 @@ def _refuse_uneven_embeddings(transaction: Transaction, stacks: list[Stack]) -> 
         return
     with ExitStack() as hooks:
         seen = [hooks.enter_context(watched(stack)) for stack in stacks]
-        run_briefly(transaction, stacks, len(_ORDER), constant=True)
+        run_briefly(transaction, stacks, len(ORDER), constant=True)
     for stack, (embedded, _, _) in zip(stacks, seen, strict=True):
         if stack.first_layer is not None and not embedded:
             raise UnsupportedError(
@@ -104,15 +120,10 @@ def _refuse_uneven_embeddings(transaction: Transaction, stacks: list[Stack]) -> 
             )
         if embedded and embedded[0].shape[1] > 2:
             middle = embedded[0].shape[1] // 2
-            if _distance(embedded[0][:, middle], embedded[0][:, middle - 1]) > 0:
+            if distance(embedded[0][:, middle], embedded[0][:, middle - 1]) > 0:
                 raise UnsupportedError(
                     _undiscovered_message(stack, "the input of its first layer depends on the position of tokens")
                 )
-
-
-def _has_convolution(stack: Stack) -> bool:
-    modules = stack.attentions[0].module.modules()
-    return any(isinstance(module, nn.Conv1d | nn.Conv2d) and module.kernel_size[0] > 1 for module in modules)
 
 
 def _nothing_found(stack: Stack) -> bool:
@@ -125,14 +136,9 @@ def _nothing_found(stack: Stack) -> bool:
 
 
 @contextmanager
-def _reordered(models: list[PreTrainedModel], stacks: list[Stack], swaps: dict[str, PatchSwap]) -> Iterator[None]:
-    """Context manager in which the first two tokens, or patches, of every call are swapped."""
-
-    def reorder(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        tokens = {name: kwargs[name][..., _ORDER] for name in ("input_ids", "decoder_input_ids") if name in kwargs}
-        return args, kwargs | tokens
-
-    handles = [model.register_forward_pre_hook(reorder, with_kwargs=True) for model in models]
+def _reordered_patches(stacks: list[Stack], swaps: dict[str, PatchSwap]) -> Iterator[None]:
+    """Context manager in which the first two patches of every image are swapped."""
+    handles = []
     for stack in stacks:
         if stack.grid is not None and stack.grid.projection is not None:
             handles.append(stack.grid.projection.register_forward_hook(swaps[stack.name]))
@@ -176,14 +182,7 @@ def _differ(inputs: list[Tensor], order: list[int]) -> bool:
     """Whether the vectors of the same tokens differ between the two calls."""
     # Some architectures prepend their own tokens.
     own = [tensor[:, -len(order) :] for tensor in inputs]
-    return len(own) == 2 and own[0].shape[1] == len(order) and _distance(own[0][:, order], own[1]) > 0
-
-
-def _distance(one: Tensor, other: Tensor) -> float:
-    """The largest absolute difference; 0 if it is within rounding error or NaN."""
-    allowed = _ROUNDING * torch.finfo(one.dtype).eps * float(one.abs().max())
-    difference = float((one.float() - other.float()).abs().max())
-    return difference if difference > allowed else 0.0
+    return len(own) == 2 and own[0].shape[1] == len(order) and distance(own[0][:, order], own[1]) > 0
 
 
 def _undiscovered_message(stack: Stack, what: str) -> str:
@@ -221,4 +220,19 @@ def _silenced_message(stack: Stack, what: str) -> str:
         "a place unknown to hf_posenc, and it would remain active next to any scheme. Use a version of transformers "
         "that hf_posenc was tested with, or declare how to disable it with "
         f"hf_posenc.register_architecture({model_type!r}, architecture=...)."
+    )
+
+
+def _own_message(stack: Stack, what: str) -> str:
+    implementation = getattr(stack.config, "_attn_implementation", None)
+    function = dict(ALL_ATTENTION_FUNCTIONS).get(implementation or "")
+    registered = not getattr(function, "__module__", "transformers").startswith("transformers")
+    own = (
+        f" So may the attention function {implementation!r}, which was registered by other code." if registered else ""
+    )
+    return (
+        f"The positions of this {type(stack.module).__name__} ({stack.config.model_type}, transformers "
+        f"{transformers.__version__}) were disabled, but {what} nevertheless. It has positions of its own, which would "
+        f"remain active next to any scheme.{own} Use the class and the attention function of transformers, or take "
+        "positions out of your own; a scheme then provides them."
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +21,10 @@ from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.observe.images import pixels
 from hf_posenc.patching.observe.series import cross_attention_width, embeddings, series
 from hf_posenc.patching.place.transaction import Transaction
+from hf_posenc.preserve import without_trace
+
+#: The first word of a short text: vocabularies often begin with tokens of another meaning. No text needs so many words.
+_FIRST_WORD, _LAST_WORD = 5, 64
 
 #: For one stack, one tensor per call: inputs of the first layer, and inputs and outputs of the first attention module.
 Seen = tuple[list[Tensor], list[Tensor], list[Tensor]]
@@ -72,24 +77,39 @@ def watched(stack: Stack) -> Iterator[Seen]:
 
 
 def subjects(model: PreTrainedModel, stacks: list[Stack]) -> list[PreTrainedModel]:
-    """The modules that are run to observe some stacks.
+    """The modules that are run to observe some stacks: as little of the model as has them.
 
-    A composite model would need images or audio, so each stack of its part is run on its own. So are stacks that read
-    features, and vision encoders inside a model with a head or a decoder.
+    Heads may need other inputs, such as an end of the text, and know nothing about positions. A composite model would
+    need images or audio, so each stack of its part is run on its own. So are stacks that read features, and vision
+    encoders inside a model with a head or a decoder. A class from outside transformers is run whole, because it may
+    add positions before its stacks.
     """
     inside = any(stack.grid is not None and stack.module is not model for stack in stacks)
-    alone = inside or len(model_parts(model)) > 1 or any(stack.series is not None for stack in stacks)
-    return [stack.module for stack in stacks] if alone else [model]
+    if inside or len(model_parts(model)) > 1 or any(stack.series is not None for stack in stacks):
+        return [stack.module for stack in stacks]
+    if not type(model).__module__.startswith("transformers."):
+        return [model]
+    wanted = {id(stack.module) for stack in stacks}
+    within = (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    return [[module for module in within if wanted <= set(map(id, module.modules()))][-1]]
 
 
-def run_briefly(transaction: Transaction, stacks: list[Stack], length: int, *, constant: bool = False) -> list[Any]:
-    """Runs stacks on a few tokens in evaluation mode, and restores the mode of the model's modules.
+def run_briefly(
+    transaction: Transaction,
+    stacks: list[Stack],
+    length: int,
+    *,
+    constant: bool = False,
+    change: Callable[[dict[str, Any], int], dict[str, Any]] = lambda arguments, length: arguments,
+) -> list[Any]:
+    """Runs stacks on a few tokens, without a trace.
 
     Args:
         transaction: the transaction of the model.
         stacks: the stacks.
         length: number of tokens. Stacks that read features get a series of a fixed length instead.
         constant: whether all frames of such a series, or all pixels of an image, are equal.
+        change: changes the arguments of a run on `length` tokens.
 
     Returns:
         The output of every subject.
@@ -97,20 +117,14 @@ def run_briefly(transaction: Transaction, stacks: list[Stack], length: int, *, c
     Raises:
         UnsupportedError: if it is unknown what a subject reads, or it fails.
     """
-    model = transaction.model
-    training = [(module, module.training) for module in model.modules()]
-    try:
-        model.eval()
-        # Models that draw random numbers, such as the patches that MAE drops, draw the same ones in every run.
-        with torch.no_grad(), seeded(transaction.device):
-            return [_run(one, transaction.device, length, constant) for one in subjects(model, stacks)]
-    finally:
-        for module, mode in training:
-            module.training = mode
+    with without_trace(transaction.model, transaction.device):
+        return [
+            _run(one, change(_inputs(one, transaction.device, length, constant), length))
+            for one in subjects(transaction.model, stacks)
+        ]
 
 
-def _run(module: PreTrainedModel, device: torch.device, length: int, constant: bool) -> Any:
-    arguments = _inputs(module, device, length, constant)
+def _run(module: PreTrainedModel, arguments: dict[str, Any]) -> Any:
     try:
         return module(**arguments)
     except (TypeError, ValueError, RuntimeError, AttributeError, IndexError) as error:
@@ -123,15 +137,6 @@ def _run(module: PreTrainedModel, device: torch.device, length: int, constant: b
             f"hf_posenc.register_architecture({module.config.model_type!r}, "
             "architecture=hf_posenc.Architecture(example_inputs=...))."
         ) from error
-
-
-@contextmanager
-def seeded(device: torch.device) -> Iterator[None]:
-    """Context manager with a fixed random seed, which restores the state of the caller's generators."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(0)
-        yield
 
 
 def _inputs(module: PreTrainedModel, device: torch.device, length: int, constant: bool) -> dict[str, Any]:
@@ -162,7 +167,7 @@ def _inputs(module: PreTrainedModel, device: torch.device, length: int, constant
             f"{type(module).__name__} does not take token ids, so it cannot be run to find out how it uses positions "
             f"(its arguments: {', '.join(list(parameters)[1:8])})."
         )
-    tokens = torch.arange(5, 5 + length, device=device).unsqueeze(0)
+    tokens = _token_ids(module, length).to(device)
     # One question with one choice, which is a text.
     given: dict[str, Any] = {"input_ids": tokens.unsqueeze(1) if _reads_choices(module) else tokens}
     if "use_cache" in parameters:
@@ -173,6 +178,23 @@ def _inputs(module: PreTrainedModel, device: torch.device, length: int, constant
     if getattr(module.config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
         given["decoder_input_ids"] = tokens
     return given
+
+
+def _token_ids(module: PreTrainedModel, length: int) -> Tensor:
+    """`(1, length)`: a text of words that the vocabularies have, with an end where the config states one."""
+    config = module.config.get_text_config()
+    stated = [getattr(config, name, None) for name in ("vocab_size", "decoder_vocab_size")]
+    count = min([size for size in stated if isinstance(size, int)] or [_LAST_WORD])
+    special = {name: value for name, value in config.to_dict().items() if name.endswith("_token_id")}
+    reserved = {one for value in special.values() for one in (value if isinstance(value, list) else [value])}
+    words = [*range(_FIRST_WORD, min(count, _LAST_WORD)), *range(min(count, _FIRST_WORD))]
+    words = [word for word in words if word not in reserved] or words
+    ids = list(itertools.islice(itertools.cycle(words), length))
+    end = special.get("eos_token_id")
+    end = end[0] if isinstance(end, list) and end else end
+    if isinstance(end, int) and 0 <= end < count:
+        ids[-1] = end
+    return torch.tensor([ids])
 
 
 def _placed(value: Any, module: PreTrainedModel, device: torch.device, constant: bool) -> Any:

@@ -1,0 +1,176 @@
+"""Giving every layer of a stack of text the same tokens in two orders, to see what depends on their positions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.patching.find.sites import FoundAttention, Stack
+
+#: The tokens of the second row. The last one sees the others, even in a causal model and in any window.
+ORDER = [1, 0, 2]
+_LENGTH = len(ORDER)
+#: Tolerance for a different order of summation, in units of the dtype's precision.
+_ROUNDING, _HALF_ROUNDING = 16.0, 4.0
+#: Makes a difference of logits larger than the rounding of half precision.
+_AMPLIFICATION = 8.0
+
+
+class TokenOrder:
+    """Observes a run of one stack on two rows, which hold the same tokens in two orders.
+
+    In front of every layer, and of its attention, the second row becomes the first in the other order, because
+    the layers before may have told tokens apart by what they see. Without positions, attention then computes the same
+    for the last token, and a bidirectional one for all.
+
+    Args:
+        stack: the stack, in which no scheme and no native mechanism is active.
+        strict: whether any difference of embeddings counts. Otherwise they may depend on the tokens before them.
+
+    Attributes:
+        problem: what depends on positions; empty if nothing does.
+    """
+
+    def __init__(self, stack: Stack, *, strict: bool) -> None:
+        self.stack = stack
+        self.strict = strict
+        self.problem = ""
+        self._in_order = False
+
+    @contextmanager
+    def observed(self) -> Iterator[None]:
+        """Context manager in which the layers of the stack are observed."""
+        with ExitStack() as handles:
+            first, stack = self.stack.first_layer, self.stack
+            layers = {_layer_path(attention.path): None for attention in stack.attentions}
+            for path in layers:
+                layer = stack.module.get_submodule(path) if path else None
+                if layer is not None and layer is not first:
+                    self._hook(handles, layer, self._reorder_layer)
+            if first is not None:
+                self._hook(handles, first, self._check_embeddings)
+            for attention in stack.attentions:
+                self._hook(handles, attention.module, functools.partial(self._reorder_attention, attention))
+                handle = attention.module.register_forward_hook(functools.partial(self._check_output, attention))
+                handles.callback(handle.remove)
+            yield
+
+    def _hook(self, handles: ExitStack, module: nn.Module, hook: Any) -> None:
+        handles.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+    def _check_embeddings(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        rows = self._rows((*args, *kwargs.values()))
+        if rows is not None and self._is_positional(rows, self.strict):
+            self._note("the input of its first layer depends on the position of tokens")
+        return self._reorder_layer(layer, args, kwargs)
+
+    def _reorder_layer(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        self._in_order = self._rows((*args, *kwargs.values())) is not None
+        return self._reordered(args, kwargs)
+
+    def _reorder_attention(self, attention: FoundAttention, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        rows = self._rows((*args, *kwargs.values()))
+        if self._in_order and rows is not None and self._is_positional(rows, strict=False):
+            self._note(f"the input of {attention.path} depends on the position of tokens")
+        return self._reordered(args, kwargs, _AMPLIFICATION)
+
+    def _check_output(self, attention: FoundAttention, module: nn.Module, args: Any, output: Any) -> None:
+        values = output.values() if isinstance(output, dict) else output
+        rows = self._rows((values,) if isinstance(values, Tensor) else values)
+        if rows is None or has_convolution(module):
+            return
+        first = rows[0, -1:] if attention.causal else rows[0, -_LENGTH:][ORDER]
+        if _differ(first, rows[1, -first.shape[0] :]):
+            self._note(f"the output of {attention.path} ({_code_of(module)}) depends on the order of tokens")
+
+    def _is_positional(self, rows: Tensor, strict: bool) -> bool:
+        """Whether the vectors of the same tokens differ between the rows, and not because they saw other tokens."""
+        own = rows[:, -_LENGTH:]
+        return _differ(own[0][ORDER], own[1]) and (strict or not _differ(own[0, -1], own[1, -1]))
+
+    def _note(self, problem: str) -> None:
+        self.problem = self.problem or problem
+
+    def _rows(self, values: Any) -> Tensor | None:
+        """`(2, length, hidden)`: the first tensor of this kind, batch first."""
+        tensor = next((value for value in values if isinstance(value, Tensor) and value.dim() == 3), None)
+        if tensor is None or not tensor.is_floating_point():
+            return None
+        rows = self._batch_first(tensor)
+        return rows if rows.shape[0] == 2 and rows.shape[1] >= _LENGTH else None
+
+    def _batch_first(self, tensor: Tensor) -> Tensor:
+        if self.stack.architecture.time_major:
+            return tensor.transpose(0, 1)
+        return tensor.transpose(1, 2) if self.stack.architecture.channels_first else tensor
+
+    def _reordered(self, args: tuple[Any, ...], kwargs: dict[str, Any], factor: float = 1.0) -> Any:
+        """The arguments, in which the second row of the hidden states is the first in the other order."""
+        rows = self._rows((*args, *kwargs.values()))
+        if rows is None:
+            return None
+        hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim() == 3)
+        before = rows.shape[1] - _LENGTH
+        order = [*range(before), *(before + place for place in ORDER)]
+        row = rows[0] * factor if torch.finfo(rows.dtype).bits < 32 else rows[0]
+        changed = self._batch_first(torch.stack([row, row[order]]))
+        return (
+            tuple(changed if value is hidden else value for value in args),
+            {name: changed if value is hidden else value for name, value in kwargs.items()},
+        )
+
+
+def in_both_orders(arguments: dict[str, Any], length: int) -> dict[str, Any]:
+    """The arguments of a run on one row of `length` tokens, with the row in the other order below it."""
+    return {name: _in_both_orders(name, value, length) for name, value in arguments.items()}
+
+
+def _in_both_orders(name: str, value: Any, length: int) -> Any:
+    if not isinstance(value, Tensor) or value.shape[:1] != (1,):
+        return value
+    other = value
+    if name in ("input_ids", "decoder_input_ids", "inputs_embeds", "hidden_states"):
+        # One question with one choice has another axis before that of the tokens.
+        axis = 1 if value.shape[1] == length else 2
+        other = value.index_select(axis, torch.tensor(ORDER, device=value.device))
+    return torch.cat([value, other])
+
+
+def has_convolution(attention: nn.Module) -> bool:
+    """Whether an attention module mixes neighbouring tokens by a convolution."""
+    return any(isinstance(one, nn.Conv1d | nn.Conv2d) and one.kernel_size[0] > 1 for one in attention.modules())
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """The largest absolute difference; 0 if it is within rounding error or NaN."""
+    rounding = _ROUNDING if torch.finfo(one.dtype).bits >= 32 else _HALF_ROUNDING
+    allowed = rounding * torch.finfo(one.dtype).eps * float(one.abs().max())
+    difference = float((one.float() - other.float()).abs().max())
+    return difference if difference > allowed else 0.0
+
+
+def _differ(one: Tensor, other: Tensor) -> bool:
+    return distance(one, other) > 0
+
+
+def _layer_path(path: str) -> str:
+    """`layers.0` for an attention at `layers.0.self_attn`; empty if layers are not in a list."""
+    names = path.split(".")
+    place = next((place for place, name in enumerate(names) if name.isdigit()), None)
+    return "" if place is None or place + 1 == len(names) else ".".join(names[: place + 1])
+
+
+def _code_of(module: nn.Module) -> str:
+    """The class of a module, and where its forward is defined if that is elsewhere."""
+    forward, kind = type(module).forward, type(module)
+    defined = f"{getattr(forward, '__module__', '')}.{getattr(forward, '__qualname__', '')}"
+    return (
+        kind.__name__
+        if defined == f"{kind.__module__}.{kind.__qualname__}.forward"
+        else (f"{kind.__name__} with the forward {defined}")
+    )
