@@ -72,23 +72,41 @@ def without_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
         context.enter_context(_kept_modules(list(model.modules())))
         context.enter_context(_kept_generators())
         context.enter_context(isolated_rng(0))
-        context.enter_context(default_device("cpu"))
+        context.enter_context(ordinary_context())
         if torch.amp.is_autocast_available(device.type):
             context.enter_context(torch.autocast(device.type, enabled=False))
-        # Inference mode would mark tensors that modules keep, and leaving it enables gradients.
-        context.enter_context(torch.inference_mode(False))
         context.enter_context(torch.no_grad())
         yield
 
 
 @contextmanager
-def default_device(device: str | torch.device) -> Iterator[None]:
-    """A default device in place of the caller's, which may be "meta"."""
-    if torch.get_default_device() == torch.device(device):
+def ordinary_context() -> Iterator[None]:
+    """Global hooks, inference mode and a default device of the caller do not apply.
+
+    Tensors that are made in inference mode could not be trained later, and a default device may be "meta".
+    """
+    with ExitStack() as context:
+        context.enter_context(_without_hooks([getattr(global_hooks, f"_global{name}") for name in _HOOKS]))
+        if torch.get_default_device().type != "cpu":
+            context.enter_context(torch.device("cpu"))
+        if torch.is_inference_mode_enabled():
+            context.enter_context(torch.inference_mode(False))
         yield
-    else:
-        with torch.device(device):
-            yield
+
+
+@contextmanager
+def _without_hooks(found: list[dict[int, Any]]) -> Iterator[None]:
+    """Empties dictionaries of hooks, except for those that a module needs."""
+    before = [(hooks, hooks.copy()) for hooks in found]
+    try:
+        for hooks, _ in before:
+            for number in [number for number, hook in hooks.items() if not _is_needed(hook)]:
+                del hooks[number]
+        yield
+    finally:
+        for hooks, all_hooks in before:
+            hooks.clear()
+            hooks.update(all_hooks)
 
 
 @contextmanager
@@ -124,12 +142,7 @@ def _kept_modules(modules: list[nn.Module]) -> Iterator[None]:
     """Evaluation mode without the caller's hooks; attributes, containers, buffers and configs are given back."""
     configs = {id(config): config for one in modules if hasattr(config := one.__dict__.get("config"), "__dict__")}
     owners = [*(vars(one) for one in modules), *(vars(config) for config in configs.values())]
-    hooks = [getattr(global_hooks, f"_global{name}") for name in _HOOKS]
-    hooks += [vars(one)[name] for one in modules for name in _HOOKS]
-    contents = [
-        (value, value.copy())
-        for value in (*owners, *hooks[: len(_HOOKS)], *(value for own in owners for value in _containers(own)))
-    ]
+    contents = [(value, value.copy()) for value in (*owners, *(value for own in owners for value in _containers(own)))]
     buffers = [
         (buffer, buffer.detach().clone())
         for one in modules
@@ -137,12 +150,10 @@ def _kept_modules(modules: list[nn.Module]) -> Iterator[None]:
         if type(buffer) is Tensor and not buffer.is_meta and buffer.numel() <= _LARGEST_COPY
     ]
     try:
-        for found in hooks:
-            for number in [number for number, hook in found.items() if not _is_needed(hook)]:
-                del found[number]
         for one in modules:
             vars(one)["training"] = False
-        yield
+        with _without_hooks([vars(one)[name] for one in modules for name in _HOOKS]):
+            yield
     finally:
         for value, before in contents:
             value.clear()

@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.architectures import Architecture, architecture_of
-from hf_posenc.patching.find.forward_code import INTERFACE, is_of_transformers, rotary_names
+from hf_posenc.patching.find.forward_code import INTERFACE, is_of_transformers, names_used, rotary_names
 from hf_posenc.patching.find.grids.found import find_grid, window_of
 from hf_posenc.patching.find.model_parts import (
     PartOwner,
@@ -33,6 +33,8 @@ from hf_posenc.patching.find.tables import table_weight
 _CROSS = re.compile(r"cross|encoder_attn|encdec|encoder_decoder|x_attn", re.IGNORECASE)
 _ADAPTER = re.compile(r"(^|\.)adapter\.")
 _TABLE_NAME = re.compile(r"(^|\.)(positions?_embed(ding)?s?|embed_positions?|wpe)$")
+#: Functions that make a mask. CLIP's text model has causal attention, although its modules are written for images too.
+_MASKS = {"create_causal_mask", "create_bidirectional_mask"}
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_q_heads", "encoder_attention_heads")
 _HEAD_DIMS = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_head", "d_head")
@@ -260,7 +262,7 @@ def _is_causal(module: nn.Module, stack: PreTrainedModel, architecture: Architec
     own = getattr(module, "is_causal", None)
     if reads_pixels(stack):
         return own is True
-    if own is True or _is_decoder(stack):
+    if own is True or _is_decoder(stack) or _MASKS & names_used(type(stack).forward) == {"create_causal_mask"}:
         return True
     if own is False or "Encoder" in type(stack).__name__:
         return False

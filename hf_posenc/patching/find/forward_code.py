@@ -51,6 +51,21 @@ def names_in(constant: Any) -> set[str]:
     return set()
 
 
+def forward_parameters(kind: Any) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a class's forward. One that takes any arguments passes them on to that of a class below it."""
+    for one in kind.__mro__:
+        found = parameters_of(vars(one)["forward"]) if "forward" in vars(one) else {}
+        if any(parameter.kind is parameter.POSITIONAL_OR_KEYWORD for parameter in list(found.values())[1:]):
+            return found
+    return parameters_of(kind.forward)
+
+
+@functools.lru_cache(maxsize=1024)
+def parameters_of(forward: Any) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a method."""
+    return inspect.signature(forward).parameters
+
+
 @functools.lru_cache(maxsize=256)
 def parameter_names(forward: Any) -> tuple[str, ...]:
     """The names of a method's parameters, without `self`."""
@@ -61,7 +76,7 @@ def named_arguments(stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     """Returns all arguments of a call of a module by name."""
     if not args:
         return kwargs
-    return dict(zip(parameter_names(type(stack).forward), args, strict=False)) | kwargs
+    return dict(zip([*forward_parameters(type(stack))][1:], args, strict=False)) | kwargs
 
 
 def rebind(function: types.FunctionType, replaced: Mapping[str, Any]) -> types.FunctionType:

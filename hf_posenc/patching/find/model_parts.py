@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.errors import UnknownNameError
+from hf_posenc.patching.find.forward_code import forward_parameters
 
 TEXT = "text"
 CONNECTOR = "connector"
@@ -135,7 +135,7 @@ def _shortest_name(key: tuple[str, ...], known: set[tuple[str, ...]]) -> str:
 
 def _modality_of(module: nn.Module) -> str:
     """What a module reads, according to its forward or else to its class."""
-    parameters = inspect.signature(type(module).forward).parameters
+    parameters = forward_parameters(type(module))
     for name, part in _ARGUMENTS.items():
         if name in parameters:
             return part
@@ -146,7 +146,7 @@ def _modality_of(module: nn.Module) -> str:
 
 def reads_pixels(model: Any) -> bool:
     """Whether the only input of a `PreTrainedModel` is images or videos, so that its tokens are patches on a grid."""
-    if any(name.endswith("input_ids") for name in inspect.signature(type(model).forward).parameters):
+    if any(name.endswith("input_ids") for name in forward_parameters(type(model))):
         return False  # The text part of a model may inherit the modalities of the whole.
     modalities = model.input_modalities
     found = {modalities} if isinstance(modalities, str) else set(modalities)
@@ -165,7 +165,7 @@ def takes_pixels(model: Any) -> bool:
 
 def pixel_argument(model: Any) -> str | None:
     """The argument that holds images, videos or patches."""
-    names = list(inspect.signature(type(model).forward).parameters)
+    names = list(forward_parameters(type(model)))
     for name in names:
         if name.startswith("pixel_values"):
             return name
@@ -174,7 +174,7 @@ def pixel_argument(model: Any) -> str | None:
 
 def reads_features(stack: nn.Module) -> bool:
     """Whether a stack reads features: its forward has an argument for them, and none for token ids."""
-    parameters = inspect.signature(type(stack).forward).parameters
+    parameters = forward_parameters(type(stack))
     if "input_ids" in parameters:
         return False
     # The audio encoder of Phi-4 calls its frames `hidden_states`, of a width that its config states.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.find.forward_code import forward_parameters
 from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.observe.short_runs import is_runnable, run_briefly, watched
 from hf_posenc.patching.observe.swapped_patches import PatchSwap
@@ -203,7 +203,7 @@ def _undiscovered_message(stack: Stack, what: str) -> str:
 
 def _token_embeddings(module: PreTrainedModel) -> nn.Module | None:
     """The token embeddings of a stack; `None` if it reads none."""
-    if "input_ids" not in inspect.signature(type(module).forward).parameters:
+    if "input_ids" not in forward_parameters(type(module)):
         return None
     try:
         embeddings: nn.Module | None = module.get_input_embeddings()

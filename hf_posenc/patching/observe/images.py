@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.find.forward_code import forward_parameters
 from hf_posenc.patching.find.model_parts import pixel_argument
 
 #: Pixels of a side if the config does not state the size of its images.
@@ -22,7 +22,7 @@ def pixels(model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
     The values are fixed, so that the caller's random generator is not used.
     """
     config = model.config
-    names = inspect.signature(type(model).forward).parameters
+    names = forward_parameters(type(model))
     if "grid_thw" in names:
         return _packed(model, device)
     size = getattr(config, "image_size", None) or getattr(config, "crop_size", None) or _SIDE
@@ -53,7 +53,7 @@ def _packed(model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
     channels = int(getattr(config, "in_channels", None) or getattr(config, "num_channels", None) or 3)
     values = _noise((4 * merge * merge, channels * frames * rows * columns), model, device)
     given = {_name(model): values, "grid_thw": torch.tensor([[1, 2 * merge, 2 * merge]], device=device)}
-    if "merge_sizes" in inspect.signature(type(model).forward).parameters:
+    if "merge_sizes" in forward_parameters(type(model)):
         given["merge_sizes"] = torch.tensor([merge], device=device)
     return given
 
@@ -72,7 +72,7 @@ def patch_size(model: PreTrainedModel) -> tuple[int, int]:
 def _name(model: PreTrainedModel) -> str:
     name = pixel_argument(model)
     if name is None:
-        parameters = list(inspect.signature(type(model).forward).parameters)[1:8]
+        parameters = list(forward_parameters(type(model)))[1:8]
         raise UnsupportedError(
             f"{type(model).__name__} takes images in an unknown form, so it cannot be run to find out how it uses "
             f"positions, and the places of its patches are unknown (its arguments: {', '.join(parameters)})."

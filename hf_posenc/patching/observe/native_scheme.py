@@ -28,6 +28,7 @@ from hf_posenc.patching.observe.native_series import series_schemes
 from hf_posenc.patching.observe.rotations import Rotation, observe_rotations
 from hf_posenc.patching.observe.verify_native import verify_native
 from hf_posenc.patching.place.transaction import Transaction
+from hf_posenc.preserve import ordinary_context
 from hf_posenc.schemes import (
     ComposedConfig,
     LearnedConfig,
@@ -40,6 +41,7 @@ from hf_posenc.schemes import (
 from hf_posenc.schemes.config import SchemeConfig
 
 
+@ordinary_context()
 def native_scheme(model: PreTrainedModel, *, part: str | None = None) -> SchemeConfig:
     """The scheme of a stock model, or of one part of a composite model, with its parameters.
 

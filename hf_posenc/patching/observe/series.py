@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.find.forward_code import forward_parameters
 from hf_posenc.patching.find.series.found import SOURCE_LENGTH
 
 #: Config attributes for the width of embeddings.
@@ -39,7 +39,7 @@ def series(model: PreTrainedModel, device: torch.device, *, constant: bool = Fal
     Raises:
         UnsupportedError: if the stack needs an argument that is not known.
     """
-    parameters = inspect.signature(type(model).forward).parameters
+    parameters = forward_parameters(type(model))
     given: dict[str, Any] = {}
     for name, rule in _RULES.items():
         if name in parameters:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIPLE_CHOICE_MAP
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
 from hf_posenc.patching.find.architectures.declaration import architecture_of
 from hf_posenc.patching.find.discovery import model_parts
+from hf_posenc.patching.find.forward_code import forward_parameters
 from hf_posenc.patching.find.model_parts import reads_features, reads_pixels
 from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.observe.images import pixels
@@ -143,7 +143,7 @@ def _inputs(module: PreTrainedModel, device: torch.device, length: int, constant
     declared = architecture_of(module.config).example_inputs
     if declared is not None:
         return {name: _placed(value, module, device, constant) for name, value in declared(module, length).items()}
-    parameters = inspect.signature(type(module).forward).parameters
+    parameters = forward_parameters(type(module))
     if reads_pixels(module):
         images = {name: _placed(value, module, device, constant) for name, value in pixels(module, device).items()}
         missing = [

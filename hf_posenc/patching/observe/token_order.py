@@ -40,7 +40,7 @@ class TokenOrder:
         self.stack = stack
         self.strict = strict
         self.problem = ""
-        self._in_order = False
+        self._embedded = self._in_order = False
 
     @contextmanager
     def observed(self) -> Iterator[None]:
@@ -65,8 +65,9 @@ class TokenOrder:
 
     def _check_embeddings(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
         rows = self._rows((*args, *kwargs.values()))
-        if rows is not None and self._is_positional(rows, self.strict):
+        if rows is not None and not self._embedded and self._is_positional(rows, self.strict):
             self._note("the input of its first layer depends on the position of tokens")
+        self._embedded = True  # Looped layers get their own output in later calls.
         return self._reorder_layer(layer, args, kwargs)
 
     def _reorder_layer(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -77,6 +78,7 @@ class TokenOrder:
         rows = self._rows((*args, *kwargs.values()))
         if self._in_order and rows is not None and self._is_positional(rows, strict=False):
             self._note(f"the input of {attention.path} depends on the position of tokens")
+        self._in_order = False  # Another attention of the same layer gets what this one has seen.
         return self._reordered(args, kwargs, _AMPLIFICATION)
 
     def _check_output(self, attention: FoundAttention, module: nn.Module, args: Any, output: Any) -> None:
@@ -97,9 +99,9 @@ class TokenOrder:
         self.problem = self.problem or problem
 
     def _rows(self, values: Any) -> Tensor | None:
-        """`(2, length, hidden)`: the first tensor of this kind, batch first."""
-        tensor = next((value for value in values if isinstance(value, Tensor) and value.dim() == 3), None)
-        if tensor is None or not tensor.is_floating_point():
+        """`(2, length, hidden)`: the first tensor, batch first; `None` if it has another shape."""
+        tensor = _first_tensor(values)
+        if tensor is None or tensor.dim() != 3 or not tensor.is_floating_point():
             return None
         rows = self._batch_first(tensor)
         return rows if rows.shape[0] == 2 and rows.shape[1] >= _LENGTH else None
@@ -114,7 +116,7 @@ class TokenOrder:
         rows = self._rows((*args, *kwargs.values()))
         if rows is None:
             return None
-        hidden = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim() == 3)
+        hidden = _first_tensor((*args, *kwargs.values()))
         before = rows.shape[1] - _LENGTH
         order = [*range(before), *(before + place for place in ORDER)]
         row = rows[0] * factor if torch.finfo(rows.dtype).bits < 32 else rows[0]
@@ -152,6 +154,10 @@ def distance(one: Tensor, other: Tensor) -> float:
     allowed = rounding * torch.finfo(one.dtype).eps * float(one.abs().max())
     difference = float((one.float() - other.float()).abs().max())
     return difference if difference > allowed else 0.0
+
+
+def _first_tensor(values: Any) -> Tensor | None:
+    return next((value for value in values if isinstance(value, Tensor)), None)
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:

@@ -43,6 +43,7 @@ from hf_posenc.patching.place.part_parameters import PartParameters
 from hf_posenc.patching.place.report import PatchReport
 from hf_posenc.patching.place.scheme_name import mark_names
 from hf_posenc.patching.place.stack_encoding import StackEncoding
+from hf_posenc.preserve import ordinary_context
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.labels import scheme_label
@@ -82,6 +83,7 @@ class Transaction:
         first = next(self.model.parameters(), None)
         return torch.device("cpu") if first is None else first.device
 
+    @ordinary_context()
     def plan(
         self,
         config: SchemeConfig,
@@ -205,6 +207,7 @@ class Transaction:
             for found in sites:
                 refuse_foreign_forward(found.module, f"{stack.path}.{found.path}".lstrip("."))
 
+    @ordinary_context()
     def _replace_encoding(self, encoding: PositionEncoding | None) -> None:
         """Removes every encoding from the model and places this one. A second call finishes an interrupted one."""
         drop_kept_pages(self.model)

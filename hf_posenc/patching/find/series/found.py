@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_posenc.patching.find.forward_code import names_used
+from hf_posenc.patching.find.forward_code import forward_parameters, names_used
 from hf_posenc.patching.find.model_parts import FEATURES
 
 _CONVOLUTION = re.compile(r"(^|\.)pos(ition(al)?)?_conv(_embed(ding)?s?)?$")
@@ -148,7 +147,7 @@ def find_series(stack: PreTrainedModel, modules: Iterable[tuple[str, nn.Module]]
 def _kind_of(path: str, module: nn.Module) -> Kind | None:
     if _CONVOLUTION.search(path) and any(isinstance(one, nn.Conv1d) for one in module.modules()):
         return "convolution"
-    if _FUNCTION.search(path) and "seq_length" in inspect.signature(type(module).forward).parameters:
+    if _FUNCTION.search(path) and "seq_length" in forward_parameters(type(module)):
         return "sinusoids"
     return None
 
@@ -163,7 +162,7 @@ def _fixed_input(stack: PreTrainedModel, tables: list[str]) -> FixedInput | None
     """Recognises an encoder with a table and convolutions of its own whose forward adds the whole table."""
     own = [name for name in tables if "." not in name]
     convolutions = tuple(child for child in stack.children() if isinstance(child, nn.Conv1d))
-    argument = next((name for name in FEATURES if name in inspect.signature(type(stack).forward).parameters), None)
+    argument = next((name for name in FEATURES if name in forward_parameters(type(stack))), None)
     if len(own) != 1 or not convolutions or argument is None or not hasattr(stack.config, SOURCE_LENGTH):
         return None
     return FixedInput(argument, own[0], convolutions)
