@@ -17,12 +17,16 @@ from hf_posenc.patching.call.forward_state import ForwardState, one_axis
 from hf_posenc.patching.call.length_checks import check_cache
 from hf_posenc.patching.call.placed_forward import PlacedForward
 from hf_posenc.patching.call.runtime import StackRuntime
+from hf_posenc.patching.call.view import view_of
+from hf_posenc.patching.find.forward_code import names_used
 from hf_posenc.patching.find.tables import WEIGHT_NAMES, table_origin, table_weight
 from hf_posenc.schemes.parts import AdditiveEncoding
 from hf_posenc.schemes.positions import Positions
 
 #: Rows of a numbered table. It takes half a megabyte and is longer than any table in use.
 _NUMBERED_ROWS = 131_072
+#: A length that no input reaches.
+_FARTHEST = 2**31
 
 
 class TableSite(PlacedForward):
@@ -105,6 +109,56 @@ class TableSite(PlacedForward):
             left_padded = state.attention_mask[:, :1] == 0
             ids = torch.where(left_padded.to(ids.device), counted.to(ids.device), ids)
         return state.with_lengths(ids)
+
+
+class TableOwner(PlacedForward):
+    """Stands in for the `forward` of a module that compares the length of its input with the rows of its table.
+
+    The module runs its own forward with another `self`, in which the table has as many rows as any input. CLIP's text
+    embeddings and those of its descendants would refuse lengths that only the discarded table limits.
+
+    Args:
+        module: the module.
+        name: the attribute that holds the table.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module = module
+        self.name = name
+        self._view: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_view": None}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's own forward."""
+        if self.retired:
+            return self.stock(*args, **kwargs)
+        if self._view is None:
+            self._view = view_of(self.module, {self.name: property(lambda _: _LongTable(self.module, self.name))})
+        return type(self.module).forward(self._view, *args, **kwargs)
+
+    @staticmethod
+    def reads_rows(owner: nn.Module) -> bool:
+        """Whether a module reads the weight of its table."""
+        return {"weight", "shape"} <= names_used(type(owner).forward)
+
+
+class _LongTable:
+    """A patched table whose weight shows no number of rows that an input could exceed. Its values are not used."""
+
+    def __init__(self, owner: nn.Module, name: str) -> None:
+        self.table = getattr(owner, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.table(*args, **kwargs)
+
+    @property
+    def weight(self) -> Tensor:
+        """`(2**31, hidden)` that take no memory."""
+        weight = table_weight(self.table)
+        assert weight is not None
+        return weight.new_full((1, 1), torch.nan).expand(_FARTHEST, weight.shape[1])
 
 
 def _with_weight(module: nn.Module, numbers: Tensor) -> nn.Module:

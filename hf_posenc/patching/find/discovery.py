@@ -33,8 +33,8 @@ from hf_posenc.patching.find.tables import table_weight
 _CROSS = re.compile(r"cross|encoder_attn|encdec|encoder_decoder|x_attn", re.IGNORECASE)
 _ADAPTER = re.compile(r"(^|\.)adapter\.")
 _TABLE_NAME = re.compile(r"(^|\.)(positions?_embed(ding)?s?|embed_positions?|wpe)$")
-#: Functions that make a mask. CLIP's text model has causal attention, although its modules are written for images too.
-_MASKS = {"create_causal_mask", "create_bidirectional_mask"}
+#: What a stack names that asks bidirectional modules for causal attention: the text model of CLIP.
+_CAUSAL_CALL = {"create_causal_mask", "is_causal"}
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_q_heads", "encoder_attention_heads")
 _HEAD_DIMS = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_head", "d_head")
@@ -262,7 +262,7 @@ def _is_causal(module: nn.Module, stack: PreTrainedModel, architecture: Architec
     own = getattr(module, "is_causal", None)
     if reads_pixels(stack):
         return own is True
-    if own is True or _is_decoder(stack) or _MASKS & names_used(type(stack).forward) == {"create_causal_mask"}:
+    if own is True or _is_decoder(stack) or names_used(type(stack).forward) >= _CAUSAL_CALL:
         return True
     if own is False or "Encoder" in type(stack).__name__:
         return False

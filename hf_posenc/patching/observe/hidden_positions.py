@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.find.forward_code import forward_parameters
+from hf_posenc.patching.find.forward_code import forward_parameters, is_of_transformers
 from hf_posenc.patching.find.sites import Stack
-from hf_posenc.patching.observe.short_runs import is_runnable, run_briefly, watched
+from hf_posenc.patching.observe.short_runs import NotRunnableError, is_runnable, run_briefly, watched
 from hf_posenc.patching.observe.swapped_patches import PatchSwap
 from hf_posenc.patching.observe.token_order import ORDER, TokenOrder, distance, has_convolution, in_both_orders
 from hf_posenc.patching.place.encoding import for_stacks
@@ -54,7 +54,12 @@ def refuse_hidden_positions(transaction: Transaction, stacks: list[Stack]) -> No
             if silenced:
                 _refuse_order(transaction, silenced, _silenced_message)
             if text:
-                _refuse_order_of_tokens(transaction, text)
+                try:
+                    _refuse_order_of_tokens(transaction, text)
+                except NotRunnableError:
+                    # What other inputs a stock model needs is unknown. Its positions were found in its code.
+                    if any(_nothing_found(stack) or _is_silenced(stack) or _has_other_code(stack) for stack in text):
+                        raise
 
 
 def _refuse_order_of_tokens(transaction: Transaction, stacks: list[Stack]) -> None:
@@ -92,6 +97,11 @@ def _refuse_order(transaction: Transaction, stacks: list[Stack], message: Callab
         last = [result[:, -1:] for result in results]
         if len(last) == 2 and distance(*last) > 0:
             raise UnsupportedError(message(stack, "the output of its first attention layer depends on token order"))
+
+
+def _has_other_code(stack: Stack) -> bool:
+    """Whether a module of a stack runs code from outside transformers."""
+    return any(not is_of_transformers(type(module).forward.__module__) for module in stack.module.modules())
 
 
 def _is_silenced(stack: Stack) -> bool:

@@ -38,6 +38,7 @@ from hf_posenc.schemes import (
     SinusoidalConfig,
     from_rope_parameters,
 )
+from hf_posenc.schemes.additive.sinusoidal import LAYOUTS
 from hf_posenc.schemes.config import SchemeConfig
 
 
@@ -162,7 +163,7 @@ def _table_scheme(table: FoundModule, stack: Stack) -> SchemeConfig:
     frozen = not weight.requires_grad or isinstance(weight, nn.Parameter) is False
     if frozen or (stack.series is not None and stack.series.fixed_input is not None):
         for frequencies in ("vaswani", "tensor2tensor"):
-            for layout in ("interleaved", "concatenated"):
+            for layout in LAYOUTS:
                 config = SinusoidalConfig(frequencies=frequencies, layout=layout, offset=origin)
                 rounding = 0.0 if weight.dtype == torch.float32 else torch.finfo(weight.dtype).eps
                 if weight.device.type != "meta" and reproduces(config, rows, origin, rounding=rounding):

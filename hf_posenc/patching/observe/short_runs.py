@@ -30,6 +30,10 @@ _FIRST_WORD, _LAST_WORD = 5, 64
 Seen = tuple[list[Tensor], list[Tensor], list[Tensor]]
 
 
+class NotRunnableError(UnsupportedError):
+    """A model cannot be run on inputs of our own."""
+
+
 def is_runnable(model: nn.Module) -> bool:
     """Whether a model can be run: it is not on the meta device, or accelerate loads its weights."""
     hooked = any("_hf_hook" in module.__dict__ for module in model.modules())
@@ -115,7 +119,7 @@ def run_briefly(
         The output of every subject.
 
     Raises:
-        UnsupportedError: if it is unknown what a subject reads, or it fails.
+        NotRunnableError: if it is unknown what a subject reads, or it fails.
     """
     with without_trace(transaction.model, transaction.device):
         return [
@@ -131,7 +135,7 @@ def _run(module: PreTrainedModel, arguments: dict[str, Any]) -> Any:
         # What an architecture requires beyond its tokens is unknown, so are its errors.
         if isinstance(error, PositionEncodingError):
             raise
-        raise UnsupportedError(
+        raise NotRunnableError(
             f"{type(module).__name__} could not be run on a few tokens to find out how it uses positions. With "
             f"{', '.join(arguments)} it failed: {type(error).__name__}: {error}. State the arguments of such a run: "
             f"hf_posenc.register_architecture({module.config.model_type!r}, "
@@ -152,7 +156,7 @@ def _inputs(module: PreTrainedModel, device: torch.device, length: int, constant
             if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
         ]
         if not set(missing) <= set(images):
-            raise UnsupportedError(
+            raise NotRunnableError(
                 f"{type(module).__name__} cannot be run to find out how it uses positions: the meaning of its "
                 f"arguments {', '.join(sorted(set(missing) - set(images)))} is unknown."
             )
@@ -163,7 +167,7 @@ def _inputs(module: PreTrainedModel, device: torch.device, length: int, constant
     if "input_ids" not in parameters and embedded is not None:
         return {embedded: embeddings(module, device, length)}
     if "input_ids" not in parameters:
-        raise UnsupportedError(
+        raise NotRunnableError(
             f"{type(module).__name__} does not take token ids, so it cannot be run to find out how it uses positions "
             f"(its arguments: {', '.join(list(parameters)[1:8])})."
         )

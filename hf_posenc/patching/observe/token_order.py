@@ -133,8 +133,8 @@ def in_both_orders(arguments: dict[str, Any], length: int) -> dict[str, Any]:
 
 
 def _in_both_orders(name: str, value: Any, length: int) -> Any:
-    if not isinstance(value, Tensor) or value.shape[:1] != (1,):
-        return value
+    if not isinstance(value, Tensor) or value.shape[:1] != (1,) or (value.dim() == 2 and value.is_floating_point()):
+        return value  # A vector applies to both rows.
     other = value
     if name in ("input_ids", "decoder_input_ids", "inputs_embeds", "hidden_states"):
         # One question with one choice has another axis before that of the tokens.

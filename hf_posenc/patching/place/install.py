@@ -15,7 +15,7 @@ from hf_posenc.patching.call.replicas import RefuseReplicas, ReplicasCheck
 from hf_posenc.patching.call.rotary_site import RotaryMethodSite, RotaryModuleSite
 from hf_posenc.patching.call.runtime import StackForward, StackRuntime
 from hf_posenc.patching.call.scores_attention import ScoresAttention
-from hf_posenc.patching.call.table_site import TableSite
+from hf_posenc.patching.call.table_site import TableOwner, TableSite
 from hf_posenc.patching.find.architectures import Architecture
 from hf_posenc.patching.find.sites import FoundAttention, Stack
 from hf_posenc.patching.place.install_grid import install_grid
@@ -60,6 +60,9 @@ def install_stack(stack: Stack, encoding: StackEncoding, record: SchemeRecord) -
         journal.set_forward(rotary.module, _rotary_site(stack, rotary.module, runtime, unused))
     for table in stack.tables:
         journal.set_forward(table.module, TableSite(table.module, runtime, encoding.additive))
+        owner = stack.module.get_submodule(table.path.rpartition(".")[0])
+        if owner is not stack.module and TableOwner.reads_rows(owner):
+            journal.set_forward(owner, TableOwner(owner, table.path.rpartition(".")[2]))
         for name in table.module._parameters:
             journal.freeze(table.module, name)
         report.replaced.append(f"{table.path}: position table ({type(table.module).__name__})")

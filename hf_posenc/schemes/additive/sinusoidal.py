@@ -17,6 +17,9 @@ from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import check_base, check_boolean, check_choice, check_integer, check_strength
 
+#: The orders of sines and cosines.
+LAYOUTS = ("interleaved", "concatenated", "cosines_first")
+
 
 class SinusoidalEncoding(AdditiveEncoding):
     """Sines and cosines of `(p + offset) * frequency`.
@@ -54,8 +57,9 @@ class SinusoidalEncoding(AdditiveEncoding):
 
     def _lay_out(self, sines: Tensor, cosines: Tensor) -> Tensor:
         """Arranges sines and cosines to `(..., hidden)`; an odd size has an additional sine, or a zero at the end."""
-        if self.config.layout == "concatenated":
-            vectors = torch.cat((sines, cosines), dim=-1)
+        if self.config.layout != "interleaved":
+            parts = (sines, cosines) if self.config.layout == "concatenated" else (cosines, sines)
+            vectors = torch.cat(parts, dim=-1)
             return torch.nn.functional.pad(vectors, (0, self.hidden_size - vectors.shape[-1]))
         count = cosines.shape[-1]
         paired = torch.stack((sines[..., :count], cosines), dim=-1).flatten(-2)
@@ -109,14 +113,15 @@ class SinusoidalConfig(SchemeConfig):
 
     A shift by k is a fixed linear map: each pair is rotated by k times its frequency.
 
-    ===============  ==============  ==================================================
-    frequencies      layout          models
-    ===============  ==============  ==================================================
-    "vaswani"        "interleaved"   XLM, Flaubert, DistilBERT
-    "vaswani"        "concatenated"  Marian, Pegasus, RoFormer, CTRL
-    "tensor2tensor"  "concatenated"  M2M100, XGLM, Speech2Text, Whisper's encoder
-    "tensor2tensor"  "interleaved"   none, given for completeness
-    ===============  ==============  ==================================================
+    ===============  ===============  ==================================================
+    frequencies      layout           models
+    ===============  ===============  ==================================================
+    "vaswani"        "interleaved"    XLM, Flaubert, DistilBERT
+    "vaswani"        "concatenated"   Marian, Pegasus, RoFormer, CTRL
+    "tensor2tensor"  "concatenated"   M2M100, XGLM, Speech2Text, Whisper's encoder
+    "tensor2tensor"  "cosines_first"  MusicGen
+    "tensor2tensor"  "interleaved"    none, given for completeness
+    ===============  ===============  ==================================================
 
     With two or three `axes`, each coordinate of a token on a grid has such a vector of its own, of half or a third of
     the width, and the vectors are concatenated (MoCo v3, arXiv:2104.02057; MAE, arXiv:2111.06377)::
@@ -129,7 +134,7 @@ class SinusoidalConfig(SchemeConfig):
     Args:
         frequencies: "vaswani", `base**(-2m / hidden)`; or "tensor2tensor", `base**(-m / (hidden // 2 - 1))`. For an odd
             hidden size, "vaswani" has one more sine and "tensor2tensor" a zero at the end.
-        layout: "interleaved", alternating sines and cosines; or "concatenated", all sines first.
+        layout: "interleaved", alternating sines and cosines; "concatenated", all sines first; or "cosines_first".
         base: the longest wavelength is about `2 pi base`.
         scale: factor of the vectors, not 0.
         offset: added to the position; fairseq's descendants (M2M100) start at 2.
@@ -149,7 +154,7 @@ class SinusoidalConfig(SchemeConfig):
 
     def __post_init__(self) -> None:
         check_choice(self, "frequencies", ("vaswani", "tensor2tensor"))
-        check_choice(self, "layout", ("interleaved", "concatenated"))
+        check_choice(self, "layout", LAYOUTS)
         check_base(self, "base")
         check_strength(self, "scale")
         check_integer(self, "offset", minimum=0)

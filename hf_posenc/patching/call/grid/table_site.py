@@ -21,13 +21,15 @@ from hf_posenc.patching.call.length_checks import check_cache
 from hf_posenc.patching.call.placed_forward import PlacedForward
 from hf_posenc.patching.call.runtime import StackRuntime
 from hf_posenc.patching.call.view import view_of
-from hf_posenc.patching.find.forward_code import names_used
+from hf_posenc.patching.find.forward_code import forward_parameters, names_used
 from hf_posenc.patching.find.grids.found import GridTable
 from hf_posenc.patching.find.offloading import onload_weights
 from hf_posenc.schemes.parts import AdditiveEncoding
 
 #: Methods that return the table for the grid of a call.
-_INTERPOLATIONS = ("interpolate_pos_encoding", "_resize_pos_embed")
+_INTERPOLATIONS = ("interpolate_pos_encoding", "_resize_pos_embed", "interpolation")
+#: An argument without which a module refuses pictures of another size than its table has.
+_OTHER_SIZES = "interpolate_pos_encoding"
 #: Functions with which a module reads its table at the places of patches, whatever their number. Such a module adds the
 #: result to the patches and returns the sum.
 _RESAMPLING = frozenset(("grid_sample", "embedding_bag", "get_vision_nearest_position_ids", "bucketize"))
@@ -72,6 +74,9 @@ class GridTableSite(PlacedForward):
         """Runs the module's own forward with the vectors of the scheme as its table."""
         if self.retired or self.inner is not None:
             return self.stock(*args, **kwargs)
+        names = list(forward_parameters(type(self.module)))[1:]
+        if _OTHER_SIZES in names:
+            args, kwargs = (), dict(zip(names, args, strict=False)) | kwargs | {_OTHER_SIZES: True}
         output = type(self.module).forward(self.view, *args, **kwargs)
         return self._with_vectors(output) if self.resamples and self.main is not None else output
 
@@ -160,12 +165,11 @@ class _EmbeddingView:
 def _view_of(site: GridTableSite) -> Any:
     module, main = site.module, site.main
     replaced: dict[str, Any] = {name: _table_property(site, name) for name in site.prefix_rows}
-    if main is not None and site.stands_in(main):
-        for name in _INTERPOLATIONS:
-            if hasattr(module, name):
-                replaced[name] = _method(functools.partial(_interpolated, site, main))
-        if hasattr(module, _RESIZING):
-            replaced[_RESIZING] = _method(functools.partial(_resized, site, main))
+    for name in _INTERPOLATIONS:
+        if hasattr(module, name):
+            replaced[name] = _method(functools.partial(_interpolated, site, main))
+    if main is not None and site.stands_in(main) and hasattr(module, _RESIZING):
+        replaced[_RESIZING] = _method(functools.partial(_resized, site, main))
     if hasattr(module, _MASKING):
         replaced[_MASKING] = _method(functools.partial(_noting_kept, site))
     return view_of(module, replaced)
@@ -184,9 +188,14 @@ def _method(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _interpolated(site: GridTableSite, name: str, *args: Any, **kwargs: Any) -> Tensor:
-    """The vectors in place of an interpolated table."""
-    return site.vectors(name)
+def _interpolated(site: GridTableSite, name: str | None, *args: Any, **kwargs: Any) -> Tensor:
+    """The vectors in place of an interpolated table, or a zero for every token."""
+    if name is not None and site.stands_in(name):
+        return site.vectors(name)
+    name, prefix_rows = next(iter(site.prefix_rows.items()))
+    state, table = site.runtime.state, site.native(name)
+    length = state.table_length(prefix_rows) if isinstance(state, GridState) and state.is_known else 1
+    return table.new_zeros(1, length, table.shape[-1])
 
 
 def _resized(site: GridTableSite, name: str, *sizes: Any, max_length: int | None = None) -> Tensor:
