@@ -30,6 +30,7 @@ from hf_posenc.patching.find.forward_code import named_arguments
 from hf_posenc.patching.find.grids.found import FoundGrid
 from hf_posenc.patching.find.series.found import given_features
 from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.positions import exporting
 
 #: Arguments of a stack with one row per token.
 _TOKENS = ("input_ids", "inputs_embeds", "input", "hidden_states")
@@ -244,6 +245,8 @@ class StackForward(PlacedForward):
         mask = arguments.get("attention_mask")
         padding = padding_mask(mask, stack, offset)
         position_ids, coordinates = self._split_axes(arguments.get("position_ids"), cache, offset, padding)
+        if position_ids is not None and features is None and not torch.compiler.is_compiling():
+            position_ids = _for_every_token(position_ids, tokens)
         self.runtime.slots.reach_positions(stack, position_ids)
         token_ids = arguments.get("input_ids")
         if features is not None:
@@ -294,3 +297,20 @@ class StackForward(PlacedForward):
             return one_axis(position_ids), None
         coordinates = position_ids[-AXES:] if self.runtime.reads_coordinates else None
         return places_in_sequence(position_ids, cache, offset, padding), coordinates
+
+
+def _for_every_token(position_ids: Tensor, tokens: Tensor | None) -> Tensor:
+    """Position ids `(batch or 1, query_len)`. A single position is that of all tokens, as in stock models.
+
+    Raises:
+        ValueError: if their number is not that of the tokens.
+    """
+    if tokens is None or exporting():
+        return position_ids
+    rows, length = position_ids.shape
+    if rows in (1, tokens.shape[0]) and length in (1, tokens.shape[1]):
+        return position_ids.expand(-1, tokens.shape[1])
+    raise ValueError(
+        f"position_ids has the shape {tuple(position_ids.shape)}, but this call has {tokens.shape[1]} new tokens in "
+        f"each of {tokens.shape[0]} rows. Pass a position for each of them; those of cached tokens are known."
+    )

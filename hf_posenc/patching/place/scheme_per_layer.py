@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from hf_posenc.patching.find.sites import Stack
 from hf_posenc.schemes import LayeredConfig, ScheduleConfig
@@ -27,6 +28,7 @@ def schedule(
         merged: whether `config` may be a schedule too, of which only `layers` are taken.
 
     Raises:
+        TypeError: for layers that are not given by their indices.
         ValueError: for a layer that the model does not have, or that has no attention.
     """
     if isinstance(config, ScheduleConfig):
@@ -39,9 +41,7 @@ def schedule(
     if layers is None:
         _check_all_occur(config, stacks)
         return config
-    if isinstance(layers, int):
-        raise TypeError(f"`layers` must be a collection of layer indices, for example layers=[{layers}]; got {layers}.")
-    chosen = sorted(set(layers))
+    chosen = _indices(layers)
     available = sorted({layer for stack in stacks for layer in stack.layers()})
     unknown = [layer for layer in chosen if layer not in available]
     if unknown or not chosen:
@@ -59,6 +59,22 @@ def schedule(
             _at(config if layer in chosen else elsewhere, layer, types.get(layer)) for layer in range(available[-1] + 1)
         )
     )
+
+
+def _indices(layers: Any) -> list[int]:
+    """The indices in `layers`, sorted. Numbers of NumPy and torch count as indices; a mask does not."""
+    given = layers.tolist() if hasattr(layers, "tolist") else layers
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f"`layers` must be a collection of layer indices, for example layers=[0, 1]; got {layers!r}.")
+    values = [value.item() if hasattr(value, "item") else value for value in given]
+    wrong = next((value for value in values if isinstance(value, bool) or not isinstance(value, int)), None)
+    if wrong is not None:
+        mask = " For a mask, pass layers=[layer for layer, chosen in enumerate(mask) if chosen]."
+        raise TypeError(
+            f"`layers` holds {wrong!r} ({type(wrong).__name__}), which is not the index of a layer."
+            f"{mask if isinstance(wrong, bool) else ''}"
+        )
+    return sorted(set(values))
 
 
 def _check_all_occur(config: SchemeConfig, stacks: list[Stack]) -> None:
