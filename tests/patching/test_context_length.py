@@ -30,7 +30,10 @@ from hf_posenc import (
     patch_model,
     unpatch_model,
 )
+from hf_posenc.patching.find.discovery import find_stacks
 from hf_posenc.patching.place.context_length import context_length, update_tokenizer_length
+from tests.architectures.population import pair_named
+from tests.architectures.tiny import tiny_model
 from tests.checkpoint.checkpoint_cases import t5
 from tests.matrix.architectures import ARCHITECTURES
 from tests.matrix.running import distance, outputs, patched, tokens
@@ -281,3 +284,25 @@ def test_explicit_positions_past_the_native_length_are_those_of_a_relative_schem
     unpatch_model(model)
     with pytest.raises((IndexError, RuntimeError)):
         model(ids, position_ids=torch.arange(700, 714)[None])
+
+
+@pytest.mark.parametrize("name", ["image-text-clip", "image-text-siglip", "image-text-owlvit", "image-text-blip"])
+@torch.no_grad()
+def test_the_length_check_of_a_discarded_table_is_silent(name: str) -> None:
+    """CLIP's text embeddings and their descendants compare lengths with the rows of their table."""
+    model = tiny_model(pair_named(name))
+    stack, ids = find_stacks(model, ["text"])[0].module, torch.arange(200).unsqueeze(0) % 50 + 8
+    with pytest.raises((ValueError, RuntimeError)):
+        stack(ids)
+    patch_model(model, "alibi", part="text")
+    extend_context(model, length=200, part="text")
+    longer, shorter = stack(ids)[0], stack(ids[:, :20])[0]
+    assert longer.shape[1] == 200
+    if name == "image-text-clip":  # Causal.
+        assert torch.allclose(longer[:, :20], shorter, atol=1e-5)
+    patch_model(model, "learned", num_positions=64, part="text")
+    with pytest.raises(SequenceLengthError, match="longer than the 64 positions"):
+        stack(ids)
+    unpatch_model(model)
+    with pytest.raises((ValueError, RuntimeError)):
+        stack(ids)

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -59,6 +60,10 @@ def _assert_stock(model: Any, stock: Tensor) -> None:
         (RopeConfig(), {"theta": 2.0}, "already a config"),
         ("alibi", {"layers": [5]}, "layers with self-attention are"),
         ("alibi", {"layers": []}, "contains no layer"),
+        ("alibi", {"layers": [-1]}, "layers with self-attention are"),
+        *(("alibi", {"layers": mask}, "For a mask, pass") for mask in ([True, False], torch.tensor([False, True]))),
+        *(("alibi", {"layers": one}, "must be a collection") for one in (1, True, "01", torch.tensor(1), np.int64(0))),
+        *(("alibi", {"layers": [one]}, "not the index of a layer") for one in (0.0, "0", None)),
         ("alibi", {"elsewhere": "none"}, "Pass `layers` as well"),
         (ScheduleConfig(layers=(SinusoidalConfig(), NoneConfig())), {}, "acts once, before the first layer"),
         (ScheduleConfig(layers=(NoneConfig(),)), {}, "has 1 layers"),

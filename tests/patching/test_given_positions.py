@@ -366,3 +366,15 @@ def test_a_cache_is_pickled_after_a_step_of_decoding() -> None:
     model(ids[:, 6:7], past_key_values=cache)
     found = model(ids[:, 7:], past_key_values=pickle.loads(pickle.dumps(cache))).logits
     assert distance(found, model(ids).logits[:, 7:]) <= CLOSE
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "fire", "rope", "learned", "none"])
+@torch.no_grad()
+def test_a_call_has_a_position_for_every_token(scheme: str) -> None:
+    """A single one is that of all tokens, as in stock models. Stock models raise errors of shapes for others."""
+    model, ids = patched("llama_gqa", scheme), tokens(2, 8)
+    same = model(ids, position_ids=torch.full((1, 8), 3)).logits
+    assert torch.allclose(model(ids, position_ids=torch.tensor([[3]])).logits, same, atol=1e-6)
+    for shape in ((1, 7), (2, 9), (3, 8)):
+        with pytest.raises(ValueError, match=r"position_ids has the shape .* 8 new tokens in each of 2 rows"):
+            model(ids, position_ids=torch.zeros(shape, dtype=torch.int64))

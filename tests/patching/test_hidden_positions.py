@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import (
+    ALL_ATTENTION_FUNCTIONS,
+    LlamaAttention,
+    LlamaDecoderLayer,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+    rotate_half,
+)
+from transformers.pytorch_utils import Conv1D
 
 from hf_posenc import UnsupportedError, native_scheme, patch_model, unpatch_model
 from hf_posenc.patching.find import architectures
@@ -29,18 +40,22 @@ def hidden_bias() -> Any:
     model.transformer.wpe = nn.Sequential()
     model.transformer.wpe.forward = lambda ids: torch.zeros(1)
     value = model.transformer.h[0].attn.c_attn
-
-    def fade(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        return output * torch.linspace(0.5, 1.0, output.shape[1]).unsqueeze(-1)
-
-    value.register_forward_hook(fade)
+    value.__class__ = Fading
     return model
+
+
+class Fading(Conv1D):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.linspace(0.5, 1.0, x.shape[1]).unsqueeze(-1)
 
 
 @pytest.mark.parametrize("scheme", ["none", "alibi", "native"])
 @pytest.mark.parametrize(
     ("build", "message"),
-    [(hidden_table, r"wpe\.0.*register_architecture"), (hidden_bias, "output of its first attention layer depends")],
+    [
+        (hidden_table, r"wpe\.0.*register_architecture"),
+        (hidden_bias, r"the output of h\.0\.attn \(GPT2Attention\) depends"),
+    ],
 )
 def test_a_mechanism_that_was_not_found_is_refused(build: Any, message: str, scheme: str) -> None:
     model = build()
@@ -151,3 +166,126 @@ def test_models_of_several_choices_are_run_on_questions_with_choices(name: str) 
     assert torch.allclose(model(input_ids=choices[:, 1:2]).logits, patched_logits[:, 1:2], atol=1e-6)
     unpatch_model(model)
     assert torch.equal(model(input_ids=choices).logits, stock)
+
+
+class Rotating(LlamaAttention):
+    """Rotates without the rotary function of transformers, as a forward of one's own does."""
+
+    rotates_by_itself = True
+
+    def forward(self, hidden_states: Any, position_embeddings: Any, attention_mask: Any, **kwargs: Any) -> Any:
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        project = (self.q_proj, self.k_proj, self.v_proj)
+        query, key, value = (one(hidden_states).view(shape).transpose(1, 2) for one in project)
+        cosine, sine = (one.unsqueeze(1) for one in position_embeddings)
+        if self.rotates_by_itself:
+            query, key = (one * cosine + rotate_half(one) * sine for one in (query, key))
+        else:
+            query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        output, weights = attend(self, query, key, value, attention_mask, scaling=self.scaling, dropout=0.0)
+        return self.o_proj(output.flatten(-2)), weights
+
+
+class Foreign(nn.Module):
+    """Attention of a class that does not look like one."""
+
+    def __init__(self, inner: LlamaAttention) -> None:
+        super().__init__()
+        self.inner = inner.o_proj
+
+    def forward(self, hidden_states: Any, **kwargs: Any) -> Any:
+        return self.inner(hidden_states.cumsum(1)), None
+
+
+class Numbering(nn.Embedding):
+    def forward(self, input: Any) -> Any:
+        return super().forward(input) + torch.arange(input.shape[1]).unsqueeze(-1)
+
+
+class Outside(LlamaForCausalLM):
+    """Adds positions before the stack."""
+
+    def forward(self, input_ids: Any = None, **kwargs: Any) -> Any:
+        embedded = self.model.embed_tokens(input_ids)
+        return super().forward(inputs_embeds=embedded + torch.arange(input_ids.shape[1]).unsqueeze(-1), **kwargs)
+
+
+class Layer(LlamaDecoderLayer):
+    def forward(self, hidden_states: Any, **kwargs: Any) -> Any:
+        places = torch.arange(hidden_states.shape[1]).sin().unsqueeze(-1).to(hidden_states.dtype)
+        return super().forward(hidden_states + places, **kwargs)
+
+
+def own_function(module: nn.Module, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+    places = torch.arange(key.shape[2])
+    near = -(places - places[-query.shape[2] :].unsqueeze(1)).abs().to(query.dtype)
+    return eager_attention_forward(module, query, key, value, near if mask is None else mask + near, **kwargs)
+
+
+def llama(change: str) -> Any:
+    torch.manual_seed(0)
+    model = tiny("LlamaForCausalLM", attn_implementation="eager").eval()
+    layer = model.model.layers[1]
+    if change in ("rotating", "in place"):
+        layer.self_attn.__class__ = Rotating
+    elif change == "foreign":
+        layer.self_attn = Foreign(layer.self_attn)
+    elif change == "layer":
+        layer.__class__ = Layer
+    elif change == "embeddings":
+        model.model.embed_tokens.__class__ = Numbering
+    elif change == "outside":
+        model.__class__ = Outside
+    elif change == "function":
+        AttentionInterface.register("own_function", own_function)
+        model.config._attn_implementation = "own_function"
+    return model
+
+
+@pytest.mark.parametrize("scheme", ["none", "alibi", "native"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("rotating", r"output of layers\.1\.self_attn \(Rotating\)"),
+        ("foreign", r"layers\.1\.self_attn \(Foreign, defined in .*\) is no attention that hf_posenc recognises"),
+        ("layer", r"input of layers\.1\.self_attn depends on the position"),
+        ("embeddings", "input of its first layer depends on the position"),
+        ("outside", "input of its first layer depends on the position"),
+        ("function", r"output of layers\.0\.self_attn .* 'own_function' was registered by other code"),
+    ],
+)
+def test_positions_of_other_code_are_refused(change: str, message: str, dtype: torch.dtype, scheme: str) -> None:
+    """They would act next to any scheme, and are not what the native scheme says."""
+    model = llama(change).to(dtype)
+    with pytest.raises(UnsupportedError, match=message):
+        patch_model(model, scheme)
+    assert not hasattr(model, "position_encoding")
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+
+
+def test_the_forward_of_a_class_that_other_code_has_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rotating, "rotates_by_itself", False)
+    monkeypatch.setattr(LlamaAttention, "rotates_by_itself", True, raising=False)
+    stock = LlamaAttention.forward
+
+    @functools.wraps(stock)
+    def wrapped(self: Any, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        return stock(self, hidden_states + 1, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaAttention, "forward", wrapped)
+    with pytest.raises(UnsupportedError, match=r"LlamaAttention .* is wrapped by code of .*test_hidden_positions"):
+        patch_model(llama("stock"), "alibi")
+    monkeypatch.setattr(LlamaAttention, "forward", Rotating.forward)
+    with pytest.raises(UnsupportedError, match=r"LlamaAttention with the forward .*Rotating\.forward\) depends"):
+        patch_model(llama("stock"), "alibi")
+
+
+@torch.no_grad()
+def test_other_code_that_takes_positions_from_transformers_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Rotating, "rotates_by_itself", False)
+    ids = tokens(1, 8)
+    own, stock = llama("in place"), llama("stock")
+    assert native_scheme(own) == native_scheme(stock)
+    assert torch.allclose(patch_model(own, "alibi")(ids).logits, patch_model(stock, "alibi")(ids).logits, atol=1e-6)

@@ -9,6 +9,7 @@ from transformers import CTRLConfig, CTRLModel
 from transformers.models.distilbert.modeling_distilbert import create_sinusoidal_embeddings as distilbert_table
 from transformers.models.m2m_100.modeling_m2m_100 import M2M100SinusoidalPositionalEmbedding
 from transformers.models.marian.modeling_marian import MarianSinusoidalPositionalEmbedding
+from transformers.models.musicgen.modeling_musicgen import MusicgenSinusoidalPositionalEmbedding
 from transformers.models.pegasus.modeling_pegasus import PegasusSinusoidalPositionalEmbedding
 from transformers.models.roformer.modeling_roformer import RoFormerSinusoidalPositionalEmbedding
 from transformers.models.speech_to_text.modeling_speech_to_text import Speech2TextSinusoidalPositionalEmbedding
@@ -49,6 +50,7 @@ LENGTH = 4097
 
 INTERLEAVED = SinusoidalConfig()
 CONCATENATED = SinusoidalConfig(layout="concatenated")
+COSINES_FIRST = SinusoidalConfig("tensor2tensor", "cosines_first")
 SHIFTED = SinusoidalConfig("tensor2tensor", "concatenated", offset=2)
 
 TABLES = {
@@ -61,6 +63,7 @@ TABLES = {
     "m2m100": (SHIFTED, lambda hidden: M2M100SinusoidalPositionalEmbedding(LENGTH, hidden, 1).weights[2:]),
     "xglm": (SHIFTED, lambda hidden: XGLMSinusoidalPositionalEmbedding(LENGTH, hidden, 1).weights[2:]),
     "speech2text": (SHIFTED, lambda hidden: Speech2TextSinusoidalPositionalEmbedding(LENGTH, hidden, 1).weights[2:]),
+    "musicgen": (COSINES_FIRST, lambda hidden: MusicgenSinusoidalPositionalEmbedding(LENGTH, hidden).weights),
 }
 
 

@@ -237,9 +237,7 @@ def _own_message(stack: Stack, what: str) -> str:
     implementation = getattr(stack.config, "_attn_implementation", None)
     function = dict(ALL_ATTENTION_FUNCTIONS).get(implementation or "")
     registered = not getattr(function, "__module__", "transformers").startswith("transformers")
-    own = (
-        f" So may the attention function {implementation!r}, which was registered by other code." if registered else ""
-    )
+    own = f" The attention function {implementation!r} was registered by other code." if registered else ""
     return (
         f"The positions of this {type(stack.module).__name__} ({stack.config.model_type}, transformers "
         f"{transformers.__version__}) were disabled, but {what} nevertheless. It has positions of its own, which would "

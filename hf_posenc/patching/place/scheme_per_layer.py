@@ -67,8 +67,7 @@ def _indices(layers: Any) -> list[int]:
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise TypeError(f"`layers` must be a collection of layer indices, for example layers=[0, 1]; got {layers!r}.")
     values = [value.item() if hasattr(value, "item") else value for value in given]
-    wrong = next((value for value in values if isinstance(value, bool) or not isinstance(value, int)), None)
-    if wrong is not None:
+    for wrong in [value for value in values if isinstance(value, bool) or not isinstance(value, int)]:
         mask = " For a mask, pass layers=[layer for layer, chosen in enumerate(mask) if chosen]."
         raise TypeError(
             f"`layers` holds {wrong!r} ({type(wrong).__name__}), which is not the index of a layer."

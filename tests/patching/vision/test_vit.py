@@ -16,7 +16,9 @@ import transformers
 from torch import Tensor
 from transformers import ViTConfig, ViTForImageClassification
 
-from hf_posenc import UnsupportedError, inspect_model, native_scheme, patch_model, unpatch_model
+from hf_posenc import SinusoidalConfig, UnsupportedError, inspect_model, native_scheme, patch_model, unpatch_model
+from tests.architectures.population import pair_named
+from tests.architectures.tiny import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*numbered row by row")
 
@@ -264,3 +266,23 @@ def test_the_mask_decoder_of_sam_is_left_alone() -> None:
     model = patch_model(transformers.SamModel(config), "rope_nd")
     assert {stack.part for stack in model.position_encoding.report.stacks} == {"vision"}
     assert all("mask_decoder" not in name for stack in model.position_encoding.report.stacks for name in stack.placed)
+
+
+FAMILIES = ["vit", "clip_vision_model", "siglip_vision_model", "deit", "vit_mae", "yolos", "ijepa"]
+
+
+@pytest.mark.parametrize("scheme", ["none", "rope_nd", "sinusoidal"])
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.filterwarnings("ignore:The order of tokens is read")
+@torch.no_grad()
+def test_pictures_of_other_sizes_without_the_discarded_table(name: str, scheme: str) -> None:
+    """Stock models refuse them, unless they are told to interpolate their tables."""
+    model = tiny_model(pair_named(f"vision-{name}"))
+    patch_model(model, SinusoidalConfig(axes=2) if scheme == "sinusoidal" else scheme)
+    for height, width in ((16, 20), (24, 16), (8, 8)):
+        pixels = torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(0))
+        torch.manual_seed(0)
+        output = model(pixels)[0]
+        torch.manual_seed(0)
+        assert torch.equal(output, model(pixels, interpolate_pos_encoding=True)[0] if name != "yolos" else output)
+        assert output.isfinite().all()

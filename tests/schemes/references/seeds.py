@@ -45,6 +45,8 @@ def sinusoidal(config: Any, part: Any, hidden: int, position: int, length: int) 
     cosines = [math.cos(angle) for angle in angles]
     if config.layout == "concatenated":
         vector = sines + cosines
+    elif config.layout == "cosines_first":
+        vector = cosines + sines
     else:
         vector = [value for pair in zip(sines, cosines, strict=True) for value in pair]
     if config.frequencies == "vaswani" and hidden % 2:
