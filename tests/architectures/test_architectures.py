@@ -7,6 +7,7 @@ import pytest
 from .checks import check_pair
 from .examination import examine, smoke
 from .findings import Record
+from .heads import classes_of, outcome
 from .part_checks import check_parts
 from .population import kinds_of, known_model_types, pair_named, pairs_of
 
@@ -109,6 +110,13 @@ def test_the_kind_follows_from_what_a_forward_reads(model_type: str, kinds: list
 
 def test_a_model_without_attention_is_told_apart() -> None:
     assert smoke(pair_named("vision-resnet")) == "no softmax self-attention: convolution"
+
+
+@pytest.mark.parametrize("model_type", ["t5", "bart", "bert", "llama"])
+def test_every_class_of_a_model_type_is_patched(model_type: str) -> None:
+    """`python -m tests.architectures.heads` does this for all model types of text."""
+    for name, pair in classes_of(model_type):
+        assert outcome(name, pair) == {"native": "ok", "alibi": "ok"}, name
 
 
 @pytest.mark.slow
