@@ -47,6 +47,16 @@ class BuildContext:
     layer_input_size: int | None = None
     logit_terms: int = 1
 
+    @property
+    def input_size(self) -> int:
+        """Width of the input from which a layer projects its queries and keys."""
+        return self.layer_input_size or self.hidden_size
+
+    @property
+    def key_heads(self) -> int:
+        """Number of key heads."""
+        return self.num_key_value_heads or self.num_heads
+
 
 @dataclass(frozen=True)
 class SchemeConfig:

@@ -25,23 +25,21 @@ class DirectionEncoding(AdditiveEncoding):
     """Adds `scale * coordinate(p) * direction`. Subclasses define the coordinate of a position.
 
     Args:
-        hidden_size: width of the vectors.
-        scale: factor of the coordinate.
-        direction: one of "ones", "random", "one_hot", "learned".
-        initializer_range: standard deviation of a learned direction at the start.
+        config: the options.
+        context: the place in the model.
     """
 
-    def __init__(self, hidden_size: int, scale: float, direction: str, initializer_range: float) -> None:
+    def __init__(self, config: _AlongDirectionConfig, context: BuildContext) -> None:
         super().__init__()
-        self.scale = scale
-        self.initializer_range = initializer_range
+        self.scale = config.scale
+        self.initializer_range = context.initializer_range
         self.direction: nn.Parameter | None
-        if direction == "learned":
-            self.direction = nn.Parameter(torch.empty(hidden_size))
+        if config.direction == "learned":
+            self.direction = nn.Parameter(torch.empty(context.hidden_size))
             self.reset_parameters()
         else:
             self.direction = None
-            self._fixed = DeviceConstant(_fixed_direction(direction, hidden_size))
+            self._fixed = DeviceConstant(_fixed_direction(config.direction, context.hidden_size))
 
     def reset_parameters(self) -> None:
         """Draws a learned direction from N(0, initializer_range). A fixed direction is not changed."""
@@ -63,27 +61,15 @@ class NormalizedEncoding(DirectionEncoding):
     """`DirectionEncoding` with the coordinate `p / N`.
 
     Args:
-        hidden_size: width of the vectors.
-        scale: factor of the coordinate.
-        direction: one of "ones", "random", "one_hot", "learned".
-        initializer_range: standard deviation of a learned direction at the start.
-        length: a fixed `N`, or `None` for the current length of each sequence.
-        subtract_one: whether to divide by `N - 1` instead of `N`.
+        config: the options.
+        context: the place in the model.
     """
 
-    def __init__(
-        self,
-        hidden_size: int,
-        scale: float,
-        direction: str,
-        initializer_range: float,
-        length: int | None,
-        subtract_one: bool,
-    ) -> None:
-        super().__init__(hidden_size, scale, direction, initializer_range)
-        self.length = length
-        self.subtract_one = subtract_one
-        self.length_dependent = length is None
+    def __init__(self, config: NormalizedIntegerConfig, context: BuildContext) -> None:
+        super().__init__(config, context)
+        self.length = config.length
+        self.subtract_one = config.subtract_one
+        self.length_dependent = config.length is None
 
     def coordinates(self, positions: Positions) -> Tensor:
         """Returns `(batch or 1, query_len)` float32: `p / N`, or `p / (N - 1)`. A sequence of one token gets 0."""
@@ -144,9 +130,7 @@ class IntegerConfig(_AlongDirectionConfig):
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds an additive encoding."""
-        return SchemeParts(
-            additive=DirectionEncoding(context.hidden_size, self.scale, self.direction, context.initializer_range)
-        )
+        return SchemeParts(additive=DirectionEncoding(self, context))
 
 
 @register_scheme
@@ -182,16 +166,7 @@ class NormalizedIntegerConfig(_AlongDirectionConfig):
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds an additive encoding that depends on the sequence length unless `length` is given."""
-        return SchemeParts(
-            additive=NormalizedEncoding(
-                context.hidden_size,
-                self.scale,
-                self.direction,
-                context.initializer_range,
-                self.length,
-                self.subtract_one,
-            )
-        )
+        return SchemeParts(additive=NormalizedEncoding(self, context))
 
 
 def _fixed_direction(direction: str, hidden_size: int) -> Tensor:

@@ -20,43 +20,36 @@ from hf_posenc.schemes.reach import Reach
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.resizing import Resizing
 from hf_posenc.schemes.validation import check_choice, check_integer, whole_positions
+from hf_posenc.schemes.weights import NormalWeights
 
 
-class LearnedEncoding(AdditiveEncoding):
+class LearnedEncoding(NormalWeights, AdditiveEncoding):
     """Row `p + offset` of a trainable table.
 
     Args:
-        hidden_size: width of the rows.
-        num_positions: number of positions with a row.
-        offset: number of rows before the row of position 0.
-        extension: behaviour past the end of the table, "error" or "interpolate".
-        initializer_range: standard deviation of new rows.
+        config: the options.
+        context: the place in the model.
     """
 
     whole_positions = True
 
-    def __init__(
-        self, hidden_size: int, num_positions: int, offset: int, extension: str, initializer_range: float
-    ) -> None:
+    def __init__(self, config: LearnedConfig, context: BuildContext) -> None:
         super().__init__()
+        num_positions = rows_of_table(config, context.max_positions)
         self.num_positions = num_positions
-        self.offset = offset
-        self.extension = extension
-        self.initializer_range = initializer_range
-        self.length_dependent = extension == "interpolate"
-        if extension == "error":
+        self.offset = config.offset
+        self.extension = config.extension
+        self.initializer_range = context.initializer_range
+        self.length_dependent = config.extension == "interpolate"
+        if config.extension == "error":
             self.length_reach = Reach(
                 num_positions,
                 "of the learned table. Shorten the input, or patch with 'learned' and a larger num_positions, or with "
                 f"extension='interpolate' to stretch the {num_positions} rows over longer sequences.",
                 made_for=num_positions,
             )
-        self.weight = nn.Parameter(torch.empty(num_positions + offset, hidden_size))
+        self.weight = nn.Parameter(torch.empty(num_positions + config.offset, context.hidden_size))
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draws every row from N(0, initializer_range)."""
-        nn.init.normal_(self.weight, std=self.initializer_range)
 
     def forward(self, positions: Positions) -> Tensor:
         """Returns `(batch or 1, query_len, hidden)` in the dtype of the table.
@@ -203,17 +196,8 @@ class LearnedConfig(SchemeConfig):
                 more than 2**20.
         """
         if self.grid is not None:
-            return SchemeParts(
-                additive=LearnedGridEncoding(
-                    context.hidden_size, self.grid, self.num_prefix_tokens, self._resizing, context.initializer_range
-                )
-            )
-        num_positions = rows_of_table(self, context.max_positions)
-        return SchemeParts(
-            additive=LearnedEncoding(
-                context.hidden_size, num_positions, self.offset, self.extension, context.initializer_range
-            )
-        )
+            return SchemeParts(additive=LearnedGridEncoding(self.grid, self.num_prefix_tokens, self._resizing, context))
+        return SchemeParts(additive=LearnedEncoding(self, context))
 
 
 def _stretch(ids: Tensor, rows: int, total: Tensor) -> tuple[Tensor, Tensor]:

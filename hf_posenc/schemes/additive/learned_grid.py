@@ -7,43 +7,39 @@ import math
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.schemes.config import BuildContext
 from hf_posenc.schemes.grids import Places, given_coordinates, places
 from hf_posenc.schemes.parts import AdditiveEncoding
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.reach import Reach
 from hf_posenc.schemes.resizing import Resizing, by, check_fit, grids_of_call, tables_of_call
 from hf_posenc.schemes.validation import whole_positions
+from hf_posenc.schemes.weights import NormalWeights
 
 
-class LearnedGridEncoding(AdditiveEncoding):
+class LearnedGridEncoding(NormalWeights, AdditiveEncoding):
     """The row of a token's place in a table that is resized to the grid of the call, or an own row without a place.
 
     Args:
-        hidden_size: width of the rows.
         grid: sizes of the table, (rows, columns) or (frames, rows, columns).
         num_prefix_tokens: number of rows for tokens without a place, before those of the grid.
         resizing: how the table is resized.
-        initializer_range: standard deviation of new rows.
+        context: the place in the model.
     """
 
     reads_coordinates = True
     whole_positions = True
 
     def __init__(
-        self,
-        hidden_size: int,
-        grid: tuple[int, ...],
-        num_prefix_tokens: int,
-        resizing: Resizing,
-        initializer_range: float,
+        self, grid: tuple[int, ...], num_prefix_tokens: int, resizing: Resizing, context: BuildContext
     ) -> None:
         super().__init__()
         self.axes = len(grid)
         self.grid = grid
         self.num_prefix_tokens = num_prefix_tokens
         self.resizing = resizing
-        self.initializer_range = initializer_range
-        self.weight = nn.Parameter(torch.empty(num_prefix_tokens + math.prod(grid), hidden_size))
+        self.initializer_range = context.initializer_range
+        self.weight = nn.Parameter(torch.empty(num_prefix_tokens + math.prod(grid), context.hidden_size))
         # Of a model without coordinates; otherwise the table is resized.
         self.length_reach = Reach(
             len(self.weight),
@@ -52,10 +48,6 @@ class LearnedGridEncoding(AdditiveEncoding):
             made_for=len(self.weight),
         )
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draws every row from N(0, initializer_range)."""
-        nn.init.normal_(self.weight, std=self.initializer_range)
 
     def forward(self, positions: Positions) -> Tensor:
         """Returns `(batch or 1, query_len, hidden)` in the dtype of the table. Padding and tokens without a place past

@@ -15,16 +15,16 @@ from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import check_integer, check_number
+from hf_posenc.schemes.weights import NormalWeights
 
 
-class CopeBias(PairwiseBias):
+class CopeBias(NormalWeights, PairwiseBias):
     """The product of each query with a learned vector per position. Positions count the keys that pass the query's
     gates.
 
     Args:
-        head_dim: width of a query.
-        num_positions: rows of the table.
-        initial_std: standard deviation of new entries.
+        config: the options.
+        context: the place in the model.
     """
 
     whole_heads = False
@@ -32,15 +32,11 @@ class CopeBias(PairwiseBias):
     reads_heads = True
     reads_positions = False
 
-    def __init__(self, head_dim: int, num_positions: int, initial_std: float) -> None:
+    def __init__(self, config: CopeConfig, context: BuildContext) -> None:
         super().__init__()
-        self.initial_std = initial_std
-        self.weight = nn.Parameter(torch.empty(num_positions, head_dim))
+        self.initializer_range = config.initial_std
+        self.weight = nn.Parameter(torch.empty(config.num_positions, context.head_dim))
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draws every entry from N(0, initial_std)."""
-        nn.init.normal_(self.weight, std=self.initial_std)
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, query_len, key_len)` in float32."""
@@ -142,4 +138,4 @@ class CopeConfig(SchemeConfig):
                 "cope counts the tokens from a key up to the query. This is not defined for later keys, but this "
                 "model is bidirectional and attends to them. Use 'shaw' or 'transformer_xl'."
             )
-        return SchemeParts(logit_bias=CopeBias(context.head_dim, self.num_positions, self.initial_std))
+        return SchemeParts(logit_bias=CopeBias(self, context))

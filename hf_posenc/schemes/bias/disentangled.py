@@ -17,6 +17,7 @@ from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.scale.constant import ConstantScale
 from hf_posenc.schemes.validation import check_choice, check_integer
+from hf_posenc.schemes.weights import NormalWeights
 
 BOTH_TERMS = "c2p|p2c"
 
@@ -45,49 +46,32 @@ class LogBuckets:
         return distance.sign() * torch.where(steps <= self.exact, steps, grown)
 
 
-class DisentangledBias(PairwiseBias):
+class DisentangledBias(NormalWeights, PairwiseBias):
     """The products of queries, and of keys, with a learned vector per distance.
 
     Args:
-        num_heads: number of query heads.
-        head_dim: width of a head.
-        terms: the terms, of `DisentangledConfig`.
-        max_distance: the distance from which on keys share one vector.
-        buckets: number of logarithmic buckets of one direction, or `None`.
-        causal: whether there are vectors for earlier keys only.
-        initializer_range: standard deviation of new entries.
+        config: the options.
+        context: the place in the model.
     """
 
     reads_later_keys = False
     reads_heads = True
     whole_positions = True
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_dim: int,
-        terms: str,
-        max_distance: int,
-        buckets: int | None,
-        causal: bool,
-        initializer_range: float,
-    ) -> None:
+    def __init__(self, config: DisentangledConfig, context: BuildContext) -> None:
         super().__init__()
+        buckets, max_distance = config.buckets, config.max_distance
         self.buckets = None if buckets is None else LogBuckets(buckets, max_distance)
-        self.initializer_range = initializer_range
+        self.initializer_range = context.initializer_range
         self.span = max_distance if buckets is None else buckets
-        self.first = 0 if causal else -self.span
+        # Vectors for earlier keys only in a causal model.
+        self.first = 0 if context.causal else -self.span
         #: Layers with equal names have equal rows for the same positions.
-        self._name_of_rows = f"rows of disentangled: {max_distance}, {buckets}, {causal}"
-        shape = (num_heads, self.span - self.first, head_dim)
-        self.key_weight = nn.Parameter(torch.empty(shape)) if "c2p" in terms else None
-        self.query_weight = nn.Parameter(torch.empty(shape)) if "p2c" in terms else None
+        self._name_of_rows = f"rows of disentangled: {max_distance}, {buckets}, {context.causal}"
+        shape = (context.num_heads, self.span - self.first, context.head_dim)
+        self.key_weight = nn.Parameter(torch.empty(shape)) if "c2p" in config.terms else None
+        self.query_weight = nn.Parameter(torch.empty(shape)) if "p2c" in config.terms else None
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draws every entry from N(0, initializer_range)."""
-        for weight in self.parameters():
-            nn.init.normal_(weight, std=self.initializer_range)
 
     @torch.no_grad()
     def adopt(self, native: Tensor) -> bool:
@@ -183,15 +167,7 @@ class DisentangledConfig(SchemeConfig):
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds a logit bias, and a logit scale unless the layer's own factor is made for as many terms."""
-        bias = DisentangledBias(
-            context.num_heads,
-            context.head_dim,
-            self.terms,
-            self.max_distance,
-            self.buckets,
-            context.causal,
-            context.initializer_range,
-        )
+        bias = DisentangledBias(self, context)
         products = 1 + len(self.terms.split("|"))
         if products == context.logit_terms:
             return SchemeParts(logit_bias=bias)

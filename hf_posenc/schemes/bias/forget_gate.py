@@ -31,22 +31,20 @@ class ForgetGateBias(SeparableBias):
     """The sum of the logarithms of all forget gates after a key, up to the query.
 
     Args:
-        num_heads: number of query heads.
-        hidden_size: width of the layer's input.
-        initial_bias: the initial logit of all gates.
-        initializer_range: standard deviation of new weights.
+        config: the options.
+        context: the place in the model.
     """
 
     num_features = 1
     reads_positions = False
     no_weight_decay = frozenset({"bias"})
 
-    def __init__(self, num_heads: int, hidden_size: int, initial_bias: float, initializer_range: float) -> None:
+    def __init__(self, config: ForgetGateConfig, context: BuildContext) -> None:
         super().__init__()
-        self.initial_bias = initial_bias
-        self.initializer_range = initializer_range
-        self.weight = nn.Parameter(torch.empty(num_heads, hidden_size))
-        self.bias = nn.Parameter(torch.empty(num_heads))
+        self.initial_bias = config.initial_bias
+        self.initializer_range = context.initializer_range
+        self.weight = nn.Parameter(torch.empty(context.num_heads, context.input_size))
+        self.bias = nn.Parameter(torch.empty(context.num_heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -171,10 +169,7 @@ class ForgetGateConfig(SchemeConfig):
                 "for later keys, but this model is bidirectional and attends to them. Use 'alibi' or 'grape'."
             )
         if self.gate == "content":
-            input_size = context.layer_input_size or context.hidden_size
-            return SchemeParts(
-                logit_bias=ForgetGateBias(context.num_heads, input_size, self.initial_bias, context.initializer_range)
-            )
+            return SchemeParts(logit_bias=ForgetGateBias(self, context))
         return SchemeParts(logit_bias=ConstantForgetGateBias(self._initial_biases(context.num_heads)))
 
     def _initial_biases(self, num_heads: int) -> Tensor:

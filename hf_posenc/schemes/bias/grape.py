@@ -26,11 +26,8 @@ class GrapeBias(PairwiseBias):
     """ALiBi with a slope that depends on the key, on the query, or on both.
 
     Args:
-        num_heads: number of query heads.
-        head_dim: width of a query or key.
-        gates: "key", "query" or "both".
-        initial_rate: the initial value of the learned factor of the slopes.
-        normalize: whether the learned directions are normalised to unit length.
+        config: the options.
+        context: the place in the model.
     """
 
     reads_later_keys = False
@@ -38,16 +35,17 @@ class GrapeBias(PairwiseBias):
     direction: nn.Parameter | None
     query_direction: nn.Parameter | None
 
-    def __init__(self, num_heads: int, head_dim: int, gates: str, initial_rate: float, normalize: bool) -> None:
+    def __init__(self, config: GrapeConfig, context: BuildContext) -> None:
         super().__init__()
-        self.initial_rate = initial_rate
-        self.normalize = normalize
+        num_heads = context.num_heads
+        self.initial_rate = config.initial_rate
+        self.normalize = config.normalize
         self._slopes = DeviceConstant(torch.tensor(alibi_slopes(num_heads), dtype=torch.float32, device="cpu"))
         self.rate = nn.Parameter(torch.empty(num_heads))
         for side in ("key", "query"):
-            gated = gates in (side, "both")
+            gated = config.gates in (side, "both")
             self.register_parameter(
-                _DIRECTIONS[side], nn.Parameter(torch.empty(num_heads, head_dim)) if gated else None
+                _DIRECTIONS[side], nn.Parameter(torch.empty(num_heads, context.head_dim)) if gated else None
             )
         self.reset_parameters()
 
@@ -121,6 +119,4 @@ class GrapeConfig(SchemeConfig):
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds a logit bias."""
-        return SchemeParts(
-            logit_bias=GrapeBias(context.num_heads, context.head_dim, self.gates, self.initial_rate, self.normalize)
-        )
+        return SchemeParts(logit_bias=GrapeBias(self, context))

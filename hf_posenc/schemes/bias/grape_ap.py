@@ -26,18 +26,18 @@ class GrapeApBias(PairwiseBias):
     """A sum of penalties over all tokens after a key, up to the query. Each compares one of them with the query.
 
     Args:
-        num_heads: number of query heads.
-        input_size: width of the layer's input.
-        width: width of the compared vectors in each head.
+        config: the options.
+        context: the place in the model.
     """
 
     reads_later_keys = False
 
-    def __init__(self, num_heads: int, input_size: int, width: int) -> None:
+    def __init__(self, config: GrapeApConfig, context: BuildContext) -> None:
         super().__init__()
-        self.num_features = width
+        num_heads = context.num_heads
+        self.num_features = config.width
         self._slopes = DeviceConstant(torch.tensor(alibi_slopes(num_heads), dtype=torch.float32, device="cpu"))
-        self.projection = nn.Parameter(torch.empty(num_heads, width, input_size))
+        self.projection = nn.Parameter(torch.empty(num_heads, config.width, context.input_size))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -120,5 +120,4 @@ class GrapeApConfig(SchemeConfig):
                 "grape_ap sums penalties over the tokens between an earlier key and the query. This is not defined for "
                 "later keys, but this model is bidirectional and attends to them. Use 'grape' or 'alibi'."
             )
-        input_size = context.layer_input_size or context.hidden_size
-        return SchemeParts(logit_bias=GrapeApBias(context.num_heads, input_size, self.width))
+        return SchemeParts(logit_bias=GrapeApBias(self, context))

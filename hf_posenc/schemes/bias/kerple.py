@@ -23,23 +23,19 @@ class KerpleBias(DistanceBias):
     """`-r1 * log(1 + r2 * |distance|)` or `-r1 * |distance| ** r2`, with both parameters learned per head.
 
     Args:
-        num_heads: number of query heads.
-        variant: "log" or "power".
-        exponent: fixed exponent of the power form, or `None` to learn it.
-        minimum: lower bound to which the parameters are clamped.
+        config: the options.
+        context: the place in the model.
     """
 
     no_weight_decay = frozenset({"r1", "r2"})
 
-    def __init__(self, num_heads: int, variant: str, exponent: float | None, minimum: float) -> None:
+    def __init__(self, config: KerpleConfig, context: BuildContext) -> None:
         super().__init__()
-        self.variant = variant
-        self.exponent = exponent
-        self.minimum = minimum
-        self.r1 = nn.Parameter(torch.empty(num_heads))
-        self.r2: nn.Parameter | None = None
-        if exponent is None:
-            self.r2 = nn.Parameter(torch.empty(num_heads))
+        self.variant = config.variant
+        self.exponent = config.exponent
+        self.minimum = config.minimum
+        self.r1 = nn.Parameter(torch.empty(context.num_heads))
+        self.r2 = nn.Parameter(torch.empty(context.num_heads)) if config.exponent is None else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -112,4 +108,4 @@ class KerpleConfig(SchemeConfig):
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds a logit bias."""
-        return SchemeParts(logit_bias=KerpleBias(context.num_heads, self.variant, self.exponent, self.minimum))
+        return SchemeParts(logit_bias=KerpleBias(self, context))

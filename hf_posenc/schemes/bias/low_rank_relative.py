@@ -16,34 +16,27 @@ from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import check_integer
+from hf_posenc.schemes.weights import NormalWeights
 
 
-class LowRankRelativeBias(PairwiseBias):
+class LowRankRelativeBias(NormalWeights, PairwiseBias):
     """A bias per distance: a mixture of a few learned profiles, with weights computed from the query token.
 
     Args:
-        num_heads: number of query heads.
-        hidden_size: width of the layer's input.
-        rank: number of profiles, at most the width of the hidden states; more would be redundant.
-        window: length of a profile.
-        initializer_range: standard deviation of new entries.
+        config: the options.
+        context: the place in the model.
     """
 
     reads_later_keys = False
     whole_positions = True
 
-    def __init__(self, num_heads: int, hidden_size: int, rank: int, window: int, initializer_range: float) -> None:
+    def __init__(self, config: LowRankRelativeConfig, context: BuildContext) -> None:
         super().__init__()
-        self.num_heads = num_heads
-        self.initializer_range = initializer_range
-        self.projection = nn.Parameter(torch.empty(num_heads * rank, hidden_size))
-        self.profiles = nn.Parameter(torch.empty(rank, window))
+        self.num_heads = context.num_heads
+        self.initializer_range = context.initializer_range
+        self.projection = nn.Parameter(torch.empty(context.num_heads * config.rank, context.input_size))
+        self.profiles = nn.Parameter(torch.empty(config.rank, config.window))
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draws every entry from N(0, initializer_range)."""
-        nn.init.normal_(self.projection, std=self.initializer_range)
-        nn.init.normal_(self.profiles, std=self.initializer_range)
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, query_len, key_len)` in float32.
@@ -108,15 +101,11 @@ class LowRankRelativeConfig(SchemeConfig):
                 "low_rank_relative has profiles for earlier keys only, but this model is bidirectional: its later "
                 "keys would have no positions. Use 'shaw' or 'transformer_xl'."
             )
-        input_size = context.layer_input_size or context.hidden_size
+        input_size = context.input_size
         if self.rank > input_size:
             raise ValueError(
                 f"LowRankRelativeConfig.rank is {self.rank}, but the hidden states that mix the profiles have "
                 f"{input_size} components, so at most {input_size} profiles can be independent. Use rank={input_size} "
                 "or less."
             )
-        return SchemeParts(
-            logit_bias=LowRankRelativeBias(
-                context.num_heads, input_size, self.rank, self.window, context.initializer_range
-            )
-        )
+        return SchemeParts(logit_bias=LowRankRelativeBias(self, context))

@@ -22,50 +22,33 @@ from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import check_boolean, check_choice, check_integer
+from hf_posenc.schemes.weights import NativeTable
 
 #: The clipping distance of the paper's base model.
 DEFAULT_MAX_DISTANCE = 16
 
 
-class ShawBias(PairwiseBias):
+class ShawBias(NativeTable, PairwiseBias):
     """The product of each query with a learned vector per clipped distance.
 
     Args:
-        num_heads: number of query heads.
-        head_dim: width of a query.
-        behind: the clipping distance of earlier keys.
-        ahead: the clipping distance of later keys.
-        per_head: whether every query head has its own table.
-        initializer_range: standard deviation of new entries.
+        config: the options.
+        context: the place in the model.
     """
 
     reads_later_keys = False
     reads_heads = True
     whole_positions = True
 
-    def __init__(
-        self, num_heads: int, head_dim: int, behind: int, ahead: int, per_head: bool, initializer_range: float
-    ) -> None:
+    def __init__(self, config: ShawConfig, context: BuildContext) -> None:
         super().__init__()
-        self.whole_heads = per_head
-        self.behind = behind
-        self.ahead = ahead
-        self.initializer_range = initializer_range
-        rows = behind + 1 + ahead
-        self.weight = nn.Parameter(torch.empty(*((num_heads,) if per_head else ()), rows, head_dim))
+        self.whole_heads = config.per_head
+        self.behind = DEFAULT_MAX_DISTANCE if config.max_distance is None else config.max_distance
+        self.ahead = self.behind if config.max_distance_ahead is None else config.max_distance_ahead
+        self.initializer_range = context.initializer_range
+        tables = (context.num_heads,) if config.per_head else ()
+        self.weight = nn.Parameter(torch.empty(*tables, self.behind + 1 + self.ahead, context.head_dim))
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draws every entry from N(0, initializer_range)."""
-        nn.init.normal_(self.weight, std=self.initializer_range)
-
-    @torch.no_grad()
-    def adopt(self, native: Tensor) -> bool:
-        """Copies a stock table `(distances, head_dim)` of the same shape, that of the furthest earlier key first."""
-        if native.shape != self.weight.shape:
-            return False
-        self.weight.copy_(native)
-        return True
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch, heads, query_len, key_len)` in float32.
@@ -171,10 +154,4 @@ class ShawConfig(SchemeConfig):
                 f"ShawConfig.max_distance_ahead is {self.max_distance_ahead}, which applies to later keys, but this "
                 "causal model does not attend to them. Omit it."
             )
-        behind = DEFAULT_MAX_DISTANCE if self.max_distance is None else self.max_distance
-        ahead = behind if self.max_distance_ahead is None else self.max_distance_ahead
-        return SchemeParts(
-            logit_bias=ShawBias(
-                context.num_heads, context.head_dim, behind, ahead, self.per_head, context.initializer_range
-            )
-        )
+        return SchemeParts(logit_bias=ShawBias(self, context))

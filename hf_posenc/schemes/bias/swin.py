@@ -17,49 +17,35 @@ from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.resizing import INTERPOLATIONS, Resizing, check_fit, grids_of_call, tables_of_call
 from hf_posenc.schemes.validation import check_boolean, check_choice, check_integer, whole_positions
+from hf_posenc.schemes.weights import NativeTable
 
 #: Entries of BEiT for pairs with a token without a place: that token as the query, as the key, and as both.
 CLASS_ENTRIES = 3
 
 
-class SwinBias(PairwiseBias):
+class SwinBias(NativeTable, PairwiseBias):
     """One trainable number per displacement and head, in a table that is resized to the grid of the call.
 
     Args:
-        num_heads: number of query heads.
-        grid: the grid that the table is for, (rows, columns) or (frames, rows, columns).
-        class_entries: whether pairs with a token without a place have entries of their own; otherwise they have 0.
-        num_prefix_tokens: number of tokens before the grid, in a model without coordinates.
-        interpolation: how the table is resized.
-        initializer_range: standard deviation of new entries.
+        config: the options.
+        context: the place in the model.
     """
 
     reads_coordinates = True
     reads_later_keys = False
     whole_positions = True
 
-    def __init__(
-        self,
-        num_heads: int,
-        grid: tuple[int, ...],
-        class_entries: bool,
-        num_prefix_tokens: int,
-        interpolation: str,
-        initializer_range: float,
-    ) -> None:
+    def __init__(self, config: SwinConfig, context: BuildContext) -> None:
         super().__init__()
-        self.axes = len(grid)
-        self.grid = grid
-        self.num_prefix_tokens = num_prefix_tokens
-        self.class_entries = class_entries
-        self.resizing = Resizing(interpolation)
-        self.initializer_range = initializer_range
-        self.weight = nn.Parameter(torch.empty(displacements(grid) + CLASS_ENTRIES * class_entries, num_heads))
+        self.axes = len(config.grid)
+        self.grid = config.grid
+        self.num_prefix_tokens = config.num_prefix_tokens
+        self.class_entries = config.class_entries
+        self.resizing = Resizing(config.interpolation)
+        self.initializer_range = context.initializer_range
+        rows = displacements(self.grid) + CLASS_ENTRIES * self.class_entries
+        self.weight = nn.Parameter(torch.empty(rows, context.num_heads))
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draws every entry from N(0, initializer_range)."""
-        nn.init.normal_(self.weight, std=self.initializer_range)
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32.
@@ -103,14 +89,6 @@ class SwinBias(PairwiseBias):
         if start is not None:
             row = row + start.index_select(-1, pairs.query_slots).unsqueeze(-1)
         return row, entries
-
-    @torch.no_grad()
-    def adopt(self, native: Tensor) -> bool:
-        """Copies a stock table `(displacements, heads)`, with or without the class entries, of the same grid."""
-        if native.shape != self.weight.shape:
-            return False
-        self.weight.copy_(native)
-        return True
 
 
 @register_scheme
@@ -168,16 +146,7 @@ class SwinConfig(SchemeConfig):
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds a logit bias."""
-        return SchemeParts(
-            logit_bias=SwinBias(
-                context.num_heads,
-                self.grid,
-                self.class_entries,
-                self.num_prefix_tokens,
-                self.interpolation,
-                context.initializer_range,
-            )
-        )
+        return SchemeParts(logit_bias=SwinBias(self, context))
 
 
 def table_size(grid: tuple[int, ...]) -> tuple[int, ...]:

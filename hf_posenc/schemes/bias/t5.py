@@ -24,6 +24,7 @@ from hf_posenc.schemes.parts import DistanceBias, PairwiseBias, SchemeParts
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import check_boolean, check_choice, check_integer, whole_positions
+from hf_posenc.schemes.weights import NativeTable, NormalWeights
 
 #: Up to this `max_distance`, the buckets of all distances along an axis are computed, and not those of all pairs.
 _LISTED = 4096
@@ -59,33 +60,24 @@ def relative_position_bucket(distance: Tensor, num_buckets: int, max_distance: i
     return first + torch.where(steps < exact, steps, logarithmic)
 
 
-class T5Bias(DistanceBias):
+class T5Bias(NativeTable, DistanceBias):
     """One trainable number per bucket and head.
 
     Args:
-        num_heads: number of query heads.
-        num_buckets: number of buckets.
-        max_distance: the distance from which on all keys share one bucket.
-        bidirectional: whether the two directions have separate buckets.
-        initializer_range: standard deviation of new entries.
+        config: the options.
+        context: the place in the model.
     """
 
     whole_positions = True
 
-    def __init__(
-        self, num_heads: int, num_buckets: int, max_distance: int, bidirectional: bool, initializer_range: float
-    ) -> None:
+    def __init__(self, config: T5Config, context: BuildContext) -> None:
         super().__init__()
-        self.num_buckets = num_buckets
-        self.max_distance = max_distance
-        self.bidirectional = bidirectional
-        self.initializer_range = initializer_range
-        self.weight = nn.Parameter(torch.empty(num_buckets, num_heads))
+        self.num_buckets = config.num_buckets
+        self.max_distance = config.max_distance
+        self.bidirectional = not context.causal if config.bidirectional is None else config.bidirectional
+        self.initializer_range = config.deviation(context)
+        self.weight = nn.Parameter(torch.empty(config.num_buckets, context.num_heads))
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draws every entry from N(0, initializer_range)."""
-        nn.init.normal_(self.weight, std=self.initializer_range)
 
     def forward(self, distance: Tensor) -> Tensor:
         """Returns `(heads, *distance.shape)` in float32.
@@ -97,44 +89,27 @@ class T5Bias(DistanceBias):
         bucket = relative_position_bucket(distance, self.num_buckets, self.max_distance, self.bidirectional)
         return nn.functional.embedding(bucket, self.weight).movedim(-1, 0).float()
 
-    @torch.no_grad()
-    def adopt(self, native: Tensor) -> bool:
-        """Copies a stock table `(num_buckets, heads)` of the same shape."""
-        if native.shape != self.weight.shape:
-            return False
-        self.weight.copy_(native)
-        return True
 
-
-class GridT5Bias(PairwiseBias):
+class GridT5Bias(NormalWeights, PairwiseBias):
     """The sum of one trainable number per axis, bucket and head; 0 for tokens without a place.
 
     Args:
-        num_heads: number of query heads.
-        axes: number of axes of the grid.
-        num_buckets: number of buckets of an axis, half of them for each direction.
-        max_distance: the distance from which on all keys share one bucket.
-        initializer_range: standard deviation of new entries.
+        config: the options.
+        context: the place in the model.
     """
 
     reads_coordinates = True
     reads_later_keys = False
     whole_positions = True
 
-    def __init__(
-        self, num_heads: int, axes: int, num_buckets: int, max_distance: int, initializer_range: float
-    ) -> None:
+    def __init__(self, config: T5Config, context: BuildContext) -> None:
         super().__init__()
-        self.axes = axes
-        self.num_buckets = num_buckets
-        self.max_distance = max_distance
-        self.initializer_range = initializer_range
-        self.weight = nn.Parameter(torch.empty(axes, num_buckets, num_heads))
+        self.axes = config.axes
+        self.num_buckets = config.num_buckets
+        self.max_distance = config.max_distance
+        self.initializer_range = config.deviation(context)
+        self.weight = nn.Parameter(torch.empty(config.axes, config.num_buckets, context.num_heads))
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draws every entry from N(0, initializer_range)."""
-        nn.init.normal_(self.weight, std=self.initializer_range)
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32.
@@ -235,16 +210,15 @@ class T5Config(SchemeConfig):
                 "T5Config.bidirectional is False, which puts all later keys into the bucket of distance 0, but this "
                 "model is bidirectional and attends to them. Omit it, or give True."
             )
-        deviation = context.hidden_size**-0.5 if self.initialization == "t5" else context.initializer_range
         if self.axes > 1:
-            return SchemeParts(
-                logit_bias=GridT5Bias(context.num_heads, self.axes, self.num_buckets, self.max_distance, deviation)
-            )
-        bidirectional = self.bidirectional if self.bidirectional is not None else not context.causal
-        self._check_buckets(bidirectional)
-        return SchemeParts(
-            logit_bias=T5Bias(context.num_heads, self.num_buckets, self.max_distance, bidirectional, deviation)
-        )
+            return SchemeParts(logit_bias=GridT5Bias(self, context))
+        bias = T5Bias(self, context)
+        self._check_buckets(bias.bidirectional)
+        return SchemeParts(logit_bias=bias)
+
+    def deviation(self, context: BuildContext) -> float:
+        """Returns the standard deviation of a new table."""
+        return context.hidden_size**-0.5 if self.initialization == "t5" else context.initializer_range
 
     def _check_buckets(self, bidirectional: bool) -> None:
         if bidirectional and (self.num_buckets % 2 or self.num_buckets < 4):

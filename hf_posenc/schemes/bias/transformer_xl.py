@@ -22,47 +22,32 @@ from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import check_base, check_integer
+from hf_posenc.schemes.weights import NormalWeights
 
 
-class TransformerXLBias(PairwiseBias):
+class TransformerXLBias(NormalWeights, PairwiseBias):
     """Transformer-XL's bias: learned content and position biases, and projected sinusoids of the distance.
 
     Args:
-        num_heads: number of query heads.
-        head_dim: width of a query.
-        hidden_size: width of the sinusoids.
-        base: base of their frequencies.
-        clamp_length: the distance from which on keys share one sinusoid, or `None`.
-        initializer_range: standard deviation of new entries.
+        config: the options.
+        context: the place in the model.
     """
 
     reads_later_keys = False
     reads_heads = True
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_dim: int,
-        hidden_size: int,
-        base: float,
-        clamp_length: int | None,
-        initializer_range: float,
-    ) -> None:
+    def __init__(self, config: TransformerXLConfig, context: BuildContext) -> None:
         super().__init__()
-        self.clamp_length = clamp_length
+        heads, hidden = (context.num_heads, context.head_dim), context.hidden_size
+        self.clamp_length = config.clamp_length
         # The clamped table has one row for each whole distance.
-        self.whole_positions = clamp_length is not None
-        self.initializer_range = initializer_range
-        self._frequencies = DeviceConstant(turn_frequencies(hidden_size, base))
-        self.content_bias = nn.Parameter(torch.empty(num_heads, head_dim))
-        self.position_bias = nn.Parameter(torch.empty(num_heads, head_dim))
-        self.position_projection = nn.Parameter(torch.empty(num_heads * head_dim, hidden_size))
+        self.whole_positions = config.clamp_length is not None
+        self.initializer_range = context.initializer_range
+        self._frequencies = DeviceConstant(turn_frequencies(hidden, config.base))
+        self.content_bias = nn.Parameter(torch.empty(heads))
+        self.position_bias = nn.Parameter(torch.empty(heads))
+        self.position_projection = nn.Parameter(torch.empty(heads[0] * heads[1], hidden))
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draws every entry from N(0, initializer_range)."""
-        for parameter in (self.content_bias, self.position_bias, self.position_projection):
-            nn.init.normal_(parameter, std=self.initializer_range)
 
     @torch.no_grad()
     def adopt(self, native: Tensor) -> bool:
@@ -160,13 +145,4 @@ class TransformerXLConfig(SchemeConfig):
                 "transformer_xl needs vectors of hidden_size with pairs of a sine and a cosine, but hidden_size is "
                 f"{context.hidden_size}, which is odd."
             )
-        return SchemeParts(
-            logit_bias=TransformerXLBias(
-                context.num_heads,
-                context.head_dim,
-                context.hidden_size,
-                self.base,
-                self.clamp_length,
-                context.initializer_range,
-            )
-        )
+        return SchemeParts(logit_bias=TransformerXLBias(self, context))

@@ -26,30 +26,20 @@ class UntiedPositionBias(PairwiseBias):
     """Products of learned positions, with projections of their own.
 
     Args:
-        hidden_size: width of a position vector.
-        num_heads: number of query heads.
-        head_dim: width of a head.
-        num_positions: number of positions with a vector.
-        reset_first: whether pairs with the first token have a number of their own.
-        initializer_range: standard deviation of new vectors and projections.
+        config: the options.
+        context: the place in the model.
     """
 
     whole_positions = True
 
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        head_dim: int,
-        num_positions: int,
-        reset_first: bool,
-        initializer_range: float,
-    ) -> None:
+    def __init__(self, config: TupeConfig, context: BuildContext) -> None:
         super().__init__()
-        self.num_heads = num_heads
-        self.factor = head_dim**-0.5
-        self.reset_first = reset_first
-        self.initializer_range = initializer_range
+        hidden_size, width = context.hidden_size, context.num_heads * context.head_dim
+        num_positions = rows_of_table(config, context.max_positions)
+        self.num_heads = context.num_heads
+        self.factor = context.head_dim**-0.5
+        self.reset_first = not context.causal if config.reset_first is None else config.reset_first
+        self.initializer_range = context.initializer_range
         self.length_reach = Reach(
             num_positions,
             "of the table of 'tupe'. Shorten the input, or patch with a larger num_positions.",
@@ -58,10 +48,10 @@ class UntiedPositionBias(PairwiseBias):
         self.weight = nn.Parameter(torch.empty(num_positions + _FIRST_ROW, hidden_size))
         self.norm_weight = nn.Parameter(torch.empty(hidden_size))
         self.norm_bias = nn.Parameter(torch.empty(hidden_size))
-        self.query_weight = nn.Parameter(torch.empty(num_heads * head_dim, hidden_size))
-        self.query_bias = nn.Parameter(torch.empty(num_heads * head_dim))
-        self.key_weight = nn.Parameter(torch.empty(num_heads * head_dim, hidden_size))
-        self.key_bias = nn.Parameter(torch.empty(num_heads * head_dim))
+        self.query_weight = nn.Parameter(torch.empty(width, hidden_size))
+        self.query_bias = nn.Parameter(torch.empty(width))
+        self.key_weight = nn.Parameter(torch.empty(width, hidden_size))
+        self.key_bias = nn.Parameter(torch.empty(width))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -148,12 +138,5 @@ class TupeConfig(SchemeConfig):
             ValueError: if neither the config nor the model specifies the number of positions, or the model specifies
                 more than 2**20.
         """
-        bias = UntiedPositionBias(
-            context.hidden_size,
-            context.num_heads,
-            context.head_dim,
-            rows_of_table(self, context.max_positions),
-            not context.causal if self.reset_first is None else self.reset_first,
-            context.initializer_range,
-        )
+        bias = UntiedPositionBias(self, context)
         return SchemeParts(logit_bias=bias, logit_scale=ConstantScale(1 / math.sqrt(2)))

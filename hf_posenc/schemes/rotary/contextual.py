@@ -6,6 +6,7 @@ import dataclasses
 
 from torch import Tensor
 
+from hf_posenc.schemes.config import BuildContext
 from hf_posenc.schemes.parts import PairwiseBias
 from hf_posenc.schemes.positions import AttentionPairs, Positions
 from hf_posenc.schemes.rotary.rope import RotaryMap
@@ -23,8 +24,7 @@ class ContextualRotation(PairwiseBias):
     Args:
         rotary_dim: how many leading dimensions of a head are rotated.
         layout: the pairing of dimensions, as in `RotaryMap`.
-        num_heads: number of query heads.
-        num_key_heads: number of key heads. Query heads rotate as their key head does.
+        context: the place in the model. Query heads rotate as their key head does.
     """
 
     reads_heads = True
@@ -34,12 +34,12 @@ class ContextualRotation(PairwiseBias):
     #: Whether the angles of a token depend on no other token, so that its rotated key can be cached.
     angles_of_own_token: bool = False
 
-    def __init__(self, rotary_dim: int, layout: str, num_heads: int, num_key_heads: int) -> None:
+    def __init__(self, rotary_dim: int, layout: str, context: BuildContext) -> None:
         super().__init__()
         self.rotary_dim = rotary_dim
         self.layout = "half" if layout == "auto" else layout
-        self.num_key_heads = num_key_heads
-        self.groups = num_heads // num_key_heads
+        self.num_key_heads = context.key_heads
+        self.groups = context.num_heads // context.key_heads
 
     def own_features(self, hidden_states: Tensor) -> Tensor:
         """The numbers from which the angles of a token and of later tokens are computed.
@@ -122,15 +122,14 @@ class ContextualPlaces(ContextualRotation):
 
     Args:
         rotation: the frequencies and the pairing of dimensions.
-        num_heads: number of query heads.
-        num_key_heads: number of key heads.
+        context: the place in the model.
     """
 
     num_features = 1
     num_shared_features = 1
 
-    def __init__(self, rotation: RotaryMap, num_heads: int, num_key_heads: int) -> None:
-        super().__init__(rotation.rotary_dim, rotation.layout, num_heads, num_key_heads)
+    def __init__(self, rotation: RotaryMap, context: BuildContext) -> None:
+        super().__init__(rotation.rotary_dim, rotation.layout, context)
         self.rotation = rotation
 
     def contributions(self, hidden_states: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.hope import check_floor_options, floored_inverse_frequencies
-from hf_posenc.schemes.rotary.rope import RotaryMap, check_rotary_options, key_heads, resolve_rotary_dim
+from hf_posenc.schemes.rotary.rope import RotaryMap, check_rotary_options, resolve_rotary_dim
 from hf_posenc.schemes.validation import check_boolean, check_choice, check_integer, check_number
 
 #: Smaller sums of shares are refused, because dividing by the sum would make a pair many times longer.
@@ -221,7 +221,7 @@ class FopeConfig(SchemeConfig):
                 f"FopeConfig.variant 'released' mixes a pair for every 4 rotated dimensions, and only {rotary_dim} are "
                 "rotated. Rotate at least 4 dimensions, or use the variant 'listing'."
             )
-        coefficients = fourier_coefficients(key_heads(context), turning, self.gain, self.seed, mixed)
+        coefficients = fourier_coefficients(context.key_heads, turning, self.gain, self.seed, mixed)
         smallest = float(share_sums(coefficients).min())
         if smallest < SMALLEST_SUM and not released:
             raise ValueError(

@@ -16,7 +16,7 @@ from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.contextual import ContextualPlaces
 from hf_posenc.schemes.rotary.learned_frequencies import LearnedFrequenciesMap
-from hf_posenc.schemes.rotary.rope import RotaryMap, check_rotary_options, key_heads, resolve_rotary_dim
+from hf_posenc.schemes.rotary.rope import check_rotary_options, resolve_rotary_dim
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
 from hf_posenc.schemes.validation import check_boolean, check_number
 
@@ -28,31 +28,20 @@ class GrapeMRotation(ContextualPlaces):
     """A rotation by the sum of the increments of all earlier tokens.
 
     Args:
-        rotation: the frequencies and the pairing of dimensions.
-        num_heads: number of query heads.
-        num_key_heads: number of key heads.
-        input_size: width of the layer's input.
-        per_head: whether every key head has its own increments.
-        gate_scale: divisor of the logits of the increments.
-        initial_bias: their initial value.
+        config: the options.
+        context: the place in the model.
     """
 
     no_weight_decay = frozenset({"bias"})
 
-    def __init__(
-        self,
-        rotation: RotaryMap,
-        num_heads: int,
-        num_key_heads: int,
-        input_size: int,
-        per_head: bool,
-        gate_scale: float,
-        initial_bias: float,
-    ) -> None:
-        super().__init__(rotation, num_heads, num_key_heads)
-        self.gate_scale = gate_scale
-        self.initial_bias = initial_bias
-        self.weight = nn.Parameter(torch.empty(num_key_heads if per_head else 1, input_size))
+    def __init__(self, config: GrapeMConfig, context: BuildContext) -> None:
+        rotary_dim = resolve_rotary_dim(config, config.rotary_dim, context)
+        super().__init__(
+            LearnedFrequenciesMap(rope_inverse_frequencies(config.theta, rotary_dim), config.layout), context
+        )
+        self.gate_scale = config.gate_scale
+        self.initial_bias = config.initial_bias
+        self.weight = nn.Parameter(torch.empty(context.key_heads if config.per_head else 1, context.input_size))
         self.bias = nn.Parameter(torch.empty(self.weight.shape[0]))
         self.reset_parameters()
 
@@ -122,16 +111,4 @@ class GrapeMConfig(SchemeConfig):
         Raises:
             ValueError: if the rotary width is odd or does not fit the head.
         """
-        rotary_dim = resolve_rotary_dim(self, self.rotary_dim, context)
-        rotation = LearnedFrequenciesMap(rope_inverse_frequencies(self.theta, rotary_dim), self.layout)
-        return SchemeParts(
-            logit_bias=GrapeMRotation(
-                rotation,
-                context.num_heads,
-                key_heads(context),
-                context.layer_input_size or context.hidden_size,
-                self.per_head,
-                self.gate_scale,
-                self.initial_bias,
-            )
-        )
+        return SchemeParts(logit_bias=GrapeMRotation(self, context))

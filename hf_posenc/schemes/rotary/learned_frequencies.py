@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.rotary.rope import RotaryMap, check_rotary_options, key_heads, resolve_rotary_dim
+from hf_posenc.schemes.rotary.rope import RotaryMap, check_rotary_options, resolve_rotary_dim
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
 from hf_posenc.schemes.validation import check_choice
 
@@ -92,5 +92,5 @@ class LearnedRopeConfig(SchemeConfig):
         """
         rotary_dim = resolve_rotary_dim(self, self.rotary_dim, context)
         frequencies = rope_inverse_frequencies(self.theta, rotary_dim)
-        heads = key_heads(context) if self.sharing == "head" else None
+        heads = context.key_heads if self.sharing == "head" else None
         return SchemeParts(query_key_map=LearnedFrequenciesMap(frequencies, self.layout, heads))

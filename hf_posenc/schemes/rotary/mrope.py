@@ -14,7 +14,7 @@ from hf_posenc.schemes.grids import Places
 from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.rotary.rope import check_rotary_options, key_heads, resolve_rotary_dim
+from hf_posenc.schemes.rotary.rope import check_rotary_options, resolve_rotary_dim
 from hf_posenc.schemes.rotary.rope_nd import CoordinateRotaryMap
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
 from hf_posenc.schemes.validation import LARGEST_FREQUENCY, check_boolean, check_integers, check_numbers
@@ -160,7 +160,7 @@ class MRopeConfig(SchemeConfig):
         rotary_dim = resolve_rotary_dim(self, self.rotary_dim, context)
         spectrum = self._spectrum(rotary_dim)
         if self.by_head:
-            frequencies = self._of_heads(key_heads(context)).unsqueeze(-1) * spectrum
+            frequencies = self._of_heads(context.key_heads).unsqueeze(-1) * spectrum
         else:
             axis = self.axis_of_pair(rotary_dim // 2)
             frequencies = torch.nn.functional.one_hot(axis, len(AXES)).T.float() * spectrum

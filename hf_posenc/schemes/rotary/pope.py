@@ -15,7 +15,7 @@ from hf_posenc.schemes.parts import QueryKeyMap, SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.projection import projected
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.rotary.rope import key_heads, per_head
+from hf_posenc.schemes.rotary.rope import per_head
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
 from hf_posenc.schemes.validation import check_base, check_choice
 
@@ -24,24 +24,23 @@ class PopeMap(QueryKeyMap):
     """Turns every dimension of a head into a magnitude with an angle that depends only on position.
 
     Args:
-        theta: the base of the frequencies.
-        num_key_heads: number of key heads.
-        head_dim: width of a head before the map; it doubles.
-        initial_delta: "zero" or "uniform".
+        config: the options.
+        context: the place in the model.
     """
 
     symmetric = False
     whole_heads = True
     width_factor = 2
 
-    def __init__(self, theta: float, num_key_heads: int, head_dim: int, initial_delta: str) -> None:
+    def __init__(self, config: PopeConfig, context: BuildContext) -> None:
         super().__init__()
+        head_dim = context.head_dim
         self.rotary_dim = head_dim
-        self.theta = theta
-        self.initial_delta = initial_delta
+        self.theta = config.theta
+        self.initial_delta = config.initial_delta
         # RoPE spreads its frequencies over pairs. PoPE spreads the same range over single dimensions.
-        self._inverse_frequencies = DeviceConstant(rope_inverse_frequencies(theta, 2 * head_dim))
-        self.delta = nn.Parameter(torch.empty(num_key_heads, head_dim))
+        self._inverse_frequencies = DeviceConstant(rope_inverse_frequencies(config.theta, 2 * head_dim))
+        self.delta = nn.Parameter(torch.empty(context.key_heads, head_dim))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -122,4 +121,4 @@ class PopeConfig(SchemeConfig):
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds a query-key map that doubles the width of queries and keys."""
-        return SchemeParts(query_key_map=PopeMap(self.theta, key_heads(context), context.head_dim, self.initial_delta))
+        return SchemeParts(query_key_map=PopeMap(self, context))

@@ -15,45 +15,31 @@ from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.contextual import ContextualPlaces
-from hf_posenc.schemes.rotary.rope import RotaryMap, check_rotary_options, key_heads, resolve_rotary_dim
+from hf_posenc.schemes.rotary.rope import RotaryMap, check_rotary_options, resolve_rotary_dim
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
 from hf_posenc.schemes.validation import check_integer, check_number
+from hf_posenc.schemes.weights import NormalWeights
 
 
-class RepoRotation(ContextualPlaces):
+class RepoRotation(NormalWeights, ContextualPlaces):
     """A rotation by places that a gated projection of each token predicts.
 
     Args:
-        rotation: the frequencies and the pairing of dimensions.
-        num_heads: number of query heads.
-        num_key_heads: number of key heads, each of which has its own places.
-        input_size: width of the layer's input.
-        width: width of the gated projection.
-        initial_std: standard deviation of new weights.
+        config: the options.
+        context: the place in the model.
     """
 
     angles_of_own_token = True
 
-    def __init__(
-        self,
-        rotation: RotaryMap,
-        num_heads: int,
-        num_key_heads: int,
-        input_size: int,
-        width: int,
-        initial_std: float,
-    ) -> None:
-        super().__init__(rotation, num_heads, num_key_heads)
-        self.initial_std = initial_std
-        self.gate = nn.Parameter(torch.empty(width, input_size))
-        self.content = nn.Parameter(torch.empty(width, input_size))
-        self.places_of_heads = nn.Parameter(torch.empty(num_key_heads, width))
+    def __init__(self, config: RepoConfig, context: BuildContext) -> None:
+        rotary_dim = resolve_rotary_dim(config, config.rotary_dim, context)
+        super().__init__(RotaryMap(rope_inverse_frequencies(config.theta, rotary_dim), config.layout), context)
+        width = max(1, context.input_size // 8) if config.width is None else config.width
+        self.initializer_range = config.initial_std
+        self.gate = nn.Parameter(torch.empty(width, context.input_size))
+        self.content = nn.Parameter(torch.empty(width, context.input_size))
+        self.places_of_heads = nn.Parameter(torch.empty(context.key_heads, width))
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draws all weights from N(0, initial_std)."""
-        for weight in (self.gate, self.content, self.places_of_heads):
-            nn.init.normal_(weight, std=self.initial_std)
 
     def contributions(self, hidden_states: Tensor) -> Tensor:
         """Returns the places of the tokens, `(batch, length, key_value_heads)` float32."""
@@ -123,12 +109,4 @@ class RepoConfig(SchemeConfig):
                 "from the causal mask. This model is bidirectional and would not see their order. Use 'grape_m' or "
                 "'rope'."
             )
-        rotary_dim = resolve_rotary_dim(self, self.rotary_dim, context)
-        rotation = RotaryMap(rope_inverse_frequencies(self.theta, rotary_dim), self.layout)
-        input_size = context.layer_input_size or context.hidden_size
-        width = max(1, input_size // 8) if self.width is None else self.width
-        return SchemeParts(
-            logit_bias=RepoRotation(
-                rotation, context.num_heads, key_heads(context), input_size, width, self.initial_std
-            )
-        )
+        return SchemeParts(logit_bias=RepoRotation(self, context))

@@ -281,11 +281,6 @@ def per_head(phase: Tensor, heads: int) -> Tensor:
     return phase if groups == 1 else phase.repeat_interleave(groups, dim=1)
 
 
-def key_heads(context: BuildContext) -> int:
-    """Returns the number of key heads at one place of a model."""
-    return context.num_key_value_heads or context.num_heads
-
-
 def check_rotary_options(config: Any) -> None:
     """Checks `theta`, `rotary_dim` and `layout`, the options of all rotary schemes.
 

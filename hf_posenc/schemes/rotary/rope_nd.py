@@ -16,7 +16,7 @@ from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.nd_frequencies import axial_frequencies, golden_frequencies, random_rotation
-from hf_posenc.schemes.rotary.rope import ROPE_LAYOUTS, RotaryMap, check_rotary_dim, key_heads, resolve_rotary_dim
+from hf_posenc.schemes.rotary.rope import ROPE_LAYOUTS, RotaryMap, check_rotary_dim, resolve_rotary_dim
 from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors
 from hf_posenc.schemes.validation import check_base, check_boolean, check_choice, check_integer
 
@@ -305,7 +305,7 @@ class RopeNdConfig(SchemeConfig):
             )
         mixed = self.assignment == "mixed"
         theta = self.theta if self.theta is not None else MIXED_THETA if mixed else AXIAL_THETA
-        heads = key_heads(context) if self.per_head else 1
+        heads = context.key_heads if self.per_head else 1
         if self.assignment == "golden":
             frequencies = golden_frequencies(theta, rotary_dim, axes, heads)
         else:

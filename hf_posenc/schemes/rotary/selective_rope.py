@@ -16,7 +16,7 @@ from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
-from hf_posenc.schemes.rotary.rope import check_rotary_options, key_heads, resolve_rotary_dim
+from hf_posenc.schemes.rotary.rope import check_rotary_options, resolve_rotary_dim
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
 from hf_posenc.schemes.validation import check_boolean, check_integer, check_number
 
@@ -25,43 +25,26 @@ class SelectiveRotation(ContextualRotation):
     """A rotation by the sum of the angles of all tokens up to each token.
 
     Args:
-        inverse_frequencies: `(rotary_dim / 2,)` float32, the temperatures of the angles.
-        layout: the pairing of dimensions, as in `RotaryMap`.
-        num_heads: number of query heads.
-        num_key_heads: number of key heads, each of which has its own angles.
-        input_size: width of the layer's input.
-        rank: width between the two projections.
-        kernel_size: number of tokens that the convolution combines.
-        gate: whether every token has a gate.
-        initial_std: standard deviation of new projections.
+        config: the options.
+        context: the place in the model.
     """
 
     no_weight_decay = frozenset({"gate_bias"})
     finds_documents = True
 
-    def __init__(
-        self,
-        inverse_frequencies: Tensor,
-        layout: str,
-        num_heads: int,
-        num_key_heads: int,
-        input_size: int,
-        rank: int,
-        kernel_size: int,
-        gate: bool,
-        initial_std: float,
-    ) -> None:
-        count = inverse_frequencies.shape[0]
-        super().__init__(2 * count, layout, num_heads, num_key_heads)
-        self.initial_std = initial_std
-        self.num_features = self.num_shared_features = count + gate
-        self.needs_oldest_keys = kernel_size > 1
-        self._frequencies = DeviceConstant(inverse_frequencies)
-        self.down = nn.Parameter(torch.empty(rank, input_size))
-        self.up = nn.Parameter(torch.empty(num_key_heads, count, rank))
-        self.kernel = nn.Parameter(torch.empty(num_key_heads, count, kernel_size))
-        self.gate_weight = nn.Parameter(torch.empty(num_key_heads, input_size)) if gate else None
-        self.gate_bias = nn.Parameter(torch.empty(num_key_heads)) if gate else None
+    def __init__(self, config: SelectiveRopeConfig, context: BuildContext) -> None:
+        frequencies = rope_inverse_frequencies(config.theta, resolve_rotary_dim(config, config.rotary_dim, context))
+        count, heads, input_size = frequencies.shape[0], context.key_heads, context.input_size
+        super().__init__(2 * count, config.layout, context)
+        self.initial_std = config.initial_std
+        self.num_features = self.num_shared_features = count + config.gate
+        self.needs_oldest_keys = config.kernel_size > 1
+        self._frequencies = DeviceConstant(frequencies)
+        self.down = nn.Parameter(torch.empty(config.rank, input_size))
+        self.up = nn.Parameter(torch.empty(heads, count, config.rank))
+        self.kernel = nn.Parameter(torch.empty(heads, count, config.kernel_size))
+        self.gate_weight = nn.Parameter(torch.empty(heads, input_size)) if config.gate else None
+        self.gate_bias = nn.Parameter(torch.empty(heads)) if config.gate else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -190,23 +173,10 @@ class SelectiveRopeConfig(SchemeConfig):
                 "selective_rope sums the angles of earlier tokens, and its convolution reads earlier tokens only. This "
                 "model is bidirectional. Use 'grape_m' or 'rope'."
             )
-        input_size, heads = context.layer_input_size or context.hidden_size, key_heads(context)
+        input_size, heads = context.input_size, context.key_heads
         if input_size % heads:
             raise UnsupportedError(
                 f"selective_rope scales the share of each key head in the layer's input, but {input_size} numbers "
                 f"cannot be divided among {heads} key heads. Use 'grape_m'."
             )
-        rotary_dim = resolve_rotary_dim(self, self.rotary_dim, context)
-        return SchemeParts(
-            logit_bias=SelectiveRotation(
-                rope_inverse_frequencies(self.theta, rotary_dim),
-                self.layout,
-                context.num_heads,
-                heads,
-                input_size,
-                self.rank,
-                self.kernel_size,
-                self.gate,
-                self.initial_std,
-            )
-        )
+        return SchemeParts(logit_bias=SelectiveRotation(self, context))

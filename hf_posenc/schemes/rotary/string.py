@@ -15,7 +15,7 @@ from hf_posenc.schemes.parts import QueryKeyMap, SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.learned_frequencies import LearnedFrequenciesMap
-from hf_posenc.schemes.rotary.rope import RotaryMap, check_rotary_options, key_heads, resolve_rotary_dim
+from hf_posenc.schemes.rotary.rope import RotaryMap, check_rotary_options, resolve_rotary_dim
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
 from hf_posenc.schemes.validation import check_boolean, check_choice
 
@@ -236,7 +236,7 @@ class StringConfig(SchemeConfig):
         """
         rotary_dim = resolve_rotary_dim(self, self.rotary_dim, context)
         frequencies = rope_inverse_frequencies(self.theta, rotary_dim)
-        heads = key_heads(context) if self.per_head else None
+        heads = context.key_heads if self.per_head else None
         if self.variant == "circulant":
             if rotary_dim < 4:
                 raise ValueError(

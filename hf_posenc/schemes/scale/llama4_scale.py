@@ -10,36 +10,30 @@ from torch import Tensor
 
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.limits import SMALLEST_FACTOR
-from hf_posenc.schemes.parts import LogitScale, SchemeParts
+from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.scale.visible_keys import visible_keys
+from hf_posenc.schemes.scale.visible_keys import VisibleKeysScale
 from hf_posenc.schemes.validation import check_integer, check_number
 
 
-class Llama4Scale(LogitScale):
+class Llama4Scale(VisibleKeysScale):
     """`1 + attention_scale * log(1 + floor((position + offset) / floor_scale))`.
 
     Args:
-        attention_scale: weight of the logarithm.
-        floor_scale: length of a step, in tokens.
-        offset: added to positions.
-        causal: whether queries see only keys at or before their own position.
+        config: the options.
+        context: the place in the model.
     """
 
-    def __init__(self, attention_scale: float, floor_scale: int, offset: int, causal: bool) -> None:
-        super().__init__()
-        self.attention_scale = attention_scale
-        self.floor_scale = floor_scale
-        self.offset = offset
-        self.causal = causal
-        self.length_dependent = not causal
+    def __init__(self, config: Llama4ScaleConfig, context: BuildContext) -> None:
+        super().__init__(context)
+        self.config = config
 
     def forward(self, positions: Positions) -> Tensor:
         """Returns `(batch or 1, 1, length)` in float32."""
-        last = visible_keys(positions, self.causal) - 1
-        steps = torch.floor((last + self.offset) / self.floor_scale)
-        return (1.0 + self.attention_scale * torch.log1p(steps)).unsqueeze(1)
+        config = self.config
+        steps = torch.floor((self.visible_keys(positions) - 1 + config.offset) / config.floor_scale)
+        return (1.0 + config.attention_scale * torch.log1p(steps)).unsqueeze(1)
 
 
 @register_scheme
@@ -79,4 +73,4 @@ class Llama4ScaleConfig(SchemeConfig):
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds a logit scale."""
-        return SchemeParts(logit_scale=Llama4Scale(self.attention_scale, self.floor_scale, self.offset, context.causal))
+        return SchemeParts(logit_scale=Llama4Scale(self, context))

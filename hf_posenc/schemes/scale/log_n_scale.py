@@ -9,32 +9,30 @@ from typing import ClassVar
 from torch import Tensor
 
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
-from hf_posenc.schemes.parts import LogitScale, SchemeParts
+from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.scale.visible_keys import visible_keys
+from hf_posenc.schemes.scale.visible_keys import VisibleKeysScale
 from hf_posenc.schemes.validation import check_boolean, check_integer
 
 
-class LogNScale(LogitScale):
+class LogNScale(VisibleKeysScale):
     """`log(n) / log(training_length)`.
 
     Args:
         training_length: number of keys at which the factor is 1.
         clamp: whether queries with fewer keys also have the factor 1.
-        causal: whether queries see only keys at or before their own position.
+        context: the place in the model.
     """
 
-    def __init__(self, training_length: int, clamp: bool, causal: bool) -> None:
-        super().__init__()
+    def __init__(self, training_length: int, clamp: bool, context: BuildContext) -> None:
+        super().__init__(context)
         self.training_length = training_length
         self.clamp = clamp
-        self.causal = causal
-        self.length_dependent = not causal
 
     def forward(self, positions: Positions) -> Tensor:
         """Returns `(batch or 1, 1, length)` in float32."""
-        factor = visible_keys(positions, self.causal).log() / math.log(self.training_length)
+        factor = self.visible_keys(positions).log() / math.log(self.training_length)
         if self.clamp:
             factor = factor.clamp(min=1.0)
         return factor.unsqueeze(1)
@@ -87,4 +85,4 @@ class LogNScaleConfig(SchemeConfig):
                 f"LogNScaleConfig.training_length is {self.training_length}, and the model's config has {length} "
                 "positions; expected at least 2 from one of them. Give training_length in tokens."
             )
-        return SchemeParts(logit_scale=LogNScale(length, self.clamp, context.causal))
+        return SchemeParts(logit_scale=LogNScale(length, self.clamp, context))

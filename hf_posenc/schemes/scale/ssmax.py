@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.limits import SMALLEST_FACTOR
-from hf_posenc.schemes.parts import LogitScale, SchemeParts
+from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.scale.visible_keys import visible_keys
+from hf_posenc.schemes.scale.visible_keys import VisibleKeysScale
 from hf_posenc.schemes.validation import check_boolean, check_integer, check_number
 
 
@@ -23,25 +23,19 @@ def mean_log(length: int) -> float:
     return math.lgamma(length + 1) / length
 
 
-class SSMaxScale(LogitScale):
+class SSMaxScale(VisibleKeysScale):
     """`s * log(n) + b` per head.
 
     Args:
-        num_heads: number of query heads.
-        initial_scale: the initial value of every `s`.
-        bias: whether to add a `b`, initialised with 0.
-        causal: whether queries see only keys at or before their own position.
+        config: the options.
+        context: the place in the model.
     """
 
-    def __init__(self, num_heads: int, initial_scale: float, bias: bool, causal: bool) -> None:
-        super().__init__()
-        self.initial_scale = initial_scale
-        self.causal = causal
-        self.length_dependent = not causal
-        self.scale = nn.Parameter(torch.empty(num_heads))
-        self.bias: nn.Parameter | None = None
-        if bias:
-            self.bias = nn.Parameter(torch.empty(num_heads))
+    def __init__(self, config: SSMaxConfig, context: BuildContext) -> None:
+        super().__init__(context)
+        self.initial_scale = config.initial_scale or 1 / mean_log(config.training_length)
+        self.scale = nn.Parameter(torch.empty(context.num_heads))
+        self.bias = nn.Parameter(torch.empty(context.num_heads)) if config.bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -52,7 +46,7 @@ class SSMaxScale(LogitScale):
 
     def forward(self, positions: Positions) -> Tensor:
         """Returns `(batch or 1, heads, length)` in float32."""
-        logarithm = visible_keys(positions, self.causal).log().unsqueeze(1)
+        logarithm = self.visible_keys(positions).log().unsqueeze(1)
         factor = self.scale.float().unsqueeze(-1) * logarithm
         return factor if self.bias is None else factor + self.bias.float().unsqueeze(-1)
 
@@ -101,5 +95,4 @@ class SSMaxConfig(SchemeConfig):
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds a logit scale."""
-        initial = 1 / mean_log(self.training_length) if self.initial_scale is None else self.initial_scale
-        return SchemeParts(logit_scale=SSMaxScale(context.num_heads, initial, self.bias, context.causal))
+        return SchemeParts(logit_scale=SSMaxScale(self, context))
