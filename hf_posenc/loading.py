@@ -19,10 +19,7 @@ def load_config(model: str) -> Any:
     Raises:
         UsageError: if there is none.
     """
-    _check_path(model)
-    from transformers import AutoConfig
-
-    return _load(AutoConfig, model)
+    return _load("AutoConfig", model)
 
 
 def auto_class(config: Any) -> Any:
@@ -64,7 +61,7 @@ def load_model(model: str, *, config_only: bool = False) -> Any:
     """
     config = load_config(model)
     loader = auto_class(config)
-    return (loader.from_config(config) if config_only else _load(loader, model)).eval()
+    return (loader.from_config(config) if config_only else _load(loader.__name__, model)).eval()
 
 
 def refuse_adapters(model: str, remedy: str) -> None:
@@ -105,10 +102,7 @@ def load_tokenizer(model: str) -> Any:
     Raises:
         UsageError: if there is none.
     """
-    _check_path(model)
-    from transformers import AutoTokenizer
-
-    return _load(AutoTokenizer, model)
+    return _load("AutoTokenizer", model)
 
 
 def load_processor(model: str) -> Any:
@@ -117,10 +111,7 @@ def load_processor(model: str) -> Any:
     Raises:
         UsageError: if there is none.
     """
-    _check_path(model)
-    from transformers import AutoProcessor
-
-    return _load(AutoProcessor, model)
+    return _load("AutoProcessor", model)
 
 
 def missing_folder(model: str) -> str:
@@ -132,27 +123,26 @@ def missing_folder(model: str) -> str:
     return f"The folder {model} does not exist. "
 
 
-def _check_path(model: str) -> None:
-    """Raises for the path of a missing folder, before transformers looks for it on the hub.
-
-    Raises:
-        UsageError: if the name is also not a valid hub id.
-    """
-    if not _may_be_on_hub(model) and (missing := missing_folder(model)):
-        raise UsageError(missing)
-
-
 def _may_be_on_hub(model: str) -> bool:
     """Whether a name has the form `owner/name` or `name`."""
     parts = model.split("/")
     return len(parts) <= 2 and all(part and part[0] not in ".~" for part in parts)
 
 
-def _load(loader: Any, model: str) -> Any:
+def _load(loader: str, model: str) -> Any:
+    """Loads with a class of transformers, which would look for a missing folder on the hub.
+
+    Raises:
+        UsageError: if there is nothing to load; at once for a name that is not a valid hub id either.
+    """
+    if not _may_be_on_hub(model) and (missing := missing_folder(model)):
+        raise UsageError(missing)
+    import transformers
+
     try:
-        return loader.from_pretrained(model)
+        return getattr(transformers, loader).from_pretrained(model)
     except (OSError, ValueError) as error:
-        raise UsageError(f"{loader.__name__} cannot load {model!r}. {missing_folder(model)}{error}") from error
+        raise UsageError(f"{loader} cannot load {model!r}. {missing_folder(model)}{error}") from error
 
 
 def model_and_tokenizer(model: Any, tokenizer: Any = None) -> tuple[Any, Any]:

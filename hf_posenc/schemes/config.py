@@ -220,6 +220,17 @@ class OuterConfig(SchemeConfig):
         return any(getattr(child, "invisible_under_layer_norm", False) for child in self.children().values())
 
 
+class SharedConfig(SchemeConfig):
+    """Base class of configs whose option `shared` says whether all layers share the parts."""
+
+    shared: bool
+
+    @property
+    def per_layer(self) -> bool:  # type: ignore[override]
+        """Whether every layer has its own parts."""
+        return not self.shared
+
+
 def walk(config: SchemeConfig) -> Iterator[SchemeConfig]:
     """A config and all configs inside it."""
     yield config

@@ -135,21 +135,38 @@ def by(size: tuple[int, ...]) -> str:
 
 
 def tables_of_call(
-    table: Tensor, grids: GridsOfCall, resizing: Resizing, size_of_table: Callable[[tuple[int, ...]], tuple[int, ...]]
+    table: Tensor,
+    positions: Positions,
+    where: Places,
+    resizing: Resizing,
+    size_of_table: Callable[[tuple[int, ...]], tuple[int, ...]],
+    grid: tuple[int, ...],
+    scheme: str,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns one flat table for all grids of a call. With the interpolation "none", it is `table` for each of them.
+    """Returns one flat table for all grids of a call. It is `table` itself if their sizes are unknown, and for each of
+    them with the interpolation "none".
 
     Args:
         table: `(*size, width)`.
-        grids: of the call.
+        positions: of the tokens.
+        where: their places.
         resizing: how the table is resized.
         size_of_table: the size of the table for a grid.
+        grid: that the table is for.
+        scheme: its name, for error messages.
 
     Returns:
         The rows of all tables, `(rows, width)`; the size of the table of each token, `(axes, batch or 1, length)` or
         `(axes, 1, 1)`; and its first row, `(batch or 1, length)`, or `None` if there is one table.
+
+    Raises:
+        ValueError: for a grid that the table cannot be resized to.
     """
+    grids = grids_of_call(positions, where)
+    if grids is None:
+        return table.flatten(0, -2), torch.tensor(table.shape[:-1], device=table.device).view(-1, 1, 1), None
     if resizing.interpolation == "none":
+        check_fit(grids, grid, scheme)
         grids = GridsOfCall(grids.sizes[:1], None)
         tables = [table]
     else:

@@ -14,7 +14,7 @@ from hf_posenc.preserve import isolated_rng
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig, ScheduleConfig
 from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.position_maps.mapped import PositionMap
-from hf_posenc.schemes.position_maps.pairwise import FarPositions
+from hf_posenc.schemes.position_maps.pairwise import FarPositionsConfig
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -60,9 +60,9 @@ def _draw_position_map(subject: Subject) -> Figure:
     return line_figure(subject, lines, unchanged, POSITION_LABEL, "position after the map")[0]
 
 
-def _far_positions(subject: Subject) -> FarPositions | None:
+def _far_positions(subject: Subject) -> FarPositionsConfig | None:
     found = (getattr(module, "far", None) for part in subject.parts for module in part.modules())
-    return next((far for far in found if isinstance(far, FarPositions)), None)
+    return next((far for far in found if isinstance(far, FarPositionsConfig)), None)
 
 
 def _draw_distance_map(subject: Subject) -> Figure:

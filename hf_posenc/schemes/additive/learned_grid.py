@@ -12,7 +12,7 @@ from hf_posenc.schemes.grids import Places, given_coordinates, places
 from hf_posenc.schemes.parts import AdditiveEncoding
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.reach import Reach
-from hf_posenc.schemes.resizing import Resizing, by, check_fit, grids_of_call, tables_of_call
+from hf_posenc.schemes.resizing import Resizing, by, tables_of_call
 from hf_posenc.schemes.validation import whole_positions
 from hf_posenc.schemes.weights import NormalWeights
 
@@ -73,17 +73,12 @@ class LearnedGridEncoding(NormalWeights, AdditiveEncoding):
         coordinates = whole_positions(where.coordinates, "learned")
         if where.placed is not None:
             coordinates = coordinates * where.placed
-        grids = grids_of_call(positions, where)
+        if positions.coordinates is not None and positions.grid is None and where.extents is None:
+            self._check_coordinates(coordinates)
         table = self.weight[self.num_prefix_tokens :].view(*self.grid, -1)
-        if grids is None:
-            sizes = torch.tensor(self.grid, device=table.device).view(-1, 1, 1)
-            rows, start = table.flatten(0, -2), None
-            if positions.coordinates is not None:
-                self._check_coordinates(coordinates)
-        else:
-            if self.resizing.interpolation == "none":
-                check_fit(grids, self.grid, "learned")
-            rows, sizes, start = tables_of_call(table, grids, self.resizing, lambda size: size)
+        rows, sizes, start = tables_of_call(
+            table, positions, where, self.resizing, lambda size: size, self.grid, "learned"
+        )
         row = coordinates[0]
         for axis in range(1, self.axes):
             row = row * sizes[axis] + coordinates[axis]

@@ -5,40 +5,37 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, TypeVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes.arrangement.schedule import check_not_layered
+from hf_posenc.schemes.arrangement.schedule import nested_scheme
 from hf_posenc.schemes.config import OuterConfig, SchemeConfig
-from hf_posenc.schemes.features import feature_counts, joined_features, pairs_of_parts
+from hf_posenc.schemes.features import joined_features, pairs_of_parts
 from hf_posenc.schemes.logits import pairwise_bias
 from hf_posenc.schemes.none import NoneConfig
+from hf_posenc.schemes.outer_parts import OuterPart, PartType, declare_together, weighted_sum
 from hf_posenc.schemes.parts import (
     AdditiveEncoding,
     DistanceBias,
     LogitBias,
     LogitScale,
     PairwiseBias,
-    Part,
     QueryKeyMap,
     SchemeParts,
-    declare_any,
 )
 from hf_posenc.schemes.positions import AttentionPairs, Positions
 from hf_posenc.schemes.reach import Reach, shortest
-from hf_posenc.schemes.registry import as_scheme, register_scheme
+from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.rope import RopeConfig, RotaryMap
 from hf_posenc.schemes.validation import check_number
 
-PartType = TypeVar("PartType", bound=Part)
 
-
-class BlendedPart(Part, Generic[PartType]):
+class BlendedPart(OuterPart[PartType]):
     """A part of the old scheme and its counterpart in the new one; either may be missing.
 
     Args:
@@ -53,19 +50,19 @@ class BlendedPart(Part, Generic[PartType]):
         self.old = old
         self.new = new
         self.strength = strength
-        declare_any(self, [part for part in (old, new) if part is not None])
+        declare_together(self, self.members())
         # At strength 1, an old part without a counterpart is still called, to determine the shape of the result.
-        acting = self.weighted() or [(part, 0.0) for part in (old,) if part is not None]
+        acting = self.weighted() or [(part, 0.0) for part in self.members()]
         self.length_reach = shortest(self._reached(part, weight) for part, weight in acting)
 
+    def members(self) -> list[PartType]:
+        """The parts that are not missing, the old one first."""
+        return [part for part in (self.old, self.new) if part is not None]
+
     def check_cache(self, cached_length: int, total_length: int) -> None:
-        """Calls `check_cache` of both parts."""
+        """Calls `check_cache` of the parts that are computed."""
         for part, _ in self.weighted():
             part.check_cache(cached_length, total_length)
-
-    def adopt(self, native: Tensor) -> bool:
-        """Passes the native weight to the old part, or else to the new one."""
-        return any(part.adopt(native) for part in (self.old, self.new) if part is not None)
 
     def _reached(self, part: PartType, weight: float) -> Reach:
         """The longest sequence that one of the parts can encode with this weight."""
@@ -86,12 +83,9 @@ class BlendedEncoding(BlendedPart[AdditiveEncoding], AdditiveEncoding):
 
     def forward(self, positions: Positions) -> Tensor:
         """Returns `(batch or 1, length, hidden)`."""
-        parts = self.weighted()
-        if not parts:  # Strength 1 without a new part: zeros of the same shape.
-            assert self.old is not None
-            parts = [(self.old, 0.0)]
-        first, *others = (part(positions) * weight for part, weight in parts)
-        return cast("Tensor", sum(others, start=first))
+        # Strength 1 without a new part: zeros of the same shape.
+        parts = self.weighted() or [(part, 0.0) for part in self.members()]
+        return weighted_sum((part(positions), weight) for part, weight in parts)
 
 
 class BlendedMap(BlendedPart[QueryKeyMap], QueryKeyMap):
@@ -102,9 +96,9 @@ class BlendedMap(BlendedPart[QueryKeyMap], QueryKeyMap):
 
     def __init__(self, old: QueryKeyMap | None, new: QueryKeyMap | None, strength: float) -> None:
         super().__init__(old, new, strength)
-        widths = [part.rotary_dim for part in (old, new) if part is not None]
+        widths = [part.rotary_dim for part in self.members()]
         self.rotary_dim = None if None in widths else max(cast("list[int]", widths))
-        self.symmetric = all(part.symmetric for part in (old, new) if part is not None)
+        self.symmetric = all(part.symmetric for part in self.members())
         self._shares: list[int] = []
 
     def _reached(self, part: QueryKeyMap, weight: float) -> Reach:
@@ -142,22 +136,27 @@ class BlendedMap(BlendedPart[QueryKeyMap], QueryKeyMap):
         return [phases[start:end] for start, end in itertools.pairwise(ends)]
 
 
-class BlendedDistanceBias(BlendedPart[DistanceBias], DistanceBias):
+class _BlendedBias(BlendedPart[LogitBias], LogitBias):
+    """`(1 - s) * old + s * new` of two biases."""
+
+    def blended(self, value: Callable[[LogitBias], Tensor]) -> Tensor:
+        """The weighted sum of the values of the biases."""
+        parts = self.weighted()
+        if not parts:  # Strength 1 without a new bias: zeros of the same shape.
+            return value(self.members()[0]).detach() * 0.0
+        return weighted_sum((value(part), weight) for part, weight in parts)
+
+
+class BlendedDistanceBias(_BlendedBias, DistanceBias):
     """`(1 - s) * old + s * new` of two functions of distance."""
 
     def forward(self, distance: Tensor) -> Tensor:
         """Returns `(heads, *distance.shape)` in float32."""
-        return _weighted_sum([(part(distance), weight) for part, weight in self.weighted()], self.old, distance)
+        return self.blended(lambda part: part(distance))
 
 
-class BlendedPairwiseBias(BlendedPart[LogitBias], PairwiseBias):
+class BlendedPairwiseBias(_BlendedBias, PairwiseBias):
     """`(1 - s) * old + s * new` of two biases, at least one of which is not a distance bias."""
-
-    def __init__(self, old: LogitBias | None, new: LogitBias | None, strength: float) -> None:
-        super().__init__(old, new, strength)
-        counts = [feature_counts(part) for part in (old, new)]
-        self.num_features = sum(own + shared for own, shared in counts)
-        self.num_shared_features = sum(shared for _, shared in counts)
 
     def key_features(self, hidden_states: Tensor) -> Tensor:
         """Returns the features of both biases in one float32 tensor."""
@@ -166,10 +165,7 @@ class BlendedPairwiseBias(BlendedPart[LogitBias], PairwiseBias):
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32."""
         of_old, of_new = pairs_of_parts((self.old, self.new), pairs)
-        biases = [
-            (pairwise_bias(part, of_new if part is self.new else of_old), weight) for part, weight in self.weighted()
-        ]
-        return _weighted_sum(biases, self.old, pairs)
+        return self.blended(lambda part: pairwise_bias(part, of_new if part is self.new else of_old))
 
 
 class BlendedScale(BlendedPart[LogitScale], LogitScale):
@@ -184,15 +180,6 @@ class BlendedScale(BlendedPart[LogitScale], LogitScale):
         new = None if self.new is None else self.new(positions)
         one = torch.ones_like(positions.ids, dtype=torch.float32).unsqueeze(1)
         return (one if old is None else old) * (1 - self.strength) + (one if new is None else new) * self.strength
-
-
-def _weighted_sum(biases: list[tuple[Tensor, float]], old: LogitBias | None, argument: Any) -> Tensor:
-    if not biases:  # Strength 1 without a new bias: zeros of the same shape.
-        assert old is not None
-        removed = pairwise_bias(old, argument) if isinstance(argument, AttentionPairs) else old(argument)
-        biases = [(removed.detach(), 0.0)]
-    first, *others = (bias * weight for bias, weight in biases)
-    return sum(others, start=first)
 
 
 def _attention_scaling(part: QueryKeyMap) -> float:
@@ -255,8 +242,7 @@ class BlendedConfig(OuterConfig):
 
     def __post_init__(self) -> None:
         for option in ("old", "new"):
-            object.__setattr__(self, option, as_scheme(getattr(self, option), f"BlendedConfig.{option}"))
-            check_not_layered(f"BlendedConfig.{option}", getattr(self, option))
+            nested_scheme(self, option)
             if isinstance(getattr(self, option), BlendedConfig):
                 raise ValueError(f"BlendedConfig.{option} is a blend itself; only two schemes can be blended.")
         check_number(self, "strength", minimum=0, maximum=1)

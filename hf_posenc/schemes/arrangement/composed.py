@@ -3,39 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Generic, Self, TypeVar, cast
+from typing import Any, ClassVar, Self, cast
 
-import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig
 from hf_posenc.schemes.config import OuterConfig, SchemeConfig
-from hf_posenc.schemes.features import feature_counts, joined_features, pairs_of_parts
+from hf_posenc.schemes.features import joined_features, pairs_of_parts
 from hf_posenc.schemes.limits import MOST_PARTS, shown
 from hf_posenc.schemes.logits import pairwise_bias
 from hf_posenc.schemes.none import NoneConfig
+from hf_posenc.schemes.outer_parts import OuterPart, PartType, declare_together, weighted_sum
 from hf_posenc.schemes.parts import (
     AdditiveEncoding,
     DistanceBias,
     LogitBias,
     LogitScale,
     PairwiseBias,
-    Part,
     SchemeParts,
-    declare_any,
 )
 from hf_posenc.schemes.positions import AttentionPairs, Positions
-from hf_posenc.schemes.reach import shortest
 from hf_posenc.schemes.registry import as_scheme, register_scheme
 
-PartType = TypeVar("PartType", bound=Part)
 
-
-class _PartSum(Part, Generic[PartType]):
+class _PartSum(OuterPart[PartType]):
     """Base class of sums of parts.
 
     Args:
@@ -45,63 +39,39 @@ class _PartSum(Part, Generic[PartType]):
     def __init__(self, parts: list[PartType]) -> None:
         super().__init__()
         self.parts = nn.ModuleList(parts)
-        declare_any(self, parts)
-        self.length_reach = shortest(part.length_reach for part in parts)
+        declare_together(self, parts)
 
-    def check_cache(self, cached_length: int, total_length: int) -> None:
-        """Calls `check_cache` of every summand."""
-        for part in self.summands():
-            part.check_cache(cached_length, total_length)
-
-    def adopt(self, native: Tensor) -> bool:
-        """Passes the native weight to the first summand that accepts it."""
-        return any(part.adopt(native) for part in self.summands())
-
-    def summands(self) -> list[PartType]:
+    def members(self) -> list[PartType]:
         """Returns the summands."""
         return cast("list[PartType]", list(self.parts))
+
+    summands = members
+
+    def forward(self, argument: Any) -> Tensor:
+        """Returns the sum of what the summands return for the same argument."""
+        return weighted_sum((part(argument), 1.0) for part in self.members())
 
 
 class SummedEncoding(_PartSum[AdditiveEncoding], AdditiveEncoding):
     """The sum of several additive encodings."""
 
-    def forward(self, positions: Positions) -> Tensor:
-        """Returns `(batch or 1, query_len, hidden)`."""
-        first, *others = (part(positions) for part in self.summands())
-        return cast("Tensor", sum(others, start=first))
-
 
 class SummedDistanceBias(_PartSum[DistanceBias], DistanceBias):
     """The sum of several distance biases, which is a distance bias itself."""
 
-    def forward(self, distance: Tensor) -> Tensor:
-        """Returns `(heads, *distance.shape)` in float32."""
-        first, *others = (part(distance) for part in self.summands())
-        return cast("Tensor", sum(others, start=first))
-
 
 class SummedPairwiseBias(_PartSum[LogitBias], PairwiseBias):
-    """The sum of several biases, at least one of which is not a distance bias.
-
-    Args:
-        parts: the summands.
-    """
-
-    def __init__(self, parts: list[LogitBias]) -> None:
-        super().__init__(parts)
-        counts = [feature_counts(part) for part in parts]
-        self.num_features = sum(own + shared for own, shared in counts)
-        self.num_shared_features = sum(shared for _, shared in counts)
+    """The sum of several biases, at least one of which is not a distance bias."""
 
     def key_features(self, hidden_states: Tensor) -> Tensor:
         """Returns the features of all summands in one float32 tensor."""
-        return joined_features(self.summands(), hidden_states)
+        return joined_features(self.members(), hidden_states)
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32."""
-        parts = self.summands()
-        biases = [pairwise_bias(part, own) for part, own in zip(parts, pairs_of_parts(parts, pairs), strict=True)]
-        return functools.reduce(torch.add, biases)
+        parts = self.members()
+        given = zip(parts, pairs_of_parts(parts, pairs), strict=True)
+        return weighted_sum((pairwise_bias(part, own), 1.0) for part, own in given)
 
 
 class MultipliedScale(_PartSum[LogitScale], LogitScale):
@@ -109,7 +79,7 @@ class MultipliedScale(_PartSum[LogitScale], LogitScale):
 
     def forward(self, positions: Positions) -> Tensor:
         """Returns `(batch or 1, heads or 1, length)` in float32."""
-        first, *others = (part(positions) for part in self.summands())
+        first, *others = (part(positions) for part in self.members())
         return cast("Tensor", math.prod(others, start=first))
 
 

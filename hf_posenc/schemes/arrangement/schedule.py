@@ -108,9 +108,8 @@ class InterleavedConfig(LayeredConfig):
     every: int = 4
 
     def __post_init__(self) -> None:
-        for option in ("inner", "other"):
-            object.__setattr__(self, option, as_scheme(getattr(self, option), f"InterleavedConfig.{option}"))
-            check_not_layered(f"InterleavedConfig.{option}", getattr(self, option))
+        nested_scheme(self, "inner")
+        nested_scheme(self, "other")
         check_integer(self, "every", minimum=2, maximum=MOST_LAYERS)
 
     def for_layer(self, layer: int, layer_type: str | None = None) -> SchemeConfig:
@@ -137,9 +136,8 @@ class LocalGlobalConfig(LayeredConfig):
     global_: SchemeConfig = field(default_factory=NoneConfig)
 
     def __post_init__(self) -> None:
-        for option in ("local", "global_"):
-            object.__setattr__(self, option, as_scheme(getattr(self, option), f"LocalGlobalConfig.{option}"))
-            check_not_layered(f"LocalGlobalConfig.{option}", getattr(self, option))
+        nested_scheme(self, "local")
+        nested_scheme(self, "global_")
 
     def for_layer(self, layer: int, layer_type: str | None = None) -> SchemeConfig:
         """The scheme for the layer's type.
@@ -163,3 +161,15 @@ def check_not_layered(owner: str, config: object) -> None:
     """
     if not isinstance(config, SchemeConfig) or isinstance(config, LayeredConfig):
         raise ValueError(f"{owner} must be the config of a scheme for one layer, got {shown(config)}.")
+
+
+def nested_scheme(config: SchemeConfig, option: str) -> None:
+    """Converts an option, in any form in which a scheme can be passed, to the config of a scheme for one layer.
+
+    Raises:
+        UnknownNameError: for an unknown scheme or an unknown option of it.
+        ValueError: for any other value, and for a scheme that differs between layers.
+    """
+    owner = f"{type(config).__name__}.{option}"
+    object.__setattr__(config, option, as_scheme(getattr(config, option), owner))
+    check_not_layered(owner, getattr(config, option))

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.config import BuildContext, SharedConfig
 from hf_posenc.schemes.limits import LARGEST_LENGTH, LARGEST_WIDTH, SMALLEST_FACTOR
 from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
 from hf_posenc.schemes.positions import AttentionPairs
@@ -115,7 +115,7 @@ class FireBias(PairwiseBias):
 
 @register_scheme
 @dataclass(frozen=True)
-class FireConfig(SchemeConfig):
+class FireConfig(SharedConfig):
     """A learned function of progressively normalised distance (FIRE, arXiv:2310.04418, section 3).
 
     For the query at position `i`, the key at position `j`, and a network `f` with one hidden layer::
@@ -160,11 +160,6 @@ class FireConfig(SchemeConfig):
         check_number(self, "initial_threshold", minimum=SMALLEST_FACTOR, maximum=LARGEST_LENGTH)
         check_number(self, "epsilon", minimum=_SMALLEST_EPSILON, maximum=1.0)
         check_boolean(self, "shared")
-
-    @property
-    def per_layer(self) -> bool:  # type: ignore[override]
-        """Whether every layer has its own function."""
-        return not self.shared
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds a logit bias."""

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.config import BuildContext, SharedConfig
 from hf_posenc.schemes.limits import SMALLEST_FACTOR
 from hf_posenc.schemes.parts import DistanceBias, SchemeParts
 from hf_posenc.schemes.projection import projected
@@ -60,7 +60,7 @@ class KerpleBias(DistanceBias):
 
 @register_scheme
 @dataclass(frozen=True)
-class KerpleConfig(SchemeConfig):
+class KerpleConfig(SharedConfig):
     """A learned logarithmic or power-law penalty on distance (KERPLE, arXiv:2205.09921, section 4).
 
     For key position minus query position `d` and two learned numbers per head::
@@ -100,11 +100,6 @@ class KerpleConfig(SchemeConfig):
                 f"KerpleConfig.exponent is {self.exponent}, but variant {self.variant!r} has no exponent. "
                 "Use variant='power', or omit exponent."
             )
-
-    @property
-    def per_layer(self) -> bool:  # type: ignore[override]
-        """Whether every layer has its own parameters."""
-        return not self.shared
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds a logit bias."""

@@ -9,13 +9,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.config import BuildContext, SharedConfig
 from hf_posenc.schemes.grids import Places, check_grid, distances_by_axis, entries_of_pairs, places
 from hf_posenc.schemes.limits import MOST_ROWS
 from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.resizing import INTERPOLATIONS, Resizing, check_fit, grids_of_call, tables_of_call
+from hf_posenc.schemes.resizing import INTERPOLATIONS, Resizing, tables_of_call
 from hf_posenc.schemes.validation import check_boolean, check_choice, check_integer, whole_positions
 from hf_posenc.schemes.weights import NativeTable
 
@@ -70,17 +70,12 @@ class SwinBias(NativeTable, PairwiseBias):
 
     def _rows_and_table(self, pairs: AttentionPairs, where: Places) -> tuple[Tensor, Tensor]:
         """The row of each pair, `(batch or 1, query_len, key_len)`, and the rows, `(rows, heads)` in float32."""
-        grids = grids_of_call(pairs.keys, where)
         table = self.weight[: displacements(self.grid)].float().view(*table_size(self.grid), -1)
         back = -distances_by_axis(where, pairs)
-        if grids is None:
-            sizes = torch.tensor(table.shape[:-1], device=table.device).view(-1, 1, 1)
-            entries, start = table.flatten(0, -2), None
-        else:
-            if self.resizing.interpolation == "none":
-                check_fit(grids, self.grid, SwinConfig.name)
-            entries, sizes, start = tables_of_call(table, grids, self.resizing, table_size)
-            sizes = sizes.index_select(-1, pairs.query_slots) if start is not None else sizes
+        entries, sizes, start = tables_of_call(
+            table, pairs.keys, where, self.resizing, table_size, self.grid, SwinConfig.name
+        )
+        sizes = sizes.index_select(-1, pairs.query_slots) if start is not None else sizes
         row = torch.zeros_like(back[0])
         for axis, steps in enumerate(back):
             size = sizes[axis].unsqueeze(-1)
@@ -93,7 +88,7 @@ class SwinBias(NativeTable, PairwiseBias):
 
 @register_scheme
 @dataclass(frozen=True)
-class SwinConfig(SchemeConfig):
+class SwinConfig(SharedConfig):
     """A learned bias per displacement on a grid (Swin, arXiv:2103.14030, equation 4; BEiT, arXiv:2106.08254).
 
     For two patches of a grid of `R` rows and `C` columns, and a table `W` of `((2R - 1) (2C - 1), heads)`::
@@ -138,11 +133,6 @@ class SwinConfig(SchemeConfig):
                 f"SwinConfig.grid is {self.grid}, which has {displacements(self.grid)} displacements; a table has at "
                 f"most {MOST_ROWS} rows. Give a smaller grid; the table is resized to the grid of a call."
             )
-
-    @property
-    def per_layer(self) -> bool:  # type: ignore[override]
-        """Whether every layer has its own table."""
-        return not self.shared
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds a logit bias."""

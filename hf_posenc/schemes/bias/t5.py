@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.config import BuildContext, SharedConfig
 from hf_posenc.schemes.grids import (
     check_axes,
     distances_by_axis,
@@ -137,7 +137,7 @@ class GridT5Bias(NormalWeights, PairwiseBias):
 
 @register_scheme
 @dataclass(frozen=True)
-class T5Config(SchemeConfig):
+class T5Config(SharedConfig):
     """A learned bias per bucket of distances, added to the attention logits (arXiv:1910.10683, section 2.1).
 
     For query i and key j of head h, with n buckets for a direction and a table `W` of `(num_buckets, heads)`::
@@ -192,11 +192,6 @@ class T5Config(SchemeConfig):
             )
         if self.axes > 1 or self.bidirectional is not None:
             self._check_buckets(self.axes > 1 or self.bidirectional is True)
-
-    @property
-    def per_layer(self) -> bool:  # type: ignore[override]
-        """Whether every layer has its own table."""
-        return not self.shared
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds a logit bias.

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.additive.sinusoidal import SinusoidalConfig
+from hf_posenc.schemes.arrangement.schedule import nested_scheme
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.parts import SchemeParts
-from hf_posenc.schemes.position_maps.mapped import PositionMap, map_parts, nested_scheme
+from hf_posenc.schemes.position_maps.mapped import PositionMap, map_parts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.rope import RopeConfig

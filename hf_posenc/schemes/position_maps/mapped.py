@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hf_posenc.schemes.arrangement.schedule import check_not_layered
+from hf_posenc.schemes.arrangement.schedule import nested_scheme
 from hf_posenc.schemes.config import BuildContext, OuterConfig, SchemeConfig
 from hf_posenc.schemes.logits import pairwise_bias
+from hf_posenc.schemes.outer_parts import OuterPart, PartType
 from hf_posenc.schemes.parts import (
     AdditiveEncoding,
     DistanceBias,
@@ -24,30 +25,15 @@ from hf_posenc.schemes.parts import (
     take_declarations,
 )
 from hf_posenc.schemes.positions import AttentionPairs, Positions
-from hf_posenc.schemes.reach import Reach, shortest
-from hf_posenc.schemes.registry import as_scheme
+from hf_posenc.schemes.reach import shortest
 from hf_posenc.schemes.rotary.rope import RopeConfig
 
-PartType = TypeVar("PartType", bound=Part)
 
+class PositionMap(Part):
+    """A map from positions to new positions, one per token. Its flags say of its positions what those of a part do."""
 
-class PositionMap(nn.Module):
-    """A map from positions to new positions, one per token."""
-
-    #: Whether the new position of a token depends on the current length of the sequence (see `Part`).
-    length_dependent: bool = False
-    #: Whether it depends on earlier tokens that a cache does not store (see `Part`).
-    needs_whole_sequence: bool = False
-    #: Whether a decrease of the positions is the start of another document for it.
-    finds_documents: bool = False
-    #: False if the new positions depend only on the order of tokens, not on their positions.
-    reads_positions: bool = True
-    #: Whether the original positions must be integers.
-    whole_positions: bool = False
     #: Whether all distances stay the same, so that a distance bias does not change.
     keeps_distances: bool = False
-    #: The longest sequence that it can map; no limit by default.
-    length_reach: Reach = Reach()
 
     @property
     def gives_real_positions(self) -> bool:
@@ -62,13 +48,6 @@ class PositionMap(nn.Module):
         """Returns the new ids, `(batch or 1, length)`, int64 or float32; padding stays negative."""
         raise NotImplementedError
 
-    def check_cache(self, cached_length: int, total_length: int) -> None:
-        """Refuses to extend a cache if the new positions of its tokens have changed.
-
-        Raises:
-            UnsupportedError: in that case.
-        """
-
     def renumber(self, positions: Positions) -> Positions:
         """The same tokens with new positions. Coordinates are mapped axis by axis; lengths still count tokens.
 
@@ -82,7 +61,7 @@ class PositionMap(nn.Module):
         return dataclasses.replace(positions, ids=ids, coordinates=coordinates, extents=None, grid=None)
 
 
-class _MappedPart(Part, Generic[PartType]):
+class _MappedPart(OuterPart[PartType]):
     """Base class of parts with mapped positions.
 
     Args:
@@ -100,22 +79,17 @@ class _MappedPart(Part, Generic[PartType]):
         self.needs_whole_sequence = inner.needs_whole_sequence or position_map.needs_whole_sequence
         self.reads_positions = inner.reads_positions and position_map.reads_positions
 
-    def check_cache(self, cached_length: int, total_length: int) -> None:
-        """Calls `check_cache` of the map and of the part."""
-        self.position_map.check_cache(cached_length, total_length)
-        self.inner.check_cache(cached_length, total_length)
+    def members(self) -> tuple[Part, ...]:
+        """The map and the part."""
+        return self.position_map, self.inner
 
-    def adopt(self, native: Tensor) -> bool:
-        """Passes the native weight to the inner part."""
-        return self.inner.adopt(native)
+    def forward(self, positions: Any) -> Tensor:
+        """Returns what the part returns for the mapped positions."""
+        return cast("Tensor", self.inner(self.position_map.renumber(positions)))
 
 
 class MappedEncoding(_MappedPart[AdditiveEncoding], AdditiveEncoding):
     """An additive encoding of the mapped positions."""
-
-    def forward(self, positions: Positions) -> Tensor:
-        """Returns `(batch or 1, length, hidden)`."""
-        return cast("Tensor", self.inner(self.position_map.renumber(positions)))
 
 
 class MappedQueryKeyMap(_MappedPart[QueryKeyMap], QueryKeyMap):
@@ -159,10 +133,6 @@ class MappedBias(_MappedPart[LogitBias], PairwiseBias):
 
 class MappedScale(_MappedPart[LogitScale], LogitScale):
     """A logit scale at the mapped positions."""
-
-    def forward(self, positions: Positions) -> Tensor:
-        """Returns `(batch or 1, heads or 1, length)` in float32."""
-        return cast("Tensor", self.inner(self.position_map.renumber(positions)))
 
 
 def map_parts(position_map: PositionMap, parts: SchemeParts, option: str, scheme: SchemeConfig) -> SchemeParts:
@@ -209,19 +179,7 @@ def map_parts(position_map: PositionMap, parts: SchemeParts, option: str, scheme
 
 def needs_whole_positions(part: Part) -> bool:
     """Whether a part, or any module in it, needs integer positions."""
-    return any(module.whole_positions for module in part.modules() if isinstance(module, Part | PositionMap))
-
-
-def nested_scheme(config: SchemeConfig, option: str) -> None:
-    """Converts an option, in any form in which a scheme can be passed, to the config of a scheme for one layer.
-
-    Raises:
-        UnknownNameError: for an unknown scheme or an unknown option of it.
-        ValueError: for any other value, and for a scheme that differs between layers.
-    """
-    value: Any = as_scheme(getattr(config, option), f"{type(config).__name__}.{option}")
-    check_not_layered(f"{type(config).__name__}.{option}", value)
-    object.__setattr__(config, option, value)
+    return any(module.whole_positions for module in part.modules() if isinstance(module, Part))
 
 
 @dataclass(frozen=True)

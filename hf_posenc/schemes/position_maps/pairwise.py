@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -12,38 +11,11 @@ from torch import Tensor
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.arrangement.composed import sum_of_biases
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.outer_parts import OuterPart
 from hf_posenc.schemes.parts import DistanceBias, LogitBias, PairwiseBias, SchemeParts
 from hf_posenc.schemes.position_maps.mapped import PositionMapConfig, needs_whole_positions
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.rotary.rope import LengthDependentRotaryMap, RotaryMap
-
-
-@dataclass(frozen=True)
-class FarPositions:
-    """The positions of tokens for pairs that are at least `window` apart.
-
-    Args:
-        window: the smallest distance, in positions, that counts as far.
-    """
-
-    window: int
-
-    @property
-    def gives_real_positions(self) -> bool:
-        """Whether far positions may be non-integers."""
-        return False
-
-    def query(self, ids: Tensor) -> Tensor:
-        """Returns the positions of queries for far keys, in the shape of `ids`."""
-        raise NotImplementedError
-
-    def key(self, ids: Tensor) -> Tensor:
-        """Returns the positions of keys for far queries, in the shape of `ids`."""
-        raise NotImplementedError
-
-    def are_far(self, pairs: AttentionPairs) -> Tensor:
-        """Returns whether keys are at least a window before the query, `(batch or 1, query_len, key_len)` bool."""
-        return pairs.distance <= -self.window
 
 
 class FarRotation(PairwiseBias):
@@ -63,7 +35,7 @@ class FarRotation(PairwiseBias):
     replaces_logits = True
     reads_later_keys = False
 
-    def __init__(self, rotation: RotaryMap, far: FarPositions) -> None:
+    def __init__(self, rotation: RotaryMap, far: FarPositionsConfig) -> None:
         super().__init__()
         self.rotation = rotation
         self.far = far
@@ -86,7 +58,7 @@ class FarRotation(PairwiseBias):
         return self.rotation.rotate(heads, cosine / factor, sine / factor)
 
 
-class FarDistanceBias(PairwiseBias):
+class FarDistanceBias(OuterPart[DistanceBias], PairwiseBias):
     """A distance bias that uses the distance of far positions for far pairs.
 
     Args:
@@ -96,7 +68,7 @@ class FarDistanceBias(PairwiseBias):
 
     reads_later_keys = False
 
-    def __init__(self, inner: DistanceBias, far: FarPositions) -> None:
+    def __init__(self, inner: DistanceBias, far: FarPositionsConfig) -> None:
         super().__init__()
         self.inner = inner
         self.far = far
@@ -110,26 +82,36 @@ class FarDistanceBias(PairwiseBias):
         bias: Tensor = self.inner(far_distance.where(self.far.are_far(pairs), pairs.distance))
         return bias.transpose(0, 1)
 
-    def check_cache(self, cached_length: int, total_length: int) -> None:
-        """Applies the check of the bias."""
-        self.inner.check_cache(cached_length, total_length)
-
-    def adopt(self, native: Tensor) -> bool:
-        """Passes the native weight to the bias."""
-        return self.inner.adopt(native)
+    def members(self) -> tuple[DistanceBias]:
+        """The bias."""
+        return (self.inner,)
 
 
-@dataclass(frozen=True)
 class FarPositionsConfig(PositionMapConfig):
-    """Base class of configs that change the positions of far pairs.
+    """Base class of configs that change the positions of far pairs: of those that are at least `window` apart.
 
     Args:
         inner: the scheme that gets the changed positions.
     """
 
-    def far_positions(self) -> FarPositions:
-        """Returns the far positions."""
+    window: int
+
+    @property
+    def gives_real_positions(self) -> bool:
+        """Whether far positions may be non-integers."""
+        return False
+
+    def query(self, ids: Tensor) -> Tensor:
+        """Returns the positions of queries for far keys, in the shape of `ids`."""
         raise NotImplementedError
+
+    def key(self, ids: Tensor) -> Tensor:
+        """Returns the positions of keys for far queries, in the shape of `ids`."""
+        raise NotImplementedError
+
+    def are_far(self, pairs: AttentionPairs) -> Tensor:
+        """Returns whether keys are at least a window before the query, `(batch or 1, query_len, key_len)` bool."""
+        return pairs.distance <= -self.window
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds the parts of the scheme, and a bias that corrects far pairs.
@@ -149,7 +131,7 @@ class FarPositionsConfig(PositionMapConfig):
         parts = self.inner.build(context)
         rotation, bias = parts.query_key_map, parts.logit_bias
         _check_follows(owner, self.inner, parts)
-        if bias is not None and self.far_positions().gives_real_positions and needs_whole_positions(bias):
+        if bias is not None and self.gives_real_positions and needs_whole_positions(bias):
             raise ValueError(
                 f"{owner}.inner is {self.inner.name!r}, which needs integer positions, but this factor produces real "
                 "ones for far pairs. Omit the factor, or use 'self_extend', or a bias that accepts real distances, "
@@ -158,9 +140,9 @@ class FarPositionsConfig(PositionMapConfig):
         biases: list[LogitBias] = []
         if rotation is not None:
             rotation.mapped_again = True
-            biases.append(FarRotation(cast("RotaryMap", rotation), self.far_positions()))
+            biases.append(FarRotation(cast("RotaryMap", rotation), self))
         if bias is not None:
-            biases.append(FarDistanceBias(cast("DistanceBias", bias), self.far_positions()))
+            biases.append(FarDistanceBias(cast("DistanceBias", bias), self))
         return SchemeParts(parts.additive, rotation, sum_of_biases(biases), parts.logit_scale)
 
 

@@ -8,40 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes.position_maps.pairwise import FarPositions, FarPositionsConfig
+from hf_posenc.schemes.position_maps.pairwise import FarPositionsConfig
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import check_integer, check_number
-
-
-@dataclass(frozen=True)
-class RectifiedPositions(FarPositions):
-    """The distance of far tokens is the window plus the rest of the distance divided by a factor.
-
-    Args:
-        window: as in `FarPositions`.
-        factor: the divisor; `None` for an infinite one.
-    """
-
-    factor: float | None
-
-    @property
-    def gives_real_positions(self) -> bool:
-        """Whether positions are divided by a factor."""
-        return self.factor not in (None, 1)
-
-    def query(self, ids: Tensor) -> Tensor:
-        """Returns `window + (i - window) / factor`, or `window`."""
-        if self.factor is None:
-            return torch.full_like(ids, self.window)
-        if self.factor == 1:
-            return ids
-        return self.window + (ids - self.window).float() / self.factor
-
-    def key(self, ids: Tensor) -> Tensor:
-        """Returns `j / factor`, or 0."""
-        if self.factor is None:
-            return torch.zeros_like(ids)
-        return ids if self.factor == 1 else ids.float() / self.factor
 
 
 @register_scheme
@@ -76,6 +45,21 @@ class ReRopeConfig(FarPositionsConfig):
         check_integer(self, "window", minimum=1)
         check_number(self, "factor", minimum=1, optional=True)
 
-    def far_positions(self) -> RectifiedPositions:
-        """Returns the far positions."""
-        return RectifiedPositions(self.window, self.factor)
+    @property
+    def gives_real_positions(self) -> bool:
+        """Whether positions are divided by a factor."""
+        return self.factor not in (None, 1)
+
+    def query(self, ids: Tensor) -> Tensor:
+        """Returns `window + (i - window) / factor`, or `window`."""
+        if self.factor is None:
+            return torch.full_like(ids, self.window)
+        if self.factor == 1:
+            return ids
+        return self.window + (ids - self.window).float() / self.factor
+
+    def key(self, ids: Tensor) -> Tensor:
+        """Returns `j / factor`, or 0."""
+        if self.factor is None:
+            return torch.zeros_like(ids)
+        return ids if self.factor == 1 else ids.float() / self.factor

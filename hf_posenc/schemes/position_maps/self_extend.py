@@ -8,29 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes.position_maps.pairwise import FarPositions, FarPositionsConfig
+from hf_posenc.schemes.position_maps.pairwise import FarPositionsConfig
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import check_integer
-
-
-@dataclass(frozen=True)
-class GroupedPositions(FarPositions):
-    """Far positions are grouped beyond the window.
-
-    Args:
-        window: as in `FarPositions`.
-        group: tokens per group.
-    """
-
-    group: int
-
-    def query(self, ids: Tensor) -> Tensor:
-        """Returns `floor(i / group) + window - floor(window / group)`."""
-        return self.key(ids) + (self.window - self.window // self.group)
-
-    def key(self, ids: Tensor) -> Tensor:
-        """`floor(j / group)`."""
-        return torch.div(ids, self.group, rounding_mode="floor")
 
 
 @register_scheme
@@ -65,6 +45,10 @@ class SelfExtendConfig(FarPositionsConfig):
         check_integer(self, "group", minimum=1)
         check_integer(self, "window", minimum=1)
 
-    def far_positions(self) -> GroupedPositions:
-        """Returns the far positions."""
-        return GroupedPositions(self.window, self.group)
+    def query(self, ids: Tensor) -> Tensor:
+        """Returns `floor(i / group) + window - floor(window / group)`."""
+        return self.key(ids) + (self.window - self.window // self.group)
+
+    def key(self, ids: Tensor) -> Tensor:
+        """`floor(j / group)`."""
+        return torch.div(ids, self.group, rounding_mode="floor")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -20,26 +21,19 @@ from hf_posenc.schemes.rotary.scaling import (
     YarnScaling,
 )
 
+#: Scalings whose type transformers has too.
+_STOCK_SCALINGS = (LinearScaling, DynamicScaling, YarnScaling, LongRopeScaling, Llama3Scaling)
+
+
+def _stock_options(scaling: type[RopeScaling]) -> dict[str, str]:
+    """The keys of the options of a scaling in transformers, by their names here."""
+    renamed = {"original_max_positions": "original_max_position_embeddings"}
+    return {field.name: renamed.get(field.name, field.name) for field in dataclasses.fields(scaling)}
+
+
 #: Keys that some rope types use and others ignore, as in transformers.
-_COMMON_KEYS = frozenset(
-    {
-        "type",
-        "rope_type",
-        "rope_theta",
-        "partial_rotary_factor",
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "short_factor",
-        "long_factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    }
+_COMMON_KEYS = {"type", "rope_type", "rope_theta", "partial_rotary_factor"}.union(
+    *(_stock_options(scaling).values() for scaling in _STOCK_SCALINGS)
 )
 
 
@@ -176,49 +170,20 @@ def _scaling(rope_type: str, parameters: Mapping[str, Any], max_positions: int |
 
 
 def _scaling_parameters(scaling: RopeScaling, theta: float, rotary_dim: int, context: BuildContext) -> dict[str, Any]:
-    match scaling:
-        case LinearScaling():
-            return {"rope_type": "linear", "factor": scaling.factor}
-        case NtkScaling():
-            return {"rope_theta": scaling.stretched_theta(theta, rotary_dim)}
-        case DynamicScaling():
-            if context.max_positions != scaling.original_max_positions:
-                raise UnsupportedError(
-                    "A stock 'dynamic' rope takes its original length from max_position_embeddings, which is "
-                    f"{context.max_positions}, but this scaling has {scaling.original_max_positions}."
-                )
-            return {"rope_type": "dynamic", "factor": scaling.factor}
-        case YarnScaling():
-            optional = {
-                "attention_factor": scaling.attention_factor,
-                "mscale": scaling.mscale,
-                "mscale_all_dim": scaling.mscale_all_dim,
-            }
-            return {
-                "rope_type": "yarn",
-                "factor": scaling.factor,
-                "original_max_position_embeddings": scaling.original_max_positions,
-                "beta_fast": scaling.beta_fast,
-                "beta_slow": scaling.beta_slow,
-                "truncate": scaling.truncate,
-            } | {key: value for key, value in optional.items() if value is not None}
-        case LongRopeScaling():
-            return {
-                "rope_type": "longrope",
-                "short_factor": list(scaling.short_factor),
-                "long_factor": list(scaling.long_factor),
-                "original_max_position_embeddings": scaling.original_max_positions,
-                "attention_factor": scaling.attention_scaling(context.max_positions),
-            } | ({} if scaling.factor is None else {"factor": scaling.factor})
-        case Llama3Scaling():
-            return {
-                "rope_type": "llama3",
-                "factor": scaling.factor,
-                "low_freq_factor": scaling.low_freq_factor,
-                "high_freq_factor": scaling.high_freq_factor,
-                "original_max_position_embeddings": scaling.original_max_positions,
-            }
-    raise UnsupportedError(f"Stock rope_parameters have no type for the scaling {scaling.type!r}.")
+    if isinstance(scaling, NtkScaling):
+        return {"rope_theta": scaling.stretched_theta(theta, rotary_dim)}
+    if not isinstance(scaling, _STOCK_SCALINGS):
+        raise UnsupportedError(f"Stock rope_parameters have no type for the scaling {scaling.type!r}.")
+    options = {key: getattr(scaling, name) for name, key in _stock_options(type(scaling)).items()}
+    if isinstance(scaling, DynamicScaling) and context.max_positions != options.pop("original_max_position_embeddings"):
+        raise UnsupportedError(
+            "A stock 'dynamic' rope takes its original length from max_position_embeddings, which is "
+            f"{context.max_positions}, but this scaling has {scaling.original_max_positions}."
+        )
+    if isinstance(scaling, LongRopeScaling):
+        options["attention_factor"] = scaling.attention_scaling(context.max_positions)
+    stated = {key: list(value) if isinstance(value, tuple) else value for key, value in options.items()}
+    return {"rope_type": scaling.type} | {key: value for key, value in stated.items() if value is not None}
 
 
 def _set_attention_factor(parameters: dict[str, Any], config: RopeConfig, context: BuildContext) -> None:

@@ -28,26 +28,23 @@ class XposMap(RotaryMap):
     """A rotation that also scales queries down and keys up with their position.
 
     Args:
-        inverse_frequencies: as in `RotaryMap`.
-        layout: as in `RotaryMap`.
-        decay: `(rotary_dim / 2,)` float32, the natural logarithm of `zeta` of each pair, divided by `scale_base`.
-        origin: the position at which magnitudes are kept.
-        max_distance: the maximum distance from the origin, in positions, at which magnitudes fit float32.
+        config: the options.
+        context: the place in the model.
     """
 
     symmetric = False
 
-    def __init__(
-        self, inverse_frequencies: Tensor, layout: str, decay: Tensor, origin: float, max_distance: float
-    ) -> None:
-        super().__init__(inverse_frequencies, layout)
-        self.origin = origin
+    def __init__(self, config: XposConfig, context: BuildContext) -> None:
+        rotary_dim = resolve_rotary_dim(config, config.rotary_dim, context)
+        super().__init__(rope_inverse_frequencies(config.theta, rotary_dim), config.layout)
+        self.origin = config.origin
         self.length_reach = Reach(
-            math.floor(origin + max_distance),
-            f"whose xPos magnitudes fit float32 around the origin {origin}. Give a larger scale_base or gamma, or move "
-            "the origin.",
+            math.floor(config.origin + config.reach),
+            f"whose xPos magnitudes fit float32 around the origin {config.origin}. Give a larger scale_base or gamma, "
+            "or move the origin.",
         )
-        self._decay = DeviceConstant(decay)
+        zeta = (rope_exponents(rotary_dim) + config.gamma) / (1 + config.gamma)
+        self._decay = DeviceConstant(zeta.log() / config.scale_base)
 
     def phases(self, positions: Positions) -> tuple[Tensor, ...]:
         """Returns cosine and sine of queries, then of keys, each `(batch or 1, query_len, rotary_dim)` in float32.
@@ -119,15 +116,15 @@ class XposConfig(SchemeConfig):
         check_number(self, "gamma", minimum=SMALLEST_FACTOR, maximum=LARGEST_LENGTH)
         check_number(self, "scale_base", minimum=SMALLEST_FACTOR, maximum=LARGEST_LENGTH)
         check_number(self, "origin", minimum=0, maximum=LARGEST_LENGTH)
-        if self.origin > self._reach:
+        if self.origin > self.reach:
             raise ValueError(
-                f"XposConfig.origin is {self.origin}; expected at most {math.floor(self._reach)}, because otherwise "
+                f"XposConfig.origin is {self.origin}; expected at most {math.floor(self.reach)}, because otherwise "
                 "the magnitude of a query at position 0 does not fit float32. Give a smaller origin or a larger "
                 "scale_base."
             )
 
     @property
-    def _reach(self) -> float:
+    def reach(self) -> float:
         """The maximum distance from the origin, in positions, at which the fastest pair's magnitude fits float32."""
         return MAX_LOG_MAGNITUDE * self.scale_base / math.log1p(1 / self.gamma)
 
@@ -143,7 +140,4 @@ class XposConfig(SchemeConfig):
                 "XposConfig does not support a bidirectional model: its factor decays for past keys but grows "
                 "without bound for later keys. Use 'rope', or compose it with a symmetric bias such as 'alibi'."
             )
-        rotary_dim = resolve_rotary_dim(self, self.rotary_dim, context)
-        decay = ((rope_exponents(rotary_dim) + self.gamma) / (1 + self.gamma)).log() / self.scale_base
-        frequencies = rope_inverse_frequencies(self.theta, rotary_dim)
-        return SchemeParts(query_key_map=XposMap(frequencies, self.layout, decay, self.origin, self._reach))
+        return SchemeParts(query_key_map=XposMap(self, context))
