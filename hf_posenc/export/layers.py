@@ -172,6 +172,28 @@ def spectrum_of(part: QueryKeyMap | None) -> Spectrum | None:
     return Spectrum(rows[0], part.layout, float(part.attention_scaling))
 
 
+def one_spectrum(layers: list[PlacedLayer], carrier: str) -> tuple[list[Spectrum], Spectrum]:
+    """The rotation of each layer, for a carrier that turns by the same angles in all of them, and the first.
+
+    Raises:
+        UnsupportedError: if a layer does not rotate, or they turn by other angles.
+    """
+    spectra = [spectrum for layer in layers if (spectrum := spectrum_of(layer.query_key_map)) is not None]
+    if len(spectra) < len(layers) or any(not one.turns_as(spectra[0]) for one in spectra):
+        raise UnsupportedError(f"{carrier} has the same rotation in all layers.")
+    return spectra, spectra[0]
+
+
+def refuse_vectors(model: PreTrainedModel, reason: str) -> None:
+    """Refuses a scheme that adds vectors to the embeddings.
+
+    Raises:
+        UnsupportedError: with the reason.
+    """
+    if any(encoding.additive is not None for _, encoding in _stacks(model)):
+        raise UnsupportedError(reason)
+
+
 def _keeps(part: QueryKeyMap, base: type, methods: tuple[str, ...]) -> bool:
     """Whether a part overrides none of some methods of its base class."""
     return all(getattr(type(part), method) is getattr(base, method) for method in methods)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, TypeVar
 
-from hf_posenc.errors import UnknownNameError
+from hf_posenc.errors import UnknownNameError, UnsupportedError
 from hf_posenc.schemes.limits import check_shape_of_json
 from hf_posenc.schemes.option_types import as_declared, check_declared
 from hf_posenc.schemes.parts import SchemeParts
@@ -73,6 +73,10 @@ class SchemeConfig:
     merges_children: ClassVar[bool] = False
     #: Whether equal children share one set of parameters.
     shares_children: ClassVar[bool] = True
+    #: The class of its only part, which is called with the config and the context; `None` for another `build`.
+    part_class: ClassVar[type[Any] | None] = None
+    #: Why `part_class` is refused in a bidirectional model; empty if it is not.
+    causal_only: ClassVar[str] = ""
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
         """Records which options the caller passed, to distinguish them from defaults."""
@@ -137,11 +141,16 @@ class SchemeConfig:
         """Builds the parts for one layer of a model.
 
         Raises:
+            UnsupportedError: in a bidirectional model, for a scheme that is not defined for later keys.
             ValueError: if an option is not possible in this layer (for example an odd rotary width).
         """
         if self.merges_children:
             return self.merge([child.build(context) for child in self.children().values()])
-        raise NotImplementedError
+        if self.part_class is None:
+            raise NotImplementedError
+        if self.causal_only and not context.causal:
+            raise UnsupportedError(self.causal_only)
+        return SchemeParts.of(self.part_class(self, context))
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary: `{"scheme": name, **options}`; nested configs are dictionaries too."""

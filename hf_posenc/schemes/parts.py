@@ -34,7 +34,10 @@ from hf_posenc.schemes.reach import Reach
 
 
 class Part(nn.Module):
-    """Base class of all parts: declarations about caches and lengths, and adoption of native weights."""
+    """Base class of all parts: declarations about caches and lengths, and adoption of native weights.
+
+    Most parts of this package are built from two values, the config with their options and the place in a model.
+    """
 
     #: Whether the encoding of a token depends on the current length of the sequence. Such a part can extend a cache
     #: only if `check_cache` accepts it.
@@ -249,6 +252,12 @@ class SchemeParts:
     query_key_map: QueryKeyMap | None = None
     logit_bias: LogitBias | None = None
     logit_scale: LogitScale | None = None
+
+    @classmethod
+    def of(cls, part: Part) -> SchemeParts:
+        """A single part."""
+        kinds = (AdditiveEncoding, QueryKeyMap, LogitBias, LogitScale)
+        return cls(*(part if isinstance(part, kind) else None for kind in kinds))  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Part]:
         parts = (self.additive, self.query_key_map, self.logit_bias, self.logit_scale)

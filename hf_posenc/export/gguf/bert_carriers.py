@@ -8,12 +8,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.gguf.alibi import refuse_other_biases
 from hf_posenc.export.gguf.bert_blocks import bert_form, fold_rotations, model_length
 from hf_posenc.export.gguf.form import GgufForm
-from hf_posenc.export.gguf.parts import (
-    EQUAL,
-    ModelParts,
-    refuse_other_parts,
-    rotation_of,
-)
+from hf_posenc.export.gguf.parts import EQUAL, ModelParts, refuse_other_parts, rotations_of
 from hf_posenc.export.layers import rows_of
 
 
@@ -36,11 +31,8 @@ def alibi(parts: ModelParts) -> GgufForm:
 
 def one_rope(parts: ModelParts) -> GgufForm:
     """One spectrum of RoPE in all layers, with any base and factor, in all of a head or its first dimensions."""
-    refuse_other_parts(parts, "query_key_map")
-    rotations = [rotation_of(layer) for layer in parts.layers]
+    rotations = rotations_of(parts)
     frequencies = rotations[0].frequencies
-    if any(rotation.spectrum() != rotations[0].spectrum() for rotation in rotations):
-        raise UnsupportedError("the layers have different frequencies")
     pairs = int(frequencies.count_nonzero())
     turning = frequencies[:pairs]
     if not pairs or not turning.all():

@@ -13,8 +13,8 @@ from hf_posenc.export.samples import random_ids, spans
 #: The largest differences by what was compared: "logits" (minus their mean, relative to the largest where that exceeds
 #: 1), "probabilities" of the next token, and "hidden states" (relative to the largest where that exceeds 1).
 Differences = dict[str, float]
-#: Runs the model and compares it with what llama.cpp has returned; the result is by mode, "prefill" and "decode".
-Measure = Callable[[], dict[str, Differences]]
+#: Runs the model and compares it with what llama.cpp has returned, each time in a mode, "prefill" or "decode".
+Measure = Callable[[], Iterable[tuple[str, Differences]]]
 #: New tokens per prompt. The first is predicted from the prompt, the others with llama.cpp's cache.
 STEPS = 8
 #: Lengths of prompts in tokens. A constant spectrum is compared well enough by these, because an error of a frequency

@@ -10,7 +10,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.gguf.alibi import refuse_other_biases
 from hf_posenc.export.gguf.form import GgufForm
 from hf_posenc.export.gguf.gpt_blocks import gpt_form, map_queries_and_keys
-from hf_posenc.export.gguf.parts import ModelParts, Rotation, refuse_other_parts, rotation_of
+from hf_posenc.export.gguf.parts import ModelParts, Rotation, refuse_other_parts, rotations_of
 from hf_posenc.export.gguf.rope_scaling import scaling_entries
 from hf_posenc.export.layers import rows_of
 from hf_posenc.schemes import RopeConfig
@@ -54,7 +54,7 @@ def alibi_and_vectors(parts: ModelParts) -> GgufForm:
 
 def scaled_rotation(parts: ModelParts) -> GgufForm:
     """RoPE with linear scaling or YaRN, with the options that llama.cpp reads."""
-    rotations = _rotations(parts)
+    rotations = rotations_of(parts)
     entries = scaling_entries(parts.scheme, float(rotations[0].factors[0]))
     assert isinstance(parts.scheme, RopeConfig)
     kind = entries["rope.scaling.type"]
@@ -65,7 +65,7 @@ def scaled_rotation(parts: ModelParts) -> GgufForm:
 
 def geometric_rotation(parts: ModelParts) -> GgufForm:
     """A rotation whose frequencies decrease by a constant factor; pairs may also stand still."""
-    rotations = _rotations(parts)
+    rotations = rotations_of(parts)
     turning = rotations[0].frequencies.abs()
     turning = turning[turning > 0].sort(descending=True).values
     count = len(turning)
@@ -81,15 +81,6 @@ def geometric_rotation(parts: ModelParts) -> GgufForm:
     if abs(float(turning[0]) - 1) > _EQUAL:
         entries = {"rope.scaling.type": "linear", "rope.scaling.factor": 1 / float(turning[0])}
     return _rotated(parts, rotations, base, entries, "'gptneox'")
-
-
-def _rotations(parts: ModelParts) -> list[Rotation]:
-    """The rotations of the layers, which have to be the same."""
-    refuse_other_parts(parts, "query_key_map")
-    rotations = [rotation_of(layer) for layer in parts.layers]
-    if len({one.spectrum() for one in rotations}) > 1:
-        raise UnsupportedError("the layers have different frequencies")
-    return rotations
 
 
 def _rotated(

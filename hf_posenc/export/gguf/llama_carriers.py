@@ -11,7 +11,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.gguf.alibi import refuse_other_biases
 from hf_posenc.export.gguf.form import GgufForm
 from hf_posenc.export.gguf.llama_blocks import llama_form, reorder_heads, widen_heads
-from hf_posenc.export.gguf.parts import EQUAL, ModelParts, Rotation, refuse_other_parts, rotation_of
+from hf_posenc.export.gguf.parts import EQUAL, ModelParts, refuse_other_parts, rotations_of
 from hf_posenc.export.gguf.rope_scaling import scaling_entries
 from hf_posenc.schemes import SchemeConfig
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
@@ -24,9 +24,7 @@ _SMOLLM3_STEP = 4
 
 def shared_spectrum(parts: ModelParts) -> GgufForm:
     """One spectrum in all layers, as a factor of each pair of RoPE's spectrum."""
-    rotations = _rotations(parts)
-    if len({rotation.spectrum() for rotation in rotations}) > 1:
-        raise UnsupportedError("the layers have different frequencies")
+    rotations = rotations_of(parts)
     form = llama_form(parts, "llama", "the architecture 'llama'")
     reorder_heads(form, rotations)
     return _with_spectrum(form, rotations[0].frequencies, _theta(parts.scheme))
@@ -34,7 +32,7 @@ def shared_spectrum(parts: ModelParts) -> GgufForm:
 
 def scaling_metadata(parts: ModelParts) -> GgufForm:
     """Linear scaling and YaRN with the options that llama.cpp reads."""
-    scheme, rotations = parts.scheme, _rotations(parts)
+    scheme, rotations = parts.scheme, rotations_of(parts, same=False)
     entries = scaling_entries(scheme, float(rotations[0].factors[0]))
     if len({rotation.spectrum() for rotation in rotations}) > 1 or not bool(rotations[0].frequencies.all()):
         raise UnsupportedError("RoPE does not rotate the whole head in every layer")
@@ -50,7 +48,7 @@ def scaling_metadata(parts: ModelParts) -> GgufForm:
 
 def every_fourth_layer_stopped(parts: ModelParts) -> GgufForm:
     """The layers of SmolLM3: RoPE, and no positions in every fourth layer."""
-    rotations = _rotations(parts)
+    rotations = rotations_of(parts, same=False)
     theta = _theta(parts.scheme)
     head_dim = parts.layers[0].head_dim
     rope = rope_inverse_frequencies(theta, head_dim).double()
@@ -69,7 +67,7 @@ def every_fourth_layer_stopped(parts: ModelParts) -> GgufForm:
 
 def spectrum_per_layer(parts: ModelParts) -> GgufForm:
     """A spectrum in each layer, in wide heads: each layer uses its own part of the pairs."""
-    rotations = _rotations(parts)
+    rotations = rotations_of(parts, same=False)
     spectra = list(dict.fromkeys(rotation.spectrum() for rotation in rotations))
     if len(spectra) > 4:
         raise UnsupportedError(
@@ -97,11 +95,6 @@ def alibi(parts: ModelParts) -> GgufForm:
 
 def _is_projection_bias(name: str) -> bool:
     return name.split(".")[-2] in ("attn_q", "attn_k", "attn_v")
-
-
-def _rotations(parts: ModelParts) -> list[Rotation]:
-    refuse_other_parts(parts, "query_key_map")
-    return [rotation_of(layer) for layer in parts.layers]
 
 
 def _with_spectrum(form: GgufForm, frequencies: Tensor, theta: float) -> GgufForm:

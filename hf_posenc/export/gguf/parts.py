@@ -36,11 +36,6 @@ class StackParts:
     stack: Stack
     encoding: StackEncoding
 
-    @property
-    def layers(self) -> list[LayerEncoding]:
-        """The parts of each layer."""
-        return self.encoding.layers
-
 
 @dataclass(frozen=True)
 class ModelParts:
@@ -83,7 +78,7 @@ class ModelParts:
     @property
     def layers(self) -> list[LayerEncoding]:
         """The parts of each layer of the only stack."""
-        return self.only.layers
+        return self.encoding.layers
 
 
 def parts_of(model: PreTrainedModel) -> ModelParts:
@@ -151,6 +146,23 @@ def rotation_of(layer: LayerEncoding) -> Rotation:
     return Rotation(frequencies, [*order, *range(rotated, width)], factors, given)
 
 
+def rotations_of(parts: ModelParts, *, same: bool = True) -> list[Rotation]:
+    """The rotation of each layer, of a scheme that does nothing else.
+
+    Args:
+        parts: the model.
+        same: whether they have to turn by the same frequencies.
+
+    Raises:
+        UnsupportedError: for another scheme.
+    """
+    refuse_other_parts(parts, "query_key_map")
+    rotations = [rotation_of(layer) for layer in parts.layers]
+    if same and len({rotation.spectrum() for rotation in rotations}) > 1:
+        raise UnsupportedError("the layers have different frequencies")
+    return rotations
+
+
 #: What parts do, by their kind.
 _ACTIONS = {
     "additive": "adds vectors to the embeddings",
@@ -173,7 +185,7 @@ def refuse_other_parts(parts: ModelParts, *allowed: str) -> None:
     found: list[tuple[str, object]] = []
     for one in parts.stacks:
         found.append(("additive", one.encoding.additive))
-        for layer in one.layers:
+        for layer in one.encoding.layers:
             found += [(kind, getattr(layer, kind)) for kind in ("query_key_map", "logit_bias", "logit_scale")]
     for kind, part in found:
         if part is not None and kind not in allowed:

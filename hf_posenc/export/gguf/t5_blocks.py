@@ -36,7 +36,7 @@ def t5_form(parts: ModelParts) -> GgufForm:
     model = parts.model
     config: Any = model.config
     _refuse_other_blocks(parts)
-    encoder, *decoder = (len(one.layers) for one in parts.stacks)
+    encoder, *decoder = (len(one.encoding.layers) for one in parts.stacks)
     if decoder and decoder[0] > encoder:
         raise UnsupportedError(
             f"{type(model).__name__} has {decoder[0]} layers in the decoder and {encoder} in the encoder; llama.cpp's "

@@ -44,14 +44,14 @@ def buckets(parts: ModelParts) -> GgufForm:
 
 
 def _layers(parts: ModelParts) -> Iterator[LayerEncoding]:
-    return (layer for one in parts.stacks for layer in one.layers)
+    return (layer for one in parts.stacks for layer in one.encoding.layers)
 
 
 def _tables(parts: ModelParts, count: int) -> dict[str, Tensor]:
     """Tables of `(buckets, heads)`. Layers without one have that of the first."""
     found = {}
     for side, one in zip(("enc", "dec"), parts.stacks, strict=False):
-        tables = [_table(layer, count, not one.stack.causal) for layer in one.layers]
+        tables = [_table(layer, count, not one.stack.causal) for layer in one.encoding.layers]
         shared = all(torch.equal(table, tables[0]) for table in tables)
         for place, table in enumerate(tables[:1] if shared else tables):
             found[f"{side}.blk.{place}.attn_rel_b.weight"] = table

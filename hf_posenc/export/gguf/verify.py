@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -35,10 +36,10 @@ def compare(model: PreTrainedModel, file: Path, length: int, same_gelu: bool) ->
     """
     kinds = {(True,): _decoder, (False,): encoder, (False, True): encoder_decoder}
     measure = kinds[tuple(stack.causal for stack in find_stacks(model))](model, file, length)
-    found = measure()
+    found = by_mode(measure())
     if same_gelu and has_gelu(model):
         with gelu_of_llama_cpp(model):
-            same = measure()
+            same = by_mode(measure())
         for mode, differences in same.items():
             found[mode] |= {f"{what}{SAME_GELU}": value for what, value in differences.items()}
     return found
@@ -49,16 +50,14 @@ def _decoder(model: PreTrainedModel, file: Path, length: int) -> Measure:
     context = max(map(len, prompts)) + STEPS
     predictions = predict(file, prompts, STEPS, min(_TOP, _vocabulary(model)), context)
 
-    def measure() -> dict[str, Differences]:
-        found: list[tuple[str, Differences]] = []
+    def measure() -> Iterator[tuple[str, Differences]]:
         for prompt, steps in zip(prompts, predictions, strict=True):
             # The model sees the tokens that llama.cpp chose, so that one early difference does not make all later ones.
             ids = torch.tensor([[*prompt, *(step.ids[0] for step in steps[:-1])]], device=model.device)
             logits = model(input_ids=ids, use_cache=False, **_last(model, STEPS)).logits[0, -STEPS:].float().cpu()
             for place, (expected, step) in enumerate(zip(logits, steps, strict=True)):
                 differences = token_differences(expected, torch.tensor(step.ids), torch.tensor(step.logprobs))
-                found.append(("prefill" if place == 0 else "decode", differences))
-        return by_mode(found)
+                yield "prefill" if place == 0 else "decode", differences
 
     return measure
 

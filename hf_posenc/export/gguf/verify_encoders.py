@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
-from hf_posenc.export.gguf.differences import STEPS, Differences, Measure, by_mode, prompts_for, token_differences
+from hf_posenc.export.gguf.differences import STEPS, Differences, Measure, prompts_for, token_differences
 from hf_posenc.export.gguf.run import encode, encode_and_decode
 from hf_posenc.export.gguf.t5_blocks import start_token
 from hf_posenc.export.samples import relative_difference
@@ -18,12 +19,11 @@ def encoder(model: PreTrainedModel, file: Path, length: int) -> Measure:
     prompts = prompts_for(model, length)
     states = encode(file, prompts)
 
-    def measure() -> dict[str, Differences]:
-        found: list[tuple[str, Differences]] = []
+    def measure() -> Iterator[tuple[str, Differences]]:
         for prompt, state in zip(prompts, states, strict=True):
             expected = model(input_ids=torch.tensor([prompt], device=model.device)).last_hidden_state[0].float().cpu()
-            found += [("prefill", {"hidden states": relative_difference(one, expected)}) for one in state]
-        return by_mode(found)
+            for one in state:
+                yield "prefill", {"hidden states": relative_difference(one, expected)}
 
     return measure
 
@@ -39,14 +39,12 @@ def encoder_decoder(model: PreTrainedModel, file: Path, length: int) -> Measure:
     batches = [[target[: 1 - STEPS], *([token] for token in target[1 - STEPS :])] for target in targets]
     logits = encode_and_decode(file, prompts, batches)
 
-    def measure() -> dict[str, Differences]:
-        found: list[tuple[str, Differences]] = []
+    def measure() -> Iterator[tuple[str, Differences]]:
         for prompt, target, rows in zip(prompts, targets, logits, strict=True):
             ids, after = (torch.tensor([one], device=model.device) for one in (prompt, target))
             expected = model(input_ids=ids, decoder_input_ids=after, use_cache=False).logits[0, -STEPS:].float().cpu()
             for place, (one, row) in enumerate(zip(expected, rows, strict=True)):
                 differences = token_differences(one, torch.arange(len(one)), row[: len(one)].log_softmax(-1))
-                found.append(("prefill" if place == 0 else "decode", differences))
-        return by_mode(found)
+                yield "prefill" if place == 0 else "decode", differences
 
     return measure

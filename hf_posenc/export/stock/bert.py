@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import MPNetConfig, PreTrainedModel, RoFormerConfig
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.export.layers import PlacedLayer, placed_additives, placed_layers, refuse_beyond_rotation, spectrum_of
+from hf_posenc.export.layers import PlacedLayer, one_spectrum, placed_layers, refuse_beyond_rotation, refuse_vectors
 from hf_posenc.export.stock.form import StockForm, stock_config, stock_state
 from hf_posenc.export.stock.spectrum import fold
 from hf_posenc.schemes.bias.t5 import T5Bias
@@ -38,16 +38,12 @@ def roformer(model: PreTrainedModel) -> StockForm:
     state = _without_table(stock_state(model))
     if any("pooler" in key for key in state):
         raise UnsupportedError(_POOLER.format("RoFormer"))
-    spectra = [spectrum_of(layer.query_key_map) for layer in layers]
-    first = spectra[0]
-    if first is None or any(one is None or not one.turns_as(first) for one in spectra):
-        raise UnsupportedError("RoFormer has the same rotation in all layers.")
+    spectra, first = one_spectrum(layers, "RoFormer")
     if first.rotary_dim != layers[0].attention.head_dim:
         raise UnsupportedError("RoFormer rotates all dimensions of a head.")
     if first.scaling != 1.0:
         raise UnsupportedError("RoFormer does not scale cosine and sine.")
     for layer, spectrum in zip(layers, spectra, strict=True):
-        assert spectrum is not None
         fold(state, layer, spectrum, "interleaved")
     # RoFormer reads its phases from a table, so they can be computed in float64.
     angles = torch.arange(config.max_position_embeddings, dtype=torch.float64)[:, None] * first.frequencies
@@ -101,8 +97,7 @@ def _bert(model: PreTrainedModel, prefix: str) -> tuple[list[PlacedLayer], Any, 
     found = getattr(transformers, name.replace("Bert", prefix, 1), None)
     if found is None or getattr(config, "is_decoder", False):
         raise UnsupportedError(f"There is no {prefix} class for a {name}{' decoder' if found else ''}.")
-    if any(additive is not None for _, additive in placed_additives(model)):
-        raise UnsupportedError(f"{prefix} is tried only for schemes that add no vectors to the embeddings.")
+    refuse_vectors(model, f"{prefix} is tried only for schemes that add no vectors to the embeddings.")
     config.max_position_embeddings = model.position_encoding.lengths.current or config.max_position_embeddings
     return placed_layers(model), config, found
 

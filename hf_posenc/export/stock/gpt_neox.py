@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, GPTNeoXModel, PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.export.layers import Spectrum, placed_additives, placed_layers, refuse_beyond_rotation, spectrum_of
+from hf_posenc.export.layers import Spectrum, one_spectrum, placed_layers, refuse_beyond_rotation, refuse_vectors
 from hf_posenc.export.stock.form import StockForm, stock_config, stock_state
 from hf_posenc.export.stock.spectrum import base_of, rotation_parameters
 
@@ -44,14 +44,10 @@ def gpt_neox(model: PreTrainedModel) -> StockForm:
         raise UnsupportedError(f"There is no GPT-NeoX class for this {type(model).__name__}.")
     if not config.scale_attn_weights or config.scale_attn_by_inverse_layer_idx:
         raise UnsupportedError("GPT-NeoX always divides its logits by the square root of the width of a head.")
-    if any(additive is not None for _, additive in placed_additives(model)):
-        raise UnsupportedError("GPT-NeoX has no table of positions.")
+    refuse_vectors(model, "GPT-NeoX has no table of positions.")
     layers = placed_layers(model)
     refuse_beyond_rotation(layers, "GPT-NeoX")
-    spectra = [spectrum_of(layer.query_key_map) for layer in layers]
-    first = spectra[0]
-    if first is None or any(one is None or not one.turns_as(first) for one in spectra):
-        raise UnsupportedError("GPT-NeoX has the same rotation in all layers.")
+    spectra, first = one_spectrum(layers, "GPT-NeoX")
     head_dim = layers[0].attention.head_dim
     state = {}
     for key, value in stock_state(model).items():
@@ -78,9 +74,8 @@ def gpt_neox(model: PreTrainedModel) -> StockForm:
     return StockForm(found, written, state, f"{found.__name__} with its rotation")
 
 
-def _by_head(rows: Tensor, spectrum: Spectrum | None, head_dim: int) -> Tensor:
+def _by_head(rows: Tensor, spectrum: Spectrum, head_dim: int) -> Tensor:
     """Reorders `(3 * heads * head_dim, ...)`, all queries first, to the queries, keys and values of each head."""
-    assert spectrum is not None
     query, key, value = rows.chunk(3)
     heads = query.shape[0] // head_dim
     query, key = (spectrum.folded(part, heads, head_dim, "half") for part in (query, key))

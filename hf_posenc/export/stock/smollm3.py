@@ -6,7 +6,7 @@ import transformers
 from transformers import PreTrainedModel, SmolLM3Config
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.export.layers import placed_additives, placed_layers, refuse_beyond_rotation, spectrum_of
+from hf_posenc.export.layers import placed_layers, refuse_beyond_rotation, refuse_vectors, spectrum_of
 from hf_posenc.export.stock.form import StockForm, stock_config, stock_state, write_current_length
 from hf_posenc.export.stock.spectrum import base_of, fold, rotation_parameters
 
@@ -34,8 +34,7 @@ def smollm3(model: PreTrainedModel) -> StockForm:
         raise UnsupportedError("The model has a sliding window, which a SmolLM3 applies in other layers.")
     layers = placed_layers(model)
     refuse_beyond_rotation(layers, "SmolLM3")
-    if any(additive is not None for _, additive in placed_additives(model)):
-        raise UnsupportedError("SmolLM3 has no table of positions.")
+    refuse_vectors(model, "SmolLM3 has no table of positions.")
     write_current_length(config, model)
     state = stock_state(model)
     spectra = [spectrum_of(layer.query_key_map) for layer in layers]

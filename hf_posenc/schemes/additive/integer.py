@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.device_constant import DeviceConstant
-from hf_posenc.schemes.parts import AdditiveEncoding, SchemeParts
+from hf_posenc.schemes.parts import AdditiveEncoding
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import check_boolean, check_choice, check_integer, check_strength
@@ -22,12 +22,7 @@ _RANDOM_DIRECTION_SEED = 20241125
 
 
 class DirectionEncoding(AdditiveEncoding):
-    """Adds `scale * coordinate(p) * direction`. Subclasses define the coordinate of a position.
-
-    Args:
-        config: the options.
-        context: the place in the model.
-    """
+    """Adds `scale * coordinate(p) * direction`. Subclasses define the coordinate of a position."""
 
     def __init__(self, config: _AlongDirectionConfig, context: BuildContext) -> None:
         super().__init__()
@@ -58,12 +53,7 @@ class DirectionEncoding(AdditiveEncoding):
 
 
 class NormalizedEncoding(DirectionEncoding):
-    """`DirectionEncoding` with the coordinate `p / N`.
-
-    Args:
-        config: the options.
-        context: the place in the model.
-    """
+    """`DirectionEncoding` with the coordinate `p / N`."""
 
     def __init__(self, config: NormalizedIntegerConfig, context: BuildContext) -> None:
         super().__init__(config, context)
@@ -124,13 +114,10 @@ class IntegerConfig(_AlongDirectionConfig):
     """
 
     name: ClassVar[str] = "integer"
+    part_class = DirectionEncoding
 
     scale: float = 1.0
     direction: str = "ones"
-
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Builds an additive encoding."""
-        return SchemeParts(additive=DirectionEncoding(self, context))
 
 
 @register_scheme
@@ -153,6 +140,7 @@ class NormalizedIntegerConfig(_AlongDirectionConfig):
     """
 
     name: ClassVar[str] = "normalized_integer"
+    part_class = NormalizedEncoding
 
     length: int | None = None
     subtract_one: bool = False
@@ -163,10 +151,6 @@ class NormalizedIntegerConfig(_AlongDirectionConfig):
         super().__post_init__()
         check_integer(self, "length", minimum=1, optional=True)
         check_boolean(self, "subtract_one")
-
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Builds an additive encoding that depends on the sequence length unless `length` is given."""
-        return SchemeParts(additive=NormalizedEncoding(self, context))
 
 
 def _fixed_direction(direction: str, hidden_size: int) -> Tensor:

@@ -24,12 +24,7 @@ from hf_posenc.schemes.weights import NormalWeights
 
 
 class LearnedEncoding(NormalWeights, AdditiveEncoding):
-    """Row `p + offset` of a trainable table.
-
-    Args:
-        config: the options.
-        context: the place in the model.
-    """
+    """Row `p + offset` of a trainable table."""
 
     whole_positions = True
 

@@ -8,10 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.limits import MOST_DISTANCES
-from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
+from hf_posenc.schemes.parts import PairwiseBias
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import check_integer, check_number
@@ -21,10 +20,6 @@ from hf_posenc.schemes.weights import NormalWeights
 class CopeBias(NormalWeights, PairwiseBias):
     """The product of each query with a learned vector per position. Positions count the keys that pass the query's
     gates.
-
-    Args:
-        config: the options.
-        context: the place in the model.
     """
 
     whole_heads = False
@@ -119,6 +114,11 @@ class CopeConfig(SchemeConfig):
 
     name: ClassVar[str] = "cope"
     per_layer: ClassVar[bool] = True
+    part_class = CopeBias
+    causal_only = (
+        "cope counts the tokens from a key up to the query. This is not defined for later keys, but this "
+        "model is bidirectional and attends to them. Use 'shaw' or 'transformer_xl'."
+    )
 
     num_positions: int = 64
     initial_std: float = 0.0
@@ -126,16 +126,3 @@ class CopeConfig(SchemeConfig):
     def __post_init__(self) -> None:
         check_integer(self, "num_positions", minimum=2, maximum=MOST_DISTANCES)
         check_number(self, "initial_std", minimum=0)
-
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Builds a logit bias.
-
-        Raises:
-            UnsupportedError: in a bidirectional model.
-        """
-        if not context.causal:
-            raise UnsupportedError(
-                "cope counts the tokens from a key up to the query. This is not defined for later keys, but this "
-                "model is bidirectional and attends to them. Use 'shaw' or 'transformer_xl'."
-            )
-        return SchemeParts(logit_bias=CopeBias(self, context))

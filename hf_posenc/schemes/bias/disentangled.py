@@ -47,12 +47,7 @@ class LogBuckets:
 
 
 class DisentangledBias(NormalWeights, PairwiseBias):
-    """The products of queries, and of keys, with a learned vector per distance.
-
-    Args:
-        config: the options.
-        context: the place in the model.
-    """
+    """The products of queries, and of keys, with a learned vector per distance."""
 
     reads_later_keys = False
     reads_heads = True

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_posenc.schemes.config import BuildContext, SharedConfig
 from hf_posenc.schemes.limits import LARGEST_LENGTH, LARGEST_WIDTH, SMALLEST_FACTOR
-from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
+from hf_posenc.schemes.parts import PairwiseBias
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import check_boolean, check_integer, check_number
@@ -21,27 +21,21 @@ _SMALLEST_EPSILON = 1e-12
 
 
 class FireBias(PairwiseBias):
-    """A small network applied to the distance relative to the longest possible distance.
-
-    Args:
-        num_heads: number of query heads.
-        config: the scheme's options.
-        causal: whether queries see only keys at or before their own position.
-    """
+    """A small network applied to the distance relative to the longest possible distance."""
 
     reads_later_keys = False
 
-    def __init__(self, num_heads: int, config: FireConfig, causal: bool) -> None:
+    def __init__(self, config: FireConfig, context: BuildContext) -> None:
         super().__init__()
         self.config = config
-        self.causal = causal
-        self.length_dependent = not causal
+        self.causal = context.causal
+        self.length_dependent = not context.causal
         self.c = nn.Parameter(torch.empty(1))
         self.threshold_factor = nn.Parameter(torch.empty(1))
         self.hidden_weight = nn.Parameter(torch.empty(config.width))
         self.hidden_bias = nn.Parameter(torch.empty(config.width))
-        self.output_weight = nn.Parameter(torch.empty(num_heads, config.width))
-        self.output_bias = nn.Parameter(torch.empty(num_heads))
+        self.output_weight = nn.Parameter(torch.empty(context.num_heads, config.width))
+        self.output_bias = nn.Parameter(torch.empty(context.num_heads))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -147,6 +141,7 @@ class FireConfig(SharedConfig):
     """
 
     name: ClassVar[str] = "fire"
+    part_class = FireBias
 
     width: int = 32
     initial_c: float = 0.1
@@ -160,7 +155,3 @@ class FireConfig(SharedConfig):
         check_number(self, "initial_threshold", minimum=SMALLEST_FACTOR, maximum=LARGEST_LENGTH)
         check_number(self, "epsilon", minimum=_SMALLEST_EPSILON, maximum=1.0)
         check_boolean(self, "shared")
-
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Builds a logit bias."""
-        return SchemeParts(logit_bias=FireBias(context.num_heads, self, context.causal))

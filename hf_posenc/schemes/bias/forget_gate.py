@@ -28,12 +28,7 @@ def minus_log_sigmoid(logits: Tensor) -> Tensor:
 
 
 class ForgetGateBias(SeparableBias):
-    """The sum of the logarithms of all forget gates after a key, up to the query.
-
-    Args:
-        config: the options.
-        context: the place in the model.
-    """
+    """The sum of the logarithms of all forget gates after a key, up to the query."""
 
     num_features = 1
     reads_positions = False

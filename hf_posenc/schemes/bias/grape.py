@@ -13,7 +13,7 @@ from hf_posenc.schemes.bias.alibi import alibi_slopes
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.device_constant import DeviceConstant
 from hf_posenc.schemes.limits import SMALLEST_FACTOR
-from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
+from hf_posenc.schemes.parts import PairwiseBias
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import check_boolean, check_choice, check_number
@@ -23,12 +23,7 @@ _DIRECTIONS = {"key": "direction", "query": "query_direction"}
 
 
 class GrapeBias(PairwiseBias):
-    """ALiBi with a slope that depends on the key, on the query, or on both.
-
-    Args:
-        config: the options.
-        context: the place in the model.
-    """
+    """ALiBi with a slope that depends on the key, on the query, or on both."""
 
     reads_later_keys = False
     reads_heads = True
@@ -106,6 +101,7 @@ class GrapeConfig(SchemeConfig):
 
     name: ClassVar[str] = "grape"
     per_layer: ClassVar[bool] = True
+    part_class = GrapeBias
 
     initial_rate: float = 1.0
     normalize: bool = True
@@ -116,7 +112,3 @@ class GrapeConfig(SchemeConfig):
         # Beyond 700 the inverse of softplus overflows.
         check_number(self, "initial_rate", minimum=SMALLEST_FACTOR, maximum=100)
         check_boolean(self, "normalize")
-
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Builds a logit bias."""
-        return SchemeParts(logit_bias=GrapeBias(self, context))

@@ -8,12 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.bias.alibi import alibi_slopes
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.device_constant import DeviceConstant
 from hf_posenc.schemes.limits import LARGEST_WIDTH
-from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
+from hf_posenc.schemes.parts import PairwiseBias
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.rotation_kernel import apply_rotation, rotation_factors
@@ -23,12 +22,7 @@ _LAYOUT = "half_reversed"
 
 
 class GrapeApBias(PairwiseBias):
-    """A sum of penalties over all tokens after a key, up to the query. Each compares one of them with the query.
-
-    Args:
-        config: the options.
-        context: the place in the model.
-    """
+    """A sum of penalties over all tokens after a key, up to the query. Each compares one of them with the query."""
 
     reads_later_keys = False
 
@@ -101,6 +95,11 @@ class GrapeApConfig(SchemeConfig):
 
     name: ClassVar[str] = "grape_ap"
     per_layer: ClassVar[bool] = True
+    part_class = GrapeApBias
+    causal_only = (
+        "grape_ap sums penalties over the tokens between an earlier key and the query. This is not defined for "
+        "later keys, but this model is bidirectional and attends to them. Use 'grape' or 'alibi'."
+    )
 
     width: int = 8
 
@@ -108,16 +107,3 @@ class GrapeApConfig(SchemeConfig):
         check_integer(self, "width", minimum=2, maximum=LARGEST_WIDTH)
         if self.width % 2:
             raise ValueError(f"GrapeApConfig.width is {self.width}; expected an even number, because pairs are turned.")
-
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Builds a logit bias.
-
-        Raises:
-            UnsupportedError: in a bidirectional model.
-        """
-        if not context.causal:
-            raise UnsupportedError(
-                "grape_ap sums penalties over the tokens between an earlier key and the query. This is not defined for "
-                "later keys, but this model is bidirectional and attends to them. Use 'grape' or 'alibi'."
-            )
-        return SchemeParts(logit_bias=GrapeApBias(self, context))

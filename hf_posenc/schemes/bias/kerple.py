@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_posenc.schemes.config import BuildContext, SharedConfig
 from hf_posenc.schemes.limits import SMALLEST_FACTOR
-from hf_posenc.schemes.parts import DistanceBias, SchemeParts
+from hf_posenc.schemes.parts import DistanceBias
 from hf_posenc.schemes.projection import projected
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import check_boolean, check_choice, check_number
@@ -20,12 +20,7 @@ LARGEST_EXPONENT = 2.0
 
 
 class KerpleBias(DistanceBias):
-    """`-r1 * log(1 + r2 * |distance|)` or `-r1 * |distance| ** r2`, with both parameters learned per head.
-
-    Args:
-        config: the options.
-        context: the place in the model.
-    """
+    """`-r1 * log(1 + r2 * |distance|)` or `-r1 * |distance| ** r2`, with both parameters learned per head."""
 
     no_weight_decay = frozenset({"r1", "r2"})
 
@@ -84,6 +79,7 @@ class KerpleConfig(SharedConfig):
     """
 
     name: ClassVar[str] = "kerple"
+    part_class = KerpleBias
 
     variant: str = "log"
     exponent: float | None = None
@@ -100,7 +96,3 @@ class KerpleConfig(SharedConfig):
                 f"KerpleConfig.exponent is {self.exponent}, but variant {self.variant!r} has no exponent. "
                 "Use variant='power', or omit exponent."
             )
-
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Builds a logit bias."""
-        return SchemeParts(logit_bias=KerpleBias(self, context))

@@ -20,12 +20,7 @@ from hf_posenc.schemes.weights import NormalWeights
 
 
 class LowRankRelativeBias(NormalWeights, PairwiseBias):
-    """A bias per distance: a mixture of a few learned profiles, with weights computed from the query token.
-
-    Args:
-        config: the options.
-        context: the place in the model.
-    """
+    """A bias per distance: a mixture of a few learned profiles, with weights computed from the query token."""
 
     reads_later_keys = False
     whole_positions = True

@@ -11,26 +11,21 @@ from torch import Tensor
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.device_constant import DeviceConstant
 from hf_posenc.schemes.limits import LARGEST_WIDTH
-from hf_posenc.schemes.parts import DistanceBias, SchemeParts
+from hf_posenc.schemes.parts import DistanceBias
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import check_base, check_integer
 
 
 class SandwichBias(DistanceBias):
-    """A fixed sum of cosines of the distance, with one factor per head.
+    """A fixed sum of cosines of the distance, with one factor per head."""
 
-    Args:
-        num_heads: number of query heads.
-        width: width of the sinusoidal vectors, twice the number of cosines.
-        base: base of their frequencies.
-    """
-
-    def __init__(self, num_heads: int, width: int, base: float) -> None:
+    def __init__(self, config: SandwichConfig, context: BuildContext) -> None:
         super().__init__()
+        num_heads, width = context.num_heads, config.width
         heads = torch.arange(1, num_heads + 1, dtype=torch.float64, device="cpu")
         exponents = torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width
         self._factors = DeviceConstant((num_heads / (8 * heads)).float())
-        self._frequencies = DeviceConstant(base**-exponents)
+        self._frequencies = DeviceConstant(config.base**-exponents)
 
     def forward(self, distance: Tensor) -> Tensor:
         """Returns `(heads, *distance.shape)` in float32."""
@@ -60,6 +55,7 @@ class SandwichConfig(SchemeConfig):
     """
 
     name: ClassVar[str] = "sandwich"
+    part_class = SandwichBias
 
     width: int = 128
     base: float = 10000.0
@@ -72,7 +68,3 @@ class SandwichConfig(SchemeConfig):
                 f"SandwichConfig.width is {self.width}; expected an even number, because each cosine is paired with a "
                 "sine."
             )
-
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Builds a logit bias."""
-        return SchemeParts(logit_bias=SandwichBias(context.num_heads, self.width, self.base))

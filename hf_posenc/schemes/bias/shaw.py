@@ -29,12 +29,7 @@ DEFAULT_MAX_DISTANCE = 16
 
 
 class ShawBias(NativeTable, PairwiseBias):
-    """The product of each query with a learned vector per clipped distance.
-
-    Args:
-        config: the options.
-        context: the place in the model.
-    """
+    """The product of each query with a learned vector per clipped distance."""
 
     reads_later_keys = False
     reads_heads = True

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hf_posenc.schemes.config import BuildContext, SharedConfig
 from hf_posenc.schemes.grids import Places, check_grid, distances_by_axis, entries_of_pairs, places
 from hf_posenc.schemes.limits import MOST_ROWS
-from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
+from hf_posenc.schemes.parts import PairwiseBias
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.resizing import INTERPOLATIONS, Resizing, tables_of_call
@@ -24,12 +24,7 @@ CLASS_ENTRIES = 3
 
 
 class SwinBias(NativeTable, PairwiseBias):
-    """One trainable number per displacement and head, in a table that is resized to the grid of the call.
-
-    Args:
-        config: the options.
-        context: the place in the model.
-    """
+    """One trainable number per displacement and head, in a table that is resized to the grid of the call."""
 
     reads_coordinates = True
     reads_later_keys = False
@@ -115,6 +110,7 @@ class SwinConfig(SharedConfig):
     """
 
     name: ClassVar[str] = "swin"
+    part_class = SwinBias
 
     grid: tuple[int, ...] = (14, 14)
     class_entries: bool = False
@@ -133,10 +129,6 @@ class SwinConfig(SharedConfig):
                 f"SwinConfig.grid is {self.grid}, which has {displacements(self.grid)} displacements; a table has at "
                 f"most {MOST_ROWS} rows. Give a smaller grid; the table is resized to the grid of a call."
             )
-
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Builds a logit bias."""
-        return SchemeParts(logit_bias=SwinBias(self, context))
 
 
 def table_size(grid: tuple[int, ...]) -> tuple[int, ...]:

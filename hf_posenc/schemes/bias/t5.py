@@ -61,12 +61,7 @@ def relative_position_bucket(distance: Tensor, num_buckets: int, max_distance: i
 
 
 class T5Bias(NativeTable, DistanceBias):
-    """One trainable number per bucket and head.
-
-    Args:
-        config: the options.
-        context: the place in the model.
-    """
+    """One trainable number per bucket and head."""
 
     whole_positions = True
 
@@ -91,12 +86,7 @@ class T5Bias(NativeTable, DistanceBias):
 
 
 class GridT5Bias(NormalWeights, PairwiseBias):
-    """The sum of one trainable number per axis, bucket and head; 0 for tokens without a place.
-
-    Args:
-        config: the options.
-        context: the place in the model.
-    """
+    """The sum of one trainable number per axis, bucket and head; 0 for tokens without a place."""
 
     reads_coordinates = True
     reads_later_keys = False

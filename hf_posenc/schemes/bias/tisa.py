@@ -10,24 +10,20 @@ from torch import Tensor, nn
 
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.limits import LARGEST_WIDTH
-from hf_posenc.schemes.parts import DistanceBias, SchemeParts
+from hf_posenc.schemes.parts import DistanceBias
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import check_integer
 
 
 class TisaBias(DistanceBias):
-    """A sum of learned Gaussian bumps over the distance, for each head.
+    """A sum of learned Gaussian bumps over the distance, for each head."""
 
-    Args:
-        num_heads: number of query heads.
-        num_kernels: number of bumps per head.
-    """
-
-    def __init__(self, num_heads: int, num_kernels: int) -> None:
+    def __init__(self, config: TisaConfig, context: BuildContext) -> None:
         super().__init__()
-        self.amplitudes = nn.Parameter(torch.empty(num_heads, num_kernels))
-        self.sharpness = nn.Parameter(torch.empty(num_heads, num_kernels))
-        self.offsets = nn.Parameter(torch.empty(num_heads, num_kernels))
+        shape = (context.num_heads, config.num_kernels)
+        self.amplitudes = nn.Parameter(torch.empty(shape))
+        self.sharpness = nn.Parameter(torch.empty(shape))
+        self.offsets = nn.Parameter(torch.empty(shape))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -66,12 +62,9 @@ class TisaConfig(SchemeConfig):
 
     name: ClassVar[str] = "tisa"
     per_layer: ClassVar[bool] = True
+    part_class = TisaBias
 
     num_kernels: int = 5
 
     def __post_init__(self) -> None:
         check_integer(self, "num_kernels", minimum=1, maximum=LARGEST_WIDTH)
-
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Builds a logit bias."""
-        return SchemeParts(logit_bias=TisaBias(context.num_heads, self.num_kernels))

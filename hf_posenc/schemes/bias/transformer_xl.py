@@ -26,12 +26,7 @@ from hf_posenc.schemes.weights import NormalWeights
 
 
 class TransformerXLBias(NormalWeights, PairwiseBias):
-    """Transformer-XL's bias: learned content and position biases, and projected sinusoids of the distance.
-
-    Args:
-        config: the options.
-        context: the place in the model.
-    """
+    """Transformer-XL's bias: learned content and position biases, and projected sinusoids of the distance."""
 
     reads_later_keys = False
     reads_heads = True

@@ -23,12 +23,7 @@ _FIRST_ROW = 1
 
 
 class UntiedPositionBias(PairwiseBias):
-    """Products of learned positions, with projections of their own.
-
-    Args:
-        config: the options.
-        context: the place in the model.
-    """
+    """Products of learned positions, with projections of their own."""
 
     whole_positions = True
 

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.limits import LARGEST_LENGTH, SMALLEST_FACTOR
-from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.contextual import ContextualPlaces
@@ -25,12 +24,7 @@ _INITIAL_BIAS = math.log(math.expm1(1e-3))
 
 
 class GrapeMRotation(ContextualPlaces):
-    """A rotation by the sum of the increments of all earlier tokens.
-
-    Args:
-        config: the options.
-        context: the place in the model.
-    """
+    """A rotation by the sum of the increments of all earlier tokens."""
 
     no_weight_decay = frozenset({"bias"})
 
@@ -91,6 +85,7 @@ class GrapeMConfig(SchemeConfig):
 
     name: ClassVar[str] = "grape_m"
     per_layer: ClassVar[bool] = True
+    part_class = GrapeMRotation
 
     theta: float = 10000.0
     per_head: bool = False
@@ -104,11 +99,3 @@ class GrapeMConfig(SchemeConfig):
         check_boolean(self, "per_head")
         check_number(self, "gate_scale", minimum=SMALLEST_FACTOR, maximum=LARGEST_LENGTH)
         check_number(self, "initial_bias")
-
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Builds a rotation by sums of increments.
-
-        Raises:
-            ValueError: if the rotary width is odd or does not fit the head.
-        """
-        return SchemeParts(logit_bias=GrapeMRotation(self, context))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.device_constant import DeviceConstant
-from hf_posenc.schemes.parts import QueryKeyMap, SchemeParts
+from hf_posenc.schemes.parts import QueryKeyMap
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.projection import projected
 from hf_posenc.schemes.registry import register_scheme
@@ -21,12 +21,7 @@ from hf_posenc.schemes.validation import check_base, check_choice
 
 
 class PopeMap(QueryKeyMap):
-    """Turns every dimension of a head into a magnitude with an angle that depends only on position.
-
-    Args:
-        config: the options.
-        context: the place in the model.
-    """
+    """Turns every dimension of a head into a magnitude with an angle that depends only on position."""
 
     symmetric = False
     whole_heads = True
@@ -111,6 +106,7 @@ class PopeConfig(SchemeConfig):
 
     name: ClassVar[str] = "pope"
     per_layer: ClassVar[bool] = True
+    part_class = PopeMap
 
     theta: float = 10000.0
     initial_delta: str = "zero"
@@ -118,7 +114,3 @@ class PopeConfig(SchemeConfig):
     def __post_init__(self) -> None:
         check_base(self, "theta")
         check_choice(self, "initial_delta", ("zero", "uniform"))
-
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Builds a query-key map that doubles the width of queries and keys."""
-        return SchemeParts(query_key_map=PopeMap(self, context))

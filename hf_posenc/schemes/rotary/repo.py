@@ -8,10 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.limits import SMALLEST_FACTOR
-from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.contextual import ContextualPlaces
@@ -22,12 +20,7 @@ from hf_posenc.schemes.weights import NormalWeights
 
 
 class RepoRotation(NormalWeights, ContextualPlaces):
-    """A rotation by places that a gated projection of each token predicts.
-
-    Args:
-        config: the options.
-        context: the place in the model.
-    """
+    """A rotation by places that a gated projection of each token predicts."""
 
     angles_of_own_token = True
 
@@ -83,6 +76,12 @@ class RepoConfig(SchemeConfig):
 
     name: ClassVar[str] = "repo"
     per_layer: ClassVar[bool] = True
+    part_class = RepoRotation
+    causal_only = (
+        "repo computes the position of a token from its content alone, so the order of tokens is known only "
+        "from the causal mask. This model is bidirectional and would not see their order. Use 'grape_m' or "
+        "'rope'."
+    )
 
     theta: float = 10000.0
     width: int | None = None
@@ -95,18 +94,3 @@ class RepoConfig(SchemeConfig):
         if self.width is not None:
             check_integer(self, "width", minimum=1, maximum=2**16)
         check_number(self, "initial_std", minimum=SMALLEST_FACTOR, maximum=100)
-
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Builds a rotation by predicted places.
-
-        Raises:
-            UnsupportedError: in a bidirectional model.
-            ValueError: if the rotary width is odd or does not fit the head.
-        """
-        if not context.causal:
-            raise UnsupportedError(
-                "repo computes the position of a token from its content alone, so the order of tokens is known only "
-                "from the causal mask. This model is bidirectional and would not see their order. Use 'grape_m' or "
-                "'rope'."
-            )
-        return SchemeParts(logit_bias=RepoRotation(self, context))

@@ -22,12 +22,7 @@ from hf_posenc.schemes.validation import check_boolean, check_integer, check_num
 
 
 class SelectiveRotation(ContextualRotation):
-    """A rotation by the sum of the angles of all tokens up to each token.
-
-    Args:
-        config: the options.
-        context: the place in the model.
-    """
+    """A rotation by the sum of the angles of all tokens up to each token."""
 
     no_weight_decay = frozenset({"gate_bias"})
     finds_documents = True

@@ -8,11 +8,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.device_constant import DeviceConstant
 from hf_posenc.schemes.limits import LARGEST_LENGTH, SMALLEST_FACTOR
-from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.reach import Reach
 from hf_posenc.schemes.registry import register_scheme
@@ -25,12 +23,7 @@ MAX_LOG_MAGNITUDE = 80.0
 
 
 class XposMap(RotaryMap):
-    """A rotation that also scales queries down and keys up with their position.
-
-    Args:
-        config: the options.
-        context: the place in the model.
-    """
+    """A rotation that also scales queries down and keys up with their position."""
 
     symmetric = False
 
@@ -103,6 +96,11 @@ class XposConfig(SchemeConfig):
     """
 
     name: ClassVar[str] = "xpos"
+    part_class = XposMap
+    causal_only = (
+        "XposConfig does not support a bidirectional model: its factor decays for past keys but grows "
+        "without bound for later keys. Use 'rope', or compose it with a symmetric bias such as 'alibi'."
+    )
 
     theta: float = 10000.0
     gamma: float = 0.4
@@ -127,17 +125,3 @@ class XposConfig(SchemeConfig):
     def reach(self) -> float:
         """The maximum distance from the origin, in positions, at which the fastest pair's magnitude fits float32."""
         return MAX_LOG_MAGNITUDE * self.scale_base / math.log1p(1 / self.gamma)
-
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Builds a query-key map.
-
-        Raises:
-            UnsupportedError: in a bidirectional model.
-            ValueError: if the rotary width is odd or does not fit the head.
-        """
-        if not context.causal:
-            raise UnsupportedError(
-                "XposConfig does not support a bidirectional model: its factor decays for past keys but grows "
-                "without bound for later keys. Use 'rope', or compose it with a symmetric bias such as 'alibi'."
-            )
-        return SchemeParts(query_key_map=XposMap(self, context))

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.limits import SMALLEST_FACTOR
-from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.scale.visible_keys import VisibleKeysScale
@@ -18,12 +17,7 @@ from hf_posenc.schemes.validation import check_integer, check_number
 
 
 class Llama4Scale(VisibleKeysScale):
-    """`1 + attention_scale * log(1 + floor((position + offset) / floor_scale))`.
-
-    Args:
-        config: the options.
-        context: the place in the model.
-    """
+    """`1 + attention_scale * log(1 + floor((position + offset) / floor_scale))`."""
 
     def __init__(self, config: Llama4ScaleConfig, context: BuildContext) -> None:
         super().__init__(context)
@@ -61,6 +55,7 @@ class Llama4ScaleConfig(SchemeConfig):
     """
 
     name: ClassVar[str] = "llama4_scale"
+    part_class = Llama4Scale
 
     attention_scale: float = 0.1
     floor_scale: int = 8192
@@ -70,7 +65,3 @@ class Llama4ScaleConfig(SchemeConfig):
         check_number(self, "attention_scale", minimum=SMALLEST_FACTOR)
         check_integer(self, "floor_scale", minimum=1)
         check_integer(self, "offset", minimum=0, maximum=1)
-
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Builds a logit scale."""
-        return SchemeParts(logit_scale=Llama4Scale(self, context))

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.limits import SMALLEST_FACTOR
-from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.scale.visible_keys import VisibleKeysScale
@@ -24,12 +23,7 @@ def mean_log(length: int) -> float:
 
 
 class SSMaxScale(VisibleKeysScale):
-    """`s * log(n) + b` per head.
-
-    Args:
-        config: the options.
-        context: the place in the model.
-    """
+    """`s * log(n) + b` per head."""
 
     def __init__(self, config: SSMaxConfig, context: BuildContext) -> None:
         super().__init__(context)
@@ -78,6 +72,7 @@ class SSMaxConfig(SchemeConfig):
 
     name: ClassVar[str] = "ssmax"
     per_layer: ClassVar[bool] = True
+    part_class = SSMaxScale
 
     training_length: int = 1024
     initial_scale: float | None = None
@@ -92,7 +87,3 @@ class SSMaxConfig(SchemeConfig):
                 f"SSMaxConfig has both initial_scale={self.initial_scale} and training_length={self.training_length}, "
                 "which both set the initial scale; give only one."
             )
-
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Builds a logit scale."""
-        return SchemeParts(logit_scale=SSMaxScale(self, context))
