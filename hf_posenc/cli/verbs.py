@@ -56,20 +56,17 @@ def patch(options: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from error
     print(model.position_encoding.report)
-    if options.stock:
-        processor, _, missing = _processor(options.model, model, before)
-        with _writing(output):
-            report = hf_posenc.export_model(model, output, tokenizer=processor, overwrite=options.overwrite)
-        _note(missing)
-        print(report)
-        return 0
     processor, kind, missing = _processor(options.model, model, before)
+    done: Any = f"Saved the model{'' if processor is None else f' and its {kind}'} in {output}"
     with _writing(output):
-        model.save_pretrained(output)
-        if processor is not None:
-            processor.save_pretrained(output)
+        if options.stock:
+            done = hf_posenc.export_model(model, output, tokenizer=processor, overwrite=options.overwrite)
+        else:
+            model.save_pretrained(output)
+            if processor is not None:
+                processor.save_pretrained(output)
     _note(missing)
-    print(f"Saved the model{'' if processor is None else f' and its {kind}'} in {output}")
+    print(done)
     return 0
 
 

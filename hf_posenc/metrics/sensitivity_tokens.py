@@ -53,13 +53,11 @@ def tokenize_material(tokenizer: Any, material: Material) -> TokenizedMaterial:
                 f"The tokenizer has {len(found[name])} of the {name} {value!r} as one token, and at least {needed} are "
                 f"needed. Pass material=Material(...) with words of its language."
             )
+    words: dict[str, Any] = {
+        name: ids[0] if isinstance(getattr(material, name), str) else ids for name, ids in found.items()
+    }
     return TokenizedMaterial(
-        nouns=found["nouns"],
-        verbs=found["verbs"],
-        fillers=found["fillers"],
-        article=found["article"][0],
-        another=found["another"][0],
-        closing=found["closing"][0],
+        **words,
         passage=token_stream(tokenizer, [material.passage]),
         frame=special_frame(tokenizer, causal=False),
         mask_token_id=tokenizer.mask_token_id,

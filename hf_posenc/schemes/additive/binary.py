@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
-from hf_posenc.schemes.parts import AdditiveEncoding, SchemeParts
+from hf_posenc.schemes.parts import AdditiveEncoding
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.reach import Reach
 from hf_posenc.schemes.registry import register_scheme
@@ -20,21 +20,27 @@ _MOST_BITS = 62
 
 
 class BinaryEncoding(AdditiveEncoding):
-    """Component `c` is bit `floor(c * bits / hidden)` of the position, least significant bit first.
-
-    Args:
-        hidden_size: width of the vectors, at least `bits`.
-        bits: number of binary digits.
-        scale: the value of a set bit.
-    """
+    """Component `c` is bit `floor(c * bits / hidden)` of the position, least significant bit first."""
 
     whole_positions = True
 
-    def __init__(self, hidden_size: int, bits: int, scale: float) -> None:
+    def __init__(self, config: BinaryConfig, context: BuildContext) -> None:
         super().__init__()
-        self.hidden_size = hidden_size
+        max_positions = context.max_positions or _DEFAULT_MAX_POSITIONS
+        bits = config.bits if config.bits is not None else max((max_positions - 1).bit_length(), 1)
+        if bits > _MOST_BITS:
+            raise ValueError(
+                f"BinaryConfig.bits is None and the model's config has positions of {bits} bits; the limit is "
+                f"{_MOST_BITS}. Give bits=."
+            )
+        if bits > context.hidden_size:
+            raise ValueError(
+                f"BinaryConfig needs {bits} components for {bits} bits, but the hidden size is {context.hidden_size}: "
+                f"positions would collide. Use bits={context.hidden_size} or fewer."
+            )
+        self.hidden_size = context.hidden_size
         self.bits = bits
-        self.scale = scale
+        self.scale = config.scale
         self.length_reach = Reach(
             2**bits, f"that {bits} bits can tell apart. Patch with 'binary' and bits={bits + 1} or more."
         )
@@ -73,6 +79,7 @@ class BinaryConfig(SchemeConfig):
     """
 
     name: ClassVar[str] = "binary"
+    part_class = BinaryEncoding
 
     bits: int | None = None
     scale: float = 1.0
@@ -80,24 +87,3 @@ class BinaryConfig(SchemeConfig):
     def __post_init__(self) -> None:
         check_integer(self, "bits", minimum=1, maximum=_MOST_BITS, optional=True)
         check_strength(self, "scale")
-
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Builds an additive encoding.
-
-        Raises:
-            ValueError: if the vectors have fewer components than bits, so that positions would collide, or if the
-                model's config has more positions than 62 bits can represent.
-        """
-        max_positions = context.max_positions or _DEFAULT_MAX_POSITIONS
-        bits = self.bits if self.bits is not None else max((max_positions - 1).bit_length(), 1)
-        if bits > _MOST_BITS:
-            raise ValueError(
-                f"BinaryConfig.bits is None and the model's config has positions of {bits} bits; the limit is "
-                f"{_MOST_BITS}. Give bits=."
-            )
-        if bits > context.hidden_size:
-            raise ValueError(
-                f"BinaryConfig needs {bits} components for {bits} bits, but the hidden size is {context.hidden_size}: "
-                f"positions would collide. Use bits={context.hidden_size} or fewer."
-            )
-        return SchemeParts(additive=BinaryEncoding(context.hidden_size, bits, self.scale))

@@ -74,20 +74,16 @@ class AlibiSlopes(LogitBias):
 
 
 class AlibiBias(AlibiSlopes, DistanceBias):
-    """`-slope * |distance|` per head, in both directions or in one.
+    """`-slope * |distance|` per head, in both directions or in one."""
 
-    Args:
-        num_heads: number of query heads.
-        asymmetric: the first `ceil(heads / 2)` heads attend to the left and the others to the right.
-        learnable: as in `AlibiSlopes`.
-    """
-
-    def __init__(self, num_heads: int, asymmetric: bool, learnable: bool) -> None:
-        num_left = (num_heads + 1) // 2 if asymmetric else None
+    def __init__(self, config: AlibiConfig, context: BuildContext) -> None:
+        num_heads = context.num_heads
+        # The first half of the heads attend to the left and the others to the right.
+        num_left = (num_heads + 1) // 2 if config.variant == "asymmetric" else None
         slopes = alibi_slopes(num_heads)
         if num_left is not None:
             slopes = alibi_slopes(num_left) + alibi_slopes(num_heads - num_left)
-        super().__init__(slopes, learnable)
+        super().__init__(slopes, config.learnable)
         self.num_left = num_left
 
     def forward(self, distance: Tensor) -> Tensor:
@@ -107,20 +103,14 @@ class AlibiBias(AlibiSlopes, DistanceBias):
 
 
 class GridAlibiBias(AlibiSlopes, PairwiseBias):
-    """`-slope * distance` per head, with the Euclidean distance of two places; 0 for tokens without a place.
-
-    Args:
-        num_heads: number of query heads.
-        axes: number of axes of the grid.
-        learnable: as in `AlibiSlopes`.
-    """
+    """`-slope * distance` per head, with the Euclidean distance of two places; 0 for tokens without a place."""
 
     reads_coordinates = True
     reads_later_keys = False
 
-    def __init__(self, num_heads: int, axes: int, learnable: bool) -> None:
-        super().__init__(alibi_slopes(num_heads), learnable)
-        self.axes = axes
+    def __init__(self, config: AlibiConfig, context: BuildContext) -> None:
+        super().__init__(alibi_slopes(context.num_heads), config.learnable)
+        self.axes = config.axes
 
     def forward(self, pairs: AttentionPairs) -> Tensor:
         """Returns `(batch or 1, heads, query_len, key_len)` in float32.
@@ -201,6 +191,5 @@ class AlibiConfig(SchemeConfig):
             )
         if self.variant == "asymmetric" and context.num_heads < 2:
             raise ValueError("AlibiConfig.variant is 'asymmetric', which needs at least 2 heads. Use 'symmetric'.")
-        if self.axes > 1:
-            return SchemeParts(logit_bias=GridAlibiBias(context.num_heads, self.axes, self.learnable))
-        return SchemeParts(logit_bias=AlibiBias(context.num_heads, self.variant == "asymmetric", self.learnable))
+        bias_class = AlibiBias if self.axes == 1 else GridAlibiBias
+        return SchemeParts(logit_bias=bias_class(self, context))

@@ -8,11 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.device_constant import DeviceConstant
 from hf_posenc.schemes.limits import LARGEST_LENGTH
-from hf_posenc.schemes.parts import DistanceBias, SchemeParts, SeparableBias
+from hf_posenc.schemes.parts import DistanceBias, LogitBias, SeparableBias
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import check_choice, check_number, check_numbers
@@ -72,18 +71,14 @@ class ForgetGateBias(SeparableBias):
 
 
 class ConstantForgetGateBias(DistanceBias):
-    """A forget gate with one constant gate per head. It is linear in the distance.
-
-    Args:
-        initial_biases: the initial logit of each head's gate.
-    """
+    """A forget gate with one constant gate per head. It is linear in the distance."""
 
     no_weight_decay = frozenset({"bias"})
 
-    def __init__(self, initial_biases: Tensor) -> None:
+    def __init__(self, config: ForgetGateConfig, context: BuildContext) -> None:
         super().__init__()
-        self._initial_biases = DeviceConstant(initial_biases)
-        self.bias = nn.Parameter(torch.empty(initial_biases.shape[0]))
+        self._initial_biases = DeviceConstant(config.initial_biases(context.num_heads))
+        self.bias = nn.Parameter(torch.empty(context.num_heads))
         self.reset_parameters()
 
     @torch.no_grad()
@@ -130,6 +125,10 @@ class ForgetGateConfig(SchemeConfig):
 
     name: ClassVar[str] = "forget_gate"
     per_layer: ClassVar[bool] = True
+    causal_only = (
+        "forget_gate sums the gates of the tokens between an earlier key and the query. This is not defined "
+        "for later keys, but this model is bidirectional and attends to them. Use 'alibi' or 'grape'."
+    )
 
     gate: str = "content"
     initial_bias: float = 0.0
@@ -152,23 +151,13 @@ class ForgetGateConfig(SchemeConfig):
                 f"{self.initial_bias!r}. Use decay_times only with gate='bias_only' and without initial_bias."
             )
 
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Builds a logit bias.
+    @property
+    def part_class(self) -> type[LogitBias]:  # type: ignore[override]
+        """The bias of the gates."""
+        return ForgetGateBias if self.gate == "content" else ConstantForgetGateBias
 
-        Raises:
-            UnsupportedError: in a bidirectional model.
-        """
-        if not context.causal:
-            raise UnsupportedError(
-                "forget_gate sums the gates of the tokens between an earlier key and the query. This is not defined "
-                "for later keys, but this model is bidirectional and attends to them. Use 'alibi' or 'grape'."
-            )
-        if self.gate == "content":
-            return SchemeParts(logit_bias=ForgetGateBias(self, context))
-        return SchemeParts(logit_bias=ConstantForgetGateBias(self._initial_biases(context.num_heads)))
-
-    def _initial_biases(self, num_heads: int) -> Tensor:
-        """`(heads,)` float32."""
+    def initial_biases(self, num_heads: int) -> Tensor:
+        """The initial logit of each head's constant gate, `(heads,)` float32."""
         if self.decay_times is None:
             return torch.full((num_heads,), float(self.initial_bias), dtype=torch.float32, device="cpu")
         first, last = (torch.tensor(time, dtype=torch.float64, device="cpu").log() for time in self.decay_times)

@@ -8,11 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.bias.relative_tables import check_whole_distances, select_rows
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.limits import LARGEST_WIDTH, MOST_DISTANCES
-from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
+from hf_posenc.schemes.parts import PairwiseBias
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import check_integer
@@ -27,9 +26,16 @@ class LowRankRelativeBias(NormalWeights, PairwiseBias):
 
     def __init__(self, config: LowRankRelativeConfig, context: BuildContext) -> None:
         super().__init__()
+        input_size = context.input_size
+        if config.rank > input_size:
+            raise ValueError(
+                f"LowRankRelativeConfig.rank is {config.rank}, but the hidden states that mix the profiles have "
+                f"{input_size} components, so at most {input_size} profiles can be independent. Use rank={input_size} "
+                "or less."
+            )
         self.num_heads = context.num_heads
         self.initializer_range = context.initializer_range
-        self.projection = nn.Parameter(torch.empty(context.num_heads * config.rank, context.input_size))
+        self.projection = nn.Parameter(torch.empty(context.num_heads * config.rank, input_size))
         self.profiles = nn.Parameter(torch.empty(config.rank, config.window))
         self.reset_parameters()
 
@@ -76,6 +82,11 @@ class LowRankRelativeConfig(SchemeConfig):
 
     name: ClassVar[str] = "low_rank_relative"
     per_layer: ClassVar[bool] = True
+    part_class = LowRankRelativeBias
+    causal_only = (
+        "low_rank_relative has profiles for earlier keys only, but this model is bidirectional: its later "
+        "keys would have no positions. Use 'shaw' or 'transformer_xl'."
+    )
 
     rank: int = 16
     window: int = 1024
@@ -83,24 +94,3 @@ class LowRankRelativeConfig(SchemeConfig):
     def __post_init__(self) -> None:
         check_integer(self, "rank", minimum=1, maximum=LARGEST_WIDTH)
         check_integer(self, "window", minimum=1, maximum=MOST_DISTANCES)
-
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Builds a logit bias.
-
-        Raises:
-            UnsupportedError: in a bidirectional model.
-            ValueError: for more profiles than the hidden states have components.
-        """
-        if not context.causal:
-            raise UnsupportedError(
-                "low_rank_relative has profiles for earlier keys only, but this model is bidirectional: its later "
-                "keys would have no positions. Use 'shaw' or 'transformer_xl'."
-            )
-        input_size = context.input_size
-        if self.rank > input_size:
-            raise ValueError(
-                f"LowRankRelativeConfig.rank is {self.rank}, but the hidden states that mix the profiles have "
-                f"{input_size} components, so at most {input_size} profiles can be independent. Use rank={input_size} "
-                "or less."
-            )
-        return SchemeParts(logit_bias=LowRankRelativeBias(self, context))

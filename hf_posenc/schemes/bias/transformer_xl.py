@@ -18,7 +18,7 @@ from hf_posenc.schemes.bias.relative_tables import (
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.device_constant import DeviceConstant
 from hf_posenc.schemes.limits import MOST_DISTANCES
-from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
+from hf_posenc.schemes.parts import PairwiseBias
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import check_base, check_integer
@@ -34,6 +34,11 @@ class TransformerXLBias(NormalWeights, PairwiseBias):
     def __init__(self, config: TransformerXLConfig, context: BuildContext) -> None:
         super().__init__()
         heads, hidden = (context.num_heads, context.head_dim), context.hidden_size
+        if hidden % 2:
+            raise ValueError(
+                "transformer_xl needs vectors of hidden_size with pairs of a sine and a cosine, but hidden_size is "
+                f"{hidden}, which is odd."
+            )
         self.clamp_length = config.clamp_length
         # The clamped table has one row for each whole distance.
         self.whole_positions = config.clamp_length is not None
@@ -121,6 +126,7 @@ class TransformerXLConfig(SchemeConfig):
 
     name: ClassVar[str] = "transformer_xl"
     per_layer: ClassVar[bool] = True
+    part_class = TransformerXLBias
 
     base: float = 10000.0
     clamp_length: int | None = None
@@ -128,16 +134,3 @@ class TransformerXLConfig(SchemeConfig):
     def __post_init__(self) -> None:
         check_base(self, "base")
         check_integer(self, "clamp_length", minimum=1, maximum=MOST_DISTANCES, optional=True)
-
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Builds a logit bias.
-
-        Raises:
-            ValueError: if the sinusoids would have an odd width.
-        """
-        if context.hidden_size % 2:
-            raise ValueError(
-                "transformer_xl needs vectors of hidden_size with pairs of a sine and a cosine, but hidden_size is "
-                f"{context.hidden_size}, which is odd."
-            )
-        return SchemeParts(logit_bias=TransformerXLBias(self, context))

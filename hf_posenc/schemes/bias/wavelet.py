@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_posenc.schemes.bias.relative_tables import RICKER_SUPPORT, ricker_wavelets, select_rows
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.device_constant import DeviceConstant
-from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
+from hf_posenc.schemes.parts import PairwiseBias
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.validation import check_integer
@@ -23,18 +23,23 @@ class WaveletBias(PairwiseBias):
 
     Beyond `RICKER_SUPPORT` times the largest scale all wavelets vanish, so a table of bounded size covers all
     distances.
-
-    Args:
-        scales: scale of each dimension of a head.
-        shifts: shift of each dimension of a head, in tokens.
     """
 
     whole_heads = False
     reads_later_keys = False
     reads_heads = True
 
-    def __init__(self, scales: list[float], shifts: list[float]) -> None:
+    def __init__(self, config: WaveletConfig, context: BuildContext) -> None:
         super().__init__()
+        num_scales = config.num_scales
+        num_shifts, left_over = divmod(context.head_dim, num_scales)
+        if left_over:
+            raise ValueError(
+                f"WaveletConfig.num_scales is {num_scales}, which does not divide the head width of "
+                f"{context.head_dim}: every scale needs the same number of shifts. Choose a divisor."
+            )
+        scales = [2.0**scale for scale in range(num_scales) for _ in range(num_shifts)]
+        shifts = [float(shift) for _ in range(num_scales) for shift in range(num_shifts)]
         reach = math.ceil(RICKER_SUPPORT * max(scales))
         # The outermost rows are already zero, so clipping distances to them is exact.
         self.first = -reach
@@ -88,24 +93,9 @@ class WaveletConfig(SchemeConfig):
     """
 
     name: ClassVar[str] = "wavelet"
+    part_class = WaveletBias
 
     num_scales: int = 8
 
     def __post_init__(self) -> None:
         check_integer(self, "num_scales", minimum=1, maximum=12)
-
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Builds a logit bias.
-
-        Raises:
-            ValueError: if the number of scales does not divide the width of a head.
-        """
-        num_shifts, left_over = divmod(context.head_dim, self.num_scales)
-        if left_over:
-            raise ValueError(
-                f"WaveletConfig.num_scales is {self.num_scales}, which does not divide the head width of "
-                f"{context.head_dim}: every scale needs the same number of shifts. Choose a divisor."
-            )
-        scales = [2.0**scale for scale in range(self.num_scales) for _ in range(num_shifts)]
-        shifts = [float(shift) for _ in range(self.num_scales) for shift in range(num_shifts)]
-        return SchemeParts(logit_bias=WaveletBias(scales, shifts))

@@ -23,20 +23,26 @@ from hf_posenc.schemes.validation import check_integer, check_integers
 _MOST_SEPARATORS = 256
 
 
-class FixedSegments(PositionMap):
-    """Segments of equal length.
+class _Segments(PositionMap):
+    """Base class of segments.
 
     Args:
-        length: length of a segment, in tokens.
         within: whether tokens get their position within the segment instead of that of the segment.
         last: the last position within a segment; later tokens share it.
     """
 
-    def __init__(self, length: int, within: bool, last: int) -> None:
+    def __init__(self, within: bool, last: int) -> None:
         super().__init__()
-        self.length = length
         self.within = within
         self.last = last
+
+
+class FixedSegments(_Segments):
+    """Segments of equal length, in tokens."""
+
+    def __init__(self, length: int, within: bool, last: int) -> None:
+        super().__init__(within, last)
+        self.length = length
 
     def last_position(self, last: int) -> int:
         """Returns the last position within a segment, or the position of the segment that contains `last`."""
@@ -50,16 +56,11 @@ class FixedSegments(PositionMap):
         return torch.div(ids, self.length, rounding_mode="floor")
 
 
-class SeparatedSegments(PositionMap):
+class SeparatedSegments(_Segments):
     """Segments that end with a separator token; a sequence, or a packed document, starts a new count.
 
     A document starts at position 0, or where positions decrease. Equal positions do not start a document, because a
-    caller or a clamp may assign them to adjacent tokens.
-
-    Args:
-        separators: vocabulary ids.
-        within: whether tokens get their position within the segment instead of that of the segment.
-        last: the last position within a segment; later tokens share it.
+    caller or a clamp may assign them to adjacent tokens. Separators are vocabulary ids.
     """
 
     needs_whole_sequence = True
@@ -67,10 +68,8 @@ class SeparatedSegments(PositionMap):
     finds_documents = True
 
     def __init__(self, separators: tuple[int, ...], within: bool, last: int) -> None:
-        super().__init__()
+        super().__init__(within, last)
         self.separators = separators
-        self.within = within
-        self.last = last
 
     def last_position(self, last: int) -> int:
         """Returns `last`: one segment may contain all tokens, or every token may end a segment."""

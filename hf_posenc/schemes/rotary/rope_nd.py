@@ -36,34 +36,23 @@ class CoordinateRotaryMap(RotaryMap):
             rotary_dim / 2)` if heads differ.
         layout: as in `RotaryMap`, or "half_by_axis".
         scheme: name of the scheme, for error messages.
-        grid: the grid that tokens without coordinates fill; `None` places them on the diagonal, at `(p, p, ...)`.
-        num_prefix_tokens: number of tokens before the grid.
-        origin: added to every coordinate.
-        normalized: whether coordinates are read as `2 pi` times a number from -1 to 1 over the grid.
+        config: how coordinates are read, and the grid that tokens without any fill; `None` places these on the
+            diagonal, at `(p, p, ...)`.
     """
 
     reads_coordinates = True
 
-    def __init__(
-        self,
-        frequencies: Tensor,
-        layout: str,
-        scheme: str,
-        grid: tuple[int, ...] | None = None,
-        num_prefix_tokens: int = 0,
-        origin: int = 0,
-        normalized: bool = False,
-    ) -> None:
+    def __init__(self, frequencies: Tensor, layout: str, scheme: str, config: RopeNdConfig | None = None) -> None:
         super().__init__(frequencies, "half" if layout == "half_by_axis" else layout)
         self.axes = frequencies.shape[0]
         self.whole_heads = frequencies.ndim == 3
         self.scheme = scheme
-        self.grid = grid
-        self.num_prefix_tokens = num_prefix_tokens
-        self.origin = origin
-        self.normalized = normalized
+        self.grid = None if config is None else config.grid
+        self.num_prefix_tokens = 0 if config is None else config.num_prefix_tokens
+        self.origin = 0 if config is None else config.origin
+        self.normalized = config is not None and config.coordinates == "normalized"
         # Without the sizes of the grid, the number of rows follows from the length.
-        self.length_dependent = normalized
+        self.length_dependent = self.normalized
         self.blocks = self.axes if layout == "half_by_axis" else 1
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
@@ -161,14 +150,13 @@ class MixedRotaryMap(CoordinateRotaryMap):
         frequencies: `(axes, rotary_dim / 2)` float32, the axial blocks, which are rotated in a random direction for
             initialization.
         num_heads: number of heads with their own frequencies: the number of key heads, or 1 if heads share them.
-        layout: as in `RotaryMap`.
-        **options: of `CoordinateRotaryMap`.
+        config: the options.
     """
 
     no_weight_decay = frozenset({"frequencies"})
 
-    def __init__(self, frequencies: Tensor, num_heads: int, layout: str, **options: Any) -> None:
-        super().__init__(frequencies, layout, "rope_nd", **options)
+    def __init__(self, frequencies: Tensor, num_heads: int, config: RopeNdConfig) -> None:
+        super().__init__(frequencies, config.layout, config.name, config)
         self.whole_heads = num_heads > 1
         self.frequencies = nn.Parameter(torch.empty(self.axes, num_heads, frequencies.shape[-1]))
         self.reset_parameters()
@@ -312,12 +300,6 @@ class RopeNdConfig(SchemeConfig):
             frequencies = axial_frequencies(theta, rotary_dim, axes, "block" if mixed else self.assignment)
         if self.columns_first:
             frequencies = frequencies.flip(0)
-        options: dict[str, Any] = {
-            "grid": self.grid,
-            "num_prefix_tokens": self.num_prefix_tokens,
-            "origin": self.origin,
-            "normalized": self.coordinates == "normalized",
-        }
         if mixed:
-            return SchemeParts(query_key_map=MixedRotaryMap(frequencies, heads, self.layout, **options))
-        return SchemeParts(query_key_map=CoordinateRotaryMap(frequencies, self.layout, self.name, **options))
+            return SchemeParts(query_key_map=MixedRotaryMap(frequencies, heads, self))
+        return SchemeParts(query_key_map=CoordinateRotaryMap(frequencies, self.layout, self.name, self))

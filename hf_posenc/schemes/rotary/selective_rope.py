@@ -12,7 +12,6 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.device_constant import DeviceConstant
 from hf_posenc.schemes.limits import LARGEST_WIDTH, SMALLEST_FACTOR
-from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
@@ -28,8 +27,14 @@ class SelectiveRotation(ContextualRotation):
     finds_documents = True
 
     def __init__(self, config: SelectiveRopeConfig, context: BuildContext) -> None:
+        heads, input_size = context.key_heads, context.input_size
+        if input_size % heads:
+            raise UnsupportedError(
+                f"selective_rope scales the share of each key head in the layer's input, but {input_size} numbers "
+                f"cannot be divided among {heads} key heads. Use 'grape_m'."
+            )
         frequencies = rope_inverse_frequencies(config.theta, resolve_rotary_dim(config, config.rotary_dim, context))
-        count, heads, input_size = frequencies.shape[0], context.key_heads, context.input_size
+        count = frequencies.shape[0]
         super().__init__(2 * count, config.layout, context)
         self.initial_std = config.initial_std
         self.num_features = self.num_shared_features = count + config.gate
@@ -140,6 +145,11 @@ class SelectiveRopeConfig(SchemeConfig):
 
     name: ClassVar[str] = "selective_rope"
     per_layer: ClassVar[bool] = True
+    part_class = SelectiveRotation
+    causal_only = (
+        "selective_rope sums the angles of earlier tokens, and its convolution reads earlier tokens only. This "
+        "model is bidirectional. Use 'grape_m' or 'rope'."
+    )
 
     theta: float = 500000.0
     rank: int = 32
@@ -155,23 +165,3 @@ class SelectiveRopeConfig(SchemeConfig):
         check_integer(self, "kernel_size", minimum=1, maximum=64)
         check_boolean(self, "gate")
         check_number(self, "initial_std", minimum=SMALLEST_FACTOR, maximum=100)
-
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Builds a rotation by sums of angles.
-
-        Raises:
-            UnsupportedError: in a bidirectional model, or if the layer's input cannot be divided among the key heads.
-            ValueError: if the rotary width is odd or does not fit the head.
-        """
-        if not context.causal:
-            raise UnsupportedError(
-                "selective_rope sums the angles of earlier tokens, and its convolution reads earlier tokens only. This "
-                "model is bidirectional. Use 'grape_m' or 'rope'."
-            )
-        input_size, heads = context.input_size, context.key_heads
-        if input_size % heads:
-            raise UnsupportedError(
-                f"selective_rope scales the share of each key head in the layer's input, but {input_size} numbers "
-                f"cannot be divided among {heads} key heads. Use 'grape_m'."
-            )
-        return SchemeParts(logit_bias=SelectiveRotation(self, context))

@@ -9,7 +9,6 @@ from typing import ClassVar
 from torch import Tensor
 
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
-from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.scale.visible_keys import VisibleKeysScale
@@ -17,18 +16,18 @@ from hf_posenc.schemes.validation import check_boolean, check_integer
 
 
 class LogNScale(VisibleKeysScale):
-    """`log(n) / log(training_length)`.
+    """`log(n) / log(training_length)`."""
 
-    Args:
-        training_length: number of keys at which the factor is 1.
-        clamp: whether queries with fewer keys also have the factor 1.
-        context: the place in the model.
-    """
-
-    def __init__(self, training_length: int, clamp: bool, context: BuildContext) -> None:
+    def __init__(self, config: LogNScaleConfig, context: BuildContext) -> None:
         super().__init__(context)
-        self.training_length = training_length
-        self.clamp = clamp
+        length = context.max_positions if config.training_length is None else config.training_length
+        if length is None or length < 2:
+            raise ValueError(
+                f"LogNScaleConfig.training_length is {config.training_length}, and the model's config has {length} "
+                "positions; expected at least 2 from one of them. Give training_length in tokens."
+            )
+        self.training_length = length
+        self.clamp = config.clamp
 
     def forward(self, positions: Positions) -> Tensor:
         """Returns `(batch or 1, 1, length)` in float32."""
@@ -65,6 +64,7 @@ class LogNScaleConfig(SchemeConfig):
     """
 
     name: ClassVar[str] = "log_n_scale"
+    part_class = LogNScale
 
     training_length: int | None = None
     clamp: bool = True
@@ -72,17 +72,3 @@ class LogNScaleConfig(SchemeConfig):
     def __post_init__(self) -> None:
         check_integer(self, "training_length", minimum=2, optional=True)
         check_boolean(self, "clamp")
-
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Builds a logit scale.
-
-        Raises:
-            ValueError: if neither the config nor the model specifies the length of training sequences.
-        """
-        length = context.max_positions if self.training_length is None else self.training_length
-        if length is None or length < 2:
-            raise ValueError(
-                f"LogNScaleConfig.training_length is {self.training_length}, and the model's config has {length} "
-                "positions; expected at least 2 from one of them. Give training_length in tokens."
-            )
-        return SchemeParts(logit_scale=LogNScale(length, self.clamp, context))
