@@ -118,7 +118,13 @@ def compare(model: PreTrainedModel, path: Path, max_length: int) -> tuple[Check,
             for (name, wanted), output in zip(expected.items(), outputs, strict=True):
                 found.setdefault(name, []).append(difference_at_real_tokens(output, wanted, inputs["attention_mask"]))
     checks = tuple(
-        Check(runtime, _mode(name), name.replace("_", " "), _largest(differences), TOLERANCE)
+        Check(
+            runtime,
+            "embedding" if name == "last_hidden_state" else "prefill",
+            name.replace("_", " "),
+            float(torch.tensor(differences).max()),  # NaN if there is one
+            TOLERANCE,
+        )
         for name, differences in found.items()
     )
     wrong = [check for check in checks if not check.difference <= TOLERANCE]
@@ -128,15 +134,6 @@ def compare(model: PreTrainedModel, path: Path, max_length: int) -> tuple[Check,
             f"{TOLERANCE}). Use to='onnx', or model.save_pretrained with hf_posenc where it is loaded."
         )
     return checks
-
-
-def _largest(numbers: list[float]) -> float:
-    """The largest number, or NaN if there is one."""
-    return float(torch.tensor(numbers).max())
-
-
-def _mode(output: str) -> str:
-    return "embedding" if output == "last_hidden_state" else "prefill"
 
 
 def _run(method: Any, runtime: str, inputs: dict[str, Tensor]) -> list[Tensor]:

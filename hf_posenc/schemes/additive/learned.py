@@ -14,7 +14,7 @@ from hf_posenc.schemes.additive.learned_grid import LearnedGridEncoding
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.grids import check_grid
 from hf_posenc.schemes.limits import MOST_ROWS, rows_of_table
-from hf_posenc.schemes.parts import AdditiveEncoding, SchemeParts
+from hf_posenc.schemes.parts import AdditiveEncoding
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.reach import Reach
 from hf_posenc.schemes.registry import register_scheme
@@ -156,7 +156,7 @@ class LearnedConfig(SchemeConfig):
         check_integer(self, "num_prefix_tokens", minimum=0, maximum=MOST_ROWS)
         if self.grid is not None:
             check_grid(self, least=2, most=3)
-        self._resizing.check(self, 0 if self.grid is None else len(self.grid))
+        self.resizing.check(self, 0 if self.grid is None else len(self.grid))
         if self.grid is not None:
             self._check_against_grid(
                 ("num_positions", "offset", "extension"), "is for a table over the order of tokens"
@@ -180,19 +180,14 @@ class LearnedConfig(SchemeConfig):
                 )
 
     @property
-    def _resizing(self) -> Resizing:
+    def resizing(self) -> Resizing:
+        """How the rows of a grid are resized."""
         return Resizing(self.interpolation, self.antialias, self.align_corners)
 
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Builds an additive encoding.
-
-        Raises:
-            ValueError: if neither the config nor the model specifies the number of positions, or the model specifies
-                more than 2**20.
-        """
-        if self.grid is not None:
-            return SchemeParts(additive=LearnedGridEncoding(self.grid, self.num_prefix_tokens, self._resizing, context))
-        return SchemeParts(additive=LearnedEncoding(self, context))
+    @property
+    def part_class(self) -> type[LearnedGridEncoding | LearnedEncoding]:  # type: ignore[override]
+        """The table."""
+        return LearnedEncoding if self.grid is None else LearnedGridEncoding
 
 
 def _stretch(ids: Tensor, rows: int, total: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,32 +13,28 @@ from hf_posenc.schemes.grids import Places, given_coordinates, places
 from hf_posenc.schemes.parts import AdditiveEncoding
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.reach import Reach
-from hf_posenc.schemes.resizing import Resizing, by, tables_of_call
+from hf_posenc.schemes.resizing import by, tables_of_call
 from hf_posenc.schemes.validation import whole_positions
 from hf_posenc.schemes.weights import NormalWeights
 
+if TYPE_CHECKING:
+    from hf_posenc.schemes.additive.learned import LearnedConfig
+
 
 class LearnedGridEncoding(NormalWeights, AdditiveEncoding):
-    """The row of a token's place in a table that is resized to the grid of the call, or an own row without a place.
-
-    Args:
-        grid: sizes of the table, (rows, columns) or (frames, rows, columns).
-        num_prefix_tokens: number of rows for tokens without a place, before those of the grid.
-        resizing: how the table is resized.
-        context: the place in the model.
-    """
+    """The row of a token's place in a table that is resized to the grid of the call, or an own row without a place."""
 
     reads_coordinates = True
     whole_positions = True
 
-    def __init__(
-        self, grid: tuple[int, ...], num_prefix_tokens: int, resizing: Resizing, context: BuildContext
-    ) -> None:
+    def __init__(self, config: LearnedConfig, context: BuildContext) -> None:
         super().__init__()
+        grid, num_prefix_tokens = config.grid, config.num_prefix_tokens
+        assert grid is not None
         self.axes = len(grid)
         self.grid = grid
         self.num_prefix_tokens = num_prefix_tokens
-        self.resizing = resizing
+        self.resizing = config.resizing
         self.initializer_range = context.initializer_range
         self.weight = nn.Parameter(torch.empty(num_prefix_tokens + math.prod(grid), context.hidden_size))
         # Of a model without coordinates; otherwise the table is resized.
