@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hf_posenc.metrics.images.dog import SIDE, picture_of_two_dogs
-from hf_posenc.plots.curves import name_lines
-from hf_posenc.plots.dog import compared_labels, draw_distances
-from hf_posenc.plots.style import HIGHLIGHT, save, styled
+from hf_posenc.plots.curves import Curve, draw_curves, name_lines, ticks_at
+from hf_posenc.plots.dog import FLOOR
+from hf_posenc.plots.style import HIGHLIGHT, save, shade, styled
 from hf_posenc.report.records import Result
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 def plot_picture_dog(result: Result, path: str | Path | None = None, dark: bool = False) -> Figure:
     """The picture with its patches, and the distance of the two dogs over the layers, one line per scheme.
+
+    The axis is logarithmic, because a model without positions is at rounding level, many decades below the rest.
 
     Args:
         result: what `picture_dog_test` returned.
@@ -27,7 +29,9 @@ def plot_picture_dog(result: Result, path: str | Path | None = None, dark: bool 
         ValueError: if no scheme of the result could be applied.
     """
     settings, grid = result.settings, result.settings["grid"]
-    labels = compared_labels(result)
+    labels = list(dict.fromkeys(record.subject for record in result.of(quantity="relative_l2")))
+    if not labels:
+        raise ValueError(f"Nothing to plot: none of the schemes could be applied to {settings['model']}.")
     with styled(dark):
         from matplotlib.figure import Figure
         from matplotlib.patches import Rectangle
@@ -41,7 +45,17 @@ def plot_picture_dog(result: Result, path: str | Path | None = None, dark: bool 
         drawn.set_xlabel(f"{grid} x {grid} patches")
         for row, column in (settings["first"], settings["second"]):
             drawn.add_patch(Rectangle((column, row), SIDE, SIDE, fill=False, edgecolor=HIGHLIGHT, linewidth=2))
-        draw_distances(axes, result, labels)
+        axes.set_yscale("log")
+        axes.set_ylim(FLOOR / 2, 3)
+        axes.axhspan(FLOOR / 2, settings["tolerance"], color=shade(0.08), zorder=0, linewidth=0)
+        layers = {label: list(result.of(label, "relative_l2")) for label in labels}
+        curves = {
+            label: Curve([record.at["layer"] for record in records], [record.value for record in records])
+            for label, records in layers.items()
+        }
+        draw_curves(axes, curves, labels, FLOOR)
+        axes.set_yticks([1, 1e-2, 1e-4, 1e-6, FLOOR], ["1", "0.01", "0.0001", "1e-6", "0"])
+        ticks_at(axes, sorted({record.at["layer"] for records in layers.values() for record in records}))
         axes.set_xlabel("layer (0: input of the first layer)")
         axes.set_ylabel("distance between the two dogs")
         name_lines(axes)
