@@ -30,16 +30,17 @@ def test_segments_equal_the_official_code():
     segment = [[0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 3, 4], [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]]
     within = [[0, 1, 0, 1, 2, 0, 1, 2, 3, 3, 0, 0], [0, 0, 1, 2, 3, 3, 3, 3, 3, 3, 3, 3]]
     positions = Positions(torch.arange(12).unsqueeze(0), torch.tensor([[12]]), token_ids=tokens)
-    assert SeparatedSegments((869, 13), within=False, last=3)(positions).tolist() == segment
-    assert SeparatedSegments((869, 13), within=True, last=3)(positions).tolist() == within
+    config = HierarchicalConfig(separators=(869, 13), max_segment_length=4)
+    assert SeparatedSegments(config, within=False)(positions).tolist() == segment
+    assert SeparatedSegments(config, within=True)(positions).tolist() == within
 
 
 def test_separators_in_padding_and_in_packed_documents_before_count_for_nothing():
     ids = torch.tensor([[-1, -1, 0, 1, 2, 3, 4], [0, 1, 2, 0, 1, 2, 3]])
     tokens = torch.tensor([[9, 9, 1, 9, 1, 1, 9], [1, 9, 9, 1, 1, 9, 1]])
     positions = Positions(ids, torch.tensor([[5], [4]]), token_ids=tokens)
-    segment = SeparatedSegments((9,), within=False, last=99)(positions)
-    within = SeparatedSegments((9,), within=True, last=99)(positions)
+    segment = SeparatedSegments(HierarchicalConfig(separators=(9,)), within=False)(positions)
+    within = SeparatedSegments(HierarchicalConfig(separators=(9,)), within=True)(positions)
     assert segment.tolist() == [[-1, -1, 0, 0, 1, 1, 1], [0, 0, 1, 0, 0, 0, 1]]
     assert within.tolist() == [[-1, -1, 0, 1, 0, 1, 2], [0, 1, 0, 0, 1, 2, 0]]
 
@@ -47,7 +48,9 @@ def test_separators_in_padding_and_in_packed_documents_before_count_for_nothing(
 def segments(ids: list[int], tokens: list[int]) -> tuple[list[int], list[int]]:
     """The segment of each token and its place within, where token 9 ends a segment."""
     positions = Positions(torch.tensor([ids]), torch.tensor([[len(ids)]]), token_ids=torch.tensor([tokens]))
-    segment, within = (SeparatedSegments((9,), within=within, last=99)(positions) for within in (False, True))
+    segment, within = (
+        SeparatedSegments(HierarchicalConfig(separators=(9,)), within=within)(positions) for within in (False, True)
+    )
     return segment[0].tolist(), within[0].tolist()
 
 

@@ -27,22 +27,21 @@ class _Segments(PositionMap):
     """Base class of segments.
 
     Args:
+        config: the options.
         within: whether tokens get their position within the segment instead of that of the segment.
-        last: the last position within a segment; later tokens share it.
     """
 
-    def __init__(self, within: bool, last: int) -> None:
+    def __init__(self, config: HierarchicalConfig, within: bool) -> None:
         super().__init__()
+        self.length = config.segment_length
+        self.separators = config.separators
         self.within = within
-        self.last = last
+        #: The last position within a segment; later tokens share it.
+        self.last = config.max_segment_length - 1
 
 
 class FixedSegments(_Segments):
-    """Segments of equal length, in tokens."""
-
-    def __init__(self, length: int, within: bool, last: int) -> None:
-        super().__init__(within, last)
-        self.length = length
+    """Segments of equal length."""
 
     def last_position(self, last: int) -> int:
         """Returns the last position within a segment, or the position of the segment that contains `last`."""
@@ -60,16 +59,12 @@ class SeparatedSegments(_Segments):
     """Segments that end with a separator token; a sequence, or a packed document, starts a new count.
 
     A document starts at position 0, or where positions decrease. Equal positions do not start a document, because a
-    caller or a clamp may assign them to adjacent tokens. Separators are vocabulary ids.
+    caller or a clamp may assign them to adjacent tokens.
     """
 
     needs_whole_sequence = True
     reads_positions = False
     finds_documents = True
-
-    def __init__(self, separators: tuple[int, ...], within: bool, last: int) -> None:
-        super().__init__(within, last)
-        self.separators = separators
 
     def last_position(self, last: int) -> int:
         """Returns `last`: one segment may contain all tokens, or every token may end a segment."""
@@ -195,13 +190,8 @@ class HierarchicalConfig(SchemeConfig):
                 f"HierarchicalConfig.segment is {self.segment.name!r}; expected a scheme that acts in attention only, "
                 "such as 'rope' or 'alibi'."
             )
-        parts = map_parts(self._segments(within=False), segment, "HierarchicalConfig.segment", self.segment)
-        mapped = map_parts(self._segments(within=True), within, "HierarchicalConfig.within", self.within)
+        segments = SeparatedSegments if self.separators else FixedSegments
+        parts = map_parts(segments(self, within=False), segment, "HierarchicalConfig.segment", self.segment)
+        mapped = map_parts(segments(self, within=True), within, "HierarchicalConfig.within", self.within)
         parts.additive = mapped.additive
         return parts
-
-    def _segments(self, within: bool) -> PositionMap:
-        last = self.max_segment_length - 1
-        if self.separators:
-            return SeparatedSegments(self.separators, within, last)
-        return FixedSegments(self.segment_length, within, last)
