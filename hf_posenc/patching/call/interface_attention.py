@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from hf_posenc.attention.backends import attend_with_bias
 from hf_posenc.attention.folding import attend_with_wide_values
-from hf_posenc.attention.key_channels import append_features, split_features
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.attention_site import AttentionSite, with_batch, without_batch
 from hf_posenc.patching.call.cache_update import CacheUpdateHook
@@ -100,7 +99,7 @@ class InterfaceAttention(AttentionSite):
         try:
             calls.append(call)
             if self.intercepts_cache_update:
-                cache = cache_of_call(self.module, args, kwargs)
+                cache = cache_of_call(args, kwargs)
                 with CacheUpdateHook(cache, self.update_cache, call):
                     output = self._full_forward(self.module, *args, **kwargs)
             else:
@@ -169,13 +168,17 @@ class InterfaceAttention(AttentionSite):
         self._check_mask(query, attention_mask, kwargs)
         self.check_head_count(query)
         self.check_rotated(call, query)
+        paged = self.encoding.reads_pages and is_paged(kwargs)
+        if paged:
+            key, value = read_pages(key, value, self.module.layer_idx, kwargs)
+            self.require_mapped_pages(call)
         query, key = self.map_before_kernel(call, query, key)
         if self.drop_native_bias:
             kwargs.pop(_POSITION_BIAS, None)
         if kwargs.get("scaling") is None and query.shape[-1] != self.encoding.head_dim:
             # The map has widened the heads, and a kernel derives its default scaling from their width.
             kwargs["scaling"] = self._scaling
-        one_call = self._attend_pages if self.encoding.reads_pages and is_paged(kwargs) else self._attend
+        one_call = self._attend_pages if paged else self._attend
         return one_call(call, implementation, function, query, key, value, attention_mask, *args, **kwargs)
 
     def _attend(
@@ -225,20 +228,13 @@ class InterfaceAttention(AttentionSite):
         **kwargs: Any,
     ) -> Any:
         """Same as `_attend` for continuous batching: many requests in one row, with their keys in pages."""
-        features, count = None, self.encoding.num_features
-        if count and self.rotates_before_cache(key):
-            key, count = self.rotated_before_cache(call, key), 0
-        if count:
-            key = append_features(key, self.new_features(call))
-        keys, values = read_pages(key, value, self.module.layer_idx, kwargs)
-        if count:
-            keys, features = split_features(keys, self.encoding.feature_heads, count)
+        features = call.key_features
         output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
-        for requests in requests_of(call.state, keys.shape[2], mask, kwargs):
+        for requests in requests_of(call.state, key.shape[2], mask, kwargs):
             own = LayerCall(requests.state, cut(call.hidden_states, requests.queries))
             own.key_features = None if features is None else cut_heads(features, requests.keys)
             own.angles = None if call.angles is None else cut(call.angles, requests.queries)
-            heads = (cut_heads(query, requests.queries), *(cut_heads(each, requests.keys) for each in (keys, values)))
+            heads = (cut_heads(query, requests.queries), *(cut_heads(each, requests.keys) for each in (key, value)))
             own_mask = requests.mask(implementation or _EAGER, mask, query.dtype)
             attended = self._attend(own, implementation, function, *heads, own_mask, *args, **without_requests(kwargs))
             put(output, requests.queries, attended[0])

@@ -109,7 +109,8 @@ def _gptj_native(stack: Stack) -> SchemeConfig:
 
 
 def _gptj_tables(stack: Stack) -> list[FixedTable]:
-    return [(attention.module, "embed_positions") for attention in stack.attentions]
+    # In each layer, or since transformers 5.24 in one rotary module.
+    return [(module, "embed_positions") for module in stack.module.modules() if hasattr(module, "embed_positions")]
 
 
 def _silence_falcon(stack: Stack, patches: Journal) -> None:
