@@ -203,6 +203,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "vibevoice_acoustic_tokenizer": {"num_filters": 4, "depths": [1, 1, 1, 1, 1, 1, 1]},
     "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 4, "depths": [1, 1, 1, 1, 1, 1, 1]},
     "vibevoice_acoustic_tokenizer_decoder": {"num_filters": 4, "depths": [1, 1, 1, 1, 1, 1, 1]},
+    "wavtokenizer": {"codebook_dim": 64},
     "wav2vec2-bert": {"vocab_size": 32},
     "wav2vec2-conformer": {"vocab_size": 32},
     "luke": {"entity_vocab_size": 16},

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import cache_utils
 from transformers.generation.continuous_batching import PagedAttentionCache
+
+from hf_posenc.patching.find.seams import unknown_seam
 
 #: Argument of XLNet's stack: a list of tensors, which nothing else tells apart from other lists.
 _MEMORY = "mems"
@@ -17,21 +20,35 @@ QUANTISED_LAYER = getattr(cache_utils, "BaseQuantizedLayer", cache_utils.Quantiz
 
 def cache_among(arguments: dict[str, Any]) -> Any:
     """Returns the cache among the arguments of a stack, or `None`."""
-    found = _first_cache(arguments.values())
+    found = first_cache(arguments.values())
     return arguments.get(_MEMORY) if found is None else found
 
 
 def cache_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The cache that a layer updates, or `None`. For an encoder-decoder cache, its self-attention cache."""
-    return self_attention_cache(_first_cache((*args, *kwargs.values())))
+    return self_attention_cache(first_cache((*args, *kwargs.values())))
 
 
-def _first_cache(values: Iterable[Any]) -> Any:
-    """The first value that is a cache. Its argument has another name in each architecture and version."""
-    return next((value for value in values if not isinstance(value, Tensor) and _is_cache(value)), None)
+def cache_argument(model: nn.Module) -> str:
+    """The name of the argument in which a model takes its cache: the one that is annotated as a cache.
+
+    Raises:
+        UnsupportedError: if there is none.
+    """
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    found = next((one.name for one in parameters if "Cache" in str(one.annotation)), None)
+    if found is None:
+        raise unknown_seam(f"The forward of {type(model).__name__} has no argument that is annotated as a cache.")
+    return found
 
 
-def _is_cache(value: Any) -> bool:
+def first_cache(values: Iterable[Any]) -> Any:
+    """The first value that is a cache, or `None`. Its argument has another name in each architecture and version."""
+    return next((value for value in values if not isinstance(value, Tensor) and is_cache(value)), None)
+
+
+def is_cache(value: Any) -> bool:
+    """Whether a value is a cache, by what it can do."""
     # A cache of continuous batching has no length, because every request has its own.
     counts = hasattr(value, "update") and hasattr(value, "get_seq_length")
     return counts or isinstance(value, PagedAttentionCache)
