@@ -276,7 +276,7 @@ class AttentionSite(LogitSite):
         mapped after the cache, all of them in every call.
         """
         query_key_map = self.encoding.query_key_map
-        if query_key_map is None or call.rotations or not self.caches_mapped(query_key_map):
+        if query_key_map is None or call.rotations or call.writes_pages or not self.caches_mapped(query_key_map):
             return key
         whole = key.shape[1] == self.encoding.num_key_value_heads or not query_key_map.whole_heads
         if hasattr(self.module, "kv_lora_rank") or key.shape[-1] != self.encoding.head_dim or not whole:

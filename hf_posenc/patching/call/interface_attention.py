@@ -168,17 +168,18 @@ class InterfaceAttention(AttentionSite):
         self._check_mask(query, attention_mask, kwargs)
         self.check_head_count(query)
         self.check_rotated(call, query)
-        paged = self.encoding.reads_pages and is_paged(kwargs)
-        if paged:
+        paged = is_paged(kwargs)
+        if paged and self.encoding.reads_pages:
             key, value = read_pages(key, value, self.module.layer_idx, kwargs)
             self.require_mapped_pages(call)
         query, key = self.map_before_kernel(call, query, key)
+        call.writes_pages = paged
         if self.drop_native_bias:
             kwargs.pop(_POSITION_BIAS, None)
         if kwargs.get("scaling") is None and query.shape[-1] != self.encoding.head_dim:
             # The map has widened the heads, and a kernel derives its default scaling from their width.
             kwargs["scaling"] = self._scaling
-        one_call = self._attend_pages if paged else self._attend
+        one_call = self._attend_pages if paged and self.encoding.reads_pages else self._attend
         return one_call(call, implementation, function, query, key, value, attention_mask, *args, **kwargs)
 
     def _attend(
