@@ -35,7 +35,14 @@ from hf_posenc.patching.call.paged_requests import (
 )
 from hf_posenc.patching.call.per_thread import PerThread
 from hf_posenc.patching.call.runtime import StackRuntime
-from hf_posenc.patching.find.forward_code import INTERFACE, names_used, rebind, relative_names, rotary_names
+from hf_posenc.patching.find.forward_code import (
+    INTERFACE,
+    in_decorators,
+    names_used,
+    rebind,
+    relative_names,
+    rotary_names,
+)
 from hf_posenc.patching.find.rotary_call import rotary_call
 
 #: The argument through which models pass their own relative bias to the attention function.
@@ -130,15 +137,15 @@ class InterfaceAttention(AttentionSite):
         The rotary-only forward is used by schemes that change only the rotation. It replaces just the rotary functions
         and records nothing about the call.
         """
-        forward = inspect.unwrap(type(self.module).forward if self.inner is None else self.inner.__func__)
+        decorated = type(self.module).forward if self.inner is None else self.inner.__func__
+        forward = inspect.unwrap(decorated)
         rotary = {name: forward.__globals__[name] for name in rotary_names(forward)}
         replaced: dict[str, Any] = {name: _RotaryReplacement(function, self) for name, function in rotary.items()}
         replaced |= dict.fromkeys(relative_names(forward), _without_relative_bias)
         interface = _InterfaceReplacement(forward.__globals__[INTERFACE], self)
-        self._full_forward = rebind(forward, replaced | {INTERFACE: interface})
-        self._rotary_only_forward = rebind(
-            forward, {name: _FastRotary(function, self) for name, function in rotary.items()}
-        )
+        fast = {name: _FastRotary(function, self) for name, function in rotary.items()}
+        self._full_forward = in_decorators(decorated, rebind(forward, replaced | {INTERFACE: interface}))
+        self._rotary_only_forward = in_decorators(decorated, rebind(forward, fast))
 
     @property
     def call(self) -> LayerCall:

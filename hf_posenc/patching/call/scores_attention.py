@@ -17,7 +17,7 @@ from hf_posenc.patching.call.grid.silenced import with_zero_tables
 from hf_posenc.patching.call.layer_call import LayerCall, LayerEncoding
 from hf_posenc.patching.call.per_thread import PerThread
 from hf_posenc.patching.call.runtime import StackRuntime
-from hf_posenc.patching.find.forward_code import rebind, rotary_names
+from hf_posenc.patching.find.forward_code import in_decorators, rebind, rotary_names
 from hf_posenc.patching.find.rotary_call import rotary_call
 from hf_posenc.patching.find.seams import unknown_seam
 from hf_posenc.schemes.parts import QueryKeyMap
@@ -77,7 +77,7 @@ class ScoresAttention(AttentionSite):
             pair_map if any(part is not None for part in parts) else None,
             bias if adds_bias else None,
         )
-        function = self._rebind(forward, call)
+        function = in_decorators(type(self.module).forward, self._rebind(forward, call))
         cache = cache_of_call(args, kwargs) if self.intercepts_cache_update else None
         calls = self.calls.own()
         depth = len(calls)
