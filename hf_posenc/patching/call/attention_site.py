@@ -246,11 +246,7 @@ class AttentionSite(LogitSite):
         return query, key
 
     def require_mapped_pages(self, call: LayerCall) -> None:
-        """Refuses keys that would be mapped after they are read from pages, in which the keys of all requests mix.
-
-        Raises:
-            UnsupportedError: if the keys were not mapped before they were written.
-        """
+        """Raises UnsupportedError for keys that were not mapped before they were written to pages."""
         if self.encoding.query_key_map is not None and not (call.rotations or call.keys_mapped):
             raise UnsupportedError(
                 f"{type(self.module).__name__} does not write whole keys to its pages, so "

@@ -92,12 +92,7 @@ def rebind(function: types.FunctionType, replaced: Mapping[str, Any]) -> types.F
 
 
 def in_decorators(decorated: Any, rebound: types.FunctionType) -> types.FunctionType:
-    """Puts the copy of a forward into copies of its decorators, some of which rename arguments.
-
-    Args:
-        decorated: the forward of a class.
-        rebound: the copy of its innermost function.
-    """
+    """Puts a copy of the innermost function into copies of its decorators, some of which rename arguments."""
     inner = getattr(decorated, "__wrapped__", None)
     if inner is None:
         return rebound

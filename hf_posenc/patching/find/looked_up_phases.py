@@ -15,10 +15,7 @@ _ERROR, _ERROR_PER_POSITION = 1e-4, 2e-7
 
 
 def cosines_in(output: Any) -> Tensor:
-    """The cosines (or complex phases) among the phases of a rotary module whose first token is at position 0.
-
-    Most modules return cosines before sines. GPT-J's returns sines first.
-    """
+    """The cosines (or complex phases) among the phases of tokens from position 0 on. GPT-J returns sines first."""
     if isinstance(output, Tensor):
         return output
     first, second = output[:2]
@@ -27,47 +24,30 @@ def cosines_in(output: Any) -> Tensor:
     return found
 
 
-def angles_of(module: nn.Module, output: Any, length: int) -> tuple[Kind, Tensor]:
-    """The kind of phases that a rotary module has returned for its first tokens, and the angles of all pairs.
+def angles_in(output: Any) -> tuple[Kind, Tensor]:
+    """The kind of the phases of tokens from position 0 on, and the angles of all pairs, `(length, pairs)` float64.
 
-    Args:
-        module: the module, for the message of an error.
-        output: what it returned for the positions 0 to `length - 1`.
-        length: number of tokens.
-
-    Returns:
-        The kind, and `(length, pairs)` float64. On the meta device, where no values tell, phases count as full.
-
-    Raises:
-        UnsupportedError: if these are no phases of tokens in a row.
+    Phases are full if they contain each pair twice, and on the meta device, where no values show it.
     """
     cosines = cosines_in(output)
     if cosines.is_complex():
-        phases = cosines
-    else:
-        sines = output[1] if cosines is output[0] else output[0]
-        phases = torch.complex(cosines.double(), sines.double())
-    width = phases.shape[-1]
-    if phases.numel() != length * width:
-        raise unknown_seam(f"{type(module).__name__} returned phases {tuple(phases.shape)} for {length} tokens.")
-    angles = phases.reshape(length, width).angle().double()
-    if cosines.is_complex():
-        return "complex", angles
-    halves = angles.split(width // 2, dim=-1) if width > 1 else (angles, -angles)
-    for one, other in ((halves[0], halves[1]), (angles[:, ::2], angles[:, 1::2])):
+        return "complex", cosines[0].angle().double()
+    sines = output[1] if cosines is output[0] else output[0]
+    angles = torch.atan2(sines.double(), cosines.double())[0]
+    pairs = angles.shape[-1] // 2
+    for one, other in ((angles[:, :pairs], angles[:, pairs:]), (angles[:, ::2], angles[:, 1::2])):
         if angles.device.type == "meta" or torch.equal(one, other):
             return "full", one
     return "half_width", angles
 
 
-def frequencies_of_angles(module: nn.Module, angles: Tensor) -> Tensor:
+def frequencies_of(module: nn.Module, angles: Tensor) -> Tensor:
     """The frequencies of the angles of consecutive positions, `(pairs,)` float32 in radians per position.
 
     Raises:
         UnsupportedError: if some angle is not the product of position and frequency.
     """
     ids = torch.arange(len(angles), device=angles.device).unsqueeze(-1)
-    # The angle of the product, which is between -pi and pi.
     difference = torch.polar(torch.ones_like(angles), angles - ids * angles[1]).angle()
     if (difference.abs() > _ERROR + _ERROR_PER_POSITION * ids).any():
         raise unknown_seam(

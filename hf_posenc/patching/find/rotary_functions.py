@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.find.looked_up_phases import angles_of, frequencies_of_angles
+from hf_posenc.patching.find.looked_up_phases import angles_in, frequencies_of
 from hf_posenc.patching.find.rotary_call import COMPLEX_NAMES, rotary_call
 from hf_posenc.patching.find.seams import unknown_seam
 
@@ -33,7 +33,7 @@ def rotary_output(module: torch.nn.Module, *, layer_type: str | None = None) -> 
         `("full" | "half_width" | "complex", rotary_dim)`.
     """
     if not has_inverse_frequencies(module, layer_type):
-        kind, angles = angles_of(module, _first_phases(module, 2), 2)
+        kind, angles = angles_in(_first_phases(module, 2))
         return kind, 2 * angles.shape[-1]
     frequencies = inverse_frequencies_of(module, layer_type)
     width = 2 * frequencies.shape[-1]
@@ -74,7 +74,7 @@ def inverse_frequencies_of(module: torch.nn.Module, layer_type: str | None = Non
         if isinstance(value, Tensor):
             return value
     rows = max((size for buffer in module.buffers() for size in buffer.shape[:-1]), default=2)
-    return frequencies_of_angles(module, angles_of(module, _first_phases(module, rows), rows)[1])
+    return frequencies_of(module, angles_in(_first_phases(module, rows))[1])
 
 
 def _first_phases(module: torch.nn.Module, length: int) -> Any:

@@ -206,15 +206,8 @@ def declare_audio_architectures() -> None:
             native=_wavlm_native,
         ),
     )
-    # One head between convolutions, without positions.
-    register_architecture(
-        "wavtokenizer",
-        architecture=Architecture(
-            head_shape=lambda module, config: (1, config.decoder_hidden_size),
-            channels_first=True,
-            example_inputs=example_inputs.wave_with_a_channel,
-        ),
-    )
+    between = "its only attention layer, of one head, stands between convolutions, which show it the order of its input."
+    register_architecture("wavtokenizer", architecture=Architecture(unsupported=between))
     for given, names in (
         (example_inputs.tokens_of_codebooks, ("csm",)),
         (example_inputs.tokens_of_codebooks_and_a_word, ("kyutai_speech_to_text",)),
