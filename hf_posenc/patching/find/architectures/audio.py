@@ -206,7 +206,9 @@ def declare_audio_architectures() -> None:
             native=_wavlm_native,
         ),
     )
-    between = "its only attention layer, of one head, stands between convolutions, which show it the order of its input."
+    between = (
+        "its only attention layer, of one head, stands between convolutions, which show it the order of its input."
+    )
     register_architecture("wavtokenizer", architecture=Architecture(unsupported=between))
     for given, names in (
         (example_inputs.tokens_of_codebooks, ("csm",)),
