@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.call.caches import is_cache
 from hf_posenc.patching.find.discovery import find_stacks
 from hf_posenc.patching.place.in_force import current_encoding
 from hf_posenc.patching.place.lengths import rows_of_tables
@@ -21,7 +22,7 @@ from hf_posenc.preserve import evaluation_mode, isolated_rng
 #: Inputs that are not inputs of a forward with other positions.
 _NOT_GIVEN = ("labels", "num_items_in_batch")
 #: Inputs that state the documents of a flattened batch, or earlier tokens.
-_REFUSED = ("cu_seq_lens_q", "cu_seq_lens_k", "past_key_values")
+_REFUSED = ("cu_seq_lens_q", "cu_seq_lens_k")
 #: Differences of rounding, in units of the spread of the logits, and as a share of what one position changes.
 _ROUNDED, _SHARE = 1e-3, 0.2
 #: Differences that are none, in the same units.
@@ -132,7 +133,9 @@ class PositionViews:
                 f"{implementation} splits a row where positions jump, so tokens behind a jump would not see those "
                 'before it. Load the model with attn_implementation="sdpa", which runs the same kernels on a GPU.'
             )
-        refused = [name for name in _REFUSED if inputs.get(name) is not None]
+        refused = [
+            name for name, value in inputs.items() if value is not None and (name in _REFUSED or is_cache(value))
+        ]
         if refused:
             raise UnsupportedError(
                 f"The inputs have {refused[0]}, with which positions are not free. Give plain rows, (batch, length), "

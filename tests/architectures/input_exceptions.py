@@ -113,6 +113,7 @@ _WAVE: Rules = {"input_values": wave_with_channel}
 
 RULES: dict[str, Rules] = {
     "audio-spectrogram-transformer": {"input_values": spectrogram},
+    **dict.fromkeys(("omniasr", "omniasr_audio", "omniasr_ctc"), _WAVE),
     "clap": {"input_features": lambda context: context.normal(context.batch, 1, 64, 32)},
     "colmodernvbert": {"pixel_values": tiles(1)},
     "modernvbert": {"pixel_values": tiles(1)},
@@ -218,6 +219,7 @@ RULES: dict[str, Rules] = {
         "image_grid_thw": lambda context: torch.tensor([[1, *grid(context)]] * 2 * context.batch),
     },
     "inkling2": {"pixel_values": merged_patches, "image_grid_thw": merged_grid},
+    "inkling2_loop": {"pixel_values": merged_patches, "image_grid_thw": merged_grid},
     "inkling2_vision": {"pixel_values": merged_patches, "image_grid_thw": merged_grid},
     "lxmert": {
         "visual_feats": lambda context: context.normal(context.batch, 6, 2048),

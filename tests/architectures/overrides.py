@@ -30,6 +30,8 @@ def _letters(number: int) -> str:
 
 
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "apertus1p5": {"image_token_offset": 16, "audio_token_offset": 48},
+    "apertus1p5_vision_tokenizer": {"base_channels": 32, "channel_multiplier": [1, 2], "attn_resolutions": []},
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "autoformer": {"prediction_length": 8, "context_length": 16},
     "blip-2": {"image_token_index": 128},
@@ -203,6 +205,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "vibevoice_acoustic_tokenizer": {"num_filters": 4, "depths": [1, 1, 1, 1, 1, 1, 1]},
     "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 4, "depths": [1, 1, 1, 1, 1, 1, 1]},
     "vibevoice_acoustic_tokenizer_decoder": {"num_filters": 4, "depths": [1, 1, 1, 1, 1, 1, 1]},
+    "wavtokenizer": {"codebook_dim": 64},
+    "wavtokenizer_encoder": {"codebook_dim": 64, "num_filters": 4},
     "wav2vec2-bert": {"vocab_size": 32},
     "wav2vec2-conformer": {"vocab_size": 32},
     "luke": {"entity_vocab_size": 16},

@@ -93,6 +93,7 @@ MIXING = frozenset(
         "hrm_text",
         "inkling_text",
         "inkling2_text",
+        "inkling2_loop_text",
         "longcat_flash",
         "zamba",
         "zamba2",
@@ -112,6 +113,7 @@ _WINDOWS = tuple(
 #: How to get one layer of attention where the number of layers alone does not do it.
 _ONE_LAYER: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [0]},
+    "dory": {"n_input_layers": 0, "n_recurrent_layers": 1, "n_output_layers": 0, "n_recurrent_loops": 1},
     "jamba": {"attn_layer_period": 1, "attn_layer_offset": 0},
     "recurrent_gemma": {"block_types": ["attention"]},
     "gpt_neo": {"attention_types": [[["global"], 1]]},

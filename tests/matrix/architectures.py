@@ -61,7 +61,9 @@ def _enlarged(model: Any) -> Any:
 ARCHITECTURES: dict[str, ArchitectureRow] = {
     "llama_gqa": ArchitectureRow(_builder("LlamaForCausalLM")),
     "gpt2": ArchitectureRow(_builder("GPT2LMHeadModel")),
-    "gptj": ArchitectureRow(_builder("GPTJForCausalLM", rotary_dim=4), static_cache=True, sdpa=False),
+    "gptj": ArchitectureRow(
+        _builder("GPTJForCausalLM", rotary_dim=4), sdpa=bool(transformers.GPTJPreTrainedModel._supports_sdpa)
+    ),
     "gemma3_two_rotaries": ArchitectureRow(
         _builder("Gemma3ForCausalLM", head_dim=8, sliding_window=6, layer_types=["sliding_attention", "full_attention"])
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -111,6 +112,8 @@ def test_batches_equal_prompts_alone(scheme: str, backend: str) -> None:
 def test_other_layers_and_windows(architecture: str, scheme: Any, backend: str) -> None:
     model = patched(architecture, scheme)
     model.set_attn_implementation(backend)
+    if architecture == "opt" and "cache.get_seq_length" in inspect.getsource(type(model.model.decoder)):
+        pytest.skip("From transformers 5.24 on, OPT asks every cache for its length, and one with pages has none.")
     assert_batches_equal_prompts_alone(model, prompts())
 
 
@@ -187,7 +190,7 @@ class _FlashRow:
     def logits(self, given: list[list[int]]) -> list[float]:
         """The best logarithm of a probability behind each prompt, whose last token comes in a second call."""
         lengths = torch.tensor([len(prompt) for prompt in given])
-        pages = _Pages([len(prompt) for prompt in given])
+        pages = _Pages()
         self._call([prompt[:-1] for prompt in given], torch.zeros_like(lengths), pages)
         logits = self._call([prompt[-1:] for prompt in given], lengths - 1, pages)
         return logits[0].log_softmax(-1).amax(-1).tolist()
@@ -200,6 +203,7 @@ class _FlashRow:
             position_ids=torch.tensor([[place for places in starts for place in places]]),
             use_cache=False,
             cache=pages,
+            read_index=[],
             cu_seq_lens_q=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
             cu_seq_lens_k={"full_attention": torch.nn.functional.pad((cached + lengths).cumsum(0), (1, 0)).int()},
         ).logits
@@ -208,9 +212,11 @@ class _FlashRow:
 class _Pages:
     """A cache that keeps the keys of every request of one row."""
 
-    def __init__(self, lengths: list[int]) -> None:
-        self.lengths = lengths
+    def __init__(self) -> None:
         self.kept: dict[int, list[Any]] = {}
+
+    def get_seq_length(self) -> None:
+        """Every request has its own."""
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, kwargs: Any) -> Any:
         new = kwargs["cu_seq_lens_q"].diff().tolist()

@@ -104,7 +104,8 @@ def roformer_table(model: Any) -> list[torch.Tensor]:
 
 
 def layer_tables(model: Any) -> list[torch.Tensor]:
-    return [block.attn.embed_positions for block in model.transformer.h]
+    # In every layer, or since transformers 5.24 in one module.
+    return [module.embed_positions for module in model.modules() if hasattr(module, "embed_positions")]
 
 
 FIXED: dict[str, tuple[Any, Any]] = {

@@ -115,9 +115,9 @@ def test_a_model_whose_layers_are_all_wrapped_is_saved_as_what_it_is(tmp_path: P
 
 
 def test_continuous_batching_sees_attention_outside_the_interface_behind_a_wrapper() -> None:
-    model = patched("gptj", "sinusoidal")
+    model = patched("bloom", "sinusoidal")
     for layer in model.transformer.h:
-        wrap(layer.attn)
+        wrap(layer.self_attention)
     with pytest.raises(UnsupportedError, match="computes its scores itself"):
         model.generate_batch([[5, 6, 7]])
 

@@ -17,6 +17,7 @@ from transformers.cache_utils import DynamicLayer
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.request import refuse_encoder_decoder
 from hf_posenc.export.samples import random_ids
+from hf_posenc.patching.call.caches import cache_argument, first_cache
 from hf_posenc.patching.place.in_force import current_encoding
 
 #: One pair of keys and values for each layer, `(batch, key_value_heads, past_length, width)` each.
@@ -70,11 +71,12 @@ class _Decoder(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self.takes_positions = _takes_positions(model)
+        # While it is traced, the modules of a model are not its own.
+        self.arguments = _arguments(model)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, past: Past) -> dict[str, Any]:
-        output = run_decoder(self.model, input_ids, attention_mask, past, self.takes_positions)
-        return {"logits": output.logits, "present": cached(output.past_key_values)}
+        output = run_decoder(self.model, input_ids, attention_mask, past, self.arguments)
+        return {"logits": output.logits, "present": cached(output)}
 
 
 class Plain(nn.Module):
@@ -90,7 +92,11 @@ class Plain(nn.Module):
 
 
 def run_decoder(
-    model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, past: Past, takes_positions: bool | None = None
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    past: Past,
+    arguments: tuple[str, bool] | None = None,
 ) -> Any:
     """Calls a decoder as `generate` does.
 
@@ -99,28 +105,29 @@ def run_decoder(
         input_ids: `(batch, length)`.
         attention_mask: `(batch, past_length + length)`, 1 at real tokens.
         past: the cache.
-        takes_positions: whether the model is given positions, which a patched model counts over the mask itself; `None`
-            to look. While it is traced, the modules of a model are not its own.
+        arguments: the name of the argument of its cache, and whether the model is given positions, which a patched
+            model counts over the mask itself; `None` to look.
     """
     cache = DynamicCache()
     for index, (key, value) in enumerate(past):
         cache.update(key, value, index)
-    extra = {}
-    if _takes_positions(model) if takes_positions is None else takes_positions:
+    name, takes_positions = _arguments(model) if arguments is None else arguments
+    extra: dict[str, Any] = {name: cache}
+    if takes_positions:
         counted = (attention_mask.cumsum(-1) - 1).clamp(min=0)
         extra["position_ids"] = counted[:, -input_ids.shape[1] :]
     return model(
         input_ids=input_ids,
         attention_mask=attention_mask,
-        past_key_values=cache,
         use_cache=True,
         return_dict=True,
         **extra,
     )
 
 
-def _takes_positions(model: PreTrainedModel) -> bool:
-    return current_encoding(model) is None and "position_ids" in inspect.signature(model.forward).parameters
+def _arguments(model: PreTrainedModel) -> tuple[str, bool]:
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    return cache_argument(model), current_encoding(model) is None and takes_positions
 
 
 def run_plain(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -130,9 +137,9 @@ def run_plain(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Te
     return {name: value for name, value in output.items() if isinstance(value, Tensor)}
 
 
-def cached(cache: Any) -> Past:
-    """The keys and values of a cache."""
-    return [(layer.keys, layer.values) for layer in cache.layers]
+def cached(output: Any) -> Past:
+    """The keys and values of the cache in an output."""
+    return [(layer.keys, layer.values) for layer in first_cache(output.values()).layers]
 
 
 def graph_of(model: PreTrainedModel) -> Graph:
@@ -152,7 +159,7 @@ def graph_of(model: PreTrainedModel) -> Graph:
             inputs["token_type_ids"] = torch.zeros_like(ids)
         return Graph(Plain(model), inputs, dict.fromkeys(inputs, tokens))
     with torch.no_grad():
-        found = run_decoder(model, ids[:, :_PAST], mask[:, :_PAST], []).past_key_values
+        found = first_cache(run_decoder(model, ids[:, :_PAST], mask[:, :_PAST], []).values())
     layers = getattr(found, "layers", [])
     if not layers or any(type(layer) is not DynamicLayer or layer.keys is None for layer in layers):
         raise UnsupportedError(

@@ -177,7 +177,7 @@ def _sample_cache(model: PreTrainedModel) -> Past:
     while True:
         ids = random_ids(model, length)
         try:
-            return cached(run_decoder(model, ids, torch.ones_like(ids), []).past_key_values)
+            return cached(run_decoder(model, ids, torch.ones_like(ids), []))
         except SequenceLengthError:
             length //= 2
 

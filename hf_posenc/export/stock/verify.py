@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
 from hf_posenc.export.samples import float32_reference, random_ids, relative_difference, spans
+from hf_posenc.patching.call.caches import cache_argument, first_cache
 
 #: Maximum difference at which two models count as equal, in float32; relative for outputs larger than 1.
 TOLERANCE = 1e-5
@@ -105,6 +106,7 @@ def _decoded_difference(reference: PreTrainedModel, stock: PreTrainedModel, stop
     output = _run(stock, input_ids=ids[:, :first], use_cache=True)
     steps = []
     for position in range(first, stop):
-        output = _run(stock, input_ids=ids[:, [position]], past_key_values=output.past_key_values, use_cache=True)
+        cache = {cache_argument(stock): first_cache(output.values())}
+        output = _run(stock, input_ids=ids[:, [position]], **cache, use_cache=True)
         steps.append(output.logits)
     return relative_difference(torch.cat(steps, dim=1), expected)

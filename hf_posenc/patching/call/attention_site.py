@@ -18,6 +18,7 @@ from hf_posenc.patching.call.key_positions import key_positions
 from hf_posenc.patching.call.layer_call import LayerCall
 from hf_posenc.patching.call.length_checks import check_cache
 from hf_posenc.patching.call.logit_site import LogitSite, refuse_cached_coordinates
+from hf_posenc.patching.call.paged_requests import heads_first
 from hf_posenc.patching.find.offloading import onload_weights
 from hf_posenc.patching.find.rotary_call import RotaryCall
 from hf_posenc.schemes.parts import QueryKeyMap
@@ -77,7 +78,7 @@ class AttentionSite(LogitSite):
     def note_cache(self, state: ForwardState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Records the cache that the model created itself, if the caller passed none."""
         if state.cache_object is None:
-            state.cache_object = cache_of_call(self.module, args, kwargs)
+            state.cache_object = cache_of_call(args, kwargs)
 
     @property
     def intercepts_cache_update(self) -> bool:
@@ -244,6 +245,15 @@ class AttentionSite(LogitSite):
                 key = query_key_map.map_key(key, phases)
         return query, key
 
+    def require_mapped_pages(self, call: LayerCall) -> None:
+        """Raises UnsupportedError for keys that were not mapped before they were written to pages."""
+        if self.encoding.query_key_map is not None and not (call.rotations or call.keys_mapped):
+            raise UnsupportedError(
+                f"{type(self.module).__name__} does not write whole keys to its pages, so "
+                f"{type(self.encoding.query_key_map).__name__} cannot map them before. Use model.generate() with a "
+                "left-padded batch."
+            )
+
     def caches_mapped(self, query_key_map: QueryKeyMap) -> bool:
         """Whether mapped keys may be cached; otherwise all keys are mapped again in every call."""
         return True
@@ -262,7 +272,7 @@ class AttentionSite(LogitSite):
         mapped after the cache, all of them in every call.
         """
         query_key_map = self.encoding.query_key_map
-        if query_key_map is None or call.rotations or not self.caches_mapped(query_key_map):
+        if query_key_map is None or call.rotations or call.writes_pages or not self.caches_mapped(query_key_map):
             return key
         whole = key.shape[1] == self.encoding.num_key_value_heads or not query_key_map.whole_heads
         if hasattr(self.module, "kv_lora_rank") or key.shape[-1] != self.encoding.head_dim or not whole:
@@ -295,7 +305,7 @@ class AttentionSite(LogitSite):
         if not features:
             return update(key, value_states, *args, **kwargs)
         keys, values = update(key, value_states, *args, **kwargs)
-        keys, call.key_features = split_features(keys, encoding.feature_heads, features)
+        keys, call.key_features = split_features(heads_first(keys), encoding.feature_heads, features)
         return keys, values
 
     def _check_cached(self, update: Callable[..., Any], key: Tensor, layer_idx: int = 0, *_: Any, **__: Any) -> None:

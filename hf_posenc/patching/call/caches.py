@@ -2,34 +2,56 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import cache_utils
+from transformers.generation.continuous_batching import PagedAttentionCache
 
-from hf_posenc.patching.find.forward_code import parameter_names
+from hf_posenc.patching.find.seams import unknown_seam
 
-#: Arguments of a stack that may hold its cache.
-_STACK_ARGUMENTS = ("past_key_values", "past_key_value", "mems", "cache", "cache_params")
-#: Arguments of an attention module that may hold the cache of its keys.
-_LAYER_ARGUMENTS = ("past_key_values", "past_key_value", "layer_past")
+#: Argument of XLNet's stack: a list of tensors, which nothing else tells apart from other lists.
+_MEMORY = "mems"
 #: Base class of the layers of a quantised cache.
 QUANTISED_LAYER = getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer)
 
 
 def cache_among(arguments: dict[str, Any]) -> Any:
     """Returns the cache among the arguments of a stack, or `None`."""
-    return next((arguments[name] for name in _STACK_ARGUMENTS if arguments.get(name) is not None), None)
+    found = first_cache(arguments.values())
+    return arguments.get(_MEMORY) if found is None else found
 
 
-def cache_of_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The cache that this layer updates, or `None`. For an encoder-decoder cache, its self-attention cache."""
-    given = next((kwargs[name] for name in _LAYER_ARGUMENTS if kwargs.get(name) is not None), None)
-    if given is None and len(args) > 1:
-        positional = dict(zip(parameter_names(type(module).forward), args, strict=False))
-        given = next((positional[name] for name in _LAYER_ARGUMENTS if positional.get(name) is not None), None)
-    own = self_attention_cache(given)
-    return own if hasattr(own, "update") else None
+def cache_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The cache that a layer updates, or `None`. For an encoder-decoder cache, its self-attention cache."""
+    return self_attention_cache(first_cache((*args, *kwargs.values())))
+
+
+def cache_argument(model: nn.Module) -> str:
+    """The name of the argument in which a model takes its cache: the one that is annotated as a cache.
+
+    Raises:
+        UnsupportedError: if there is none.
+    """
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    found = next((one.name for one in parameters if "Cache" in str(one.annotation)), None)
+    if found is None:
+        raise unknown_seam(f"The forward of {type(model).__name__} has no argument that is annotated as a cache.")
+    return found
+
+
+def first_cache(values: Iterable[Any]) -> Any:
+    """The first value that is a cache, or `None`. Its argument has another name in each architecture and version."""
+    return next((value for value in values if not isinstance(value, Tensor) and is_cache(value)), None)
+
+
+def is_cache(value: Any) -> bool:
+    """Whether a value is a cache, by what it can do."""
+    # A cache of continuous batching has no length, because every request has its own.
+    counts = hasattr(value, "update") and hasattr(value, "get_seq_length")
+    return counts or isinstance(value, PagedAttentionCache)
 
 
 def self_attention_cache(cache: Any) -> Any:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from hf_posenc.attention.backends import attend_with_bias
 from hf_posenc.attention.folding import attend_with_wide_values
-from hf_posenc.attention.key_channels import append_features, split_features
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.attention_site import AttentionSite, with_batch, without_batch
 from hf_posenc.patching.call.cache_update import CacheUpdateHook
@@ -36,7 +35,14 @@ from hf_posenc.patching.call.paged_requests import (
 )
 from hf_posenc.patching.call.per_thread import PerThread
 from hf_posenc.patching.call.runtime import StackRuntime
-from hf_posenc.patching.find.forward_code import INTERFACE, names_used, rebind, relative_names, rotary_names
+from hf_posenc.patching.find.forward_code import (
+    INTERFACE,
+    in_decorators,
+    names_used,
+    rebind,
+    relative_names,
+    rotary_names,
+)
 from hf_posenc.patching.find.rotary_call import rotary_call
 
 #: The argument through which models pass their own relative bias to the attention function.
@@ -100,7 +106,7 @@ class InterfaceAttention(AttentionSite):
         try:
             calls.append(call)
             if self.intercepts_cache_update:
-                cache = cache_of_call(self.module, args, kwargs)
+                cache = cache_of_call(args, kwargs)
                 with CacheUpdateHook(cache, self.update_cache, call):
                     output = self._full_forward(self.module, *args, **kwargs)
             else:
@@ -131,15 +137,15 @@ class InterfaceAttention(AttentionSite):
         The rotary-only forward is used by schemes that change only the rotation. It replaces just the rotary functions
         and records nothing about the call.
         """
-        forward = inspect.unwrap(type(self.module).forward if self.inner is None else self.inner.__func__)
+        decorated = type(self.module).forward if self.inner is None else self.inner.__func__
+        forward = inspect.unwrap(decorated)
         rotary = {name: forward.__globals__[name] for name in rotary_names(forward)}
         replaced: dict[str, Any] = {name: _RotaryReplacement(function, self) for name, function in rotary.items()}
         replaced |= dict.fromkeys(relative_names(forward), _without_relative_bias)
         interface = _InterfaceReplacement(forward.__globals__[INTERFACE], self)
-        self._full_forward = rebind(forward, replaced | {INTERFACE: interface})
-        self._rotary_only_forward = rebind(
-            forward, {name: _FastRotary(function, self) for name, function in rotary.items()}
-        )
+        fast = {name: _FastRotary(function, self) for name, function in rotary.items()}
+        self._full_forward = in_decorators(decorated, rebind(forward, replaced | {INTERFACE: interface}))
+        self._rotary_only_forward = in_decorators(decorated, rebind(forward, fast))
 
     @property
     def call(self) -> LayerCall:
@@ -169,13 +175,18 @@ class InterfaceAttention(AttentionSite):
         self._check_mask(query, attention_mask, kwargs)
         self.check_head_count(query)
         self.check_rotated(call, query)
+        paged = is_paged(kwargs)
+        if paged and self.encoding.reads_pages:
+            key, value = read_pages(key, value, self.module.layer_idx, kwargs)
+            self.require_mapped_pages(call)
         query, key = self.map_before_kernel(call, query, key)
+        call.writes_pages = paged
         if self.drop_native_bias:
             kwargs.pop(_POSITION_BIAS, None)
         if kwargs.get("scaling") is None and query.shape[-1] != self.encoding.head_dim:
             # The map has widened the heads, and a kernel derives its default scaling from their width.
             kwargs["scaling"] = self._scaling
-        one_call = self._attend_pages if self.encoding.reads_pages and is_paged(kwargs) else self._attend
+        one_call = self._attend_pages if paged and self.encoding.reads_pages else self._attend
         return one_call(call, implementation, function, query, key, value, attention_mask, *args, **kwargs)
 
     def _attend(
@@ -225,20 +236,13 @@ class InterfaceAttention(AttentionSite):
         **kwargs: Any,
     ) -> Any:
         """Same as `_attend` for continuous batching: many requests in one row, with their keys in pages."""
-        features, count = None, self.encoding.num_features
-        if count and self.rotates_before_cache(key):
-            key, count = self.rotated_before_cache(call, key), 0
-        if count:
-            key = append_features(key, self.new_features(call))
-        keys, values = read_pages(key, value, self.module.layer_idx, kwargs)
-        if count:
-            keys, features = split_features(keys, self.encoding.feature_heads, count)
+        features = call.key_features
         output = query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
-        for requests in requests_of(call.state, keys.shape[2], mask, kwargs):
+        for requests in requests_of(call.state, key.shape[2], mask, kwargs):
             own = LayerCall(requests.state, cut(call.hidden_states, requests.queries))
             own.key_features = None if features is None else cut_heads(features, requests.keys)
             own.angles = None if call.angles is None else cut(call.angles, requests.queries)
-            heads = (cut_heads(query, requests.queries), *(cut_heads(each, requests.keys) for each in (keys, values)))
+            heads = (cut_heads(query, requests.queries), *(cut_heads(each, requests.keys) for each in (key, value)))
             own_mask = requests.mask(implementation or _EAGER, mask, query.dtype)
             attended = self._attend(own, implementation, function, *heads, own_mask, *args, **without_requests(kwargs))
             put(output, requests.queries, attended[0])

@@ -108,6 +108,8 @@ class LayerCall:
         rotations: number of rotary function calls that were replaced by the scheme's map.
         keys_mapped: whether keys were mapped before they entered the cache.
         attended: whether the attention function was reached.
+        writes_pages: whether the attention function has the keys of requests, already mapped. Before transformers 5.24
+            it updates the cache itself.
         rotated_query: the query last returned in place of a rotary function, `(batch, heads, query_len, width)`.
         next_token: the first token whose attention has not been computed, in layers that compute it in parts.
         key_features: the features of the bias for each key, cached ones included, once they are known.
@@ -120,6 +122,7 @@ class LayerCall:
     rotations: int = 0
     keys_mapped: bool = False
     attended: bool = False
+    writes_pages: bool = False
     rotated_query: Tensor | None = None
     key_features: Tensor | None = None
     angles: Tensor | None = None

@@ -81,7 +81,7 @@ class Requests:
 
 def is_paged(kwargs: Mapping[str, Any]) -> bool:
     """Whether the arguments of an attention function are those of continuous batching."""
-    return kwargs.get("cache") is not None and kwargs.get("cu_seq_lens_k") is not None
+    return kwargs.get("read_index") is not None
 
 
 def without_requests(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,7 +90,10 @@ def without_requests(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_pages(key: Tensor, value: Tensor, layer: int, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Writes new keys and values to their pages, and reads the keys and values of all requests of the call.
+    """The keys and values of all requests of a call.
+
+    Since transformers 5.24 the layer updates its cache itself. Before, the attention function writes the new keys to
+    their pages and reads all of them.
 
     Args:
         key: `(1, key_value_heads, new tokens, width)`.
@@ -104,21 +107,25 @@ def read_pages(key: Tensor, value: Tensor, layer: int, kwargs: dict[str, Any]) -
     Raises:
         UnsupportedError: if the kernel is to read the pages itself (`block_table`).
     """
-    cache = kwargs["cache"]
     if kwargs.get("block_table") is not None:
         raise UnsupportedError(
             "In this call the kernel reads the pages of keys itself (block_table), but this scheme needs access to the "
             "keys. Use model.init_continuous_batching or generate_batch, or with max_blocks_per_request=0."
         )
+    cache = kwargs.get("cache")
+    if cache is None:
+        return key, value
     if "kwargs" in parameter_names(type(cache).update):
         keys, values = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=kwargs)
     else:
         indices = {name: kwargs[name] for name in ("read_index", "write_index")}
         keys, values = cache.update(key_states=key, value_states=value, layer_idx=layer, **indices)
-    if keys.dim() == 3:
-        # Transformers 5.17 returns `(all keys, key_value_heads, width)`.
-        keys, values = (each.transpose(0, 1).unsqueeze(0) for each in (keys, values))
-    return keys, values
+    return heads_first(keys), heads_first(values)
+
+
+def heads_first(read: Tensor) -> Tensor:
+    """What a cache has read, `(1, key_value_heads, all keys, width)`. With 5.17 it is `(all keys, heads, width)`."""
+    return read.transpose(0, 1).unsqueeze(0) if read.dim() == 3 else read
 
 
 def requests_of(state: ForwardState, key_length: int, mask: Tensor | None, kwargs: Mapping[str, Any]) -> list[Requests]:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.attention.scores import Factor, ScoresMode
-from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.cache_update import CacheUpdateHook
 from hf_posenc.patching.call.caches import cache_of_call
@@ -18,8 +17,9 @@ from hf_posenc.patching.call.grid.silenced import with_zero_tables
 from hf_posenc.patching.call.layer_call import LayerCall, LayerEncoding
 from hf_posenc.patching.call.per_thread import PerThread
 from hf_posenc.patching.call.runtime import StackRuntime
-from hf_posenc.patching.find.forward_code import rebind, rotary_names
+from hf_posenc.patching.find.forward_code import in_decorators, rebind, rotary_names
 from hf_posenc.patching.find.rotary_call import rotary_call
+from hf_posenc.patching.find.seams import unknown_seam
 from hf_posenc.schemes.parts import QueryKeyMap
 
 
@@ -77,8 +77,8 @@ class ScoresAttention(AttentionSite):
             pair_map if any(part is not None for part in parts) else None,
             bias if adds_bias else None,
         )
-        function = self._rebind(forward, call)
-        cache = cache_of_call(self.module, args, kwargs) if self.intercepts_cache_update else None
+        function = in_decorators(type(self.module).forward, self._rebind(forward, call))
+        cache = cache_of_call(args, kwargs) if self.intercepts_cache_update else None
         calls = self.calls.own()
         depth = len(calls)
         try:
@@ -88,10 +88,9 @@ class ScoresAttention(AttentionSite):
         finally:
             del calls[depth:]
         if mode.score_shape is None or (mode.bias is not None and not mode.biased):
-            raise UnsupportedError(
+            raise unknown_seam(
                 f"{type(self.module).__name__} never multiplied queries of width {self.encoding.head_dim} with keys"
-                f"{' and took a softmax over them' if mode.bias else ''}, so the position encoding had no effect. "
-                "Declare the architecture with hf_posenc.register_architecture."
+                f"{' and took a softmax over them' if mode.bias else ''}, so the position encoding had no effect."
             )
         self.note_rotation(call)
         return output

@@ -26,6 +26,7 @@ from hf_posenc.patching.find.model_parts import (
     takes_pixels,
 )
 from hf_posenc.patching.find.relative import find_relative
+from hf_posenc.patching.find.seams import unknown_seam
 from hf_posenc.patching.find.series.found import find_series
 from hf_posenc.patching.find.sites import AddedModule, FoundAttention, FoundModule, Stack
 from hf_posenc.patching.find.tables import table_weight
@@ -346,9 +347,8 @@ def _head_shape(module: nn.Module, config: Any, architecture: Architecture) -> t
         return architecture.head_shape(module, config)
     num_heads = _first_int(module, _HEADS) or _first_int(config, _HEADS)
     if not num_heads:
-        raise UnsupportedError(
-            f"{type(module).__name__} has no known attribute for its number of heads (tried {', '.join(_HEADS)}). "
-            "Declare the architecture with hf_posenc.register_architecture."
+        raise unknown_seam(
+            f"{type(module).__name__} has no known attribute for its number of heads (tried {', '.join(_HEADS)})."
         )
     head_dim = _first_int(module, _HEAD_DIMS) or _first_int(config, ("head_dim", "d_kv"))
     if not head_dim:

@@ -89,3 +89,19 @@ def rebind(function: types.FunctionType, replaced: Mapping[str, Any]) -> types.F
     )
     rebound.__kwdefaults__ = function.__kwdefaults__
     return rebound
+
+
+def in_decorators(decorated: Any, rebound: types.FunctionType) -> types.FunctionType:
+    """Puts a copy of the innermost function into copies of its decorators, some of which rename arguments."""
+    inner = getattr(decorated, "__wrapped__", None)
+    if inner is None:
+        return rebound
+    copied, cells = in_decorators(inner, rebound), getattr(decorated, "__closure__", None) or ()
+    closure = tuple(types.CellType(copied) if cell.cell_contents is inner else cell for cell in cells)
+    if closure == tuple(cells):
+        return copied
+    outer = types.FunctionType(
+        decorated.__code__, decorated.__globals__, decorated.__name__, decorated.__defaults__, closure
+    )
+    outer.__kwdefaults__ = decorated.__kwdefaults__
+    return outer

@@ -57,13 +57,14 @@ def native_rotary_dim(stack: Stack, attention: FoundAttention) -> int | None:
     if stack.grid is not None:
         return None  # Rotations on a grid use whole heads, and their modules have frequencies for one axis of several.
     own = getattr(attention.module, "rotary_dim", None)
+    own = own if isinstance(own, int) and own > 0 else None
     if not stack.rotaries:
-        return own if isinstance(own, int) and own > 0 else None
+        return own
     rotary = stack.rotaries[0].module
-    if not has_inverse_frequencies(rotary, attention.layer_type) and has_layer_types(rotary):
-        # Some architectures do not rotate in layers of one type.
-        return None
-    return 2 * int(inverse_frequencies_of(rotary, attention.layer_type).shape[-1])
+    if has_inverse_frequencies(rotary, attention.layer_type):
+        return 2 * int(inverse_frequencies_of(rotary, attention.layer_type).shape[-1])
+    # Some architectures do not rotate in layers of one type.
+    return None if has_layer_types(rotary) else own or rotary_output(rotary)[1]
 
 
 def with_layout(config: SchemeConfig, stack: Stack, attention: FoundAttention) -> SchemeConfig:

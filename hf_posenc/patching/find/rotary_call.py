@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.find.seams import unknown_seam
 
 #: Names of arguments with complex phases.
 COMPLEX_NAMES = ("freqs_cis", "freqs_ci")
@@ -86,10 +87,9 @@ def rotary_call(function: Callable[..., Any]) -> RotaryCall:
     names = list(signature.parameters)
     query = next((name for name in _QUERY_NAMES if name in names), None)
     if query is None:
-        raise UnsupportedError(
+        raise unknown_seam(
             f"The rotary function {getattr(function, '__name__', function)}{signature} takes no argument with the name "
-            f"of a query ({', '.join(_QUERY_NAMES)}), so its tensors cannot be recognised. Declare the architecture "
-            "with hf_posenc.register_architecture."
+            f"of a query ({', '.join(_QUERY_NAMES)}), so its tensors cannot be recognised."
         )
     if not _VALUE_NAMES.isdisjoint(names):
         raise UnsupportedError(
@@ -107,9 +107,9 @@ def rotary_call(function: Callable[..., Any]) -> RotaryCall:
     elif names[:3] == ["tensor", "sin", "cos"]:
         time_axis = 1
     else:
-        raise UnsupportedError(
+        raise unknown_seam(
             f"The rotary function {getattr(function, '__name__', function)}{signature} does not show which axis of its "
-            "tensors is time. Declare the architecture with hf_posenc.register_architecture."
+            "tensors is time."
         )
     return RotaryCall(query, key, time_axis, tuple(names))
 
@@ -141,8 +141,8 @@ def _observed_axes(
         if first.shape == probe.shape and torch.equal(first, expected):
             axes.setdefault((phase_axes, tensor_axes), axis)
     if not axes:
-        raise UnsupportedError(
+        raise unknown_seam(
             f"The rotary function {getattr(function, '__name__', function)}({', '.join(names)}) accepts no known order "
-            "of the axes of its tensors. Declare the architecture with hf_posenc.register_architecture."
+            "of the axes of its tensors."
         )
     return axes

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.find.looked_up_phases import angles_in, frequencies_of
 from hf_posenc.patching.find.rotary_call import COMPLEX_NAMES, rotary_call
+from hf_posenc.patching.find.seams import unknown_seam
 
 Layout = Literal["half", "half_reversed", "interleaved"]
 
@@ -30,6 +32,9 @@ def rotary_output(module: torch.nn.Module, *, layer_type: str | None = None) -> 
     Returns:
         `("full" | "half_width" | "complex", rotary_dim)`.
     """
+    if not has_inverse_frequencies(module, layer_type):
+        kind, angles = angles_in(_first_phases(module, 2))
+        return kind, 2 * angles.shape[-1]
     frequencies = inverse_frequencies_of(module, layer_type)
     width = 2 * frequencies.shape[-1]
     hidden = torch.zeros(1, 1, 1, device=frequencies.device)
@@ -51,29 +56,31 @@ def call_rotary(module: torch.nn.Module, hidden: Tensor, position_ids: Tensor, *
         with torch.no_grad():
             return type(module).forward(module, hidden, position_ids, *arguments)
     except (TypeError, IndexError, RuntimeError) as error:
-        raise UnsupportedError(
+        raise unknown_seam(
             f"{type(module).__name__} could not compute the phases of a token ({error}): its positions have more than "
-            "one axis, or it requires other arguments. Declare the architecture with hf_posenc.register_architecture, "
-            "or use a newer transformers."
+            "one axis, or it requires other arguments."
         ) from error
 
 
 def inverse_frequencies_of(module: torch.nn.Module, layer_type: str | None = None) -> Tensor:
-    """The buffer from which a rotary module computes its phases.
+    """The buffer from which a rotary module computes its phases, or the frequencies of the phases that it looks up.
 
     Raises:
-        UnsupportedError: if the module has no such buffer.
+        UnsupportedError: if the module has no such buffer, and its phases have no fixed frequencies.
     """
     names = [f"{layer_type}_inv_freq"] if layer_type else []
     for name in (*names, "inv_freq"):
         value = getattr(module, name, None)
         if isinstance(value, Tensor):
             return value
-    found = [name for name, _ in module.named_buffers()]
-    raise UnsupportedError(
-        f"{type(module).__name__} has no inverse frequencies (buffers: {', '.join(found) or 'none'}), so its rotary "
-        "width is unknown. Declare the architecture with hf_posenc.register_architecture."
-    )
+    rows = max((size for buffer in module.buffers() for size in buffer.shape[:-1]), default=2)
+    return frequencies_of(module, angles_in(_first_phases(module, rows))[1])
+
+
+def _first_phases(module: torch.nn.Module, length: int) -> Any:
+    """What a rotary module without frequencies returns for the first tokens."""
+    ids = torch.arange(length, device=next((buffer.device for buffer in module.buffers()), None)).unsqueeze(0)
+    return call_rotary(module, torch.zeros(1, length, 1, device=ids.device), ids)
 
 
 def rotating_layer_types(module: torch.nn.Module) -> list[str]:
@@ -85,6 +92,11 @@ def rotating_layer_types(module: torch.nn.Module) -> list[str]:
 def has_layer_types(module: torch.nn.Module) -> bool:
     """Whether the forward of a rotary module takes a layer type."""
     return "layer_type" in inspect.signature(type(module).forward).parameters
+
+
+def looks_phases_up(module: torch.nn.Module) -> bool:
+    """Whether a rotary module stores no frequencies."""
+    return not has_inverse_frequencies(module, None) and not rotating_layer_types(module)
 
 
 def has_inverse_frequencies(module: torch.nn.Module, layer_type: str | None) -> bool:
@@ -116,9 +128,9 @@ def pairing(function: Callable[..., Any], output_kind: str) -> Layout:
         expected[partner] = direction
         if torch.allclose(image, expected, atol=1e-6):
             return layout
-    raise UnsupportedError(
+    raise unknown_seam(
         f"The rotary function {getattr(function, '__name__', function)} maps dimension 0 to {image.tolist()}, which is "
-        "neither the half nor the interleaved pairing. Declare the architecture with hf_posenc.register_architecture."
+        "neither the half nor the interleaved pairing."
     )
 
 
@@ -158,10 +170,9 @@ def _probe(function: Callable[..., Any], output_kind: str, cosine: float, sine: 
     try:
         output = function(**arguments)
     except (TypeError, IndexError, RuntimeError) as error:
-        raise UnsupportedError(
+        raise unknown_seam(
             f"The rotary function {getattr(function, '__name__', function)}({', '.join(call.parameters)}) could not be "
-            f"called with {', '.join(arguments)} ({error}), so its pairing is unknown. Declare the architecture with "
-            "hf_posenc.register_architecture."
+            f"called with {', '.join(arguments)} ({error}), so its pairing is unknown."
         ) from error
     query = output[0] if isinstance(output, tuple) else output
     return query.reshape(_PROBE_DIM, _PROBE_DIM).transpose(0, 1)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import PositionEncodingError
+from hf_posenc.patching.find.looked_up_phases import cosines_in
 from hf_posenc.patching.find.rotary_functions import call_rotary, inverse_frequencies_of
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 
@@ -51,7 +52,7 @@ def phases_of(module: nn.Module, hidden: Tensor, position_ids: Tensor, layer_typ
     if not takes_type and layer_type is not None:
         return None
     output = call_rotary(module, hidden, position_ids, *((layer_type,) if takes_type else ()))
-    phases = output if isinstance(output, Tensor) else output[0]
+    phases = cosines_in(output)
     return phases[0] if phases.dim() == 4 else phases
 
 

@@ -13,7 +13,7 @@ from hf_posenc.errors import PositionEncodingError, UnsupportedError
 from hf_posenc.patching.find.discovery import find_stacks
 from hf_posenc.patching.find.layer_context import build_context
 from hf_posenc.patching.find.rotary_axes import frequencies_by_axis
-from hf_posenc.patching.find.rotary_functions import pairing, rotary_output
+from hf_posenc.patching.find.rotary_functions import looks_phases_up, pairing, rotary_output
 from hf_posenc.patching.find.rotary_spectra import describes, phases_of, spectra_of
 from hf_posenc.patching.find.sites import FoundAttention, FoundModule, Stack
 from hf_posenc.patching.find.tables import table_origin, table_weight
@@ -77,7 +77,8 @@ def native_scheme(model: PreTrainedModel, *, part: str | None = None) -> SchemeC
                 "cannot describe."
             )
         observed = any(stack.architecture.native or stack.grid or stack.mechanism for stack in stacks)
-        if observed:
+        looked_up = any(looks_phases_up(one.module) for stack in stacks for one in stack.rotaries)
+        if observed or looked_up:
             # Phases and tables were compared by value, but a declaration depends only on the name of the architecture.
             verify_native(transaction, schemes[0], stacks)
         for stack in stacks:

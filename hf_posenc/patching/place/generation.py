@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.call.caches import cache_argument
 from hf_posenc.patching.place.checked_method import CheckedMethod
 from hf_posenc.patching.place.encoding import PositionEncoding, is_length_dependent
 from hf_posenc.schemes.labels import scheme_label
@@ -88,8 +91,25 @@ def refuse_growing_caches(call: GenerateCall) -> None:
         )
 
 
+def refuse_unnoticed_caches(call: GenerateCall) -> None:
+    """Refuses prompt learning by a PEFT that looks for the cache under another name than the model's.
+
+    Raises:
+        UnsupportedError: if PEFT would take every step for the first one.
+    """
+    prepare: Any = call.model.prepare_inputs_for_generation
+    learned = getattr(getattr(prepare.__self__, "active_peft_config", None), "is_prompt_learning", False)
+    name = cache_argument(call.model) if learned else ""
+    if learned and name not in inspect.unwrap(prepare.__func__).__code__.co_consts:
+        raise UnsupportedError(
+            f"This PEFT does not notice the cache of a {type(call.model).__name__}, whose argument is {name!r} in "
+            f"transformers {transformers.__version__}, so prompt and prefix tuning generate wrong tokens, with stock "
+            "models too. Use an earlier transformers or a newer PEFT."
+        )
+
+
 #: Checks that run in this order before every call.
-CHECKS: list[GenerateCheck] = [refuse_growing_caches]
+CHECKS: list[GenerateCheck] = [refuse_growing_caches, refuse_unnoticed_caches]
 
 
 class CheckedGenerate(CheckedMethod):

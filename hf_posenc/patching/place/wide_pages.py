@@ -74,11 +74,11 @@ class _PaddedUpdate:
         self.cache = cache
         self.width = width
 
-    def __call__(self, key_states: Tensor, value_states: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def __call__(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Calls the cache's `update` with padded keys and values."""
         widths = key_states.shape[-1], value_states.shape[-1]
         wide_keys, wide_values = (pad(each, (0, self.width - each.shape[-1])) for each in (key_states, value_states))
-        keys, values = type(self.cache).update(self.cache, wide_keys, wide_values, **kwargs)
+        keys, values = type(self.cache).update(self.cache, wide_keys, wide_values, *args, **kwargs)
         return keys[..., : widths[0]], values[..., : widths[1]]
 
 

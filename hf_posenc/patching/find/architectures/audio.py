@@ -206,12 +206,16 @@ def declare_audio_architectures() -> None:
             native=_wavlm_native,
         ),
     )
+    between = (
+        "its only attention layer, of one head, stands between convolutions, which show it the order of its input."
+    )
+    register_architecture("wavtokenizer", architecture=Architecture(unsupported=between))
     for given, names in (
         (example_inputs.tokens_of_codebooks, ("csm",)),
         (example_inputs.tokens_of_codebooks_and_a_word, ("kyutai_speech_to_text",)),
         (example_inputs.text_and_channels, ("dia",)),
         (example_inputs.tokens_at_a_time, ("voxtral_realtime_text",)),
-        (example_inputs.wave_with_a_channel, ("pe_audio_encoder",)),
+        (example_inputs.wave_with_a_channel, ("pe_audio_encoder", "omniasr_audio")),
         (example_inputs.spectrogram_with_bins_first, ("voxtral_realtime_encoder",)),
     ):
         register_architecture(*names, architecture=Architecture(example_inputs=given))

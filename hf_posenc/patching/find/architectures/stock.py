@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -109,7 +110,8 @@ def _gptj_native(stack: Stack) -> SchemeConfig:
 
 
 def _gptj_tables(stack: Stack) -> list[FixedTable]:
-    return [(attention.module, "embed_positions") for attention in stack.attentions]
+    # In each layer, or since transformers 5.24 in one rotary module.
+    return [(module, "embed_positions") for module in stack.module.modules() if hasattr(module, "embed_positions")]
 
 
 def _silence_falcon(stack: Stack, patches: Journal) -> None:
@@ -135,10 +137,19 @@ def _falcon_native(stack: Stack) -> SchemeConfig | None:
 
 def _silence_inkling(stack: Stack, patches: Journal) -> None:
     """Freezes the bias projections. The patched attention already drops the `position_bias` that the layers pass."""
-    for attention in stack.attentions:
-        for module in attention.module.rel_logits_proj.modules():
-            for name in module._parameters:
-                patches.freeze(module, name)
+    biases = (one for found in stack.attentions for one in found.module.children() if "Relative" in type(one).__name__)
+    for module in itertools.chain.from_iterable(bias.modules() for bias in biases):
+        for name in module._parameters:
+            patches.freeze(module, name)
+
+
+def _dory_refusal(config: Any) -> str | None:
+    if config.recurrent_kv_cache_mode == "per_loop":
+        return None
+    return (
+        "with `recurrent_kv_cache_mode='last_loop'` its earlier loops join their keys with those that the last loop "
+        "has cached, so a scheme cannot change what is cached. It can be patched with 'per_loop'."
+    )
 
 
 def _big_bird_refusal(config: Any) -> str | None:
@@ -289,13 +300,15 @@ def declare_stock_architectures() -> None:
     register_architecture(
         "beam", "llama4_text", "ministral3", "mistral4", architecture=Architecture(kept=(temperature,))
     )
-    register_architecture(
-        "inkling_text",
-        "inkling2_text",
-        architecture=Architecture(
-            mechanism="relative bias that depends on the query", silence=_silence_inkling, kept=(temperature,)
-        ),
+    inkling = Architecture(
+        mechanism="relative bias that depends on the query", silence=_silence_inkling, kept=(temperature,)
     )
+    register_architecture("inkling_text", architecture=inkling)
+    for name, prefix in (("inkling2_text", "Inkling2"), ("inkling2_loop_text", "Inkling2Loop")):
+        # Each token also attends to its own states in earlier blocks of layers.
+        classes = (f"{prefix}SlidingAttention", f"{prefix}FullAttention")
+        register_architecture(name, architecture=dataclasses.replace(inkling, attention_classes=classes))
+    register_architecture("dory", architecture=Architecture(unsupported=_dory_refusal))
     register_architecture("esm", architecture=Architecture(operand_factors=_scaled_queries))
     register_architecture("openai_privacy_filter", architecture=Architecture(operand_factors=_scaled_heads))
     register_architecture("xlm", architecture=Architecture(causal=lambda config: config.causal))

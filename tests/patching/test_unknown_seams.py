@@ -1,0 +1,113 @@
+"""Names, signatures and shapes that another version of transformers, or somebody's own layer, may have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.models.llama import modeling_llama
+
+from hf_posenc import UnsupportedError, native_scheme, patch_model
+from hf_posenc.patching.find.rotary_call import rotary_call
+from tests.matrix.running import patched, tokens
+
+
+class OwnAttention(modeling_llama.LlamaAttention):
+    """A layer of somebody's own: another name for the cache, and no annotation."""
+
+    def forward(self, states, phases, mask=None, memory=None, **kwargs):  # type: ignore[no-untyped-def]
+        shape = (*states.shape[:-1], -1, self.head_dim)
+        query, key, value = (one(states).view(shape).transpose(1, 2) for one in (self.q_proj, self.k_proj, self.v_proj))
+        query, key = apply_rotary_pos_emb(query, key, *phases)
+        if memory is not None:
+            key, value = memory.update(key, value, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        output, weights = attend(self, query, key, value, mask, scaling=self.scaling, **kwargs)
+        return self.o_proj(output.reshape(*states.shape[:-1], -1).contiguous()), weights
+
+
+apply_rotary_pos_emb = modeling_llama.apply_rotary_pos_emb
+ALL_ATTENTION_FUNCTIONS = modeling_llama.ALL_ATTENTION_FUNCTIONS
+eager = modeling_llama.eager_attention_forward
+
+
+class OwnLayer(modeling_llama.LlamaDecoderLayer):
+    """Calls its attention with one name for the cache."""
+
+    name = "memory"
+
+    def forward(self, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Tensor:
+        cache = {self.name: kwargs.get("cache", kwargs.get("past_key_values"))}
+        normed = self.input_layernorm(hidden_states)
+        output, _ = self.self_attn(normed, kwargs["position_embeddings"], attention_mask, **cache)
+        hidden_states = hidden_states + output
+        return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+class LayerOfAnEarlierVersion(OwnLayer):
+    """Since transformers 5.24 a decorator of the attention renames this."""
+
+    name = "past_key_values"
+
+
+class RotaryTable(nn.Module):
+    """By its name a rotary module; it stores no frequencies."""
+
+    def __init__(self, inner: nn.Module, rows: int = 64) -> None:
+        super().__init__()
+        cos, sin = inner(torch.zeros(1, 1, 1), torch.arange(rows).unsqueeze(0))
+        self.register_buffer("cos_table", cos[0], persistent=False)
+        self.register_buffer("sin_table", sin[0], persistent=False)
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        return self.cos_table[position_ids].to(x.dtype), self.sin_table[position_ids].to(x.dtype)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("classes", [(OwnLayer, OwnAttention), (LayerOfAnEarlierVersion, None)], ids=["own", "earlier"])
+@pytest.mark.parametrize("scheme", ["native", "alibi", "forget_gate", "pope"])
+def test_a_cache_is_found_whatever_its_argument_is_called(scheme: str, classes: tuple[Any, Any]) -> None:
+    model = patched("llama_gqa", None)
+    for layer in model.model.layers:
+        layer.__class__, layer.self_attn.__class__ = classes[0], classes[1] or type(layer.self_attn)
+    ids = tokens(1, 12)
+    patch_model(model, scheme)
+    expected = model(ids, use_cache=False).logits
+    cache = DynamicCache()
+    parts = [model(ids[:, start:end], past_key_values=cache).logits for start, end in ((0, 7), (7, 8), (8, 12))]
+    # Sums in another order.
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+def test_phases_of_a_table_show_the_frequencies() -> None:
+    model, ids = patched("llama_gqa", None), tokens(1, 12)
+    expected = model(ids).logits
+    model.model.rotary_emb = RotaryTable(model.model.rotary_emb)
+    found = native_scheme(model)
+    assert found.name == "rope"
+    torch.testing.assert_close(patch_model(model, found)(ids).logits, expected, rtol=0, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("row", [5, 40])
+def test_a_table_that_is_no_rotation_is_refused_with_the_version(row: int) -> None:
+    model = patched("llama_gqa", None)
+    model.model.rotary_emb = RotaryTable(model.model.rotary_emb)
+    model.model.rotary_emb.cos_table[row:].mul_(-1)
+    with pytest.raises(UnsupportedError, match=f"no inverse frequencies.* {transformers.__version__}"):
+        native_scheme(model)
+    before = model(tokens(1, 4)).logits
+    assert not torch.equal(patch_model(model, "alibi")(tokens(1, 4)).logits, before)
+
+
+def test_a_rotary_function_that_cannot_be_read_is_refused_with_the_version() -> None:
+    def rotate(numbers: Tensor, angle: Tensor) -> Tensor:
+        return numbers * angle
+
+    with pytest.raises(UnsupportedError, match=f"no argument with the name of a query.* {transformers.__version__}"):
+        rotary_call(rotate)
