@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hf_posenc.export.records import ExportReport as ExportReport
     from hf_posenc.patching import (
         Architecture as Architecture,
+        accept_cache as accept_cache,
         extend_context as extend_context,
         inspect_model as inspect_model,
         native_scheme as native_scheme,
@@ -48,6 +49,7 @@ _HOMES = {
     "hf_posenc.export.records": ("ExportReport",),
     "hf_posenc.patching": (
         "Architecture",
+        "accept_cache",
         "extend_context",
         "inspect_model",
         "native_scheme",

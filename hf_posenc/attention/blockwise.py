@@ -182,7 +182,7 @@ def for_each_query_head(tensor: Tensor, heads: int) -> Tensor:
 def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Casts queries, keys and values to the dtype of attention under autocast, which does not change float64."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(tensor if tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors)
@@ -190,7 +190,7 @@ def autocast_inputs(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def without_autocast(device: torch.device) -> AbstractContextManager[None]:
     """Disables autocast only if it is enabled, because torch's context manager costs as much as an operator."""
-    if not torch._C._is_any_autocast_enabled():
+    if not torch._C._is_any_autocast_enabled() or device.type == "meta":
         return _NOTHING
     return torch.autocast(device.type, enabled=False)
 

@@ -44,6 +44,7 @@ def install() -> None:
         "peft.peft_model",
         {
             "PeftModel.add_adapter": _add_adapter,
+            "PeftModel.get_prompt": _get_prompt,
             "PeftModel.save_pretrained": _save_model,
             "PeftModel.from_pretrained": _load_adapter,
             "PeftModel.load_adapter": _load_adapter,
@@ -67,6 +68,16 @@ def _make_adaption_prompts(call: Call) -> Any:
 
         raise recomputed_queries_error(target)
     return call.run()
+
+
+def _get_prompt(call: Call) -> Any:
+    prompt, target = call.run(), _transformers_model(call["self"])
+    if hasattr(prompt, "get_seq_length") and target is not None and _encoding(target) is not None:
+        from hf_posenc.patching.call.cache_scheme import accept_cache
+
+        # Learned keys suit the scheme that they are trained with.
+        accept_cache(prompt)
+    return prompt
 
 
 # Saving

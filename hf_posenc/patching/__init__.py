@@ -1,5 +1,6 @@
 """Patching a model: discovery of the modules that use positions, placing a scheme, and removing it."""
 
+from hf_posenc.patching.call.cache_scheme import accept_cache
 from hf_posenc.patching.find.architectures import Architecture, register_architecture
 from hf_posenc.patching.observe.inspection import Inspection, inspect_model
 from hf_posenc.patching.observe.native_scheme import native_scheme
@@ -12,6 +13,7 @@ __all__ = [
     "Inspection",
     "PatchReport",
     "StackReport",
+    "accept_cache",
     "extend_context",
     "inspect_model",
     "native_scheme",

@@ -21,6 +21,12 @@ class _Projected(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Tensor, float, float], output: Tensor) -> None:
         values, ctx.minimum, ctx.maximum = inputs
         ctx.save_for_backward(values)
+        ctx.save_for_forward(values)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        (values,) = ctx.saved_tensors
+        return tangent.masked_fill((values < ctx.minimum) | (values > ctx.maximum), 0.0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:

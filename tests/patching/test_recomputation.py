@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from hf_posenc import list_schemes, patch_model
+from hf_posenc import UnsupportedError, list_schemes, patch_model, unpatch_model
 from hf_posenc.errors import PositionEncodingError
+from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.schemes import AlibiConfig, BlendedConfig, ComposedConfig, NoneConfig, RandomizedConfig, RopeConfig
 from hf_posenc.schemes.registry import get_scheme
 
@@ -78,3 +79,60 @@ def test_random_positions_are_those_of_the_first_run(preserve: bool) -> None:
     dropout = 0.3 if preserve else 0.0
     model = patch_model(build(attention_dropout=dropout), RandomizedConfig(inner=RopeConfig(), max_position=64))
     assert_recomputed_exactly(model, preserve_rng_state=preserve)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("rope", "none"),
+        ("rope", None),
+        ("alibi", "t5"),
+        ("alibi", None),
+        ("none", "alibi"),
+        (None, "none"),
+        (None, "t5"),
+    ],
+)
+def test_another_scheme_between_forward_and_backward_is_refused(before: Any, after: Any, reentrant: bool) -> None:
+    model, ids = build(), tokens(2, 10)
+    if before is not None:
+        patch_model(model, before)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    loss = model(ids, labels=ids, use_cache=False).loss
+    patch_model(model, after) if after is not None else unpatch_model(model)
+    with pytest.raises(UnsupportedError, match="recomputed"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_the_same_scheme_after_a_look_at_the_stock_model_is_recomputed(reentrant: bool) -> None:
+    model = patch_model(build(), "rope")
+    expected = gradients(model, None)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.zero_grad()
+    torch.manual_seed(1)
+    ids = tokens(2, 10)
+    loss = model(ids, labels=ids, use_cache=False).loss
+    with Transaction(model).suspended():
+        pass
+    loss.backward()
+    for parameter, one in zip(model.parameters(), expected, strict=True):
+        if one is not None:
+            torch.testing.assert_close(parameter.grad, one, atol=1e-5, rtol=1e-5)
+
+
+def test_forward_mode_and_meta_run_as_in_stock() -> None:
+    """A scheme with clamped parameters, and a bias in sdpa."""
+    model, ids = patch_model(build(attn_implementation="eager"), "kerple"), tokens(1, 8)
+    values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    steps = {name: torch.ones_like(value) for name, value in values.items()}
+
+    def total(given: Any) -> torch.Tensor:
+        return torch.func.functional_call(model, given, (ids,), {"use_cache": False}).logits.square().mean()
+
+    _, found = torch.func.jvp(total, (values,), (steps,))
+    expected = sum(float(gradient.sum()) for gradient in torch.func.grad(total)(values).values())
+    assert abs(float(found) - expected) <= 1e-3 * abs(expected)
+    on_meta = patch_model(build(attn_implementation="sdpa"), "alibi").to("meta")
+    assert on_meta(ids.to("meta")).logits.shape == (1, 8, 96)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.grid.numbers import numbers_in
 from hf_posenc.patching.call.grid_state import GridState
-from hf_posenc.patching.call.length_checks import check_cache
+from hf_posenc.patching.call.length_checks import check_cache, in_dtype, refuse_negative
 from hf_posenc.patching.call.runtime import StackRuntime
 from hf_posenc.schemes.parts import AdditiveEncoding
 
@@ -61,5 +61,7 @@ class AddToHiddenStates:
             # The architecture prepends its own tokens (CPM-Ant's prompt), so every slot is a position.
             state = state.by_slots(length)
         check_cache(self.additive, state)
-        encoded = self.additive(state.positions(hidden_states.device)).to(hidden_states.dtype)
+        positions = state.positions(hidden_states.device)
+        refuse_negative(state, positions.ids)
+        encoded = in_dtype(self.additive(positions), hidden_states.dtype)
         return hidden_states + (encoded.transpose(0, 1) if self.runtime.time_major else encoded)

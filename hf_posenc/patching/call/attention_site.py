@@ -221,7 +221,7 @@ class AttentionSite(LogitSite):
         """
         query_key_map, rotated = self.encoding.query_key_map, call.rotated_query
         again = query_key_map is not None and query_key_map.mapped_again
-        if not again or self.rotation_is_last or rotated is None or torch.compiler.is_compiling():
+        if not again or self.rotation_is_last or rotated is None or query.is_meta or torch.compiler.is_compiling():
             return
         if query.shape[-1] < rotated.shape[-1] or not torch.equal(query[..., : rotated.shape[-1]], rotated):
             raise UnsupportedError(

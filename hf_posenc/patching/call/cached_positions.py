@@ -1,26 +1,31 @@
 """Positions of cached tokens, stored on the cache object.
 
 Usually the positions of cached tokens follow from the attention mask or from their slots. If the caller passed other
-`position_ids`, they are recorded on the cache and kept up to date when its rows are reordered or cropped.
+`position_ids`, they are recorded on the cache. Others may reorder, select, repeat or crop the cached rows, by the
+cache's methods or by hand. What they did is read from the keys, and the positions follow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer
 
 from hf_posenc.patching.call.cache_notes import note_of, set_note
 from hf_posenc.patching.call.caches import self_attention_cache
+from hf_posenc.schemes.positions import traced
 
 _NAME = "_hf_posenc_positions"
 #: The attribute of a cache that tells a compiled graph of positions that it cannot read.
 _GIVEN = "_hf_posenc_given_positions"
-_ROW_METHODS = ("reorder_cache", "batch_select_indices", "batch_repeat_interleave")
-_TRACKED_METHODS = (*_ROW_METHODS, "crop")
+#: The attribute of a cache that a compiled graph has continued, whose keys are therefore not those that were seen.
+_CONTINUED = "_hf_posenc_continued"
+#: Numbers of each key that are compared. Equal keys of different tokens are as unlikely as equal floats.
+_COMPARED = 4
 
 
 @dataclass
@@ -33,14 +38,56 @@ class CachedPositions:
             `None`.
         unknown: 0-dim bool tensor, true if positions differ but were not recorded. Set by compiled graphs, which cannot
             inspect position values.
-        keys: the cached keys of one layer at the end of the call in which `ids` were recorded. If the cache now holds
-            another tensor, it was changed in a way that `ids` did not follow.
+        keys: the cached keys at the end of the last call; `None` after a compiled call.
     """
 
     length: int | Tensor
     ids: Tensor | None = None
     unknown: Tensor | None = None
-    keys: Tensor | None = None
+    keys: SeenKeys | None = None
+
+
+class SeenKeys:
+    """The keys of a cache at one moment, from which later changes are told.
+
+    Args:
+        keys: of the layers that have keys; at least one. `None` for one that no longer exists.
+        length: the cached length of the last layer if it is a number, or `None`.
+        window: the window of the last layer, which keeps one key less; 0 if it keeps all.
+        last: the keys of the last layer.
+        written: of each layer, whether somebody has written to its keys since.
+    """
+
+    def __init__(
+        self, keys: Sequence[Tensor | None], length: int | None, window: int, last: Tensor, written: Sequence[bool]
+    ) -> None:
+        # Only one layer is kept in memory until the next call.
+        self.last = last
+        self.length = length
+        self.window = window
+        self._each = [
+            (_gone if one is None else weakref.ref(one), -1 if late else _writes(one))
+            for one, late in zip(keys, written, strict=True)
+        ]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copies of the cache contain copies of its keys, with their own count of writes.
+        keys = [reference() for reference, _ in self._each]
+        written = [_writes(one) != count for one, (_, count) in zip(keys, self._each, strict=True)]
+        return SeenKeys, (keys, self.length, self.window, self.last, written)
+
+    def still_in(self, keys: list[Any]) -> bool:
+        """Whether these are the same keys, and nobody has written to them."""
+        if len(keys) != len(self._each):
+            return False
+        pairs = zip(keys, self._each, strict=True)
+        return all(one is reference() and _writes(one) == writes for one, (reference, writes) in pairs)
+
+    def all_replaced_by(self, keys: list[Tensor]) -> bool:
+        """Whether every layer has other keys, as after an operation on the whole cache."""
+        if len(keys) != len(self._each):
+            return False
+        return not any(one is reference() for one, (reference, _) in zip(keys, self._each, strict=True))
 
 
 def recorded(cache: Any) -> CachedPositions | None:
@@ -57,71 +104,92 @@ def has_given_positions(cache: Any) -> bool:
 def record(cache: Any, positions: CachedPositions) -> None:
     """Records positions on a cache, unless its type does not allow attributes."""
     keeper = self_attention_cache(cache)
-    attributes = getattr(keeper, "__dict__", None)
-    if attributes is None:
+    if getattr(keeper, "__dict__", None) is None:
         return
     set_note(keeper, _NAME, positions)
-    if positions.ids is None:
-        if has_given_positions(keeper):
-            delattr(keeper, _GIVEN)
-        return
-    setattr(keeper, _GIVEN, True)
-    for name in _TRACKED_METHODS:
-        if hasattr(keeper, name) and not isinstance(attributes.get(name), _TrackedMethod):
-            attributes[name] = _TrackedMethod(keeper, name, getattr(keeper, name))
+    if positions.ids is not None:
+        setattr(keeper, _GIVEN, True)
+    elif has_given_positions(keeper):
+        delattr(keeper, _GIVEN)
 
 
 def remember_keys(cache: Any) -> None:
     """Stores, at the end of a call, the keys that the recorded positions belong to."""
-    known = recorded(cache)
-    if known is not None and known.ids is not None:
-        known.keys = _plain_keys(cache)
+    keeper = self_attention_cache(cache)
+    if traced():
+        set_note(keeper, _CONTINUED, True)
+        return
+    known = recorded(keeper)
+    if known is not None:
+        known.keys = _seen(keeper)
+    if note_of(keeper, _CONTINUED):
+        delattr(keeper, _CONTINUED)
 
 
 def matches_keys(cache: Any) -> bool:
-    """Whether the cache still holds the keys whose positions were recorded; true if none were recorded."""
-    known = recorded(cache)
-    return known is None or known.keys is None or known.keys is _plain_keys(cache)
+    """Whether the positions that were recorded are those of the keys in the cache; true if none were recorded.
 
-
-def _plain_keys(cache: Any) -> Tensor | None:
-    """The keys of the first layer that stores them in one tensor, which every change replaces by a new one."""
-    keeper = self_attention_cache(cache)
-    if getattr(keeper, "offloading", False):
-        return None
-    plain = (layer for layer in getattr(keeper, "layers", ()) if type(layer) is DynamicLayer)
-    keys = getattr(next(plain, None), "keys", None)
-    return keys if isinstance(keys, Tensor) else None
-
-
-class _TrackedMethod:
-    """Replaces a cache method that changes the cached tokens, and applies the same change to their positions.
-
-    An object that holds a bound method, because `copy.deepcopy` of the cache copies both along with it.
+    If rows were reordered, selected, repeated or cropped, the recorded positions are changed in the same way.
     """
+    known = None if traced() or note_of(self_attention_cache(cache), _CONTINUED) else recorded(cache)
+    if known is None or known.keys is None or known.keys.still_in(_keys(cache)):
+        return True
+    followed = _followed(known, known.keys, _seen(cache), _keys(cache))
+    if followed is not None:
+        record(cache, followed)
+    return followed is not None
 
-    def __init__(self, cache: Any, name: str, method: Callable[..., Any]) -> None:
-        self.cache = cache
-        self.name = name
-        self.method = method
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the method."""
-        known = recorded(self.cache)
-        followed = matches_keys(self.cache)
-        result = self.method(*args, **kwargs)
-        if followed and known is not None and known.ids is not None:
-            argument = next(iter((*args, *kwargs.values())))
-            ids = self._changed(known.ids, argument)
-            length = ids.shape[1] if self.name == "crop" else known.length
-            record(self.cache, CachedPositions(length, ids, keys=_plain_keys(self.cache)))
-        return result
+def _followed(
+    known: CachedPositions, before: SeenKeys, seen: SeenKeys | None, keys: list[Tensor]
+) -> CachedPositions | None:
+    """The positions of the keys that are in a cache now, or `None` if they are not rows of those before."""
+    if seen is None or not before.all_replaced_by(keys):
+        return None
+    old, new = before.last, seen.last
+    removed = 0 if before.length is None or seen.length is None else before.length - seen.length
+    stop = old.shape[-2] - removed if old.dim() == 4 else -1
+    # A layer with a window keeps only the last keys.
+    start = stop - new.shape[-2]
+    if start > 0 and new.shape[-2] + 1 != seen.window:
+        return None
+    if removed < 0 or start < 0 or new.dim() != 4 or old.shape[1::2] != new.shape[1::2]:
+        return None
+    few = old[:, 0, start:stop, :_COMPARED].to(new.device)
+    same = (new[:, None, 0, :, :_COMPARED] == few).flatten(2).all(-1)
+    rows = same.int().argmax(1, keepdim=True)
+    if not bool(same.gather(1, rows).all()):
+        return None
+    length = known.length if seen.length is None else seen.length
+    ids = known.ids if known.ids is None or seen.length is None else known.ids[:, : seen.length]
+    if ids is not None and ids.shape[0] > 1:
+        others, ids = ids, ids.index_select(0, rows.flatten().to(ids.device))
+        # Rows with equal keys may have had different positions.
+        if bool((same.to(ids.device).unsqueeze(-1) & (ids.unsqueeze(1) != others)).any()):
+            return None
+    return dataclasses.replace(known, length=length, ids=ids, keys=seen)
 
-    def _changed(self, ids: Tensor, argument: Any) -> Tensor:
-        if self.name == "crop":
-            return ids[:, : int(self.cache.get_seq_length())]
-        if ids.shape[0] == 1:
-            return ids
-        if self.name == "batch_repeat_interleave":
-            return ids.repeat_interleave(argument, 0)
-        return ids.index_select(0, argument.to(ids.device))
+
+def _seen(cache: Any) -> SeenKeys | None:
+    keys = _keys(cache)
+    if not keys:
+        return None
+    layers = self_attention_cache(cache).layers
+    last = next(layer for layer in reversed(layers) if getattr(layer, "keys", None) is keys[-1])
+    length = last.get_seq_length()
+    window = getattr(last, "sliding_window", 0) if getattr(last, "is_sliding", False) else 0
+    return SeenKeys(keys, length if isinstance(length, int) else None, window, keys[-1], [False] * len(keys))
+
+
+def _gone() -> None:
+    """Takes the place of a reference to keys that no longer exist."""
+
+
+def _keys(cache: Any) -> list[Tensor]:
+    found = [getattr(layer, "keys", None) for layer in getattr(self_attention_cache(cache), "layers", ())]
+    return [keys for keys in found if isinstance(keys, Tensor)]
+
+
+def _writes(tensor: Tensor | None) -> int:
+    """How often others have written to a tensor. Tensors of inference mode do not count."""
+    return 0 if tensor is None or tensor.is_inference() else tensor._version

@@ -148,7 +148,7 @@ def one_axis(position_ids: Tensor) -> Tensor:
                 "supports positions on one axis only. Use 'mrope' or 'rope_nd', or unpatch the model for such inputs."
             )
         return position_ids[0]
-    return position_ids if position_ids.dim() == 2 else position_ids.unsqueeze(0)
+    return position_ids if position_ids.dim() == 2 else position_ids.reshape(1, -1)
 
 
 def _requires_grad(value: Any) -> bool:

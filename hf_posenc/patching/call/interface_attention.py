@@ -93,6 +93,8 @@ class InterfaceAttention(AttentionSite):
             return self.stock(*args, **kwargs)
         if self.may_only_rotate and self.encoding.only_rotates and _POSITION_BIAS not in kwargs:
             if self.encoding.query_key_map is None:
+                if not self.runtime.recomputation.has_run and not torch.compiler.is_compiling():
+                    self.runtime.recomputation.check()
                 return self._rotary_only_forward(self.module, *args, **kwargs)
             if self.rotates_in_place and not torch.compiler.is_compiling():
                 rotations = self.rotations
@@ -212,11 +214,9 @@ class InterfaceAttention(AttentionSite):
             if self.encoding.rotates_by_input:
                 query, key = self.rotated_by_input(call, query, key)
             if not self.encoding.only_rotates_by_input:
-                # With a batch size of 1, flash kernels are told where packed documents begin.
-                separates_restarts = flash and mask is None and query.shape[0] == 1
                 factors = (factor, *self._factors_before(factor))
                 rotated = self.encoding.rotates_by_input
-                bias = self.bias(call, *heads, *factors, mask, separates_restarts, rotated)
+                bias = self.bias(call, *heads, *factors, mask, flash, rotated)
                 attend = functools.partial(attend_with_bias, implementation, function, bias)
         arguments = (self.module, self.scaled(call.state, query), key, value, mask, *args)
         if self.encoding.widens_heads and implementation not in (None, "eager") and query.shape[2] > 1:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posenc.errors import UnsupportedError
+from hf_posenc.errors import SequenceLengthError, UnsupportedError
 from hf_posenc.patching.call.cached_positions import CachedPositions, record, recorded
 from hf_posenc.patching.call.forward_state import ForwardState
+from hf_posenc.patching.call.length_checks import NEGATIVE, negative_positions
 from hf_posenc.patching.call.padding import counted_tokens
 from hf_posenc.schemes.positions import Positions, exporting, traced
 
@@ -159,7 +160,7 @@ def _compute_regularity(state: ForwardState, device: torch.device) -> Regularity
     if device.type == "meta":
         return Regularity(irregular=False, even=True)
     known = None if isinstance(offset, int) and offset == 0 else recorded(state.cache_object)
-    if state.cache_changed:
+    if state.cache_changed and known is not None and int(offset or 0) > 0:
         raise UnsupportedError(_CHANGED_CACHE)
     doubt = None if known is None else known.unknown
     if torch.compiler.is_compiling():
@@ -168,8 +169,11 @@ def _compute_regularity(state: ForwardState, device: torch.device) -> Regularity
         return _compiled(state, own, differs, holes)
     if doubt is not None and bool(doubt):
         raise UnsupportedError(_UNKNOWN_POSITIONS)
-    flags = [flag for flag in (differs, holes) if flag is not None]
+    negative = negative_positions(state, own)
+    flags = [flag for flag in (negative, differs, holes) if flag is not None]
     found = iter(torch.stack(flags).tolist() if flags else ())
+    if negative is not None and next(found):
+        raise SequenceLengthError(NEGATIVE)
     irregular = differs is not None and next(found)
     if not irregular and (known is None or known.ids is None):
         if offset is not None and (known is not None or int(offset) == 0):
@@ -218,9 +222,10 @@ _UNKNOWN_POSITIONS = (
 
 
 _CHANGED_CACHE = (
-    "The cached tokens were given explicit position_ids, and the keys in this cache have since changed in a way that "
-    "could not be tracked. Use the cache's own methods (crop, reorder_cache, batch_select_indices, "
-    "batch_repeat_interleave), or use_cache=False."
+    "The keys in this cache are not those that the model left in it: tokens were dropped, moved, added or overwritten, "
+    "so their positions are unknown, and this scheme needs them. Rows may be reordered, selected, repeated and cropped "
+    "at the end. After any other change, say which position each cached token has: hf_posenc.accept_cache(cache, "
+    "position_ids). Or start with a new cache."
 )
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_posenc.errors import UnsupportedError
+from hf_posenc.errors import SequenceLengthError, UnsupportedError
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.grid_state import GridTokens
 from hf_posenc.schemes.parts import Part
-from hf_posenc.schemes.positions import exporting
+from hf_posenc.schemes.positions import exporting, traced
 
 #: A length that no sequence reaches.
 _FARTHEST = 2**31
@@ -43,6 +43,52 @@ def check_cache(part: Part, state: ForwardState) -> None:
     cached = int(state.offset)
     if cached > 0:
         part.check_cache(cached, cached + state.query_length)
+
+
+def negative_positions(state: ForwardState, ids: Tensor) -> Tensor | None:
+    """0-dim bool: whether the caller gave a real token a negative position, which is that of padding.
+
+    `None` if no positions were given, or the mask does not show which tokens are real.
+    """
+    if state.position_ids is None or state.mask_hides_padding:
+        return None
+    counted = state.mask_positions()
+    return ((ids < 0) if counted is None else (ids < 0) & (counted.to(ids.device) >= 0)).any()
+
+
+def refuse_negative(state: ForwardState, ids: Tensor) -> None:
+    """Refuses negative positions of real tokens, of which stock tables have no rows.
+
+    Raises:
+        SequenceLengthError: an `IndexError`, as stock raises.
+    """
+    if traced() or ids.is_meta or (ids.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    negative = negative_positions(state, ids)
+    if negative is not None and bool(negative):
+        raise SequenceLengthError(NEGATIVE)
+
+
+def in_dtype(encoded: Tensor, dtype: torch.dtype) -> Tensor:
+    """Vectors of positions in the dtype of a model.
+
+    Raises:
+        SequenceLengthError: if they do not fit float16.
+    """
+    cast = encoded.to(dtype)
+    if dtype == torch.float16 and not traced() and not cast.is_meta and not bool(cast.isfinite().all()):
+        raise SequenceLengthError(
+            "The vectors of these positions grow beyond the range of float16 (65504). Use bfloat16 or float32, a "
+            "shorter sequence, or a smaller scale."
+        )
+    return cast
+
+
+NEGATIVE = (
+    "The position_ids of this call give tokens a position before the first one. If the stock table begins at a later "
+    "row (RoBERTa's at padding_idx + 1), so do its position_ids. Leave position_ids out, or give each token that the "
+    "mask shows a position from the first one on."
+)
 
 
 def _check_cache_of_program(part: Part, state: ForwardState) -> None:

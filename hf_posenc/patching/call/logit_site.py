@@ -27,7 +27,7 @@ from hf_posenc.patching.call.runtime import StackRuntime
 from hf_posenc.patching.find.offloading import onload_weights
 from hf_posenc.schemes.features import pairs_of_parts
 from hf_posenc.schemes.parts import DistanceBias, LogitBias, PairwiseBias, Part, SeparableBias
-from hf_posenc.schemes.positions import AttentionPairs, Positions
+from hf_posenc.schemes.positions import AttentionPairs, Positions, traced
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
 
 _UNEVEN = (
@@ -88,7 +88,7 @@ class LogitSite(PlacedForward):
         query_factor: float | Tensor = 1.0,
         key_factor: float | Tensor = 1.0,
         mask: Any = None,
-        separates_restarts: bool = False,
+        folds: bool = False,
         rotated: bool = False,
     ) -> BiasForm:
         """The bias of one call, including the logit scale, in the most specific form available.
@@ -101,8 +101,7 @@ class LogitSite(PlacedForward):
             query_factor: what the layer has already multiplied `query` with.
             key_factor: what it has already multiplied `key` with.
             mask: the mask passed to the attention function, if known.
-            separates_restarts: whether the attention function separates documents where positions restart at 0,
-                although no mask shows it.
+            folds: whether the attention function takes no bias but one that is folded into queries and keys.
             rotated: whether the attention function receives the heads that `rotated_by_input` returns, so that these
                 rotations are left out. There must be another summand.
         """
@@ -115,7 +114,7 @@ class LogitSite(PlacedForward):
             if rotated and isinstance(summand, ContextualRotation):
                 continue
             if isinstance(summand, DistanceBias):
-                forms.append(self._distance_form(summand, state, query, key, mask, separates_restarts))
+                forms.append(self._distance_form(summand, state, query, key, mask, folds))
                 continue
             if not pairs:
                 check_cache(bias, state)
@@ -173,7 +172,7 @@ class LogitSite(PlacedForward):
         return all_positions_below(state, bias.zero_within, device)
 
     def _distance_form(
-        self, bias: DistanceBias, state: ForwardState, query: Tensor, key: Tensor, mask: Any, separates_restarts: bool
+        self, bias: DistanceBias, state: ForwardState, query: Tensor, key: Tensor, mask: Any, folds: bool
     ) -> BiasForm:
         query_length, key_length, device = query.shape[-2], key.shape[-2], query.device
         offset, first = self.key_start(state, query_length, key_length)
@@ -182,7 +181,9 @@ class LogitSite(PlacedForward):
             # A compiled graph cannot branch on it, and a bias of all pairs by position would be a full matrix there.
             torch._assert_async(of_slots, _UNEVEN)
         elif of_slots is not True:
-            return self._form_of_positions(bias, state, query_length, key_length, device, separates_restarts)
+            # With a batch size of 1 and without a mask, flash kernels are told where packed documents begin.
+            restarts = mask is None and query.shape[0] == 1
+            return self._form_of_positions(bias, state, query_length, key_length, device, folds, restarts)
         form: DistanceForm = state.shared(
             ("bias", id(bias)),
             lambda: (
@@ -201,22 +202,22 @@ class LogitSite(PlacedForward):
         query_length: int,
         key_length: int,
         device: torch.device,
-        separates_restarts: bool,
+        folds: bool,
+        restarts: bool,
     ) -> BiasForm:
-        """The distance bias when distances between positions differ from those between slots, which is slower."""
+        """The distance bias when distances between positions differ from those between slots, which is slower.
+
+        Distances are subtracted as integers and then scaled. A number per key would be rounded at the size of the
+        positions, so that a far token would cost near ones their precision. Only kernels without a bias receive it.
+        """
         offset, first = self.key_start(state, query_length, key_length)
         keys = key_positions(state, first, key_length, device)
         query_slots = torch.arange(query_length, device=device) + (offset - first)
-        slopes = bias.slopes_behind(device)
-        if (
-            slopes is not None
-            and self.encoding.causal
-            and not torch.compiler.is_compiling()
-            and positions_never_decrease(state, keys, first, separates_restarts)
-        ):
-            # Relative to the newest token, so that the values of nearby keys are small.
-            behind = keys.ids - keys.ids.index_select(-1, query_slots[-1:])
-            return SeparableForm(slopes.unsqueeze(-1) * behind.unsqueeze(1), query_slots)
+        slopes = bias.slopes_behind(device) if folds and self.encoding.causal else None
+        if slopes is not None and not traced() and positions_never_decrease(state, keys, first, restarts):
+            # Relative to the first position, so that no later token changes the values of earlier ones.
+            steps = keys.ids - keys.ids.clamp(min=0).amin(-1, keepdim=True)
+            return SeparableForm(slopes.unsqueeze(-1) * steps.unsqueeze(1), query_slots)
 
         def compute(start: int, stop: int, key_count: int) -> Tensor:
             own = keys.ids.index_select(-1, query_slots[start:stop])

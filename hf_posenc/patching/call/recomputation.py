@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.per_thread import PerThread
 
@@ -29,11 +30,29 @@ class Recomputation:
 
     def __init__(self, states: PerThread[ForwardState]) -> None:
         self.states = states
+        #: Whether the scheme has been removed from the model.
+        self.removed = False
+        #: Whether a layer has run since the scheme was placed.
+        self.has_run = False
         #: Modules that may be checkpointed: the children of the parent module, the name among them, and the module.
         self._places: list[tuple[dict[str, nn.Module | None], str, nn.Module]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_places": None}
+
+    def check(self) -> None:
+        """Refuses to recompute a layer whose forward ran with another scheme, or without one.
+
+        Raises:
+            UnsupportedError: if the scheme has been removed, or has not run before this recomputation.
+        """
+        if self.removed or (not self.has_run and torch._C._current_graph_task_id() != -1):
+            raise UnsupportedError(
+                "A layer is recomputed in the backward pass (gradient checkpointing), but the position encoding of the "
+                "model was placed, changed or removed after its forward, so the gradients would be those of another "
+                "model. Call backward before patch_model and unpatch_model, or run the forward again."
+            )
+        self.has_run = True
 
     def keep_state(self, stack: nn.Module) -> None:
         """Wraps the checkpointing function of every layer of the stack that has one."""
@@ -41,7 +60,7 @@ class Recomputation:
             for name in _CHECKPOINT_FUNCTIONS:
                 checkpoint = module.__dict__.get(name)
                 if checkpoint is not None and not isinstance(checkpoint, CheckpointWithState):
-                    module.__dict__[name] = CheckpointWithState(checkpoint, self.states)
+                    module.__dict__[name] = CheckpointWithState(checkpoint, self)
 
     def _candidates(self, stack: nn.Module) -> Iterable[nn.Module]:
         """The modules that may be checkpointed. The search is repeated only if one of them has been replaced."""
@@ -60,9 +79,9 @@ class Recomputation:
 class CheckpointWithState:
     """A layer's gradient checkpointing function that replays the layer under the state of its own call."""
 
-    def __init__(self, checkpoint: Callable[..., Any], states: PerThread[ForwardState]) -> None:
+    def __init__(self, checkpoint: Callable[..., Any], recomputation: Recomputation) -> None:
         self.checkpoint = checkpoint
-        self.states = states
+        self.recomputation = recomputation
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs `checkpoint(function, ...)`.
@@ -70,12 +89,14 @@ class CheckpointWithState:
         The second run starts with the same shared values as the first and computes the others again, because torch
         compares the tensors that both runs save for the backward pass.
         """
-        states, state = self.states, self.states.top
+        states = self.recomputation.states
+        state = states.top
         scratch, memo = ({}, {}) if state is None else (dict(state.scratch), dict(state.memo))
 
         def replay(*inputs: Any, **options: Any) -> Any:
             if state is None or states.top is state:
                 return function(*inputs, **options)
+            self.recomputation.check()
             calls = states.own()
             depth = len(calls)
             try:

@@ -188,11 +188,18 @@ class StackForward(PlacedForward):
                 check_cached_scheme(state.cache_object, self.runtime.scheme)
             calls.append(state)
             if torch.is_grad_enabled():
+                self.runtime.recomputation.has_run = True
                 self.runtime.recomputation.keep_state(self.module)
             result = self._stock_or_view(state, *args, **kwargs)
-            if state.cache_object is not None:
-                remember_keys(state.cache_object)
-                mark_cache(state.cache_object, self.runtime.scheme)
+            cache = state.cache_object
+            if cache is None and isinstance(result, tuple | dict):
+                # The model has made it, and no layer had to look at it.
+                cache = cache_among(
+                    result if isinstance(result, dict) else {str(place): one for place, one in enumerate(result)}
+                )
+            if cache is not None:
+                remember_keys(cache)
+                mark_cache(cache, self.runtime.scheme)
             return result
         finally:
             del calls[depth:]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.patching.call.forward_state import ForwardState, one_axis
-from hf_posenc.patching.call.length_checks import check_cache
+from hf_posenc.patching.call.length_checks import check_cache, in_dtype, refuse_negative
 from hf_posenc.patching.call.placed_forward import PlacedForward
 from hf_posenc.patching.call.runtime import StackRuntime
 from hf_posenc.patching.call.view import view_of
@@ -62,8 +62,10 @@ class TableSite(PlacedForward):
         else:
             state = self.runtime.state_for(rows.shape[-1])
             check_cache(self.additive, state)
-            encoded = self.additive(self._positions(state, rows))
-        encoded = encoded.to(weight.dtype)
+            positions = self._positions(state, rows)
+            refuse_negative(state, positions.ids)
+            encoded = self.additive(positions)
+        encoded = in_dtype(encoded, weight.dtype)
         return encoded if extras is None else (encoded, *extras)
 
     @property

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.call.cache_scheme import refuse_in_stock
 from hf_posenc.patching.call.placed_forward import refuse_foreign_forward
 from hf_posenc.patching.call.recomputation import unwrap_checkpointing
 from hf_posenc.patching.find.discovery import find_stacks, model_parts
@@ -127,6 +128,7 @@ class Transaction:
         except BaseException:
             self._replace_encoding(before)
             raise
+        _refuse_caches_of(before)
 
     def undo(self) -> None:
         """Removes the encoding from the model, even if it is interrupted.
@@ -135,11 +137,13 @@ class Transaction:
             UnsupportedError: while continuous batching runs on the model.
         """
         self.refuse_running()
+        before = self.encoding
         try:
             self._replace_encoding(None)
         except BaseException:
             self._replace_encoding(None)
             raise
+        _refuse_caches_of(before)
 
     @contextmanager
     def installed(self, encoding: PositionEncoding | None) -> Iterator[None]:
@@ -240,6 +244,7 @@ class Transaction:
             assert isinstance(placed, StackEncoding)
             if placed.adopted is None:
                 placed.adopted = placed.adopt(stack)
+            placed.runtime.recomputation.removed = False
             report = install_stack(stack, placed, record)
             report.adopted = placed.adopted
             reports.append(report)
@@ -273,6 +278,13 @@ def _report_name(config: SchemeConfig) -> str:
     return scheme_label(config) if isinstance(config, PartsConfig) else config.name
 
 
+def _refuse_caches_of(encoding: PositionEncoding | None) -> None:
+    """Makes the caches that an encoding has filled refuse tokens of the stock model."""
+    for stack in () if encoding is None else encoding.stacks.values():
+        assert isinstance(stack, StackEncoding)
+        refuse_in_stock(stack.runtime.scheme)
+
+
 def _remove_encoding(encoding: PositionEncoding) -> None:
     """Reverts every change that an encoding has made. After an interrupt, a second call finishes it."""
     for stack in encoding.stacks.values():
@@ -280,6 +292,7 @@ def _remove_encoding(encoding: PositionEncoding) -> None:
         stack.runtime.slots.restore()
         stack.runtime.watch = stack.runtime.pages = stack.runtime.replicas = None
         stack.runtime.input_view = None
+        stack.runtime.recomputation.removed = True
     for placed in encoding.record.stacks.values():
         placed.prepare_removal()
     encoding.record.journal.undo()

@@ -6,12 +6,14 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
+from hf_posenc.errors import SequenceLengthError
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.device_constant import DeviceConstant
 from hf_posenc.schemes.limits import LARGEST_LENGTH, SMALLEST_FACTOR
-from hf_posenc.schemes.positions import Positions
+from hf_posenc.schemes.positions import Positions, traced
 from hf_posenc.schemes.reach import Reach
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.rope import RotaryMap, check_rotary_options, resolve_rotary_dim
@@ -20,6 +22,8 @@ from hf_posenc.schemes.validation import check_number
 
 #: Largest natural logarithm of a magnitude: float32 overflows at 88.7, and the product with the heads needs a margin.
 MAX_LOG_MAGNITUDE = 80.0
+#: The same in float16, which ends at 65504, so that a pair of queries or keys may have a length of up to 256.
+MAX_LOG_MAGNITUDE_FLOAT16 = 5.5
 
 
 class XposMap(RotaryMap):
@@ -51,6 +55,29 @@ class XposMap(RotaryMap):
         magnitude = self.for_both_of_pair(exponents.exp())
         return cosine * magnitude, sine * magnitude, cosine / magnitude, sine / magnitude
 
+    def prepared(self, phases: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+        """As in `RotaryMap`. Raises SequenceLengthError for positions whose magnitude does not fit `dtype`."""
+        self._check_fit(phases[:2], dtype)
+        self._check_fit(phases[2:], dtype)
+        return super().prepared(phases, dtype)
+
+    def rotate(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        """As in `RotaryMap`. Raises SequenceLengthError for positions whose magnitude does not fit the dtype of `x`."""
+        self._check_fit((cosine, sine), x.dtype)
+        return super().rotate(x, cosine, sine)
+
+    def _check_fit(self, phases: tuple[Tensor, ...], dtype: torch.dtype) -> None:
+        if dtype != torch.float16 or traced() or phases[0].is_meta or not phases[0].numel():
+            return
+        if math.log(float(torch.hypot(*phases).max())) > MAX_LOG_MAGNITUDE_FLOAT16:
+            share = MAX_LOG_MAGNITUDE_FLOAT16 / MAX_LOG_MAGNITUDE
+            limit = math.floor(self.origin + share * ((self.length_reach.length or 0) - self.origin))
+            raise SequenceLengthError(
+                f"A token of this call is too far from xPos's origin {self.origin} for float16: magnitudes of queries "
+                f"and keys fit it up to position {limit}. Use bfloat16 or float32, give a larger scale_base or gamma, "
+                "or move the origin."
+            )
+
     def query_phases(self, phases: tuple[Any, ...]) -> tuple[Any, ...]:
         """Returns the first two."""
         return phases[:2]
@@ -79,9 +106,9 @@ class XposConfig(SchemeConfig):
     token. Here the origin is fixed, so that keys can be cached; the logits are the same. Queries shrink and keys grow
     with the distance from the origin, by the factor `((1 + gamma) / gamma) ** (1 / scale_base)` per position in the
     fastest pair. With the defaults, the range of float32 and bfloat16 is sufficient for about 32 000 positions on
-    either side; longer sequences are refused. float16 overflows much earlier, which is not checked: a pair of length
-    `x` overflows about `409 * ln(65504 / x)` positions from the origin (3 400 if `x` is 16, 4 500 if it is 1), and
-    logits are then infinite or NaN. In that case give a larger `scale_base`, or an origin in the middle. The paper's
+    either side; longer sequences are refused. The range of float16 is sufficient for about 2 200 positions on either
+    side (a pair of a query or key may then have a length of up to 256); positions further away are refused in this
+    dtype. In that case give a larger `scale_base`, or an origin in the middle. The paper's
     blockwise attention is a separate mask and not part of the scheme.
 
     Causal models only: for keys after the query, the factor would grow with distance without bound.

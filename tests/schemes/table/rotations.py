@@ -24,7 +24,7 @@ ROWS: dict[str, Row] = {
         ),
         causal_only=True,
         everywhere=True,
-        marks="++++++.-+-+",
+        marks="++++++.-+++",
         reach=(32695, 2338),
     ),
     "pope": Row(

@@ -1,0 +1,239 @@
+"""Caches that others change, fill or take along: a call behind them is right, or refused, whatever was done.
+
+Right is what the same rows give without a cache.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+
+from hf_posenc import UnsupportedError, accept_cache, patch_model, unpatch_model
+from tests.matrix.running import distance, patched, tokens
+
+ROWS, CACHED, LENGTH = 3, 10, 14
+#: Two tiny layers in float32.
+CLOSE = 1e-4
+
+
+def ids_of_rows() -> Tensor:
+    return tokens(ROWS, LENGTH)
+
+
+def filled(model: Any, cache: Any = None, ids: Tensor | None = None, **given: Any) -> Any:
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    model(ids_of_rows()[:, :CACHED] if ids is None else ids, past_key_values=cache, **given)
+    return cache
+
+
+def each(change: Callable[[Tensor], Tensor]) -> Callable[[Any], None]:
+    """The same change of keys and values in every layer, by hand."""
+
+    def by_hand(cache: Any) -> None:
+        for layer in cache.layers:
+            layer.keys, layer.values = change(layer.keys), change(layer.values)
+
+    return by_hand
+
+
+def in_place(cache: Any) -> None:
+    order = torch.arange(CACHED).flip(0)
+    for layer in cache.layers:
+        layer.keys.copy_(layer.keys.index_select(2, order))
+
+
+def moved(cache: Any) -> None:
+    for layer in cache.layers:
+        layer.keys = layer.keys[:, :, [*range(4, CACHED), *range(4)]]
+
+
+def by_layer(name: str, *arguments: Any) -> Callable[[Any], None]:
+    def call(cache: Any) -> None:
+        for layer in cache.layers:
+            getattr(layer, name)(*arguments)
+
+    return call
+
+
+ORDER = torch.tensor([2, 0, 1])
+#: What is done, the rows that are left, and the number of tokens that are left of each.
+FOLLOWED: dict[str, tuple[Callable[[Any], Any], list[int], int]] = {
+    "reorder_cache": (lambda cache: cache.reorder_cache(ORDER), [2, 0, 1], CACHED),
+    "a row twice": (lambda cache: cache.reorder_cache(torch.tensor([1, 1, 0])), [1, 1, 0], CACHED),
+    "batch_select_indices": (lambda cache: cache.batch_select_indices(torch.tensor([1])), [1], CACHED),
+    "batch_repeat_interleave": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2], CACHED),
+    "crop": (lambda cache: cache.crop(-3), [0, 1, 2], CACHED - 3),
+    "crop, then reorder": (lambda cache: (cache.crop(-3), cache.reorder_cache(ORDER)), [2, 0, 1], CACHED - 3),
+    "by layers": (by_layer("batch_repeat_interleave", 2), [0, 0, 1, 1, 2, 2], CACHED),
+    "rows by hand": (each(lambda one: one[ORDER]), [2, 0, 1], CACHED),
+    "end cut by hand": (each(lambda one: one[:, :, :-4]), [0, 1, 2], CACHED - 4),
+    "end cut into a copy": (each(lambda one: one[:, :, :-4].clone()), [0, 1, 2], CACHED - 4),
+    "rows and end by hand": (each(lambda one: one[ORDER, :, :6]), [2, 0, 1], 6),
+}
+UNKNOWN: dict[str, Callable[[Any], Any]] = {
+    "first tokens dropped": each(lambda one: one[:, :, 3:]),
+    "tokens dropped between": each(lambda one: one[:, :, [0, 1, 5, 6, 7, 8, 9]]),
+    "tokens moved": moved,
+    "gathered in place": in_place,
+    "merged": each(lambda one: torch.cat((one, one), 2)),
+    "own keys": each(torch.randn_like),
+    "one layer cut": lambda cache: each(lambda one: one[:, :, :-2])(type("", (), {"layers": cache.layers[:1]})),
+    "appended": lambda cache: [
+        cache.update(layer.keys[:, :, :1], layer.values[:, :, :1], index) for index, layer in enumerate(cache.layers)
+    ],
+}
+SCHEMES: list[Any] = ["alibi", "t5", "shaw", "forget_gate"]
+GAPS = torch.arange(LENGTH) + torch.tensor([[0], [5], [9]]) * (torch.arange(LENGTH) > 4)
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+@pytest.mark.parametrize("change", FOLLOWED)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@torch.no_grad()
+def test_rows_and_ends_are_followed(scheme: str, change: str, gaps: bool) -> None:
+    model, ids = patched("llama_gqa", scheme), ids_of_rows()
+    positions = GAPS if gaps else torch.arange(LENGTH).expand(ROWS, -1)
+    do, rows, left = FOLLOWED[change]
+    expected = model(ids, position_ids=positions).logits[rows, left:]
+    cache = filled(model, position_ids=positions[:, :CACHED])
+    do(cache)
+    for one in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), cache):
+        given = {"position_ids": positions[rows, left:], "past_key_values": one}
+        assert distance(model(ids[rows, left:], **given).logits, expected) <= CLOSE
+
+
+@pytest.mark.parametrize("change", UNKNOWN)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@torch.no_grad()
+def test_other_changes_are_refused(scheme: str, change: str) -> None:
+    model, ids = patched("llama_gqa", scheme), ids_of_rows()
+    cache = filled(model)
+    UNKNOWN[change](cache)
+    for one in (copy.deepcopy(cache), cache):
+        with pytest.raises(UnsupportedError, match="tokens were dropped, moved, added or overwritten"):
+            model(ids[:, CACHED:], past_key_values=one)
+
+
+@pytest.mark.parametrize("change", ["first tokens dropped", "tokens dropped between"])
+@torch.no_grad()
+def test_keys_that_carry_their_position_are_as_in_stock(change: str) -> None:
+    model, stock, ids = patched("llama_gqa", "native"), patched("llama_gqa", None), ids_of_rows()
+    found = []
+    for one in (model, stock):
+        cache = filled(one)
+        UNKNOWN[change](cache)
+        given = {"position_ids": torch.arange(CACHED, LENGTH).expand(ROWS, -1), "past_key_values": cache}
+        found.append(one(ids[:, CACHED:], **given).logits)
+    assert distance(*found) <= CLOSE
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@torch.no_grad()
+def test_a_cache_belongs_to_the_scheme_that_filled_it(kind: str) -> None:
+    """Before a patch, from one scheme to another, and after its removal."""
+    model, ids = patched("llama_gqa", None), ids_of_rows()
+
+    def empty() -> Any:
+        return DynamicCache(config=model.config) if kind == "dynamic" else StaticCache(model.config, max_cache_len=20)
+
+    def goes_on(cache: Any) -> None:
+        model(ids[:, CACHED : CACHED + 1], past_key_values=cache)
+
+    of_stock = filled(model, empty())
+    patch_model(model, "alibi")
+    with pytest.raises(UnsupportedError, match="filled before the model was patched"):
+        goes_on(of_stock)
+    of_alibi = filled(model, empty())
+    patch_model(model, "t5")
+    with pytest.raises(UnsupportedError, match="encoded with 'alibi', and this model now has 't5'"):
+        goes_on(of_alibi)
+    unpatch_model(model)
+    for cache in (of_alibi, copy.deepcopy(of_alibi)):
+        with pytest.raises(UnsupportedError, match="encoded with 'alibi', which has been removed"):
+            goes_on(cache)
+    goes_on(of_stock)
+    patch_model(model, "alibi")
+    goes_on(of_alibi)
+    unpatch_model(model)
+    of_alibi.reset()
+    goes_on(of_alibi)
+
+
+@pytest.mark.parametrize("scheme", ["none", "rope", "alibi", "sinusoidal"])
+@torch.no_grad()
+def test_a_cache_that_the_model_made_is_its_own(scheme: str) -> None:
+    model, ids = patched("llama_gqa", scheme), ids_of_rows()
+    for _ in range(2):
+        cache = model(ids[:, :CACHED]).past_key_values
+        assert distance(model(ids[:, CACHED:], past_key_values=cache).logits, model(ids).logits[:, CACHED:]) <= CLOSE
+
+
+@torch.no_grad()
+def test_accepted_keys_have_the_positions_that_were_stated() -> None:
+    """Dropped tokens; and keys that came from elsewhere."""
+    model, ids = patched("llama_gqa", "alibi"), ids_of_rows()
+    kept = [0, 1, 5, 6, 7, 8, 9]
+    left = torch.tensor([*kept, *range(CACHED, LENGTH)])
+    expected = model(ids[:, left], position_ids=left[None], use_cache=True).logits[:, len(kept) :]
+    # The keys of the second layer remember the tokens that were dropped, so they are made without them.
+    cache = filled(model, ids=ids[:, kept])
+    rebuilt = DynamicCache([(layer.keys, layer.values) for layer in cache.layers])
+    given = {"position_ids": torch.arange(CACHED, LENGTH)[None]}
+    with pytest.raises(UnsupportedError, match="put together from tensors"):
+        model(ids[:, CACHED:], past_key_values=rebuilt, **given)
+    with pytest.raises(ValueError, match="holds 7 tokens"):
+        accept_cache(rebuilt, torch.arange(CACHED)[None])
+    cache = filled(model, ids=ids[:, kept], position_ids=torch.tensor([kept]))
+    rebuilt = DynamicCache([(layer.keys, layer.values) for layer in cache.layers])
+    accept_cache(rebuilt, torch.tensor([kept]))
+    assert distance(model(ids[:, CACHED:], past_key_values=rebuilt, **given).logits, expected) <= CLOSE
+
+
+@pytest.mark.parametrize("scheme", ["alibi", "t5"])
+@torch.no_grad()
+def test_an_encoder_decoder_follows_too(scheme: str) -> None:
+    model, ids = patched("bart", scheme), ids_of_rows()
+    encoded = {"encoder_outputs": (model.get_encoder()(ids).last_hidden_state,)}
+    expected = model(decoder_input_ids=ids, **encoded).logits
+
+    def cache_of(count: int) -> EncoderDecoderCache:
+        cache = EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
+        model(decoder_input_ids=ids[:, :count], past_key_values=cache, **encoded)
+        return cache
+
+    cache = cache_of(CACHED)
+    cache.self_attention_cache.crop(-2)
+    found = model(decoder_input_ids=ids[:, CACHED - 2 :], past_key_values=cache, **encoded).logits
+    assert distance(found, expected[:, CACHED - 2 :]) <= CLOSE
+    cache = cache_of(CACHED)
+    UNKNOWN["tokens dropped between"](cache.self_attention_cache)
+    with pytest.raises(UnsupportedError, match="tokens were dropped"):
+        model(decoder_input_ids=ids[:, CACHED:], past_key_values=cache, **encoded)
+
+
+@torch.no_grad()
+def test_windows_and_static_slots() -> None:
+    """Windows move by themselves; a static cache is cropped without any change of its keys."""
+    ids = ids_of_rows()
+    for name, caches in (("mistral_sliding", ["dynamic"]), ("llama_gqa", ["dynamic", "static"])):
+        model = patched(name, "alibi")
+        expected = model(ids).logits
+        for kind in caches:
+            cache = (
+                DynamicCache(config=model.config) if kind == "dynamic" else StaticCache(model.config, max_cache_len=20)
+            )
+            filled(model, cache).reorder_cache(ORDER)
+            for step in range(CACHED, LENGTH):
+                found = model(ids[ORDER, step : step + 1], past_key_values=cache).logits
+                assert distance(found, expected[ORDER, step : step + 1]) <= CLOSE
+            for layer in cache.layers:
+                layer.keys[:, :, 0] = layer.keys[:, :, 1]
+            with pytest.raises(UnsupportedError, match="overwritten"):
+                model(ids[ORDER, :1], past_key_values=cache)
