@@ -1,13 +1,15 @@
 """Checks of PEFT configs: a config that was read from a marked adapter keeps the adapter's scheme.
 
 The config and the weights of an adapter can be loaded separately, with functions that do not get the folder. All of
-these functions create adapter layers from the config, so the model is checked there.
+these functions create adapter layers from the config, so the model is checked there. So is what the config would train.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+from hf_posenc.entry import ATTRIBUTE
 from hf_posenc.errors import UnsupportedError
 
 #: Set on the instance. It is not a dataclass field, so it is not saved and not included in `to_dict`.
@@ -48,6 +50,84 @@ def check_scheme(model: Any, config: Any) -> None:
         "scheme, or call patch_model with the scheme first. To train a new adapter with the same settings, create a "
         f"new config: {kind}(**config.to_dict())."
     )
+
+
+def check_targets(model: Any, config: Any) -> None:
+    """Refuses a PEFT config that would train native weights without effect, or wrap parts of a scheme.
+
+    Linear layers among them that `target_modules="all-linear"` would include are excluded in the config.
+
+    Args:
+        model: the model that gets the adapter.
+        config: a PEFT config.
+
+    Raises:
+        UnsupportedError: naming the module, and what to do.
+    """
+    from hf_posenc.patching.place.in_force import encodings
+
+    found = encodings(model)
+    if not found:
+        return
+    changes = [change for encoding in found for change in encoding.record.journal.changes if change.kind == "frozen"]
+    unused = {(id(change.target), change.attribute) for change in changes}
+    inside = {id(module) for encoding in found for module in encoding.modules()}
+    kind, scheme = type(config).__name__, found[0].config.name
+    for path, module in model.named_modules():
+        names = {name for name, _ in module.named_parameters(recurse=False)}
+        without_effect = {name for name in names if (id(module), name) in unused}
+        if id(module) not in inside and not without_effect:
+            continue
+        whole = id(module) in inside or (without_effect == names and not module._modules)
+        field = next(_fields(config, path, module, without_effect or names, whole), None)
+        if field is None:
+            continue
+        if id(module) in inside:
+            raise UnsupportedError(
+                f"{field} of this {kind} names {path}, a part of the scheme {scheme!r}, which PEFT cannot save. The "
+                f"scheme is saved next to every adapter. Leave it out of {field}; to train the scheme too, use "
+                f"hf_posenc.recipes.add_lora(model, config), or set requires_grad on the parameters of "
+                f"model.{ATTRIBUTE} after get_peft_model."
+            )
+        raise UnsupportedError(
+            f"{field} of this {kind} names {path}, which has no effect in this model: the scheme {scheme!r} takes its "
+            f"place, and training it would change nothing. Give {field} names that do not select it. The scheme is "
+            "trained by hf_posenc.recipes.add_lora(model, config); native positions, after unpatch_model(model)."
+        )
+
+
+def _fields(config: Any, path: str, module: Any, parameters: set[str], whole: bool) -> Iterator[str]:
+    """The fields of a PEFT config that select a module, or some of its parameters. PEFT decides what a name selects."""
+    from torch import nn
+    from transformers.pytorch_utils import Conv1D
+
+    names = [f"{path}.{name}" for name in parameters]
+    if any(
+        f".{name}".endswith(f".{one}") for name in names for one in getattr(config, "target_parameters", None) or ()
+    ):
+        yield "target_parameters"
+    if not whole:
+        return
+    for field in ("modules_to_save", "trainable_token_indices"):
+        chosen = getattr(config, field, None) or ()
+        if not isinstance(chosen, str) and any(isinstance(one, str) and path.endswith(one) for one in chosen):
+            yield field
+    targets = getattr(config, "target_modules", None)
+    if not targets:
+        return
+    if targets == "all-linear":
+        excluded = getattr(config, "exclude_modules", None) or ()
+        if isinstance(module, nn.Linear | Conv1D) and not isinstance(excluded, str) and path not in excluded:
+            config.exclude_modules = [*excluded, path]
+    elif _selects(config, path):
+        yield "target_modules"
+
+
+def _selects(config: Any, path: str) -> bool:
+    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+
+    decides = getattr(PEFT_TYPE_TO_TUNER_MAPPING.get(config.peft_type), "_check_target_module_exists", None)
+    return decides is not None and bool(decides(config, path))
 
 
 def check_swap(model: Any, config: Any) -> None:

@@ -26,7 +26,8 @@ class EntryIgnoredError(UnsupportedError):
         super().__init__(
             f"{name}(config) builds the stock architecture, but this config carries the position encoding {scheme!r}, "
             f"which would be lost. Use {name}._from_config(config) or AutoModel*.from_config(config) to build the "
-            "patched model. To build the stock model, first remove the scheme with unpatch_model(model)."
+            "patched model. To build the stock model, first remove the scheme with unpatch_model(model). If a library "
+            "makes the call (PEFT's Shadow), that part of it does not work with a patched model."
         )
 
 

@@ -63,10 +63,14 @@ def install() -> None:
 
 def _make_adaption_prompts(call: Call) -> Any:
     target = _transformers_model(call["model"])
-    if target is not None and _encoding(target) is not None:
-        from hf_posenc.patching.place.model_checks import recomputed_queries_error
+    encoding = None if target is None else _encoding(target)
+    if encoding is not None:
+        from hf_posenc.patching.observe.native_scheme import native_scheme
+        from hf_posenc.patching.place.model_checks import follow_in_prompts
 
-        raise recomputed_queries_error(target)
+        for config in call["configs"].values():
+            _prepare(target, config)
+        follow_in_prompts(target, encoding, native_scheme(target) == encoding.config)
     return call.run()
 
 
@@ -131,14 +135,14 @@ def scheme_saved_with_adapters(
         yield
         return
     from hf_posenc.checkpoint.adapter_config import CONFIG_FILE
-    from hf_posenc.checkpoint.position_adapters import adapters_of, collect
+    from hf_posenc.checkpoint.position_adapters import collect
     from hf_posenc.checkpoint.position_files import JSON_FILE
 
     files = None
     if is_main_process:
         prefix = next((f"{name}." for name, module in model.named_modules() if module is target and name), "")
         inner = None if state is None else {name.removeprefix(prefix): tensor for name, tensor in state.items()}
-        files = collect(target, encoding, adapters_of(model), inner)
+        files = collect(target, encoding, inner)
         for folder in folders:
             # Until both are written again, nothing in the folder can be loaded.
             for name in (CONFIG_FILE, JSON_FILE):
@@ -202,16 +206,36 @@ def _read_config(call: Call) -> Any:
 def _add_adapter(call: Call) -> Any:
     from hf_posenc.checkpoint.adapter_guard import check_scheme, check_second
 
-    check_scheme(call["self"], call["peft_config"])
+    # The layers of other adapters are checked where they are injected.
+    check = _prepare if call["peft_config"].is_prompt_learning else check_scheme
+    check(call["self"], call["peft_config"])
     check_second(call["self"], call["adapter_name"])
     return call.run()
 
 
 def _inject_adapter(call: Call) -> Any:
-    from hf_posenc.checkpoint.adapter_guard import check_scheme
-
-    check_scheme(call["model"], call["self"].peft_config[call["adapter_name"]])
+    _prepare(call["model"], call["self"].peft_config[call["adapter_name"]])
     return call.run()
+
+
+def _prepare(model: Any, config: Any) -> None:
+    """Checks the config of a new adapter, and records the weights that the first one is put on.
+
+    PEFT may move or change these weights from then on.
+    """
+    from hf_posenc.checkpoint.adapter_guard import check_scheme, check_targets
+
+    check_scheme(model, config)
+    if "hf_posenc.patching" not in sys.modules:
+        return
+    check_targets(model, config)
+    from hf_posenc.patching.find.fingerprint import samples, touched_by_peft
+    from hf_posenc.patching.place.in_force import encodings
+
+    for encoding in encodings(model):
+        holder = encoding.__dict__.get("holder")
+        if holder is not None and not touched_by_peft(holder):
+            encoding.record.base_weights = samples(holder)
 
 
 def _load_adapter(call: Call) -> Any:

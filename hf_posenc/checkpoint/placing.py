@@ -46,14 +46,14 @@ def place(model: PreTrainedModel, files: PositionFiles, source: str, *, shared: 
             f"The scheme in {source} was trained on a {files.base_model_type!r} model, but this is a "
             f"{model.config.model_type!r} model. Load it on the base model it was trained on."
         )
-    found = difference(files.fingerprint, model)
+    encoding = current_encoding(model)
+    found = difference(files.fingerprint, model, None if encoding is None else encoding.record.base_weights)
     if found is not None:
         raise CheckpointError(
             f"The scheme {name!r} in {source} was trained on other weights than those of this {type(model).__name__}: "
             f"{found}. Load it on the base model it was trained on. (For another base, call patch_model with the "
             "scheme and train it again.)"
         )
-    encoding = current_encoding(model)
     if encoding is not None and encoding.config != files.config:
         raise UnsupportedError(
             f"{source} was trained with {files.config!r}, but this {type(model).__name__} has {encoding.config!r}. "
@@ -65,7 +65,13 @@ def place(model: PreTrainedModel, files: PositionFiles, source: str, *, shared: 
             "trained with its stock positions. Load it on a separate model."
         )
     if encoding is None:
-        patch_model(model, files.config)
+        try:
+            patch_model(model, files.config)
+        except ValueError as error:
+            raise CheckpointError(
+                f"The scheme in {source} cannot be placed in this {type(model).__name__}: {error} The file was edited "
+                "or damaged; save it again from the model."
+            ) from error
         encoding = current_encoding(model)
         undo: Callable[[], object] = functools.partial(unpatch_model, model)
     else:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.checkpoint.configuration import CheckpointError
 from hf_posenc.checkpoint.placing import place
-from hf_posenc.checkpoint.position_files import JSON_FILE, PositionFiles, read_position_files
+from hf_posenc.checkpoint.position_files import JSON_FILE, PositionFiles, find_file, read_position_files
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
 from hf_posenc.patching.find.fingerprint import changed, fingerprint
 from hf_posenc.patching.place.encoding import PositionEncoding
@@ -43,7 +43,10 @@ def save_position_adapter(
     Raises:
         PositionEncodingError: for a model that is not patched.
         ValueError: for a PEFT model without `adapter`.
+        FileExistsError: if `folder` is a file.
     """
+    if os.path.isfile(folder):
+        raise FileExistsError(f"{folder} is a file. A position adapter is a folder with two files: give another name.")
     target = unwrapped(model)
     encoding = current_encoding(target)
     if encoding is None:
@@ -59,7 +62,7 @@ def save_position_adapter(
         )
     if not adapters_of(model):
         _warn_if_trained(target, encoding)
-    collect(target, encoding, adapters_of(model), adapter=None if adapter is None else os.fspath(adapter)).write(folder)
+    collect(target, encoding, adapter=None if adapter is None else os.fspath(adapter)).write(folder)
 
 
 def _warn_if_trained(model: PreTrainedModel, encoding: PositionEncoding) -> None:
@@ -109,15 +112,30 @@ def load_position_adapter(model: Any, folder: str | os.PathLike[str], **hub: Any
         )
     if files is None:
         raise CheckpointError(f"{folder} has no {JSON_FILE}. Give a folder that save_position_adapter wrote.")
+    adapter = None if files.adapter is None else _located(files.adapter, folder)
     undo = place(unwrapped(model), files, str(folder))
-    if files.adapter is None:
+    if adapter is None:
         return model
-    below = Path(folder, files.adapter)
     try:
-        return _with_adapter(model, below if below.is_dir() else files.adapter, {})
+        return _with_adapter(model, adapter, {})
     except BaseException:
         undo()
         raise
+
+
+def _located(adapter: str, folder: str | os.PathLike[str]) -> str:
+    """The folder or hub id of the PEFT adapter that a position adapter names."""
+    from hf_posenc.checkpoint.adapter_config import CONFIG_FILE
+
+    below = os.path.join(folder, adapter)
+    source = below if os.path.isdir(below) else adapter
+    if find_file(source, CONFIG_FILE, {}) is None:
+        raise CheckpointError(
+            f"{JSON_FILE} in {folder} names the PEFT adapter {adapter[:100]!r}, but there is no {CONFIG_FILE} in a "
+            "folder of this name or on the hub. Copy the adapter to the place where it was, or save the position "
+            "adapter again with adapter= and its location."
+        )
+    return source
 
 
 def _with_adapter(model: nn.Module, source: Any, hub: Mapping[str, Any]) -> Any:
@@ -139,7 +157,6 @@ def adapters_of(model: nn.Module) -> dict[str, Any]:
 def collect(
     model: PreTrainedModel,
     encoding: PositionEncoding,
-    adapters: Mapping[str, Any],
     state: Mapping[str, Tensor] | None = None,
     adapter: str | None = None,
 ) -> PositionFiles:
@@ -148,7 +165,6 @@ def collect(
     Args:
         model: a patched model.
         encoding: its encoding.
-        adapters: configs of its PEFT adapters.
         state: its full state dict, if its own parameters are sharded.
         adapter: location of the adapter on top.
 
@@ -171,7 +187,7 @@ def collect(
     return PositionFiles(
         scheme=encoding.config.to_dict(),
         base_model_type=model.config.model_type,
-        fingerprint=fingerprint(model, adapters, state),
+        fingerprint=fingerprint(model, encoding.record.base_weights, state),
         parameters=parameters,
         adapter=adapter,
         length=None if encoding.lengths is None else encoding.lengths.chosen,

@@ -16,7 +16,14 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from peft.utils.hotswap import hotswap_adapter
 
-from hf_posenc import CheckpointError, UnsupportedError, load_position_adapter, patch_model, unpatch_model
+from hf_posenc import (
+    CheckpointError,
+    UnsupportedError,
+    load_position_adapter,
+    native_scheme,
+    patch_model,
+    unpatch_model,
+)
 from hf_posenc.checkpoint.agreement import SchemeMismatchError
 from hf_posenc.checkpoint.resuming import check_checkpoint
 from hf_posenc.entry import ATTRIBUTE
@@ -24,6 +31,7 @@ from tests.checkpoint.stock_folder import write_stock_llama
 from tests.checkpoint.test_adapters import LORA, adapted, base, logits
 from tests.checkpoint.test_resuming import made, trainer
 from tests.fresh import run_fresh
+from tests.models import tiny
 
 FILES = ("position_encoding.json", "position_encoding.safetensors")
 
@@ -115,6 +123,69 @@ class TestConfigAndWeightsApart:
         get_peft_model(base(stock, "alibi"), config)
         with pytest.raises(UnsupportedError, match="its stock positions"):
             get_peft_model(base(stock), config)
+
+
+def _lora(**options: Any) -> LoraConfig:
+    return LoraConfig(**({"target_modules": ["query", "q", "q_proj", "c_attn"], "r": 2} | options))
+
+
+#: Model, scheme, config, and the field that selects something it should not.
+WITHOUT_EFFECT: dict[str, tuple[str, str, Callable[[], Any], str]] = {
+    "table saved": ("GPT2LMHeadModel", "alibi", lambda: _lora(modules_to_save=["wpe"]), "modules_to_save"),
+    "adopted table": ("BertForMaskedLM", "native", lambda: _lora(modules_to_save=["embeddings"]), "modules_to_save"),
+    "table adapted": ("GPT2LMHeadModel", "rope", lambda: _lora(target_modules=["c_attn", "wpe"]), "target_modules"),
+    "pattern": ("GPT2LMHeadModel", "rope", lambda: _lora(target_modules=r".*\.wpe"), "target_modules"),
+    "rows": ("GPT2LMHeadModel", "none", lambda: _lora(trainable_token_indices={"wpe": [1]}), "trainable_token_indices"),
+    "rows alone": (
+        "GPT2LMHeadModel",
+        "none",
+        lambda: peft.TrainableTokensConfig(target_modules=["wpe"], token_indices=[1]),
+        "target_modules",
+    ),
+    "relative bias": (
+        "T5ForConditionalGeneration",
+        "alibi",
+        lambda: _lora(modules_to_save=["relative_attention_bias"]),
+        "modules_to_save",
+    ),
+    "parameter": ("ViTModel", "rope_nd", lambda: _lora(target_parameters=["position_embeddings"]), "target_parameters"),
+    "vectors of the scheme": ("BertForMaskedLM", "learned", lambda: _lora(modules_to_save=["additive"]), "add_lora"),
+    "whole scheme": ("BertForMaskedLM", "t5", lambda: _lora(modules_to_save=["position_encoding"]), "add_lora"),
+}
+
+
+class TestWhatWouldBeTrained:
+    @pytest.mark.parametrize("case", WITHOUT_EFFECT)
+    def test_what_has_no_effect_is_refused(self, case: str) -> None:
+        kind, scheme, config, message = WITHOUT_EFFECT[case]
+        model = tiny(kind)
+        patch_model(model, native_scheme(model) if scheme == "native" else scheme)
+        names = [name for name, _ in model.named_modules()]
+        for add in (get_peft_model, lambda model, config: inject_adapter_in_model(config, model)):
+            with pytest.raises(UnsupportedError, match=message):
+                add(model, config())
+        assert names == [name for name, _ in model.named_modules()]
+        if isinstance(config(), LoraConfig):
+            wrapped = get_peft_model(model, _lora())
+            with pytest.raises(UnsupportedError, match=message):
+                wrapped.add_adapter("second", config())
+
+    def test_what_acts_is_not(self) -> None:
+        for kind, scheme in (("BertForMaskedLM", "alibi"), ("GPT2LMHeadModel", "native")):
+            model = tiny(kind)
+            patch_model(model, native_scheme(model) if scheme == "native" else scheme)
+            before = model(torch.arange(5)[None]).logits
+            for config in (_lora(modules_to_save=["wte", "word_embeddings"]), _lora(target_modules="all-linear")):
+                wrapped = get_peft_model(model, config)
+                torch.testing.assert_close(wrapped(torch.arange(5)[None]).logits, before)
+                model = wrapped.unload()
+
+    def test_all_linear_leaves_out_what_has_no_effect(self) -> None:
+        model = patch_model(tiny("Wav2Vec2ConformerModel"), "alibi")
+        wrapped = get_peft_model(model, _lora(target_modules="all-linear"))
+        adapted = {name.rpartition(".")[2] for name, module in wrapped.named_modules() if hasattr(module, "lora_A")}
+        assert "linear_q" in adapted
+        assert "linear_pos" not in adapted
 
 
 HOTSWAP = """

@@ -144,7 +144,7 @@ class TestWithPeft:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         save_position_adapter(base(stock, "alibi"), tmp_path, adapter="gone")
         model = base(stock)
-        with pytest.raises(ValueError, match="adapter_config"):
+        with pytest.raises(CheckpointError, match="adapter_config"):
             load_position_adapter(model, tmp_path)
         assert not hasattr(model, "position_encoding")
 
@@ -268,6 +268,12 @@ class TestRefusals:
         with pytest.raises(PositionEncodingError, match="no scheme to save"):
             save_position_adapter(base(stock), tmp_path)
 
+    def test_a_file_in_place_of_the_folder(self, stock: Path, tmp_path: Path) -> None:
+        path = tmp_path / "file"
+        path.touch()
+        with pytest.raises(FileExistsError, match="is a file"):
+            save_position_adapter(base(stock, "alibi"), path)
+
     def test_an_empty_folder(self, stock: Path, tmp_path: Path) -> None:
         self.refused(base(stock), tmp_path, CheckpointError, r"has no position_encoding\.json")
 
@@ -293,11 +299,17 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a hash of another file": (lambda entry: entry | {"parameters": {"sha256": "0" * 64}}, "not the file"),
     "no parameters": (lambda entry: entry | {"parameters": None}, "shape"),
     "an adapter of the wrong kind": (lambda entry: entry | {"adapter": 7}, "'adapter'"),
+    "an adapter that is not there": (lambda entry: entry | {"adapter": "x"}, "names the PEFT adapter 'x'"),
+    "an adapter here": (lambda entry: entry | {"adapter": ""}, "names the PEFT adapter"),
+    "an adapter with a long name": (lambda entry: entry | {"adapter": "a" * 10_000}, "names the PEFT adapter"),
+    "an adapter with a name of nothing": (lambda entry: entry | {"adapter": "\0"}, "names the PEFT adapter"),
+    "a short distance": (lambda entry: entry | {"scheme": entry["scheme"] | {"max_distance": 3}}, "max_distance"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_named(damage: str, stock: Path, tmp_path: Path) -> None:
+def test_a_damaged_file_is_named(damage: str, stock: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     save_position_adapter(base(stock, "t5"), tmp_path)
     change, message = DAMAGES[damage]
     path = tmp_path / "position_encoding.json"

@@ -108,8 +108,9 @@ def _method(name: str, settings: dict[str, Any], prompts: bool = False) -> Any:
         model = _adapted(base, name, settings)
         expected = _logits(model, alone)
         assert (expected[:, -9:] - before).abs().max() > 1e-3, "the adapter does nothing"
-        padded = _logits(model, left_padded(prompt) | extra)
-        assert_close(padded[:, -9:], expected[:, -9:])
+        if name != "ADAPTION_PROMPT":  # in a stock Llama, prompts see the position of a query in its padded row
+            padded = _logits(model, left_padded(prompt) | extra)
+            assert_close(padded[:, -9:], expected[:, -9:])
         with folder() as path:
             model.save_pretrained(path)
             again = PeftModel.from_pretrained(llama(scheme), path).eval()

@@ -31,6 +31,8 @@ class RotaryModuleSite(PlacedForward):
         self.module = module
         self.runtime = runtime
         self.unused = unused
+        #: Whether the phases of no rotation are returned: another module rotates queries with them (PEFT's prompts).
+        self.neutral = False
         self._placeholders: dict[Hashable, Any] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -45,6 +47,9 @@ class RotaryModuleSite(PlacedForward):
         if state is not None and isinstance(position_ids, Tensor):
             state.rotary_position_ids = position_ids
             args, kwargs = _on_one_axis(self.module, position_ids, args, kwargs)
+        if self.neutral:
+            cos, sin = type(self.module).forward(self.module, x, *args, **kwargs)
+            return torch.ones_like(cos), torch.zeros_like(sin)
         if not self.unused or torch.compiler.is_compiling() or torch.jit.is_tracing():
             # A compiler removes unused phases by itself.
             return type(self.module).forward(self.module, x, *args, **kwargs)

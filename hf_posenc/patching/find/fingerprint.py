@@ -4,8 +4,11 @@ The same base model is accepted in another dtype, or quantised (its unquantised 
 norms). Another checkpoint with the same shapes is refused, even if it was fine-tuned from the same model.
 
 - Compared: the parameters of the base model, including native tables and biases that a scheme disables.
-- Not compared: heads, poolers and `modules_to_save` (stock code initialises them at random if a checkpoint lacks them),
-  the parameters of the scheme, adapters, and weights that an adapter changed in place.
+- Not compared: heads and poolers (stock code initialises them at random if a checkpoint lacks them), and the parameters
+  of the scheme.
+
+PEFT moves, copies, replicates and changes modules. While it has some in a model, the base is known by the samples that
+were taken before (`SchemeRecord.base_weights`). Only weights that are trained outside of PEFT are read again.
 """
 
 from __future__ import annotations
@@ -24,8 +27,8 @@ from transformers import PreTrainedModel
 from hf_posenc.entry import ATTRIBUTE
 
 _MATRICES, _VECTORS, _VALUES = 64, 32, 8
-#: LoRA initialisations that leave the base weights unchanged. Others (PiSSA, OLoRA, CorDA, LoftQ) modify them.
-_BASE_PRESERVING_INITIALIZATIONS = ("gaussian", "orthogonal", "eva")
+#: Merging an adapter and taking it out again leaves a rounding in float32, relative to the largest sampled value.
+_ROUNDING = 2.0**-19
 
 _HALF_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -33,73 +36,74 @@ Fingerprint = dict[str, dict[str, Any]]
 
 
 def fingerprint(
-    model: PreTrainedModel, adapters: Mapping[str, Any] | None = None, state: Mapping[str, Tensor] | None = None
+    model: PreTrainedModel, recorded: Mapping[str, Sample] | None = None, state: Mapping[str, Tensor] | None = None
 ) -> Fingerprint:
     """A few values of many tensors of a model; a few kilobytes as JSON.
 
     Args:
         model: the transformers model, with or without PEFT adapters.
-        adapters: configs of its PEFT adapters, which show whether they changed weights in place.
+        recorded: the samples that were taken before PEFT touched it.
         state: a full state dict of the model, if its own parameters are sharded.
 
     Returns:
         By name: `shape`, `values` as base64 of little-endian float32, and their `dtype` if it is a half-precision one.
     """
-    return {
-        name: {"shape": list(sample.shape), **_encode(sample)}
-        for name, sample in samples(model, adapters, state).items()
-    }
+    found = samples(model, state)
+    if touched_by_peft(model):
+        places = _base_parameters(model)
+        trained = {name: sample for name, sample in found.items() if places[name].parameter.requires_grad}
+        found = {**(found if state else {}), **(recorded or {}), **trained}
+    return {name: {"shape": list(sample.shape), **_encode(sample)} for name, sample in found.items()}
 
 
 def samples(
-    model: PreTrainedModel,
-    adapters: Mapping[str, Any] | None = None,
-    state: Mapping[str, Tensor] | None = None,
-    *,
-    read_offloaded: bool = True,
+    model: PreTrainedModel, state: Mapping[str, Tensor] | None = None, *, read_offloaded: bool = True
 ) -> dict[str, Sample]:
     """The samples that a fingerprint consists of. Takes a few milliseconds, unless offloaded weights have to be read.
 
     Args:
-        model: the transformers model, with or without PEFT adapters.
-        adapters: configs of its PEFT adapters, which show whether they changed weights in place.
+        model: the transformers model. PEFT's modules in it are left out.
         state: a full state dict of the model, if its own parameters are sharded.
         read_offloaded: whether to read weights that accelerate has offloaded.
     """
-    configs = list((adapters or {}).values())
-    biases = any(getattr(config, "bias", "none") != "none" for config in configs)
-    starts = {getattr(config, "init_lora_weights", True) for config in configs}
-    mutated = any(isinstance(start, str) and start not in _BASE_PRESERVING_INITIALIZATIONS for start in starts)
-    found = {}
-    for name, place in _base_parameters(model, skip_adapted=mutated):
-        tensor = place.tensor(state, read_offloaded)
-        if tensor is not None and not (biases and "bias" in name):
-            found[name] = tensor
+    # Replicated layers share their parameters: the first name is that of the base model.
+    places = {id(place.parameter): (name, place) for name, place in reversed(_base_parameters(model).items())}
+    tensors = {name: place.tensor(state, read_offloaded) for name, place in reversed(places.values())}
+    found = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     matrices = [name for name, tensor in found.items() if tensor.dim() > 1]
     vectors = [name for name, tensor in found.items() if tensor.dim() == 1]
     chosen = [*_spread(matrices, _MATRICES), *_spread(vectors, _VECTORS)]
     return {name: _sample(found[name], tuple(found[name].shape)) for name in chosen}
 
 
-def difference(saved: Fingerprint, model: PreTrainedModel) -> str | None:
-    """Describes how a model's weights differ from those of a fingerprint; `None` if they are the same.
+def difference(saved: Fingerprint, model: PreTrainedModel, recorded: Mapping[str, Sample] | None = None) -> str | None:
+    """Describes how a model's base weights differ from those of a fingerprint; `None` if they are the same.
 
     Args:
         saved: the result of `fingerprint`.
-        model: the model that should have these weights, in any dtype, quantised or not.
+        model: the model that should have these weights, in any dtype, quantised or not, with or without PEFT adapters.
+        recorded: the samples that were taken before PEFT touched it.
 
     Returns:
         A clause for an error message, such as "embed_tokens.weight has the shape [48, 32] instead of [64, 32]".
     """
-    differing, comparable = _compare({name: _decode(entry) for name, entry in saved.items()}, model)
+    expected = {name: _decode(entry) for name, entry in saved.items()}
+    differing, compared = _compare(expected, model, recorded or {})
     if differing:
         return f"{differing[0]} ({len(differing)} of {len(saved)} tensors differ)"
-    if not comparable:
+    # Norms of ones are no evidence, unless nothing else was left to record.
+    varying = {name for name, sample in expected.items() if (sample.values != sample.values[0]).any()}
+    if not compared or (varying and compared.isdisjoint(varying)):
         return (
             f"none of the {len(saved)} recorded tensors can be compared: in this model they are quantised, sharded or "
             "offloaded, or they have constant values"
         )
     return None
+
+
+def touched_by_peft(model: nn.Module) -> bool:
+    """Whether a model contains modules of PEFT."""
+    return any(_is_of_peft(module) for module in model.modules())
 
 
 def changed(before: Mapping[str, Sample], model: PreTrainedModel) -> str | None:
@@ -109,38 +113,43 @@ def changed(before: Mapping[str, Sample], model: PreTrainedModel) -> str | None:
         before: the result of `samples`.
         model: the same model, later.
     """
-    differing, _ = _compare(before, model)
+    differing, _ = _compare(before, model, {})
     return f"{differing[0]} ({len(differing)} of {len(before)} tensors differ)" if differing else None
 
 
-def _compare(saved: Mapping[str, Sample], model: PreTrainedModel) -> tuple[list[str], bool]:
-    """A clause for each tensor that differs, and whether any tensor was compared whose values are not constant."""
-    places = dict(_base_parameters(model))
+def _compare(
+    saved: Mapping[str, Sample], model: PreTrainedModel, recorded: Mapping[str, Sample]
+) -> tuple[list[str], set[str]]:
+    """A clause for each tensor that differs, and the names of those whose values were compared."""
+    places = _base_parameters(model)
     tensors = {name: place.tensor(None) for name, place in places.items()}
+    touched = touched_by_peft(model)
     # Quantised layers may store their weight under another name.
-    incomplete = any(tensor is None for tensor in tensors.values()) or getattr(model, "is_quantized", False)
+    incomplete = touched or any(one is None for one in tensors.values()) or getattr(model, "is_quantized", False)
     embedding = model.get_input_embeddings()
     table = None if embedding is None else getattr(embedding, "weight", None)
     shapes, pairs = [], {}
     for name, expected in saved.items():
         tensor = tensors.get(name)
-        if tensor is None:
+        trained = name in places and places[name].parameter.requires_grad
+        before = recorded.get(name) if touched and not (trained and tensor is not None) else None
+        source = tensor if before is None else before
+        if source is None:
             if name not in places and not incomplete:
                 shapes.append(f"it has no {name}")
             continue
-        shape = expected.shape
+        shape, present = expected.shape, tuple(source.shape)
         # The embeddings may have been resized since then, which adds or removes rows at the end.
-        resized = places[name].parameter is table and tensor.shape[0] >= shape[0] // 2
-        if tuple(tensor.shape) != shape and not (resized and tuple(tensor.shape[1:]) == shape[1:]):
-            shapes.append(f"{name} has the shape {list(tensor.shape)} instead of {list(shape)}")
-            continue
-        found = _sample(tensor, shape)
-        if len(found) != len(expected):
-            shapes.append(f"{name} was recorded with {len(expected)} values instead of {len(found)}")
-        else:
-            pairs[name] = (expected, found)
-    comparable = any((expected.values != expected.values[0]).any() for expected, _ in pairs.values())
-    return shapes + _differing_values(pairs), comparable
+        resized = before is not None or (places[name].parameter is table and present[0] >= shape[0] // 2)
+        if present != shape and not (resized and present[1:] == shape[1:]):
+            shapes.append(f"{name} has the shape {list(present)} instead of {list(shape)}")
+        elif isinstance(source, Tensor) or present == shape:
+            found = _sample(source, shape) if isinstance(source, Tensor) else source
+            if len(found) != len(expected):
+                shapes.append(f"{name} was recorded with {len(expected)} values instead of {len(found)}")
+            else:
+                pairs[name] = (expected, found)
+    return shapes + _differing_values(pairs), set(pairs)
 
 
 @dataclass(frozen=True)
@@ -177,7 +186,8 @@ def _differing_values(pairs: Mapping[str, tuple[Sample, Sample]]) -> list[str]:
             {dtype for dtype in _HALF_DTYPES if pair[side].dtype == dtype or whole[side, dtype]} for side in (0, 1)
         ]
         expected, found = (one.values for one in pair)
-        same = torch.equal(expected, found) or any(
+        rounding = _ROUNDING * float(expected.abs().max()) if len(expected) else 0.0
+        same = torch.allclose(expected, found, rtol=0, atol=rounding) or any(
             torch.equal(pair[0].rounded(dtype), pair[1].rounded(dtype)) for dtype in halves[0] | halves[1]
         )
         # bfloat16 rounds by at most 2**-9 of a value's power of two, float16 by 2**-12, or 2**-25 near zero.
@@ -211,29 +221,30 @@ class _ParameterLocation:
         return tensor.detach()
 
 
-def _base_parameters(model: PreTrainedModel, skip_adapted: bool = False) -> Iterator[tuple[str, _ParameterLocation]]:
+def _base_parameters(model: PreTrainedModel) -> dict[str, _ParameterLocation]:
+    """The parameters of the base model that PEFT does not own, by name."""
     base = model.base_model
-    prefix = next((name for name, module in model.named_modules() if module is base), "")
-    yield from _walk(base, "", f"{prefix}." if prefix else "", skip_adapted)
+    prefix = next((f"{name}." for name, module in model.named_modules() if module is base and name), "")
+    # PEFT can train and save the biases of layers that it does not wrap.
+    skipped = "bias" if touched_by_peft(base) else None
+    return {
+        f"{path}{attribute}": _ParameterLocation(f"{prefix}{path}{attribute}", module, attribute)
+        for path, module in _own_modules(base, "")
+        for attribute, parameter in module._parameters.items()
+        if parameter is not None and not (skipped and skipped in attribute)
+    }
 
 
-def _walk(module: nn.Module, name: str, path: str, skip_adapted: bool) -> Iterator[tuple[str, _ParameterLocation]]:
-    """Parameters by their names in the stock model: PEFT's wrappers are looked through, and its additions omitted."""
-    below = module._modules
-    if isinstance(below.get("modules_to_save"), nn.Module):
-        return
-    for wrapped in ("base_layer", "original_module", "token_adapter"):
-        inner = below.get(wrapped)
-        if isinstance(inner, nn.Module):
-            if not (wrapped == "base_layer" and (skip_adapted or getattr(module, "merged", False))):
-                yield from _walk(inner, name, f"{path}{wrapped}.", skip_adapted)
-            return
-    for attribute, parameter in module._parameters.items():
-        if parameter is not None:
-            yield f"{name}{attribute}", _ParameterLocation(f"{path}{attribute}", module, attribute)
-    for child, inner in below.items():
-        if isinstance(inner, nn.Module) and child not in (ATTRIBUTE, "pooler"):
-            yield from _walk(inner, f"{name}{child}.", f"{path}{child}.", skip_adapted)
+def _own_modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    yield path, module
+    for name, child in module._modules.items():
+        if child is not None and name not in (ATTRIBUTE, "pooler") and not _is_of_peft(child):
+            yield from _own_modules(child, f"{path}{name}.")
+
+
+def _is_of_peft(module: nn.Module) -> bool:
+    """Whether the class of a module is one of PEFT, or derived from one."""
+    return any(base.__module__.partition(".")[0] == "peft" for base in type(module).__mro__)
 
 
 def _offloaded(module: nn.Module, attribute: str) -> Tensor | None:

@@ -123,15 +123,13 @@ class PositionEncoding(AddedModule):
         """Copies the encoding as a part of its model.
 
         Raises:
-            UnsupportedError: for a copy of the encoding alone (PEFT's `modules_to_save`), which no layer would use.
+            UnsupportedError: for a copy of the encoding, or of a layer that refers to it, without the model.
         """
         holder = self.__dict__.get("holder")
         if holder is not None and id(holder) not in memo:
             raise UnsupportedError(
-                "A copy of position_encoding without its model would be trained and saved, but not used by any layer. "
-                "To train a scheme together with LoRA, do not add it to `modules_to_save`. Instead, set requires_grad "
-                "on the parameters of model.position_encoding after get_peft_model. save_pretrained writes them next "
-                "to the adapter."
+                "A copy of a position encoding without its model would be trained and saved, but not used. Copy the "
+                "whole model. If PEFT makes the copy, name smaller modules in `modules_to_save`, without attention."
             )
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone

@@ -9,7 +9,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.call.rotary_site import RotaryModuleSite
 from hf_posenc.patching.place.encoding import PositionEncoding
+from hf_posenc.schemes.parts import QueryKeyMap
 
 _FSDP = "torch.distributed.fsdp"
 
@@ -52,23 +54,45 @@ def _refuse_part(model: PreTrainedModel) -> None:
 
 
 def _refuse_recomputed_queries(model: nn.Module) -> None:
-    """Refuses a model with adaption prompts.
+    """Refuses a model with adaption prompts whose queries are rotated.
 
     Raises:
         UnsupportedError: with the reason.
     """
     for module in model.modules():
-        if type(module).__module__ == "peft.tuners.adaption_prompt.layer":
-            raise recomputed_queries_error(model)
+        kind = type(module)
+        if (kind.__module__, kind.__name__) == ("peft.tuners.adaption_prompt.layer", "AdaptedAttention"):
+            raise UnsupportedError(
+                f"{_PROMPTS}, so the scheme of this {type(model).__name__} cannot change under them. Patch the model "
+                "before they are made, or remove them first: model.delete_adapter for each adapter."
+            )
 
 
-def recomputed_queries_error(model: nn.Module) -> UnsupportedError:
-    """The refusal of adaption prompts and a scheme in one model."""
-    return UnsupportedError(
-        "PEFT's adaption prompts (Llama-Adapter) compute the queries of a layer a second time and rotate them with the "
-        f"stock phases, which a {type(model).__name__} with another position encoding does not have. Use LoRA, prompt "
-        "tuning or prefix tuning."
-    )
+def follow_in_prompts(model: PreTrainedModel, encoding: PositionEncoding, is_native: bool) -> None:
+    """Gives the adaption prompts of a patched model, which have no positions, the phases of its queries.
+
+    Args:
+        model: the model that gets the prompts.
+        encoding: the scheme in force.
+        is_native: whether it is the native one.
+
+    Raises:
+        UnsupportedError: if the scheme rotates queries in another way than the stock model.
+    """
+    sites = [site for site in encoding.record.journal.forwards() if isinstance(site, RotaryModuleSite)]
+    if sites and not is_native and any(isinstance(part, QueryKeyMap) for part in encoding.parts()):
+        raise UnsupportedError(
+            f"{_PROMPTS}, which the scheme {encoding.config.name!r} of this {type(model).__name__} does not use. Use "
+            "LoRA, prompt tuning or prefix tuning, or a scheme that leaves queries as they are, such as alibi."
+        )
+    for site in sites:
+        site.neutral, site.unused = not is_native, site.unused and not is_native
+
+
+_PROMPTS = (
+    "PEFT's adaption prompts (Llama-Adapter) compute the queries of a layer a second time and rotate them with the "
+    "phases of the stock model"
+)
 
 
 def refuse_late_parameters(model: nn.Module, encoding: PositionEncoding) -> None:

@@ -58,7 +58,8 @@ class SchemeRecord:
         lengths: the sequence lengths of the model; set while the scheme is in place.
         other_lengths: those of other parts whose length the config states (the encoder of Whisper), by name of the
             part; set while the scheme is in place.
-        base_weights: a few values of the base model's weights, recorded when a scheme was first placed in it.
+        base_weights: a few values of the base model's weights, recorded when a scheme was first placed in it,
+            and again when PEFT gets the model.
     """
 
     def __init__(self, scheme: SchemeConfig) -> None:

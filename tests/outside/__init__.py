@@ -1,0 +1,1 @@
+"""The test suites of transformers and PEFT, run on patched models. See `run.py`."""
