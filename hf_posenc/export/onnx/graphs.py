@@ -139,7 +139,11 @@ def run_plain(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Te
 
 def cached(output: Any) -> Past:
     """The keys and values of the cache in an output."""
-    return [(layer.keys, layer.values) for layer in first_cache(output.values()).layers]
+    return _of_layers(first_cache(output.values()))
+
+
+def _of_layers(cache: Any) -> Past:
+    return [(layer.keys, layer.values) for layer in cache.layers]
 
 
 def graph_of(model: PreTrainedModel) -> Graph:
@@ -166,7 +170,7 @@ def graph_of(model: PreTrainedModel) -> Graph:
             f"{type(model).__name__} caches something else than the keys and values of every layer, which has no "
             "common names in ONNX. Use model.save_pretrained."
         )
-    past = [(key.clone(), value.clone()) for key, value in cached(found)]
+    past = [(key.clone(), value.clone()) for key, value in _of_layers(found)]
     given: dict[str, Any] = {"input_ids": ids[:, _PAST:], "attention_mask": mask, "past": past}
     cache_axes = {0: "batch_size", 2: "past_sequence_length"}
     shapes = {
