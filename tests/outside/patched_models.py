@@ -95,10 +95,10 @@ def install() -> None:
     while waiting:
         kind = waiting.pop()
         waiting.extend(kind.__subclasses__())
-        own = kind.__dict__.get("__init__")
-        if own is None or kind is PreTrainedModel or hasattr(own, "__wrapped__"):
-            continue
-        kind.__init__ = patch_after(own, loads=False)  # type: ignore[method-assign]
+        if kind is not PreTrainedModel and "_outside" not in kind.__dict__:
+            # Also where it is inherited, perhaps from a class that is no model.
+            kind.__init__ = patch_after(kind.__init__, loads=False)  # type: ignore[method-assign]
+            kind._outside = True  # type: ignore[attr-defined]
     loader = PreTrainedModel.__dict__["from_pretrained"].__func__
     if not getattr(loader, "_outside", False):
         wrapped = patch_after(loader, loads=True)
