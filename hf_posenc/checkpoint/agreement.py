@@ -11,9 +11,8 @@ from typing import Any
 from hf_posenc.checkpoint.configuration import CheckpointError
 from hf_posenc.checkpoint.weight_files import named_schemes, schemes_of_older_version
 from hf_posenc.entry import MARK, find_mark, find_marks, find_position_weight
-from hf_posenc.patching.place.encoding import PositionEncoding
-from hf_posenc.patching.place.in_force import encodings
-from hf_posenc.patching.place.mark import NOT_STRICT, disagreement, marked_scheme
+from hf_posenc.patching.place.encoding import PositionEncoding, encodings
+from hf_posenc.patching.place.record import NOT_STRICT, disagreement, marked_scheme
 
 
 class SchemeMismatchError(CheckpointError, RuntimeError):

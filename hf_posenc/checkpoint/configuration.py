@@ -16,9 +16,8 @@ from hf_posenc.patching.place.config_lengths import (
     stated_lengths,
 )
 from hf_posenc.patching.place.lengths import apply_stated_lengths
-from hf_posenc.patching.place.mark import described
-from hf_posenc.patching.place.record import changed_fields
-from hf_posenc.patching.place.scheme_name import update_length_in_names
+from hf_posenc.patching.place.record import described
+from hf_posenc.patching.place.stack_record import changed_fields
 from hf_posenc.schemes.limits import check_shape_of_json, shown
 
 #: Fields of the entry that describe the file and are not part of the config in memory.
@@ -206,7 +205,6 @@ def follow_lengths(model: Any, config: Any) -> None:
     stated = stated_lengths(config)
     try:
         apply_stated_lengths(model.position_encoding, model, stated)
-        update_length_in_names(model.position_encoding)
     except SequenceLengthError as error:
         raise CheckpointError(
             f"The config.json of this {type(model).__name__} has the length {stated}, which its position encoding "

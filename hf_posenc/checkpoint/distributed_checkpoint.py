@@ -77,7 +77,7 @@ def _compare(
     if not found and not placed:
         return
     from hf_posenc.checkpoint.agreement import SchemeMismatchError
-    from hf_posenc.patching.place.mark import disagreement, marked_scheme
+    from hf_posenc.patching.place.record import disagreement, marked_scheme
     from hf_posenc.schemes.registry import scheme_from_dict
 
     marks = read(found)

@@ -83,7 +83,7 @@ def _load_file(call: Call) -> Any:
 def _load_strictly(call: Call, file: Any) -> Any:
     if call["strict"] and file is not None:
         from hf_posenc.checkpoint.agreement import check_file
-        from hf_posenc.patching.place.mark import NOT_STRICT
+        from hf_posenc.patching.place.record import NOT_STRICT
 
         check_file(call["model"], file, f" {NOT_STRICT}.")
     return call.run()

@@ -15,10 +15,9 @@ from hf_posenc.entry import ATTRIBUTE, is_on_disk_form, read_entry
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.patch import patch_model, unpatch_model
 from hf_posenc.patching.place.config_entry import detach_entry
-from hf_posenc.patching.place.encoding import PositionEncoding
-from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding
 from hf_posenc.patching.place.lengths import choose_length
-from hf_posenc.patching.place.scheme_name import SchemeName, update_length_in_names
+from hf_posenc.patching.place.scheme_name import SchemeName
 from hf_posenc.schemes import scheme_from_dict
 from hf_posenc.wrapping import Call
 
@@ -79,7 +78,6 @@ def rebuilt(load: Callable[[Call], Any], call: Call) -> Any:
         )
     if name.length is not None:
         choose_length(encoding, model, name.length)
-        update_length_in_names(encoding)
     return result
 
 

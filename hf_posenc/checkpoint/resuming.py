@@ -17,8 +17,8 @@ from hf_posenc.checkpoint.configuration import from_disk
 from hf_posenc.checkpoint.position_files import read_position_files
 from hf_posenc.checkpoint.weight_files import named_schemes
 from hf_posenc.entry import ATTRIBUTE, is_on_disk_form
-from hf_posenc.patching.place.in_force import encodings
-from hf_posenc.patching.place.mark import disagreement
+from hf_posenc.patching.place.encoding import encodings
+from hf_posenc.patching.place.record import disagreement
 
 #: Weight files of a whole model: indices of shards or single files. Adapters are handled separately.
 _INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")

@@ -17,7 +17,7 @@ from hf_posenc.checkpoint.recognition import is_patched
 from hf_posenc.checkpoint.weight_files import record_shards
 from hf_posenc.entry import MARK, find_mark, read_entry
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.place.in_force import encodings, has_patched_layers, refuse_changed
+from hf_posenc.patching.place.encoding import encodings, has_patched_layers, refuse_changed
 from hf_posenc.wrapping import Call
 
 

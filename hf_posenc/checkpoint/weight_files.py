@@ -20,7 +20,7 @@ from typing import Any
 from hf_posenc.checkpoint.atomic_folder import variant_of
 from hf_posenc.checkpoint.configuration import CheckpointError, from_disk
 from hf_posenc.entry import ATTRIBUTE, find_marks, is_on_disk_form
-from hf_posenc.patching.place.mark import marked_scheme
+from hf_posenc.patching.place.record import marked_scheme
 
 #: The key of the digests in the metadata of an index, `{"hf_posenc_shards": {file: digest}}`.
 _SHARDS = "hf_posenc_shards"

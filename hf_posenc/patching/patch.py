@@ -20,8 +20,7 @@ from hf_posenc.patching.observe.native_options import resolve_native, with_nativ
 from hf_posenc.patching.observe.native_scheme import native_scheme
 from hf_posenc.patching.observe.verify_native import verify_adopted_tables
 from hf_posenc.patching.place.config_lengths import at_native_lengths
-from hf_posenc.patching.place.encoding import PositionEncoding, is_length_dependent
-from hf_posenc.patching.place.part_in_force import scheme_in_part
+from hf_posenc.patching.place.encoding import PositionEncoding, is_length_dependent, scheme_in_part
 from hf_posenc.patching.place.raster_order import TWO_DIMENSIONAL
 from hf_posenc.patching.place.scheme_per_layer import schedule
 from hf_posenc.patching.place.stack_encoding import StackEncoding

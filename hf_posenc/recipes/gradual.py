@@ -15,10 +15,14 @@ from hf_posenc.patching import native_scheme, patch_model
 from hf_posenc.patching.find.discovery import find_stacks
 from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.place.config_entry import attach_entry
-from hf_posenc.patching.place.encoding import PositionEncoding
-from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.encoding import (
+    PositionEncoding,
+    current_encoding,
+    named_part,
+    scheme_in_part,
+    stacks_in_part,
+)
 from hf_posenc.patching.place.model_checks import unwrapped
-from hf_posenc.patching.place.part_in_force import named_part, scheme_in_part, stacks_in_part
 from hf_posenc.patching.place.scheme_name import refresh_names
 from hf_posenc.patching.place.scheme_per_layer import schedule
 from hf_posenc.patching.place.stack_encoding import StackEncoding

@@ -16,8 +16,8 @@ from hf_posenc.checkpoint.agreement import SchemeMismatchError
 from hf_posenc.entry import find_mark
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
-from hf_posenc.patching.place.in_force import current_encoding
-from hf_posenc.patching.place.mark import disagreement, marked_scheme
+from hf_posenc.patching.place.encoding import current_encoding
+from hf_posenc.patching.place.record import disagreement, marked_scheme
 from hf_posenc.patching.place.stack_encoding import StackEncoding
 
 

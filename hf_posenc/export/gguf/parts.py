@@ -15,8 +15,7 @@ from hf_posenc.patching.call.layer_call import LayerEncoding
 from hf_posenc.patching.find.discovery import find_stacks
 from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.observe.native_scheme import native_scheme
-from hf_posenc.patching.place.encoding import build_encoding
-from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.encoding import build_encoding, current_encoding
 from hf_posenc.patching.place.stack_encoding import StackEncoding
 from hf_posenc.schemes import SchemeConfig
 

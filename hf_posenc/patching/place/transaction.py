@@ -29,18 +29,19 @@ from hf_posenc.patching.place.continuous_batching import (
 from hf_posenc.patching.place.encoding import (
     PositionEncoding,
     build_encoding,
+    current_encoding,
+    encodings,
     is_length_dependent,
     parameter_count,
     parts_named,
 )
 from hf_posenc.patching.place.generation import CheckedGenerate
 from hf_posenc.patching.place.head_shards import split_heads
-from hf_posenc.patching.place.in_force import current_encoding, encodings
 from hf_posenc.patching.place.install import install_stack
 from hf_posenc.patching.place.lengths import initialize_lengths
 from hf_posenc.patching.place.model_checks import refuse_late_parameters, unwrapped
-from hf_posenc.patching.place.own_config import OwnConfig
 from hf_posenc.patching.place.part_parameters import PartParameters
+from hf_posenc.patching.place.record import OwnConfig
 from hf_posenc.patching.place.report import PatchReport
 from hf_posenc.patching.place.scheme_name import mark_names
 from hf_posenc.patching.place.stack_encoding import StackEncoding
