@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from hf_posenc.entry import ATTRIBUTE, is_on_disk_form, read_entry
+from hf_posenc.checkpoint.recognition import stored_config
+from hf_posenc.entry import ATTRIBUTE, read_entry
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.patch import patch_model, unpatch_model
 from hf_posenc.patching.place.config_entry import detach_entry
@@ -40,7 +40,8 @@ def rebuilt(load: Callable[[Call], Any], call: Call) -> Any:
     """
     name, config = call["pretrained_model_name_or_path"], call["config"]
     live = name.encoding()
-    on_disk = _entry_of_files(str(name), call.arguments)
+    entry = (stored_config(str(name), call.arguments) or {}).get(ATTRIBUTE)
+    on_disk = entry.get("scheme") if isinstance(entry, dict) else None
     call = call.changed(pretrained_model_name_or_path=str(name))
     if isinstance(config, PreTrainedConfig) and (given := read_entry(config)) is not None:
         if given not in (name.entry, on_disk):
@@ -89,21 +90,6 @@ _SAVE = (
 
 def _scheme(name: SchemeName) -> str:
     return "native" if name.entry is None else str(name.entry["scheme"])
-
-
-def _entry_of_files(source: str, kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the scheme in the `config.json` of a name, if the file is available locally and has one."""
-    from hf_posenc.checkpoint.recognition import local_config
-
-    path = local_config(source, kwargs)
-    try:
-        disk = None if path is None else json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:  # the stock code reports the broken file
-        return None
-    if not isinstance(disk, dict) or not is_on_disk_form(disk):
-        return None
-    entry = disk.get(ATTRIBUTE)
-    return entry.get("scheme") if isinstance(entry, dict) else None
 
 
 @torch.no_grad()

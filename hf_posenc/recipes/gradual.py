@@ -93,7 +93,7 @@ def set_blend_strength(model: nn.Module, strength: float) -> None:
     encoding.record.scheme = config
     assert encoding.record.own is not None
     attach_entry(encoding.record.own.config, config.to_dict())
-    refresh_names(encoding)
+    refresh_names(encoding, scheme_changed=True)
 
 
 def finish_blend(model: nn.Module) -> None:

@@ -88,11 +88,18 @@ def mark_names(model: PreTrainedModel, encoding: PositionEncoding) -> None:
         )
 
 
-def refresh_names(encoding: PositionEncoding) -> None:
-    """Updates the names of a model after the config of its encoding, or its length, was changed."""
+def refresh_names(encoding: PositionEncoding, *, scheme_changed: bool = False) -> None:
+    """Updates the names of a model after its length, or the config of its encoding, was changed.
+
+    Args:
+        encoding: the encoding in force.
+        scheme_changed: whether the files under a plain name, which contain the scheme and its parameters, have another
+            scheme.
+    """
     for change in _marks(encoding):
-        plain = str(change.target.__dict__[change.attribute])
-        change.put(SchemeName(plain, encoding.config.to_dict(), encoding.__dict__["holder"], _length(encoding)))
+        name = change.target.__dict__[change.attribute]
+        holder = encoding.__dict__["holder"] if scheme_changed else getattr(name, "holder", None)
+        change.put(SchemeName(str(name), encoding.config.to_dict(), holder, _length(encoding)))
 
 
 def unmark_names(encoding: PositionEncoding) -> None:
