@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -143,7 +143,7 @@ def _kept(encoding: PositionEncoding | None, changed: Collection[str]) -> dict[s
     if encoding is None or encoding.report is None:
         return {}
     others = [stack.name for stack in encoding.report.stacks if stack.part not in changed]
-    return {name: cast("StackEncoding", encoding.stacks[name]) for name in others}
+    return {name: encoding.stacks[name] for name in others}
 
 
 def _resolve(
@@ -251,8 +251,8 @@ def _warn_of_raster_order(encoding: PositionEncoding, previous: PositionEncoding
 
     Stacks that keep their scheme do not count, because the call that placed it has warned.
     """
-    before = set() if previous is None else set(previous.stacks.children())
-    placed = [cast("StackEncoding", stack) for stack in encoding.stacks.values() if stack not in before]
+    before = set() if previous is None else set(previous.stacks.values())
+    placed = [stack for stack in encoding.stacks.values() if stack not in before]
     names = {name for stack in placed for name in stack.in_raster_order()}
     if names:
         warnings.warn(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
@@ -87,7 +87,7 @@ def set_blend_strength(model: nn.Module, strength: float) -> None:
     """
     encoding = _blend_of(unwrapped(model))
     config = _with_strength(encoding.config, strength)
-    for part in _all_parts(encoding):
+    for part in _parts_of(encoding.stacks):
         if isinstance(part, BlendedPart):
             part.strength = float(strength)
     encoding.record.scheme = config
@@ -133,18 +133,13 @@ def new_scheme(config: SchemeConfig) -> SchemeConfig:
 
 def freeze_old(encoding: PositionEncoding) -> None:
     """Freezes the parameters of the old scheme in the blends of an encoding."""
-    for part in _all_parts(encoding):
+    for part in _parts_of(encoding.stacks):
         if isinstance(part, BlendedPart) and part.old is not None:
             part.old.requires_grad_(False)
 
 
-def _all_parts(encoding: PositionEncoding) -> list[Any]:
-    """Every place of a part of a scheme in a model, in order; `None` for an empty place."""
-    return _parts_of({name: cast("StackEncoding", stack) for name, stack in encoding.stacks.items()})
-
-
 def _parts_of(stacks: Mapping[str, StackEncoding]) -> list[Any]:
-    """The same for some stacks of a model."""
+    """Every place of a part of a scheme in some stacks of a model, in order; `None` for an empty place."""
     found: list[Any] = []
     for stack in stacks.values():
         found.append(stack.additive)

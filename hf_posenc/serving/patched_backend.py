@@ -17,7 +17,6 @@ from hf_posenc.entry import find_mark
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
 from hf_posenc.patching.place.encoding import current_encoding
-from hf_posenc.patching.place.stack_encoding import StackEncoding
 
 
 def restore_forwards(model: Any, sites: list[InterfaceAttention]) -> None:
@@ -47,7 +46,6 @@ def restore_forwards(model: Any, sites: list[InterfaceAttention]) -> None:
     encoding = current_encoding(model)
     assert encoding is not None
     for stack in encoding.stacks.values():
-        assert isinstance(stack, StackEncoding)
         # It looks for modules that were added after the patch, and would take the engine's modules for such.
         stack.runtime.watch = None
 

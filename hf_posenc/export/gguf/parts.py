@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -90,7 +89,7 @@ def parts_of(model: PreTrainedModel) -> ModelParts:
     placed = current_encoding(model)
     scheme = native_scheme(model) if placed is None else placed.config
     encoding = build_encoding(scheme, stacks) if placed is None else placed
-    found = [StackParts(stack, cast("StackEncoding", encoding.stacks[stack.name])) for stack in stacks]
+    found = [StackParts(stack, encoding.stacks[stack.name]) for stack in stacks]
     if placed is None:
         for one in found:
             one.encoding.adopt(one.stack)

@@ -42,7 +42,7 @@ class PositionEncoding(AddedModule):
         super().__init__()
         self.record = SchemeRecord(config)
         self.report: PatchReport | None = None
-        self.stacks = nn.ModuleDict(stacks)
+        self.stacks: Mapping[str, StackEncoding] = cast("Any", nn.ModuleDict(stacks))
 
     @property
     def config(self) -> SchemeConfig:
@@ -61,7 +61,7 @@ class PositionEncoding(AddedModule):
             stacks: names of stacks; all by default.
         """
         chosen = [stack for name, stack in self.stacks.items() if stacks is None or name in stacks]
-        found = [part for stack in chosen for part in cast("StackEncoding", stack).acting_parts()]
+        found = [part for stack in chosen for part in stack.acting_parts()]
         return list({id(part): part for part in found}.values())
 
     def reach(self, stacks: Collection[str] | None = None) -> Reach:
@@ -141,8 +141,7 @@ class PositionEncoding(AddedModule):
 
 def is_length_dependent(encoding: PositionEncoding) -> bool:
     """Whether a part needs more than a growing cache stores. Only causal stacks have growing caches."""
-    stacks = [stack for stack in encoding.stacks.values() if isinstance(stack, StackEncoding)]
-    growing = [stack for stack in stacks if any(layer.causal for layer in stack.layers)]
+    growing = [stack for stack in encoding.stacks.values() if any(layer.causal for layer in stack.layers)]
     flags = ("length_dependent", "needs_whole_sequence")
     return any(getattr(module, flag, False) for stack in growing for module in stack.modules() for flag in flags)
 
@@ -283,4 +282,4 @@ def stacks_in_part(encoding: PositionEncoding, part: str) -> dict[str, StackEnco
     """The parts of a scheme in the stacks of a part, by name of the stack. The scheme is in force."""
     assert encoding.report is not None
     names = [stack.name for stack in encoding.report.stacks if stack.part == part]
-    return {name: cast("StackEncoding", encoding.stacks[name]) for name in names}
+    return {name: encoding.stacks[name] for name in names}
