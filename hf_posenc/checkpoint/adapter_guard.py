@@ -34,7 +34,7 @@ def check_scheme(model: Any, config: Any) -> None:
     scheme = getattr(config, _SCHEME, None)
     if scheme is None:
         return
-    from hf_posenc.patching.place.in_force import encodings
+    from hf_posenc.patching.place.encoding import encodings
     from hf_posenc.schemes import scheme_from_dict
 
     expected = scheme_from_dict(scheme) if scheme else None
@@ -139,7 +139,7 @@ def check_swap(model: Any, config: Any) -> None:
     check_scheme(model, config)
     if getattr(config, _SCHEME, None) is None:
         return
-    from hf_posenc.patching.place.in_force import encodings
+    from hf_posenc.patching.place.encoding import encodings
 
     if any(next(encoding.parameters(), None) is not None for encoding in encodings(model)):
         raise UnsupportedError(
@@ -162,7 +162,7 @@ def check_second(model: Any, name: str) -> None:
     others = [other for other in getattr(model, "peft_config", ()) if other != name]
     if not others:
         return
-    from hf_posenc.patching.place.in_force import encodings
+    from hf_posenc.patching.place.encoding import encodings
 
     for encoding in encodings(model):
         if any(parameter.requires_grad for parameter in encoding.parameters()):

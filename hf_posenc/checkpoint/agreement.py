@@ -1,19 +1,23 @@
-"""Checks that weights belong to the scheme of the model they are loaded into."""
+"""Whether weights belong to the scheme of the model that they are loaded into.
+
+A state dict, a file, the shards of an index, a checkpoint of `Trainer` and a distributed checkpoint name the schemes of
+their weights in the same way. `NamedSchemes` compares them with those of a model, and `stored_weights.py` reads them.
+"""
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from hf_posenc.checkpoint.configuration import CheckpointError
-from hf_posenc.checkpoint.weight_files import named_schemes, schemes_of_older_version
-from hf_posenc.entry import MARK, find_mark, find_marks, find_position_weight
-from hf_posenc.patching.place.encoding import PositionEncoding
-from hf_posenc.patching.place.in_force import encodings
-from hf_posenc.patching.place.mark import NOT_STRICT, disagreement, marked_scheme
+from hf_posenc.entry import MARK, find_mark, find_marks
+from hf_posenc.patching.place.encoding import PositionEncoding, encodings
+from hf_posenc.patching.place.record import NOT_STRICT, disagreement, marked_scheme
+from hf_posenc.schemes.config import SchemeConfig
 
 
 class SchemeMismatchError(CheckpointError, RuntimeError):
@@ -21,6 +25,65 @@ class SchemeMismatchError(CheckpointError, RuntimeError):
 
     It is also a `RuntimeError`, like torch's error for a state dict that does not match.
     """
+
+
+@dataclass(frozen=True)
+class NamedSchemes:
+    """The schemes that weights name.
+
+    Attributes:
+        weights: where the weights are, for messages.
+        schemes: the schemes by the keys of their marks; empty for weights of a stock model.
+    """
+
+    weights: str
+    schemes: Mapping[str, dict[str, Any]]
+
+    @classmethod
+    def of(cls, state_dict: Mapping[str, Any], weights: str = "this state dict") -> NamedSchemes:
+        """The schemes that a state dict names."""
+        return cls(weights, {key: marked_scheme(state_dict[key]) for key in find_marks(state_dict)})
+
+    def check(self, model: nn.Module, remedy: str = "", *, target: str = "") -> None:
+        """Compares the schemes with those of a model, before anything is copied.
+
+        Args:
+            model: any module; unpatched models have stock positions.
+            remedy: sentences appended to the message.
+            target: what the weights should belong to; the model by default.
+
+        Raises:
+            SchemeMismatchError: naming both schemes, if they differ.
+        """
+        found = encodings(model)
+        placed = {
+            f"{path}.{MARK}": module.config
+            for path, module in model.named_modules(remove_duplicate=False)
+            if isinstance(module, PositionEncoding) and module in found
+        }
+        self.compare(placed, target or f"this {type(model).__name__}", remedy)
+
+    def compare(self, placed: Mapping[str, SchemeConfig], target: str, remedy: str = "") -> None:
+        """Compares the schemes with those in force, by the keys of their marks.
+
+        Raises:
+            SchemeMismatchError: naming both schemes, if they differ.
+        """
+        pairs = [(self.schemes.get(key), placed.get(key)) for key in {**placed, **self.schemes}]
+        if len(placed) <= 1 and len(self.schemes) <= 1:  # A model inside another module has prefixed keys.
+            pairs = [(next(iter(self.schemes.values()), None), next(iter(placed.values()), None))]
+        problem = next(filter(None, (disagreement(found, config) for found, config in pairs)), None)
+        if problem is not None:
+            raise SchemeMismatchError(f"The weights in {self.weights} do not belong to {target}: {problem}.{remedy}")
+
+
+def check_state_dict(model: Any, state_dict: Mapping[str, Any]) -> None:
+    """Compares the scheme of a state dict with that of a model, for functions that load it strictly.
+
+    Raises:
+        SchemeMismatchError: naming both schemes, if they differ.
+    """
+    NamedSchemes.of(state_dict).check(model, f" {NOT_STRICT}.")
 
 
 def check_loaded_mark(model: Any, info: Mapping[str, Any], source: str, entry_format: int) -> None:
@@ -37,89 +100,22 @@ def check_loaded_mark(model: Any, info: Mapping[str, Any], source: str, entry_fo
     """
     (encoding,) = encodings(model)
     found, absent = encoding.loaded_scheme(), find_mark(info.get("missing_keys", ())) is not None
-    if found is None and not absent:
-        return  # Transformers did not report it, because the weights stay on disk or come from another process.
     if absent and entry_format < 2:
-        warnings.warn(
-            f"{source} was saved by an older hf_posenc, whose weights do not name their scheme, so it cannot be "
-            "checked whether they belong to this config. Save the model again to store the scheme with the weights.",
-            UserWarning,
-            stacklevel=4,
-        )
-        return
-    problem = disagreement(None if absent else found, encoding.config)
-    if problem is not None:
-        raise SchemeMismatchError(
-            f"The config and the weights of {source} are from different models: {problem}. Restore the missing file, "
-            "or load the weights with the config they were saved with."
+        warn_of_older_version(source)
+    elif found is not None or absent:  # Else the weights stay on disk or come from another process.
+        NamedSchemes(source, {} if found is None or absent else {MARK: found}).check(
+            model,
+            " The config and the weights are from different models. Restore the missing file, or load the weights with "
+            "the config they were saved with.",
+            target="its config.json",
         )
 
 
-def refuse_marked_weights(info: Mapping[str, Any], model: Any, source: str) -> None:
-    """Raises the error for a stock model that was loaded from the weights of a patched model.
-
-    Raises:
-        SchemeMismatchError: always; the message says what to do.
-    """
-    raise SchemeMismatchError(
-        f"The weights of {source} were trained with a position encoding of hf_posenc (they include "
-        f"{find_position_weight(info['unexpected_keys'])}), but the config they were loaded with has no position "
-        f"encoding: this {type(model).__name__} would run them with its stock positions. Restore the config.json that "
-        "was saved with them, or pass no `config`. To give up the scheme, load the model as it was saved and call "
-        "unpatch_model."
+def warn_of_older_version(source: Any) -> None:
+    """Warns that weights of format 1 cannot be compared with their config."""
+    warnings.warn(
+        f"{source} was saved by an older hf_posenc, whose weights do not name their scheme, so it cannot be checked "
+        "whether they belong to this config. Save the model again to store the scheme with the weights.",
+        UserWarning,
+        stacklevel=5,
     )
-
-
-def check_state_dict(model: Any, state_dict: Mapping[str, Any], remedy: str = f" {NOT_STRICT}.") -> None:
-    """Compares the scheme of a state dict with that of a model, before anything is copied.
-
-    Args:
-        model: any module; unpatched models have stock positions.
-        state_dict: the state dict to load.
-        remedy: a sentence appended to the message.
-
-    Raises:
-        SchemeMismatchError: naming both schemes, if they differ.
-    """
-    problem = state_dict_problem(model, state_dict)
-    if problem is not None:
-        raise SchemeMismatchError(f"This state dict does not belong to this {type(model).__name__}: {problem}.{remedy}")
-
-
-def state_dict_problem(model: Any, state_dict: Mapping[str, Any]) -> str | None:
-    """Describes the difference between the schemes of a state dict and a model; `None` if they agree."""
-    return _problem(model, {key: marked_scheme(state_dict[key]) for key in find_marks(state_dict)})
-
-
-def check_file(model: Any, file: str | os.PathLike[str], remedy: str = "") -> None:
-    """Compares the schemes named by a weight file with the scheme of a model, before anything is copied.
-
-    Args:
-        model: any module; unpatched models have stock positions.
-        file: a weight file, or the index of several.
-        remedy: a sentence appended to the message.
-
-    Raises:
-        SchemeMismatchError: naming both schemes, if they differ.
-    """
-    named = named_schemes(Path(file))
-    if not named and encodings(model):
-        named = schemes_of_older_version(Path(file))
-    problem = _problem(model, named)
-    if problem is not None:
-        raise SchemeMismatchError(
-            f"The weights in {file} do not belong to this {type(model).__name__}: {problem}.{remedy}"
-        )
-
-
-def _problem(model: Any, named: Mapping[str, dict[str, Any]]) -> str | None:
-    found = encodings(model)
-    placed = {
-        f"{path}.{MARK}": module.config
-        for path, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, PositionEncoding) and module in found
-    }
-    if len(placed) <= 1 and len(named) <= 1:  # A model inside another module has prefixed keys.
-        return disagreement(next(iter(named.values()), None), next(iter(placed.values()), None))
-    problems = (disagreement(named.get(key), placed.get(key)) for key in {**placed, **named})
-    return next((problem for problem in problems if problem is not None), None)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.modelcard import TASK_MAPPING
 
 from hf_posenc.errors import PositionEncodingError
-from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig
 from hf_posenc.schemes.config import SchemeConfig

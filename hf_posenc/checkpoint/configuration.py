@@ -16,9 +16,8 @@ from hf_posenc.patching.place.config_lengths import (
     stated_lengths,
 )
 from hf_posenc.patching.place.lengths import apply_stated_lengths
-from hf_posenc.patching.place.mark import described
-from hf_posenc.patching.place.record import changed_fields
-from hf_posenc.patching.place.scheme_name import update_length_in_names
+from hf_posenc.patching.place.record import described
+from hf_posenc.patching.place.stack_record import changed_fields
 from hf_posenc.schemes.limits import check_shape_of_json, shown
 
 #: Fields of the entry that describe the file and are not part of the config in memory.
@@ -30,6 +29,23 @@ _LARGEST_CONFIG = 2**20
 
 class CheckpointError(PositionEncodingError, ValueError):
     """A patched checkpoint is damaged, incomplete, or from a newer version."""
+
+
+def damaged(source: Any, found: str, expected: str = "", remedy: str = "") -> CheckpointError:
+    """The error for a `config.json` with a field that was edited.
+
+    Args:
+        source: path or hub id.
+        found: the field and its value.
+        expected: what should be there.
+        remedy: what to do if it was not edited.
+    """
+    instead = f", where {expected} is expected" if expected else ""
+    cause = f" {remedy} Otherwise, the" if remedy else " The"
+    return CheckpointError(
+        f"The config.json of {source} has {found}{instead}.{cause} file was edited or damaged; restore it, or save the "
+        "model again."
+    )
 
 
 def from_disk(disk: dict[str, Any], source: str) -> dict[str, Any]:
@@ -49,70 +65,52 @@ def from_disk(disk: dict[str, Any], source: str) -> dict[str, Any]:
         raise CheckpointError(str(error)) from error
     entry = disk.get(ATTRIBUTE)
     if not isinstance(entry, dict):
-        raise CheckpointError(
-            f"The config.json of {source} has model_type {MODEL_TYPE!r}, but its {ATTRIBUTE!r} entry is "
-            f'{shown(entry)}: a dictionary with "format", "base_model_type" and "scheme" is expected. The file was '
-            "edited or damaged; restore it, or save the model again."
+        raise damaged(
+            source,
+            f"model_type {MODEL_TYPE!r}, but the {ATTRIBUTE!r} entry {shown(entry)}",
+            'a dictionary with "format", "base_model_type" and "scheme"',
         )
-    if type(entry.get("format")) is not int or entry["format"] < 1:
-        raise CheckpointError(
-            f"The {ATTRIBUTE!r} entry in the config.json of {source} has format {shown(entry.get('format'))}, where an "
-            f"integer from 1 to {FORMAT} is expected. The file was edited or damaged; restore it, or save the model "
-            "again."
-        )
-    check_format(entry, source)
+    check_entry(entry, source)
     base_model_type = entry.get("base_model_type")
     if not isinstance(base_model_type, str) or not base_model_type or is_stored_model_type(base_model_type):
-        raise CheckpointError(
-            f"The {ATTRIBUTE!r} entry in the config.json of {source} has base_model_type {shown(base_model_type)}, "
-            "where "
-            "the stock model type is expected (for example 'llama'). The file was edited or damaged."
+        raise damaged(
+            source,
+            f"base_model_type {shown(base_model_type)} in its {ATTRIBUTE!r} entry",
+            "the stock model type (for example 'llama')",
         )
-    check_scheme(entry.get("scheme"), source)
     _check_lengths(entry.get(NATIVE_LENGTHS, {}), disk, source)
-    memory = without_sentence(disk)
-    memory["model_type"] = base_model_type
-    memory[ATTRIBUTE] = {key: value for key, value in entry.items() if key not in _FILE_FIELDS}
-    architectures = disk.get("architectures")
-    if architectures is None:
-        architectures = []
+    architectures = [] if disk.get("architectures") is None else disk["architectures"]
     if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
-        raise CheckpointError(
-            f"The config.json of {source} has architectures {shown(architectures)}, where a list of names of model "
-            "classes is expected. The file was edited or damaged; restore it, or save the model again."
-        )
-    memory["architectures"] = [name.removeprefix(ARCHITECTURE_PREFIX) for name in architectures] or None
-    return memory
+        raise damaged(source, f"architectures {shown(architectures)}", "a list of names of model classes")
+    return without_sentence(disk) | {
+        "model_type": base_model_type,
+        "architectures": [name.removeprefix(ARCHITECTURE_PREFIX) for name in architectures] or None,
+        ATTRIBUTE: {key: value for key, value in entry.items() if key not in _FILE_FIELDS},
+    }
 
 
-def check_format(entry: dict[str, Any], source: str) -> None:
-    """Raises for an entry of a newer format.
-
-    Raises:
-        CheckpointError: if the format is newer; names the version that wrote it.
-    """
-    if entry["format"] > FORMAT:
-        raise CheckpointError(
-            f"{source} was written in format {shown(entry['format'])} by hf_posenc "
-            f"{shown(entry.get('hf_posenc_version', '?'))}; this version reads up to format {FORMAT}. "
-            "Update hf_posenc."
-        )
-
-
-def check_scheme(scheme: Any, source: str) -> None:
-    """Checks that the scheme can be built.
+def check_entry(entry: dict[str, Any], source: str) -> None:
+    """Checks that the scheme of an entry can be built.
 
     Raises:
-        CheckpointError: if not; gives the reason.
+        CheckpointError: if not, with the reason; for a newer format, it names the version that wrote it.
     """
     from hf_posenc.schemes import scheme_from_dict
     from hf_posenc.schemes.arrangement.native import names_native
 
-    if not isinstance(scheme, dict) or not isinstance(scheme.get("scheme"), str):
+    written, scheme = entry.get("format"), entry.get("scheme")
+    if type(written) is not int or written < 1:
+        found = f"format {shown(written)} in its {ATTRIBUTE!r} entry"
+        raise damaged(source, found, f"an integer from 1 to {FORMAT}")
+    if written > FORMAT:
         raise CheckpointError(
-            f"The {ATTRIBUTE!r} entry in the config.json of {source} names no scheme: it has {shown(scheme)} where "
-            'a dictionary like {"scheme": "alibi", ...} is expected. The file was edited or damaged.'
+            f"{source} was written in format {shown(written)} by hf_posenc "
+            f"{shown(entry.get('hf_posenc_version', '?'))}; this version reads up to format {FORMAT}. "
+            "Update hf_posenc."
         )
+    if not isinstance(scheme, dict) or not isinstance(scheme.get("scheme"), str):
+        found = f"{shown(scheme)} in its {ATTRIBUTE!r} entry, which names no scheme"
+        raise damaged(source, found, 'a dictionary like {"scheme": "alibi", ...}')
     try:
         config = scheme_from_dict(scheme)
     except (ValueError, TypeError, KeyError) as error:
@@ -122,10 +120,7 @@ def check_scheme(scheme: Any, source: str) -> None:
             f"(this is format {FORMAT}), update hf_posenc."
         ) from error
     if names_native(config):
-        raise CheckpointError(
-            f"The scheme in the config.json of {source} is 'native', which refers to the model's own scheme and is "
-            "never saved. The file was edited or damaged; restore it, or save the model again."
-        )
+        raise damaged(source, "the scheme 'native', which refers to the model's own scheme and is never saved")
 
 
 def check_model_type(config_class: Any, memory: dict[str, Any], source: str) -> None:
@@ -143,25 +138,28 @@ def check_model_type(config_class: Any, memory: dict[str, Any], source: str) -> 
     """
     from transformers import CONFIG_MAPPING
 
-    model_type = memory["model_type"]
-    field = f"The {ATTRIBUTE!r} entry in the config.json of {source} has base_model_type {model_type!r}, but"
-    edited = "The file was edited or damaged; restore it, or save the model again."
-    if getattr(config_class, "model_type", ""):
-        if config_class.model_type != model_type:
-            raise CheckpointError(
-                f"{field} {config_class.__name__} is the config class of {config_class.model_type!r} models. Load it "
-                f"with the class it was saved from ({', '.join(memory['architectures'] or ['see config.json'])}). If "
-                f"this is that class: {edited[0].lower()}{edited[1:]}"
-            )
-    elif model_type not in CONFIG_MAPPING and "AutoConfig" not in (memory.get("auto_map") or {}):
-        raise CheckpointError(
-            f"{field} transformers has no such model type. If it is your own model type, register its config with "
-            f"AutoConfig.register before loading. Otherwise: {edited[0].lower()}{edited[1:]}"
+    model_type, known = memory["model_type"], getattr(config_class, "model_type", "")
+    found = f"base_model_type {model_type!r} in its {ATTRIBUTE!r} entry, but"
+    if known and known != model_type:
+        raise damaged(
+            source,
+            f"{found} {config_class.__name__} is the config class of {known!r} models",
+            remedy=f"Load it with the class it was saved from ({_classes(memory)}), if this is another one.",
+        )
+    if not known and model_type not in CONFIG_MAPPING and "AutoConfig" not in (memory.get("auto_map") or {}):
+        raise damaged(
+            source,
+            f"{found} transformers has no such model type",
+            remedy="If it is your own model type, register its config with AutoConfig.register before loading.",
         )
     for architecture in memory["architectures"] or []:
-        known = _model_types_of(architecture)
-        if known and model_type not in known:
-            raise CheckpointError(f"{field} {architecture} is a {' or '.join(map(repr, sorted(known)))}. {edited}")
+        types = _model_types_of(architecture)
+        if types and model_type not in types:
+            raise damaged(source, f"{found} {architecture} is a {' or '.join(map(repr, sorted(types)))}")
+
+
+def _classes(memory: dict[str, Any]) -> str:
+    return ", ".join(memory["architectures"] or ["see config.json"])
 
 
 def _model_types_of(architecture: str) -> set[str]:
@@ -185,11 +183,11 @@ def _check_lengths(native: Any, disk: dict[str, Any], source: str) -> None:
             owner = owner.get(key) if isinstance(owner, dict) else None
         stated = owner.get(name) if isinstance(owner, dict) else None
         if name not in (*NAMES, *SOURCE_NAMES) or not is_length(length) or not is_length(stated):
-            raise CheckpointError(
-                f"The {ATTRIBUTE!r} entry in the config.json of {source} has {NATIVE_LENGTHS}={native!r}, and the "
-                f"config has {path}={stated!r}. Expected a dictionary of the lengths in the stock config, for example "
-                '{"max_position_embeddings": 512}, with positive integers in both places. The file was edited or '
-                "damaged."
+            raise damaged(
+                source,
+                f"{NATIVE_LENGTHS}={native!r} in its {ATTRIBUTE!r} entry and {path}={stated!r}",
+                "a dictionary of the lengths in the stock config, for example "
+                '{"max_position_embeddings": 512}, with positive integers in both places,',
             )
 
 
@@ -206,7 +204,6 @@ def follow_lengths(model: Any, config: Any) -> None:
     stated = stated_lengths(config)
     try:
         apply_stated_lengths(model.position_encoding, model, stated)
-        update_length_in_names(model.position_encoding)
     except SequenceLengthError as error:
         raise CheckpointError(
             f"The config.json of this {type(model).__name__} has the length {stated}, which its position encoding "
@@ -258,6 +255,6 @@ def check_not_sliced(config_class: Any, memory: dict[str, Any], source: str) -> 
         raise UnsupportedError(
             f"{source} contains a complete {memory['model_type']!r} model whose position encoding was replaced. "
             f"{config_class.__name__} describes only a part of it, but the scheme belongs to the whole model. Load it "
-            f"with the class it was saved from ({', '.join(memory['architectures'] or ['see config.json'])}) and take "
+            f"with the class it was saved from ({_classes(memory)}) and take "
             "the part from that model."
         )

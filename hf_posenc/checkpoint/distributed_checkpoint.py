@@ -6,7 +6,7 @@ model into a stock model. The marks of a checkpoint are listed in its metadata a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,13 +29,7 @@ def load(call: Call) -> Any:
         with _without_marks(state_dict):
             return call.run()
 
-    def read(names: Mapping[str, Any]) -> dict[str, Any]:
-        marks: dict[str, Any] = {name: torch.empty(entry.size, dtype=torch.uint8) for name, entry in names.items()}
-        if marks:
-            call.run(state_dict=marks, planner=None)
-        return marks
-
-    _compare(state_dict, call["storage_reader"], read)
+    _compare(call)
     return call.run()
 
 
@@ -59,34 +53,33 @@ def _without_marks(state_dict: dict[str, Any]) -> Iterator[None]:
             entries[name] = mark
 
 
-def _compare(
-    state_dict: Mapping[str, Any], storage_reader: Any, read: Callable[[Mapping[str, Any]], dict[str, Any]]
-) -> None:
+def _compare(call: Call) -> None:
     """Compares the marks of a checkpoint with those of the state dict to fill.
 
     Raises:
         SchemeMismatchError: if they differ; names both schemes.
     """
-    here = dict(_entries(state_dict))
+    here = dict(_entries(call["state_dict"]))
     try:
-        stored = storage_reader.read_metadata().state_dict_metadata
+        stored = call["storage_reader"].read_metadata().state_dict_metadata
     except Exception:
         return  # If a checkpoint cannot be read, torch reports it on all processes.
-    found = {name: stored[name] for name in find_marks(stored) if _has_other_weights(name, here.keys() & stored.keys())}
-    placed = [name for name in find_marks(here) if _has_other_weights(name, here.keys() & stored.keys())]
+    shared = here.keys() & stored.keys()
+    found, placed = (
+        [name for name in find_marks(names) if _has_other_weights(name, shared)] for names in (stored, here)
+    )
     if not found and not placed:
         return
-    from hf_posenc.checkpoint.agreement import SchemeMismatchError
-    from hf_posenc.patching.place.mark import disagreement, marked_scheme
+    from hf_posenc.checkpoint.agreement import NamedSchemes
     from hf_posenc.schemes.registry import scheme_from_dict
 
-    marks = read(found)
-    for name in {**found, **dict.fromkeys(placed)}:
-        scheme = marked_scheme(marks[name]) if name in marks else None
-        config = scheme_from_dict(marked_scheme(here[name])) if name in here else None
-        problem = disagreement(scheme, config)
-        if problem is not None:
-            raise SchemeMismatchError(f"This checkpoint does not belong to this state dict: {problem}.{_REMEDY}")
+    marks: dict[str, Any] = {name: torch.empty(stored[name].size, dtype=torch.uint8) for name in found}
+    if marks:
+        call.run(state_dict=marks, planner=None)
+    wanted = NamedSchemes.of({name: here[name] for name in placed}).schemes
+    NamedSchemes.of(marks, "this checkpoint").compare(
+        {name: scheme_from_dict(scheme) for name, scheme in wanted.items()}, "this state dict", _REMEDY
+    )
 
 
 def _has_other_weights(mark: str, names: Any) -> bool:

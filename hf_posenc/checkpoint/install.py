@@ -59,12 +59,9 @@ def _get_config_dict(call: Call) -> Any:
         text = read_config(source, call.arguments)
         if text is None or MODEL_TYPE not in text:
             raise
-        from hf_posenc.checkpoint.configuration import CheckpointError
+        from hf_posenc.checkpoint.configuration import damaged
 
-        raise CheckpointError(
-            f"The config.json of {source} cannot be read ({type(error).__name__}: {error}). The file was edited or "
-            "damaged; restore it, or save the model again."
-        ) from error
+        raise damaged(source, f"content that cannot be read ({type(error).__name__}: {error})") from error
     if is_on_disk_form(config):
         from hf_posenc.checkpoint.configuration import check_model_type, check_not_sliced, from_disk
 
@@ -73,15 +70,11 @@ def _get_config_dict(call: Call) -> Any:
         check_model_type(config_class, config, str(source))
     elif isinstance(config, dict) and is_entry(config.get(ATTRIBUTE)):
         # Users may write the dictionary of a config to the file themselves, so it must be complete.
-        from hf_posenc.checkpoint.configuration import CheckpointError, check_format, check_scheme
+        from hf_posenc.checkpoint.configuration import check_entry, damaged
 
         if not isinstance(config.get("model_type"), str):
-            raise CheckpointError(
-                f"The config.json of {source} has a model_type that is not a string. The file was edited or damaged; "
-                "restore it, or save the model again."
-            )
-        check_format(config[ATTRIBUTE], str(source))
-        check_scheme(config[ATTRIBUTE]["scheme"], str(source))
+            raise damaged(source, "a model_type that is not a string")
+        check_entry(config[ATTRIBUTE], str(source))
     return config, unused
 
 

@@ -86,8 +86,7 @@ def from_pretrained(call: Call) -> Any:
 
     from hf_posenc.checkpoint.agreement import check_loaded_mark
     from hf_posenc.checkpoint.configuration import CheckpointError
-    from hf_posenc.checkpoint.stored_weights import check_scheme_fits, stored_position_weights
-    from hf_posenc.checkpoint.weight_files import files_read
+    from hf_posenc.checkpoint.stored_weights import check_scheme_fits, files_read, stored_position_weights
     from hf_posenc.patching.place.head_shards import split_heads
 
     built: list[_Built] = []
@@ -128,10 +127,16 @@ def from_pretrained(call: Call) -> Any:
 def _stock_from_pretrained(call: Call) -> Any:
     """Calls the stock method, and raises if it loads the weights of a patched model."""
     model, info = call.run(output_loading_info=True)
-    if find_position_weight(info["unexpected_keys"]) is not None:
-        from hf_posenc.checkpoint.agreement import refuse_marked_weights
+    found, source = find_position_weight(info["unexpected_keys"]), call["pretrained_model_name_or_path"]
+    if found is not None:
+        from hf_posenc.checkpoint.agreement import SchemeMismatchError
 
-        refuse_marked_weights(info, model, str(call["pretrained_model_name_or_path"]))
+        raise SchemeMismatchError(
+            f"The weights in {source} do not belong to this {type(model).__name__}: they were trained with a position "
+            f"encoding of hf_posenc (they include {found}), but the config they were loaded with has none, so they "
+            "would run with stock positions. Restore the config.json that was saved with them, or pass no `config`. "
+            "To give up the scheme, load the model as it was saved and call unpatch_model."
+        )
     return (model, info) if call.arguments.get("output_loading_info") else model
 
 
@@ -229,36 +234,32 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def _check_loaded(model: Any, info: dict[str, Any], source: str) -> None:
     """Checks that the scheme does not run with random weights."""
     from hf_posenc.checkpoint.configuration import CheckpointError
+    from hf_posenc.checkpoint.stored_weights import below_position_encoding
 
-    own = {name for name, _ in model.named_parameters() if _is_position_weight(name)}
-    mismatched = {key[0] if isinstance(key, tuple) else key for key in info.get("mismatched_keys", ())}
-    absent = sorted(own & (set(info.get("missing_keys", ())) | mismatched))
-    entry = read_entry(model.config) or {}
+    encoding, scheme = model.position_encoding, (read_entry(model.config) or {}).get("scheme")
+    own = {name for name, _ in encoding.named_parameters()}
+    mismatched = (key[0] if isinstance(key, tuple) else key for key in info.get("mismatched_keys", ()))
+    absent = sorted(key for key in {*info.get("missing_keys", ()), *mismatched} if below_position_encoding(key) in own)
     if absent:
         raise CheckpointError(
-            f"{source} has no weights of the right shape for its position encoding {entry.get('scheme')!r}: "
-            f"{', '.join(absent[:5])}{' ...' if len(absent) > 5 else ''}. It would run with random weights. Save the "
-            "model again, or load the stock weights and call patch_model to train the scheme again."
+            f"{source} has no weights of the right shape for its position encoding {scheme!r}: {_first(absent)}. It "
+            "would run with random weights. Save the model again, or load the stock weights and call patch_model to "
+            "train the scheme again."
         )
     # Transformers does not load the mark if it shards a model over processes. It was already compared.
-    unexpected = info.get("unexpected_keys", ())
-    surplus = sorted(key for key in unexpected if _is_position_weight(key) and find_mark([key]) is None)
-    if not all(_is_position_weight(key) for key in unexpected):
+    unexpected = {key: below_position_encoding(key) for key in info.get("unexpected_keys", ())}
+    surplus = sorted(key for key, below in unexpected.items() if below and find_mark([key]) is None)
+    if not all(unexpected.values()):
         # This class lacks modules of the checkpoint's class, for example the decoder of a masked autoencoder.
-        surplus = [key for key in surplus if _stack_of(key) in model.position_encoding.stacks]
+        surplus = [
+            key for key in surplus if str(unexpected[key]).partition("stacks.")[2].split(".")[0] in encoding.stacks
+        ]
     if surplus:
         raise CheckpointError(
-            f"{source} contains weights that its position encoding {entry.get('scheme')!r} does not have: "
-            f"{', '.join(surplus[:5])}{' ...' if len(surplus) > 5 else ''}. The entry in config.json and the "
-            "weights are from different models."
+            f"{source} contains weights that its position encoding {scheme!r} does not have: {_first(surplus)}. The "
+            "entry in config.json and the weights are from different models."
         )
 
 
-def _is_position_weight(name: str) -> bool:
-    return ATTRIBUTE in name.split(".")
-
-
-def _stack_of(name: str) -> str:
-    """The name of the stack from `....position_encoding.stacks.<stack>....`."""
-    behind = name.split(".")[name.split(".").index(ATTRIBUTE) + 1 :]
-    return behind[1] if len(behind) > 1 else ""
+def _first(names: list[str]) -> str:
+    return f"{', '.join(names[:5])}{' ...' if len(names) > 5 else ''}"

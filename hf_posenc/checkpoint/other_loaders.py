@@ -38,14 +38,14 @@ def _load_distributed(call: Call) -> Any:
 
 
 def _load_checkpoint(call: Call) -> Any:
-    from hf_posenc.checkpoint.agreement import check_file
     from hf_posenc.checkpoint.atomic_folder import finish_saving
+    from hf_posenc.checkpoint.stored_weights import named_schemes
 
     if os.path.isdir(call["checkpoint"]):
         finish_saving(call["checkpoint"])
     file = _read_by_accelerate(Path(call["checkpoint"]))
     if file is not None:
-        check_file(call["model"], file)
+        named_schemes(file).check(call["model"])
     token = _COMPARED.set(True)
     try:
         return call.run()
@@ -82,15 +82,15 @@ def _load_file(call: Call) -> Any:
 
 def _load_strictly(call: Call, file: Any) -> Any:
     if call["strict"] and file is not None:
-        from hf_posenc.checkpoint.agreement import check_file
-        from hf_posenc.patching.place.mark import NOT_STRICT
+        from hf_posenc.checkpoint.stored_weights import named_schemes
+        from hf_posenc.patching.place.record import NOT_STRICT
 
-        check_file(call["model"], file, f" {NOT_STRICT}.")
+        named_schemes(Path(file)).check(call["model"], f" {NOT_STRICT}.")
     return call.run()
 
 
 def _requantize(call: Call) -> Any:
-    from hf_posenc.checkpoint.agreement import check_state_dict
+    from hf_posenc.checkpoint.agreement import NamedSchemes
 
-    check_state_dict(call["model"], call["state_dict"], remedy="")
+    NamedSchemes.of(call["state_dict"]).check(call["model"])
     return call.run()

@@ -341,6 +341,6 @@ def _transformers_model(model: Any) -> Any:
 def _encoding(target: Any) -> Any:
     if "hf_posenc.patching" not in sys.modules:
         return None
-    from hf_posenc.patching.place.in_force import current_encoding
+    from hf_posenc.patching.place.encoding import current_encoding
 
     return current_encoding(target)

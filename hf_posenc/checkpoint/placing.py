@@ -16,10 +16,8 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.fingerprint import difference
 from hf_posenc.patching.patch import patch_model, unpatch_model
 from hf_posenc.patching.place.config_lengths import Lengths
-from hf_posenc.patching.place.encoding import PositionEncoding
-from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding
 from hf_posenc.patching.place.lengths import choose_length, restore_length
-from hf_posenc.patching.place.scheme_name import update_length_in_names
 
 
 def place(model: PreTrainedModel, files: PositionFiles, source: str, *, shared: bool = False) -> Callable[[], object]:
@@ -83,7 +81,6 @@ def place(model: PreTrainedModel, files: PositionFiles, source: str, *, shared: 
         _load_parameters(encoding, files.parameters, source, shared)
         if files.length is not None and encoding.lengths.chosen is None:
             choose_length(encoding, model, files.length)
-            update_length_in_names(encoding)
     except BaseException:
         undo()
         raise
@@ -99,7 +96,6 @@ def _restore(
             parameter.copy_(values[name])
     if lengths is not None and encoding.lengths != lengths:
         restore_length(encoding, model, lengths)
-        update_length_in_names(encoding)
 
 
 @torch.no_grad()

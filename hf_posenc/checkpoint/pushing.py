@@ -11,7 +11,7 @@ from typing import Any
 from huggingface_hub import ModelCard
 
 from hf_posenc.checkpoint.cards import model_card
-from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.encoding import current_encoding
 
 #: A comment in cards that are replaced by the next upload.
 AUTOMATIC = "<!-- Written by hf_posenc, and again by every push of the model. Remove this line to edit the card. -->"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +10,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from hf_posenc.entry import ATTRIBUTE, is_on_disk_form, read_entry
+from hf_posenc.checkpoint.recognition import stored_config
+from hf_posenc.entry import ATTRIBUTE, read_entry
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.patch import patch_model, unpatch_model
 from hf_posenc.patching.place.config_entry import detach_entry
-from hf_posenc.patching.place.encoding import PositionEncoding
-from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding
 from hf_posenc.patching.place.lengths import choose_length
-from hf_posenc.patching.place.scheme_name import SchemeName, update_length_in_names
+from hf_posenc.patching.place.scheme_name import SchemeName
 from hf_posenc.schemes import scheme_from_dict
 from hf_posenc.wrapping import Call
 
@@ -41,7 +40,8 @@ def rebuilt(load: Callable[[Call], Any], call: Call) -> Any:
     """
     name, config = call["pretrained_model_name_or_path"], call["config"]
     live = name.encoding()
-    on_disk = _entry_of_files(str(name), call.arguments)
+    entry = (stored_config(str(name), call.arguments) or {}).get(ATTRIBUTE)
+    on_disk = entry.get("scheme") if isinstance(entry, dict) else None
     call = call.changed(pretrained_model_name_or_path=str(name))
     if isinstance(config, PreTrainedConfig) and (given := read_entry(config)) is not None:
         if given not in (name.entry, on_disk):
@@ -79,7 +79,6 @@ def rebuilt(load: Callable[[Call], Any], call: Call) -> Any:
         )
     if name.length is not None:
         choose_length(encoding, model, name.length)
-        update_length_in_names(encoding)
     return result
 
 
@@ -91,21 +90,6 @@ _SAVE = (
 
 def _scheme(name: SchemeName) -> str:
     return "native" if name.entry is None else str(name.entry["scheme"])
-
-
-def _entry_of_files(source: str, kwargs: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the scheme in the `config.json` of a name, if the file is available locally and has one."""
-    from hf_posenc.checkpoint.recognition import local_config
-
-    path = local_config(source, kwargs)
-    try:
-        disk = None if path is None else json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:  # the stock code reports the broken file
-        return None
-    if not isinstance(disk, dict) or not is_on_disk_form(disk):
-        return None
-    entry = disk.get(ATTRIBUTE)
-    return entry.get("scheme") if isinstance(entry, dict) else None
 
 
 @torch.no_grad()

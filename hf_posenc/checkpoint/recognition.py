@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_posenc.checkpoint.atomic_folder import finish_saving
-from hf_posenc.checkpoint.local_files import local_file
 from hf_posenc.entry import MODEL_TYPE, is_on_disk_form
 from hf_posenc.errors import UnsupportedError
 
@@ -52,30 +51,60 @@ def is_scheme_name(source: Any) -> bool:
 
 
 def is_patched(source: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether `source` has a local `config.json` of a patched model.
+    """Whether `source` has a local `config.json` of a patched model."""
+    return stored_config(source, kwargs) is not None
+
+
+def stored_config(source: Any, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the content of the local `config.json` of a patched model; `None` for any other `source`.
 
     Only local folders and the hub's cache are searched, without network requests.
     """
     text = read_config(source, kwargs)
     if text is None or f'"{MODEL_TYPE}' not in text:
-        return False
+        return None
     try:
         config = json.loads(text)
     except (ValueError, RecursionError):
-        return False  # the stock code reports the broken file
-    return is_on_disk_form(config)
+        return None  # the stock code reports the broken file
+    return config if is_on_disk_form(config) else None
 
 
 def read_config(source: Any, kwargs: dict[str, Any]) -> str | None:
     """Returns the text of a local `config.json`; `None` if it is missing or too large."""
-    path = local_config(source, kwargs)
+    if isinstance(source, str | os.PathLike) and os.path.isfile(source):
+        path = Path(source) if str(source).endswith(".json") else None
+    else:
+        path = local_file(source, "config.json", kwargs)
     if path is None or path.stat().st_size > _LARGEST_CONFIG:
         return None
     return path.read_text(encoding="utf-8", errors="replace")
 
 
-def local_config(source: Any, kwargs: dict[str, Any]) -> Path | None:
-    """Returns the local path of the `config.json` of `source`, if available, without network requests."""
-    if isinstance(source, str | os.PathLike) and os.path.isfile(source):
-        return Path(source) if str(source).endswith(".json") else None
-    return local_file(source, "config.json", kwargs)
+def local_file(source: Any, name: str, kwargs: dict[str, Any]) -> Path | None:
+    """Finds a file of a checkpoint in a folder or in the hub's cache, without downloading anything.
+
+    Args:
+        source: the first argument of `from_pretrained`.
+        name: name of the file.
+        kwargs: the other arguments.
+    """
+    if not isinstance(source, str | os.PathLike):
+        return None
+    subfolder = kwargs.get("subfolder") or ""
+    if os.path.isdir(source):
+        path = Path(source, subfolder, name)
+        return path if path.is_file() else None
+    if os.path.isfile(source):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    filename = f"{subfolder}/{name}" if subfolder else name
+    try:
+        cached = try_to_load_from_cache(
+            str(source), filename, cache_dir=kwargs.get("cache_dir"), revision=kwargs.get("revision")
+        )
+    except HFValidationError:
+        return None
+    return Path(cached) if isinstance(cached, str) else None

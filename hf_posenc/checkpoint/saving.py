@@ -14,10 +14,10 @@ from hf_posenc.checkpoint.atomic_folder import atomic_replacement, clear_drafts,
 from hf_posenc.checkpoint.peft_hooks import scheme_saved_with_adapters
 from hf_posenc.checkpoint.pushing import upload_of
 from hf_posenc.checkpoint.recognition import is_patched
-from hf_posenc.checkpoint.weight_files import record_shards
+from hf_posenc.checkpoint.stored_weights import record_shards
 from hf_posenc.entry import MARK, find_mark, read_entry
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.place.in_force import encodings, has_patched_layers, refuse_changed
+from hf_posenc.patching.place.encoding import encodings, has_patched_layers, refuse_changed
 from hf_posenc.wrapping import Call
 
 

@@ -1,4 +1,10 @@
-"""Compares the position weights in the files of a checkpoint with those that its scheme needs.
+"""What the files of weights say about themselves: their schemes, their position weights, and which were saved together.
+
+Only headers, indices and a few bytes of each tensor are read.
+
+One shard of several names the scheme. So that the others cannot be those of another model, the index holds a digest of
+each shard. It is added to the index that transformers has written; other programs ignore it. An index without digests,
+of a stock tool or of an older version, is accepted.
 
 A small config can request tables of several gigabytes. The header of a safetensors file lists every tensor with its
 shape and can be read without the values, so a scheme that does not match the weights is refused before it is allocated.
@@ -8,8 +14,10 @@ Without a header (`.bin` files, a model built from a config), the limits of the 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,17 +25,28 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from hf_posenc.checkpoint.configuration import CheckpointError
-from hf_posenc.checkpoint.local_files import local_file
-from hf_posenc.checkpoint.weight_files import check_shard
-from hf_posenc.entry import ATTRIBUTE
+from hf_posenc.checkpoint.adapter_config import CONFIG_FILE, names_a_scheme
+from hf_posenc.checkpoint.agreement import NamedSchemes, warn_of_older_version
+from hf_posenc.checkpoint.atomic_folder import variant_of
+from hf_posenc.checkpoint.configuration import CheckpointError, from_disk
+from hf_posenc.checkpoint.position_files import read_position_files
+from hf_posenc.checkpoint.recognition import local_file, stored_config
+from hf_posenc.entry import ATTRIBUTE, find_marks
 from hf_posenc.patching.find.discovery import find_stacks
 from hf_posenc.patching.place.encoding import build_encoding, parts_named
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.limits import shown
 
+#: The key of the digests in the metadata of an index, `{"hf_posenc_shards": {file: digest}}`.
+_SHARDS = "hf_posenc_shards"
+#: Number of bytes that are read at each of a few places of a tensor.
+_SAMPLE, _PLACES = 64, 4
 #: Arguments of `from_pretrained` with which other files are read, or names differ from those of the model.
 _ELSEWHERE = ("gguf_file", "key_mapping")
+#: Weight files of a whole model: indices of shards or single files.
+WEIGHTS = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "model.safetensors", "pytorch_model.bin")
+#: A file that FSDP saves in addition, without a mark.
+_FSDP_WEIGHTS = "pytorch_model_fsdp.bin"
 
 
 class StoredTensor(NamedTuple):
@@ -36,6 +55,55 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     floating: bool
     file: str
+
+
+def named_schemes(path: Path) -> NamedSchemes:
+    """The schemes that a weight file, or the index of several, names.
+
+    Weights of an older version do not name a scheme. They belong to the config next to them.
+    """
+    found = _marks_in(path)
+    if not found and (disk := stored_config(path.parent, {})) is not None:
+        entry = from_disk(disk, str(path.parent))[ATTRIBUTE]
+        if entry["format"] < 2:
+            warn_of_older_version(path.parent)
+            return NamedSchemes(str(path), {ATTRIBUTE: entry["scheme"]})
+    return NamedSchemes.of(found, str(path))
+
+
+def schemes_of_checkpoint(folder: Path) -> NamedSchemes | None:
+    """The schemes that the folder of a checkpoint names; `None` if it does not say whether its weights have one."""
+    file = next((folder / name for name in (*WEIGHTS, _FSDP_WEIGHTS) if (folder / name).is_file()), None)
+    if file is not None and ((named := named_schemes(file)).schemes or file.name != _FSDP_WEIGHTS):
+        return named
+    stock = NamedSchemes(str(folder), {})
+    if (folder / CONFIG_FILE).is_file() and not names_a_scheme(folder, {}):
+        return stock
+    beside_adapter = read_position_files(folder, {})
+    if beside_adapter is not None:
+        return NamedSchemes(str(folder), {ATTRIBUTE: beside_adapter.scheme})
+    disk = stored_config(folder, {})
+    if disk is not None:  # FSDP has saved the weights in shards, or in a file without a mark.
+        return NamedSchemes(str(folder), {ATTRIBUTE: from_disk(disk, str(folder))[ATTRIBUTE]["scheme"]})
+    return stock if file is not None or (folder / "config.json").is_file() else None
+
+
+def _marks_in(path: Path) -> dict[str, Any]:
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="pt") as file:
+            return {key: file.get_tensor(key) for key in find_marks(file.keys())}
+    if path.suffix != ".json":
+        # torch can memory-map files in its current format but not in its legacy format.
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        return {key: state[key] for key in find_marks(state)} if isinstance(state, dict) else {}
+    index = _read_index(path)
+    shards = index.get("weight_map", index)
+    found: dict[str, Any] = {}
+    for shard in {shards[key] for key in find_marks(shards)}:
+        found |= _marks_in(path.parent / shard)
+    for shard in set(shards.values()) if found else ():
+        _check_shard(index, path.parent / shard)
+    return found
 
 
 def stored_position_weights(source: Any, kwargs: dict[str, Any]) -> dict[str, StoredTensor] | None:
@@ -56,7 +124,7 @@ def stored_position_weights(source: Any, kwargs: dict[str, Any]) -> dict[str, St
         return {
             below: StoredTensor(tuple(tensor.shape), tensor.is_floating_point(), "the state dict")
             for name, tensor in state_dict.items()
-            if (below := _below_position_encoding(name)) and isinstance(tensor, torch.Tensor)
+            if (below := below_position_encoding(name)) and isinstance(tensor, torch.Tensor)
         }
     if kwargs.get("use_safetensors") is False or any(kwargs.get(option) for option in _ELSEWHERE):
         return None
@@ -68,15 +136,15 @@ def stored_position_weights(source: Any, kwargs: dict[str, Any]) -> dict[str, St
     if index is None:
         return None
     found: dict[str, StoredTensor] = {}
-    content, shards = _read_index(index)
-    for shard in shards:
+    content = _read_index(index)
+    for shard in _shards_of(content, index):
         path = local_file(source, shard, kwargs)
         if path is None:
             if os.path.isdir(source):
                 raise CheckpointError(f"{index} lists the file {shard!r}, which does not exist. Copy the whole folder.")
             return None  # The download is incomplete; transformers downloads the rest.
         found |= _read_header(path)
-        check_shard(content, path)
+        _check_shard(content, path)
     return found
 
 
@@ -123,12 +191,15 @@ def check_scheme_fits(model: Any, config: SchemeConfig, stored: dict[str, Stored
         )
 
 
-def _read_index(index: Path) -> tuple[dict[str, Any], list[str]]:
-    """Returns the contents of an index, and the files that it lists."""
+def _read_index(index: Path) -> Any:
     try:
-        content = json.loads(index.read_text(encoding="utf-8"))
+        return json.loads(index.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{index} is not valid JSON ({error}). Download or save the checkpoint again.") from error
+
+
+def _shards_of(content: Any, index: Path) -> list[str]:
+    """The files that an index lists."""
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if (
         not isinstance(weight_map, dict)
@@ -139,13 +210,13 @@ def _read_index(index: Path) -> tuple[dict[str, Any], list[str]]:
             f'{index} is not an index of weights: a dictionary with "metadata" and with "weight_map", from names of '
             "weights to names of files, is expected. Download or save the checkpoint again."
         )
-    return content, sorted(set(weight_map.values()))
+    return sorted(set(weight_map.values()))
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
     try:
         with safe_open(path, framework="pt") as file:
-            below = {name: _below_position_encoding(name) for name in file.keys()}  # noqa: SIM118 (no dictionary)
+            below = {name: below_position_encoding(name) for name in file.keys()}  # noqa: SIM118 (no dictionary)
             slices = {own: file.get_slice(name) for name, own in below.items() if own}
             return {
                 name: StoredTensor(tuple(part.get_shape()), "F" in part.get_dtype(), path.name)
@@ -158,7 +229,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         ) from error
 
 
-def _below_position_encoding(name: str) -> str | None:
+def below_position_encoding(name: str) -> str | None:
     """`model.position_encoding.stacks...` -> `stacks...`; `None` for any other weight."""
     path = name.split(".")
     return ".".join(path[path.index(ATTRIBUTE) + 1 :]) if ATTRIBUTE in path else None
@@ -167,3 +238,67 @@ def _below_position_encoding(name: str) -> str | None:
 def _of_variant(name: str, variant: str | None) -> str:
     stem, ending = name.rsplit(".", 1)
     return name if variant is None else f"{stem}.{variant}.{ending}"
+
+
+def record_shards(folder: Path) -> None:
+    """Adds the digests of the shards to every index of safetensors in a folder."""
+    for path in folder.glob("*.safetensors.index*.json"):
+        index = json.loads(path.read_text(encoding="utf-8"))
+        digests = {shard: _digest(folder / shard) for shard in set(index["weight_map"].values())}
+        index["metadata"][_SHARDS] = digests
+        path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _check_shard(index: dict[str, Any], path: Path) -> None:
+    """Compares a shard with the digest in its index.
+
+    Args:
+        index: the contents of the index.
+        path: the shard.
+
+    Raises:
+        CheckpointError: if they differ.
+    """
+    metadata = index.get("metadata")
+    digests = metadata.get(_SHARDS) if isinstance(metadata, dict) else None
+    if digests is None or path.suffix != ".safetensors":  # A tool has converted the files, and kept the metadata.
+        return
+    try:
+        same = digests[path.name] == _digest(path)
+    except (OSError, ValueError, LookupError, TypeError):  # one of them is damaged
+        same = False
+    if not same:
+        raise CheckpointError(
+            f"{path} is not the file that the index next to it was saved with: it comes from another save, was edited, "
+            "or is being replaced by a save that goes on. Its weights may belong to another position encoding. Copy "
+            "all files of one save together, or save the model again. If the change is intended, remove "
+            f"{_SHARDS!r} from the index."
+        )
+
+
+def files_read(source: Any, subfolder: str) -> dict[str, tuple[int, ...]] | None:
+    """Identifies the files of a model in a local folder. If it changes, they were replaced; `None` for a hub id."""
+    folder = os.path.join(source, subfolder) if isinstance(source, str | os.PathLike) else ""
+    if not os.path.isdir(folder):
+        return None
+    found: dict[str, tuple[int, ...]] = {}
+    for entry in os.scandir(folder):
+        if entry.name == "config.json" or variant_of(entry.name) is not None:
+            status = entry.stat()
+            found[entry.name] = (status.st_ino, status.st_mtime_ns, status.st_size)
+    return found
+
+
+def _digest(path: Path) -> str:
+    """A digest of the header of a safetensors file, and of some bytes of each tensor."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(min(length, os.fstat(file.fileno()).st_size))
+        digest.update(header)
+        places = (entry["data_offsets"] for name, entry in json.loads(header).items() if name != "__metadata__")
+        for start, end in sorted(places):
+            for number in range(_PLACES):
+                file.seek(8 + len(header) + start + max(end - start - _SAMPLE, 0) * number // (_PLACES - 1))
+                digest.update(file.read(min(_SAMPLE, end - start)))
+    return digest.hexdigest()

@@ -37,7 +37,7 @@ def patch(options: argparse.Namespace) -> int:
 
     import hf_posenc
     from hf_posenc.patching.place.context_length import context_length
-    from hf_posenc.patching.place.part_in_force import named_part, scheme_in_part
+    from hf_posenc.patching.place.encoding import named_part, scheme_in_part
     from hf_posenc.schemes.labels import scheme_label
 
     model, _ = _loaded(options.model)

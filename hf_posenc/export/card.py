@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from hf_posenc.checkpoint.cards import card_data, hub_name, scheme_names, scheme_section, versions_section
 from hf_posenc.export.records import ExportReport, checks_table
 from hf_posenc.export.targets import find_target
-from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.encoding import current_encoding
 
 _LIBRARIES = {"stock": "transformers", "gguf": "gguf", "onnx": "onnx", "executorch": "executorch"}
 

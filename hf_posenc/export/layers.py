@@ -122,9 +122,7 @@ def placed_additives(model: PreTrainedModel) -> list[tuple[Stack, AdditiveEncodi
 
 
 def _stacks(model: PreTrainedModel) -> Iterator[tuple[Stack, StackEncoding]]:
-    for stack, encoding in zip(find_stacks(model), model.position_encoding.stacks.values(), strict=True):
-        assert isinstance(encoding, StackEncoding)
-        yield stack, encoding
+    return zip(find_stacks(model), model.position_encoding.stacks.values(), strict=True)
 
 
 def refuse_beyond_rotation(layers: list[PlacedLayer], carrier: str) -> None:

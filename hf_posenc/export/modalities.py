@@ -7,8 +7,7 @@ from transformers import PreTrainedModel
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.discovery import model_parts
 from hf_posenc.patching.find.model_parts import TEXT, default_part
-from hf_posenc.patching.place.encoding import parts_named
-from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.encoding import current_encoding, parts_named
 
 
 def other_modalities(model: PreTrainedModel) -> list[str]:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.observe.native_scheme import native_scheme
-from hf_posenc.patching.place.in_force import current_encoding, has_patched_layers, refuse_changed
+from hf_posenc.patching.place.encoding import current_encoding, has_patched_layers, refuse_changed
 from hf_posenc.schemes import SchemeConfig
 from hf_posenc.schemes.labels import scheme_label
 

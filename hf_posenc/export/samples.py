@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.schemes import SchemeConfig
 
 _SHORT = 48

@@ -12,7 +12,7 @@ from transformers import EncoderDecoderModel
 from hf_posenc.errors import MeasurementError, SequenceLengthError, UnsupportedError
 from hf_posenc.metrics.statistics import relative_l2
 from hf_posenc.patching.find.discovery import find_stacks
-from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.patching.place.lengths import rows_of_tables
 from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.preserve import evaluation_mode

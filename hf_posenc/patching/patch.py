@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -20,8 +20,7 @@ from hf_posenc.patching.observe.native_options import resolve_native, with_nativ
 from hf_posenc.patching.observe.native_scheme import native_scheme
 from hf_posenc.patching.observe.verify_native import verify_adopted_tables
 from hf_posenc.patching.place.config_lengths import at_native_lengths
-from hf_posenc.patching.place.encoding import PositionEncoding, is_length_dependent
-from hf_posenc.patching.place.part_in_force import scheme_in_part
+from hf_posenc.patching.place.encoding import PositionEncoding, is_length_dependent, scheme_in_part
 from hf_posenc.patching.place.raster_order import TWO_DIMENSIONAL
 from hf_posenc.patching.place.scheme_per_layer import schedule
 from hf_posenc.patching.place.stack_encoding import StackEncoding
@@ -144,7 +143,7 @@ def _kept(encoding: PositionEncoding | None, changed: Collection[str]) -> dict[s
     if encoding is None or encoding.report is None:
         return {}
     others = [stack.name for stack in encoding.report.stacks if stack.part not in changed]
-    return {name: cast("StackEncoding", encoding.stacks[name]) for name in others}
+    return {name: encoding.stacks[name] for name in others}
 
 
 def _resolve(
@@ -252,8 +251,8 @@ def _warn_of_raster_order(encoding: PositionEncoding, previous: PositionEncoding
 
     Stacks that keep their scheme do not count, because the call that placed it has warned.
     """
-    before = set() if previous is None else set(previous.stacks.children())
-    placed = [cast("StackEncoding", stack) for stack in encoding.stacks.values() if stack not in before]
+    before = set() if previous is None else set(previous.stacks.values())
+    placed = [stack for stack in encoding.stacks.values() if stack not in before]
     names = {name for stack in placed for name in stack.in_raster_order()}
     if names:
         warnings.warn(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
@@ -15,10 +15,14 @@ from hf_posenc.patching import native_scheme, patch_model
 from hf_posenc.patching.find.discovery import find_stacks
 from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.place.config_entry import attach_entry
-from hf_posenc.patching.place.encoding import PositionEncoding
-from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.encoding import (
+    PositionEncoding,
+    current_encoding,
+    named_part,
+    scheme_in_part,
+    stacks_in_part,
+)
 from hf_posenc.patching.place.model_checks import unwrapped
-from hf_posenc.patching.place.part_in_force import named_part, scheme_in_part, stacks_in_part
 from hf_posenc.patching.place.scheme_name import refresh_names
 from hf_posenc.patching.place.scheme_per_layer import schedule
 from hf_posenc.patching.place.stack_encoding import StackEncoding
@@ -83,13 +87,13 @@ def set_blend_strength(model: nn.Module, strength: float) -> None:
     """
     encoding = _blend_of(unwrapped(model))
     config = _with_strength(encoding.config, strength)
-    for part in _all_parts(encoding):
+    for part in _parts_of(encoding.stacks):
         if isinstance(part, BlendedPart):
             part.strength = float(strength)
     encoding.record.scheme = config
     assert encoding.record.own is not None
     attach_entry(encoding.record.own.config, config.to_dict())
-    refresh_names(encoding)
+    refresh_names(encoding, scheme_changed=True)
 
 
 def finish_blend(model: nn.Module) -> None:
@@ -129,18 +133,13 @@ def new_scheme(config: SchemeConfig) -> SchemeConfig:
 
 def freeze_old(encoding: PositionEncoding) -> None:
     """Freezes the parameters of the old scheme in the blends of an encoding."""
-    for part in _all_parts(encoding):
+    for part in _parts_of(encoding.stacks):
         if isinstance(part, BlendedPart) and part.old is not None:
             part.old.requires_grad_(False)
 
 
-def _all_parts(encoding: PositionEncoding) -> list[Any]:
-    """Every place of a part of a scheme in a model, in order; `None` for an empty place."""
-    return _parts_of({name: cast("StackEncoding", stack) for name, stack in encoding.stacks.items()})
-
-
 def _parts_of(stacks: Mapping[str, StackEncoding]) -> list[Any]:
-    """The same for some stacks of a model."""
+    """Every place of a part of a scheme in some stacks of a model, in order; `None` for an empty place."""
     found: list[Any] = []
     for stack in stacks.values():
         found.append(stack.additive)

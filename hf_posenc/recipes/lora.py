@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.recipes.gradual import freeze_old
 

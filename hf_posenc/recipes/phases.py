@@ -13,10 +13,8 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching import native_scheme, patch_model, unpatch_model
 from hf_posenc.patching.find.discovery import find_stacks
 from hf_posenc.patching.observe.native_options import resolve_native, with_native_options
-from hf_posenc.patching.place.encoding import for_stacks, parameter_count
-from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.encoding import current_encoding, for_stacks, named_part, parameter_count, scheme_in_part
 from hf_posenc.patching.place.model_checks import unwrapped
-from hf_posenc.patching.place.part_in_force import named_part, scheme_in_part
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.recipes.gradual import plain_model
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig

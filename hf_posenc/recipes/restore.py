@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
-from hf_posenc.patching.place.encoding import PositionEncoding
-from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding
 from hf_posenc.patching.place.transaction import Transaction
 
 

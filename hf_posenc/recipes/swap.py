@@ -14,9 +14,8 @@ from transformers import PreTrainedModel
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching import native_scheme, patch_model
 from hf_posenc.patching.find.model_parts import TEXT
-from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.encoding import current_encoding, named_part, scheme_in_part
 from hf_posenc.patching.place.model_checks import unwrapped
-from hf_posenc.patching.place.part_in_force import named_part, scheme_in_part
 from hf_posenc.recipes.gradual import begin_blend, new_scheme
 from hf_posenc.recipes.initialization.model import fit_encoding
 from hf_posenc.recipes.initialization.parts import Fit

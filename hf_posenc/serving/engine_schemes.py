@@ -20,8 +20,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
 from hf_posenc.patching.call.layer_call import LayerEncoding
-from hf_posenc.patching.place.encoding import PositionEncoding, is_length_dependent, parts_named
-from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, is_length_dependent, parts_named
 from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.parts import DistanceBias, LogitBias
 

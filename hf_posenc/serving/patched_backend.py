@@ -12,13 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_posenc.checkpoint.agreement import SchemeMismatchError
+from hf_posenc.checkpoint.agreement import NamedSchemes
 from hf_posenc.entry import find_mark
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
-from hf_posenc.patching.place.in_force import current_encoding
-from hf_posenc.patching.place.mark import disagreement, marked_scheme
-from hf_posenc.patching.place.stack_encoding import StackEncoding
+from hf_posenc.patching.place.encoding import current_encoding
 
 
 def restore_forwards(model: Any, sites: list[InterfaceAttention]) -> None:
@@ -48,7 +46,6 @@ def restore_forwards(model: Any, sites: list[InterfaceAttention]) -> None:
     encoding = current_encoding(model)
     assert encoding is not None
     for stack in encoding.stacks.values():
-        assert isinstance(stack, StackEncoding)
         # It looks for modules that were added after the patch, and would take the engine's modules for such.
         stack.runtime.watch = None
 
@@ -59,14 +56,10 @@ def without_mark(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[
     Raises:
         SchemeMismatchError: if the weights were trained with another scheme, or name none.
     """
-    encoding = current_encoding(model)
-    assert encoding is not None
-    found = None
+    marks = {}
     for name, tensor in weights:
         if find_mark([name]) is None:
             yield name, tensor
         else:
-            found = marked_scheme(tensor)
-    problem = disagreement(found, encoding.config)
-    if problem is not None:
-        raise SchemeMismatchError(f"The weights of this checkpoint do not belong to its config.json: {problem}.")
+            marks[name] = tensor
+    NamedSchemes.of(marks, "this checkpoint").check(model, target="its config.json")

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hf_posenc import UnsupportedError, patch_model, save_position_adapter, unpatch_model
-from hf_posenc.patching.place.in_force import encodings
+from hf_posenc.patching.place.encoding import encodings
 from tests.matrix.running import patched, tokens
 
 SCHEMES = ("alibi", "t5", "none", "pope", "sinusoidal")

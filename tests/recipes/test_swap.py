@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import DebertaV2Config, DebertaV2Model
 
 from hf_posenc import UnsupportedError, patch_model
-from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.recipes import finish_blend, set_blend_strength, swap_scheme
 from hf_posenc.recipes.initialization.logits import mean_logits, recorded_heads
 from hf_posenc.recipes.initialization.parts import fit_bias

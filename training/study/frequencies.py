@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.model_parts import TEXT
-from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.recipes.initialization.logits import layers_of, recorded_heads
 from hf_posenc.schemes.rotary.rope import RotaryMap
 from training.study.kept_models import write_measurement

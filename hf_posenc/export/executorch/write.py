@@ -14,7 +14,7 @@ from hf_posenc.export.onnx.write import save_configs
 from hf_posenc.export.records import Written
 from hf_posenc.export.request import Request, refuse_encoder_decoder
 from hf_posenc.patching.place.config_lengths import find_lengths
-from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.encoding import current_encoding
 
 _FILE = "model.pte"
 #: Longest sequence by default. ExecuTorch plans memory for attention over all pairs of tokens.

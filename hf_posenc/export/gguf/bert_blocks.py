@@ -13,7 +13,7 @@ from hf_posenc.export.gguf.form import GgufForm
 from hf_posenc.export.gguf.gelu import GELU_NAMES
 from hf_posenc.export.gguf.names import named_weights
 from hf_posenc.export.gguf.parts import ModelParts, Rotation
-from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.encoding import current_encoding
 
 
 def is_bert(model: PreTrainedModel) -> bool:

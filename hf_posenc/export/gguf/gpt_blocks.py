@@ -14,7 +14,7 @@ from hf_posenc.export.gguf.form import GgufForm
 from hf_posenc.export.gguf.gelu import refuse_other_activations
 from hf_posenc.export.gguf.names import named_weights
 from hf_posenc.export.gguf.parts import ModelParts, refuse_without_logits
-from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.patching.place.lengths import native_length
 
 #: Length of a model that states none (BLOOM). It only says how long prompts may be in llama-server.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,8 +14,7 @@ from hf_posenc.patching.call.layer_call import LayerEncoding
 from hf_posenc.patching.find.discovery import find_stacks
 from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.observe.native_scheme import native_scheme
-from hf_posenc.patching.place.encoding import build_encoding
-from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.encoding import build_encoding, current_encoding
 from hf_posenc.patching.place.stack_encoding import StackEncoding
 from hf_posenc.schemes import SchemeConfig
 
@@ -91,7 +89,7 @@ def parts_of(model: PreTrainedModel) -> ModelParts:
     placed = current_encoding(model)
     scheme = native_scheme(model) if placed is None else placed.config
     encoding = build_encoding(scheme, stacks) if placed is None else placed
-    found = [StackParts(stack, cast("StackEncoding", encoding.stacks[stack.name])) for stack in stacks]
+    found = [StackParts(stack, encoding.stacks[stack.name]) for stack in stacks]
     if placed is None:
         for one in found:
             one.encoding.adopt(one.stack)

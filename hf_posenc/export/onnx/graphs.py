@@ -18,7 +18,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.request import refuse_encoder_decoder
 from hf_posenc.export.samples import random_ids
 from hf_posenc.patching.call.caches import cache_argument, first_cache
-from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.encoding import current_encoding
 
 #: One pair of keys and values for each layer, `(batch, key_value_heads, past_length, width)` each.
 Past = list[tuple[Tensor, Tensor]]

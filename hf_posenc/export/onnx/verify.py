@@ -15,7 +15,7 @@ from hf_posenc.errors import SequenceLengthError, UnsupportedError
 from hf_posenc.export.onnx.graphs import Past, cached, run_decoder, run_plain, takes_token_types
 from hf_posenc.export.records import Check
 from hf_posenc.export.samples import difference_at_real_tokens, random_ids, spans
-from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.encoding import current_encoding
 
 #: Largest difference at which both count as equal, in float32; relative for outputs larger than 1. Both sum in another
 #: order: the 30 layers of SmolLM2 differ by 4e-6 in short texts, and by 1.3e-5 at position 16,384.

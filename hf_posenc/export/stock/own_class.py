@@ -28,7 +28,7 @@ from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.find.tables import table_origin, table_weight
 from hf_posenc.patching.observe.native_scheme import native_scheme
 from hf_posenc.patching.place.config_lengths import at_native_lengths
-from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.schemes import (
     LayeredConfig,
     LearnedConfig,

@@ -19,7 +19,7 @@ from hf_posenc.export.request import Request
 from hf_posenc.export.stock.carriers import CARRIERS, Carrier
 from hf_posenc.export.stock.form import StockForm, check_config
 from hf_posenc.export.stock.verify import TOLERANCE, Comparison, comparisons
-from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.encoding import current_encoding
 
 
 def write(request: Request, *, max_shard_size: int | str | None = None, variant: str | None = None) -> Written:

@@ -19,8 +19,7 @@ from hf_posenc.metrics.generalization.examples import held_out_examples, is_spli
 from hf_posenc.metrics.generalization.task import SyntheticTask, get_task, tested_lengths
 from hf_posenc.metrics.in_turn import measure_in_turn, subject_in_force
 from hf_posenc.metrics.statistics import wilson_interval
-from hf_posenc.patching.place.encoding import is_length_dependent
-from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.encoding import current_encoding, is_length_dependent
 from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.preserve import evaluation_mode
 from hf_posenc.report.records import Quantity, Record, Result, View, joined

@@ -18,10 +18,14 @@ from hf_posenc.metrics.language_modeling.token_losses import TOKENS_PER_BATCH, c
 from hf_posenc.metrics.language_modeling.windows import language_targets, text_windows
 from hf_posenc.metrics.quantization.scheme import QuantizedConfig, quantized
 from hf_posenc.patching import native_scheme, patch_model, unpatch_model
-from hf_posenc.patching.place.encoding import PositionEncoding
-from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.encoding import (
+    PositionEncoding,
+    current_encoding,
+    named_part,
+    scheme_in_part,
+    stacks_in_part,
+)
 from hf_posenc.patching.place.model_checks import unwrapped
-from hf_posenc.patching.place.part_in_force import named_part, scheme_in_part, stacks_in_part
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.preserve import isolated_rng
 from hf_posenc.report.records import Quantity, Record, Result, View

@@ -17,8 +17,7 @@ from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.observe.short_runs import NotRunnableError, is_runnable, run_briefly, watched
 from hf_posenc.patching.observe.swapped_patches import PatchSwap
 from hf_posenc.patching.observe.token_order import ORDER, TokenOrder, distance, has_convolution, in_both_orders
-from hf_posenc.patching.place.encoding import for_stacks
-from hf_posenc.patching.place.in_force import encodings
+from hf_posenc.patching.place.encoding import encodings, for_stacks
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.schemes import NoneConfig
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.observe.short_runs import is_runnable, run_briefly
-from hf_posenc.patching.place.encoding import for_stacks
-from hf_posenc.patching.place.in_force import encodings
+from hf_posenc.patching.place.encoding import encodings, for_stacks
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.schemes.config import SchemeConfig
 

@@ -12,11 +12,9 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.discovery import model_parts
 from hf_posenc.patching.find.model_parts import VISION, check_part, default_part
 from hf_posenc.patching.place.config_lengths import is_length
-from hf_posenc.patching.place.encoding import PositionEncoding
-from hf_posenc.patching.place.in_force import current_encoding
+from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding
 from hf_posenc.patching.place.lengths import lengths_of, set_length
 from hf_posenc.patching.place.model_checks import unwrapped
-from hf_posenc.patching.place.scheme_name import update_length_in_names
 from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.rotary.rope import RotaryMap
 
@@ -78,7 +76,6 @@ def extend_context(model: ModelType, tokenizer: Any = None, *, length: int, part
         )
     _refuse_other_parts(encoding, target, part)
     set_length(encoding, target, length, part)
-    update_length_in_names(encoding)
     if holder is not None:
         holder.model_max_length = length
     _warn_if_extrapolating(encoding, target, length, part)

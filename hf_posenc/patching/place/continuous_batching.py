@@ -23,7 +23,6 @@ from hf_posenc.patching.call.paged_requests import PREFIX
 from hf_posenc.patching.call.scores_attention import ScoresAttention
 from hf_posenc.patching.place.checked_method import CheckedMethod
 from hf_posenc.patching.place.encoding import PositionEncoding, is_length_dependent
-from hf_posenc.patching.place.stack_encoding import StackEncoding
 from hf_posenc.patching.place.wide_pages import WidePages, page_width, width_of_pages
 from hf_posenc.schemes.labels import scheme_label
 from hf_posenc.schemes.parts import DistanceBias, SeparableBias
@@ -49,7 +48,6 @@ class CheckedContinuousBatching(CheckedMethod):
             encoding.record.journal.put_aside(model, KEPT_MANAGER)
             check = PagesCheck(encoding, model)
             for stack in encoding.stacks.values():
-                assert isinstance(stack, StackEncoding)
                 stack.runtime.pages = check
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -159,8 +157,7 @@ def _refusal_start(encoding: PositionEncoding, model: nn.Module) -> str:
 
 
 def _decoder_layers(encoding: PositionEncoding) -> list[LayerEncoding]:
-    stacks = [stack for stack in encoding.stacks.values() if isinstance(stack, StackEncoding)]
-    return [layer for stack in stacks for layer in stack.layers]
+    return [layer for stack in encoding.stacks.values() for layer in stack.layers]
 
 
 def _interface_problem(encoding: PositionEncoding) -> str:

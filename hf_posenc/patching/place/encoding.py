@@ -1,10 +1,10 @@
-"""The module that holds a scheme in a model: its config, its parts and the report."""
+"""The module that holds a scheme in a model: its config, its parts and the report; and how it is found in a model."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,13 +12,15 @@ from transformers import PreTrainedModel
 
 from hf_posenc.entry import MARK
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.call.attention_site import AttentionSite
+from hf_posenc.patching.call.placed_forward import forward_on_instance
 from hf_posenc.patching.find.discovery import model_parts
+from hf_posenc.patching.find.model_parts import check_part, default_part
 from hf_posenc.patching.find.rotary_axes import reads_axes
 from hf_posenc.patching.find.sites import AddedModule, Stack
 from hf_posenc.patching.find.tables import table_origin
 from hf_posenc.patching.place.config_lengths import Lengths
-from hf_posenc.patching.place.mark import NOT_STRICT, disagreement, mark_of, marked_scheme, placed_mark
-from hf_posenc.patching.place.record import SchemeRecord
+from hf_posenc.patching.place.record import NOT_STRICT, SchemeRecord, disagreement, mark_of, marked_scheme, placed_mark
 from hf_posenc.patching.place.report import PatchReport
 from hf_posenc.patching.place.stack_encoding import StackEncoding
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig, of_parts
@@ -40,7 +42,7 @@ class PositionEncoding(AddedModule):
         super().__init__()
         self.record = SchemeRecord(config)
         self.report: PatchReport | None = None
-        self.stacks = nn.ModuleDict(stacks)
+        self.stacks: Mapping[str, StackEncoding] = cast("Any", nn.ModuleDict(stacks))
 
     @property
     def config(self) -> SchemeConfig:
@@ -59,7 +61,7 @@ class PositionEncoding(AddedModule):
             stacks: names of stacks; all by default.
         """
         chosen = [stack for name, stack in self.stacks.items() if stacks is None or name in stacks]
-        found = [part for stack in chosen for part in cast("StackEncoding", stack).acting_parts()]
+        found = [part for stack in chosen for part in stack.acting_parts()]
         return list({id(part): part for part in found}.values())
 
     def reach(self, stacks: Collection[str] | None = None) -> Reach:
@@ -139,8 +141,7 @@ class PositionEncoding(AddedModule):
 
 def is_length_dependent(encoding: PositionEncoding) -> bool:
     """Whether a part needs more than a growing cache stores. Only causal stacks have growing caches."""
-    stacks = [stack for stack in encoding.stacks.values() if isinstance(stack, StackEncoding)]
-    growing = [stack for stack in stacks if any(layer.causal for layer in stack.layers)]
+    growing = [stack for stack in encoding.stacks.values() if any(layer.causal for layer in stack.layers)]
     flags = ("length_dependent", "needs_whole_sequence")
     return any(getattr(module, flag, False) for stack in growing for module in stack.modules() for flag in flags)
 
@@ -173,7 +174,9 @@ def build_encoding(
     for stack in stacks:
         if stack.name in built:
             continue
-        placed = built[stack.name] = StackEncoding(scheme_of(config, stack.part), stack, device)
+        scheme = scheme_of(config, stack.part)
+        assert scheme is not None
+        placed = built[stack.name] = StackEncoding(scheme, stack, device)
         runtime = placed.runtime
         runtime.slots.rows_before = max((table_origin(table.module) for table in stack.tables), default=0)
         runtime.grid = stack.grid
@@ -184,9 +187,9 @@ def build_encoding(
     return PositionEncoding(config, {stack.name: built[stack.name] for stack in stacks})
 
 
-def scheme_of(config: SchemeConfig, part: str) -> SchemeConfig:
-    """The scheme of one part of a model."""
-    return config.by_part()[part] if isinstance(config, PartsConfig) else config
+def scheme_of(config: SchemeConfig, part: str) -> SchemeConfig | None:
+    """The scheme of one part of a model; `None` for a part that keeps its native positions."""
+    return config.by_part().get(part) if isinstance(config, PartsConfig) else config
 
 
 def for_stacks(model: PreTrainedModel, config: SchemeConfig, stacks: list[Stack]) -> SchemeConfig:
@@ -199,3 +202,84 @@ def for_stacks(model: PreTrainedModel, config: SchemeConfig, stacks: list[Stack]
 def parts_named(config: SchemeConfig) -> tuple[str, ...] | None:
     """The parts of a composite model that have a scheme; `None` if the config does not name parts."""
     return config.names if isinstance(config, PartsConfig) else None
+
+
+def encodings(model: nn.Module) -> list[PositionEncoding]:
+    """Every encoding in a model. There are several if parts of the model were patched separately.
+
+    Raises:
+        UnsupportedError: if an encoding was created by another copy of this package.
+    """
+    return [module for module in model.modules() if _is_encoding(module, model)]
+
+
+def _is_encoding(module: nn.Module, model: nn.Module) -> TypeGuard[PositionEncoding]:
+    if isinstance(module, PositionEncoding):
+        return True
+    name = (PositionEncoding.__module__, PositionEncoding.__qualname__)
+    if any((kind.__module__, kind.__qualname__) == name for kind in type(module).__mro__):
+        package = __name__.partition(".")[0]
+        raise UnsupportedError(
+            f"This {type(model).__name__} was patched by another copy of {package}: the package has been imported "
+            "again in this process, after its modules were removed from sys.modules (test plugins and notebooks do "
+            "so). The new copy cannot undo or save the changes of the old one. Load and patch the model again, or "
+            f"restart the process, and exclude {package} from reloading."
+        )
+    return False
+
+
+def current_encoding(model: PreTrainedModel) -> PositionEncoding | None:
+    """The encoding in force, or `None` for a stock model.
+
+    Raises:
+        UnsupportedError: if a part of the model was patched on its own.
+    """
+    found = encodings(model)
+    for encoding in found:
+        if encoding.__dict__.get("holder") is not model.base_model:
+            raise UnsupportedError(
+                f"A part of this {type(model).__name__} was patched on its own with {encoding.config.name!r}. Call "
+                "unpatch_model on that part first, because a scheme is placed in a whole model."
+            )
+    return found[0] if found else None
+
+
+def has_patched_layers(model: nn.Module) -> bool:
+    """Whether any attention layer of a model is patched, including layers shared with another model."""
+    placed = [site for encoding in encodings(model) for site in encoding.record.journal.forwards()]
+    shared = [forward_on_instance(module) for module in model.modules()]
+    return any(isinstance(forward, AttentionSite) for forward in (*placed, *shared))
+
+
+def refuse_changed(model: PreTrainedModel) -> None:
+    """Refuses to save a patched model that is not what was placed.
+
+    Raises:
+        UnsupportedError: naming the first difference.
+    """
+    for encoding in encodings(model):
+        problem = encoding.record.agrees(model)
+        if problem:
+            raise UnsupportedError(f"This {type(model).__name__} is not saved: {problem}")
+
+
+def named_part(model: PreTrainedModel, part: str | None) -> str:
+    """The name of a part of a model; `None` stands for the one that `patch_model` patches by default.
+
+    Raises:
+        UnknownNameError: if the model has no such part.
+    """
+    parts = model_parts(model)
+    return default_part(model, parts) if part is None else check_part(part, parts, model)
+
+
+def scheme_in_part(encoding: PositionEncoding | None, part: str) -> SchemeConfig | None:
+    """The scheme in force in a part; `None` if the part has its native positions."""
+    return None if encoding is None else scheme_of(encoding.config, part)
+
+
+def stacks_in_part(encoding: PositionEncoding, part: str) -> dict[str, StackEncoding]:
+    """The parts of a scheme in the stacks of a part, by name of the stack. The scheme is in force."""
+    assert encoding.report is not None
+    names = [stack.name for stack in encoding.report.stacks if stack.part == part]
+    return {name: encoding.stacks[name] for name in names}

@@ -21,9 +21,10 @@ from hf_posenc.patching.find.sites import FoundAttention, Stack
 from hf_posenc.patching.place.install_grid import install_grid
 from hf_posenc.patching.place.install_series import install_series
 from hf_posenc.patching.place.journal import Journal
-from hf_posenc.patching.place.record import SchemeRecord, StackRecord
+from hf_posenc.patching.place.record import SchemeRecord
 from hf_posenc.patching.place.report import StackReport
 from hf_posenc.patching.place.stack_encoding import StackEncoding
+from hf_posenc.patching.place.stack_record import StackRecord
 
 
 def install_stack(stack: Stack, encoding: StackEncoding, record: SchemeRecord) -> StackReport:
@@ -44,7 +45,7 @@ def install_stack(stack: Stack, encoding: StackEncoding, record: SchemeRecord) -
     report = StackReport(stack.name, stack.part, stack.layers(), kept=[f"{path}: {why}" for path, why in stack.skipped])
     report.kept.extend(architecture.kept)
     runtime = encoding.runtime
-    runtime.watch = record.stacks[stack.name] = StackRecord(stack, encoding, record)
+    runtime.watch = record.stacks[stack.name] = StackRecord(stack, encoding, journal, record.stacks.get(stack.name))
     if next(encoding.parameters(), None) is not None:
         runtime.replicas = ReplicasCheck(encoding)
     journal.wrap_forward(stack.module, lambda inner: StackForward(stack.module, runtime, inner))

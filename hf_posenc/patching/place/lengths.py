@@ -26,6 +26,7 @@ from hf_posenc.patching.place.config_lengths import (
 )
 from hf_posenc.patching.place.encoding import PositionEncoding
 from hf_posenc.patching.place.journal import is_set
+from hf_posenc.patching.place.scheme_name import refresh_names
 from hf_posenc.schemes import from_rope_parameters
 from hf_posenc.schemes.config import SchemeConfig, walk
 from hf_posenc.schemes.reach import Reach, shortest
@@ -217,6 +218,7 @@ def _write(
             [str(encoding.lengths)] if encoding.lengths is not None and (encoding.lengths.native or not others) else []
         )
         encoding.report.context = "; ".join([*own, *others])
+    refresh_names(encoding)
 
 
 def _write_configs(encoding: PositionEncoding, model: PreTrainedModel, lengths: Lengths, length: int) -> None:

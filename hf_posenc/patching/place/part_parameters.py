@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 from torch.nn import Parameter
@@ -32,7 +32,7 @@ class PartParameters:
             yield from scheme.parameters()
 
     @classmethod
-    def place(cls, base: nn.Module, schemes: dict[int, nn.Module], journal: Journal) -> None:
+    def place(cls, base: nn.Module, schemes: Mapping[int, nn.Module], journal: Journal) -> None:
         """Sets an instance on every module between a base model and its stacks.
 
         Args:

@@ -88,19 +88,17 @@ def mark_names(model: PreTrainedModel, encoding: PositionEncoding) -> None:
         )
 
 
-def refresh_names(encoding: PositionEncoding) -> None:
-    """Updates the scheme in the names of a model after the config of its encoding was replaced."""
-    for change in _marks(encoding):
-        plain = str(change.target.__dict__[change.attribute])
-        change.put(SchemeName(plain, encoding.config.to_dict(), encoding.__dict__["holder"], _length(encoding)))
+def refresh_names(encoding: PositionEncoding, *, scheme_changed: bool = False) -> None:
+    """Updates the names of a model after its length, or the config of its encoding, was changed.
 
-
-def update_length_in_names(encoding: PositionEncoding) -> None:
-    """Adds the length that was chosen after patching to the names of a model."""
+    Args:
+        encoding: the encoding in force.
+        scheme_changed: whether the files under a plain name, which contain the scheme and its parameters, have another
+            scheme.
+    """
     for change in _marks(encoding):
         name = change.target.__dict__[change.attribute]
-        # The files under a plain name contain the scheme, but only the length that the model had when it was loaded.
-        holder = name.holder if isinstance(name, SchemeName) else None
+        holder = encoding.__dict__["holder"] if scheme_changed else getattr(name, "holder", None)
         change.put(SchemeName(str(name), encoding.config.to_dict(), holder, _length(encoding)))
 
 

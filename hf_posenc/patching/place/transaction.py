@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,18 +29,19 @@ from hf_posenc.patching.place.continuous_batching import (
 from hf_posenc.patching.place.encoding import (
     PositionEncoding,
     build_encoding,
+    current_encoding,
+    encodings,
     is_length_dependent,
     parameter_count,
     parts_named,
 )
 from hf_posenc.patching.place.generation import CheckedGenerate
 from hf_posenc.patching.place.head_shards import split_heads
-from hf_posenc.patching.place.in_force import current_encoding, encodings
 from hf_posenc.patching.place.install import install_stack
 from hf_posenc.patching.place.lengths import initialize_lengths
 from hf_posenc.patching.place.model_checks import refuse_late_parameters, unwrapped
-from hf_posenc.patching.place.own_config import OwnConfig
 from hf_posenc.patching.place.part_parameters import PartParameters
+from hf_posenc.patching.place.record import OwnConfig
 from hf_posenc.patching.place.report import PatchReport
 from hf_posenc.patching.place.scheme_name import mark_names
 from hf_posenc.patching.place.stack_encoding import StackEncoding
@@ -109,7 +110,7 @@ class Transaction:
         reference = next(parameters, None)
         encoding.to(device=self.device, dtype=None if reference is None else reference.dtype)
         for name, placed in moved.items():
-            placed.copy_parameters(cast("StackEncoding", encoding.stacks[name]), found[name])
+            placed.copy_parameters(encoding.stacks[name], found[name])
         return encoding
 
     def install(self, encoding: PositionEncoding) -> None:
@@ -189,7 +190,7 @@ class Transaction:
         """
         refuse_running_batches(self.model)
         for encoding in encodings(self.model):
-            if any(cast("StackEncoding", stack).runtime.states.in_progress for stack in encoding.stacks.values()):
+            if any(stack.runtime.states.in_progress for stack in encoding.stacks.values()):
                 raise UnsupportedError(
                     f"A call of this {type(self.model).__name__} is in progress, in another thread or around this "
                     "line (a hook). It would run some layers with the old scheme and some with the new one. Change "
@@ -241,7 +242,6 @@ class Transaction:
         reports = []
         for stack in stacks:
             placed = encoding.stacks[stack.name]
-            assert isinstance(placed, StackEncoding)
             if placed.adopted is None:
                 placed.adopted = placed.adopt(stack)
             placed.runtime.recomputation.removed = False
@@ -288,7 +288,6 @@ def _refuse_caches_of(encoding: PositionEncoding | None) -> None:
 def _remove_encoding(encoding: PositionEncoding) -> None:
     """Reverts every change that an encoding has made. After an interrupt, a second call finishes it."""
     for stack in encoding.stacks.values():
-        assert isinstance(stack, StackEncoding)
         stack.runtime.slots.restore()
         stack.runtime.watch = stack.runtime.pages = stack.runtime.replicas = None
         stack.runtime.input_view = None

@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 from hf_posenc.patching.call.layer_call import LayerEncoding
 from hf_posenc.patching.find.discovery import find_stacks, model_parts
 from hf_posenc.patching.find.model_parts import TEXT
-from hf_posenc.patching.place.encoding import PositionEncoding
-from hf_posenc.patching.place.part_in_force import stacks_in_part
+from hf_posenc.patching.place.encoding import PositionEncoding, stacks_in_part
 from hf_posenc.preserve import evaluation_mode
 from hf_posenc.schemes.logits import pairwise_bias, positional_logits
 from hf_posenc.schemes.parts import LogitBias, PairwiseBias, QueryKeyMap, SchemeParts

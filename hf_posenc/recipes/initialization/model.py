@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.patching.call.layer_call import LayerEncoding
-from hf_posenc.patching.place.encoding import PositionEncoding
-from hf_posenc.patching.place.part_in_force import stacks_in_part
+from hf_posenc.patching.place.encoding import PositionEncoding, stacks_in_part
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.recipes.initialization.logits import LayerHeads, layers_of, mean_logits, readers_of, recorded_heads
 from hf_posenc.recipes.initialization.parts import (

@@ -16,7 +16,6 @@ from hf_posenc.patching.find.sites import FoundAttention, Stack
 from hf_posenc.patching.observe.rotations import Rotation
 from hf_posenc.patching.observe.short_runs import run_briefly
 from hf_posenc.patching.place.encoding import PositionEncoding, for_stacks
-from hf_posenc.patching.place.stack_encoding import StackEncoding
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.schemes import RopeConfig, RopeNdConfig
 from hf_posenc.schemes.config import SchemeConfig
@@ -124,6 +123,5 @@ class _Recorder:
 
 
 def _maps_of(encoding: PositionEncoding, stack: Stack) -> list[Any]:
-    placed = encoding.stacks[stack.name]
-    assert isinstance(placed, StackEncoding)
-    return list({id(layer.query_key_map): layer.query_key_map for layer in placed.layers}.values())
+    layers = encoding.stacks[stack.name].layers
+    return list({id(layer.query_key_map): layer.query_key_map for layer in layers}.values())

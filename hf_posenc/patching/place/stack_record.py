@@ -1,0 +1,356 @@
+"""What was placed in one stack of a model, and whether its layers still are what was placed.
+
+After a patch, others may replace the forward of an attention module or of its class, add, drop, move or share layers,
+or change a field of the config that has no effect any more. The record of a stack describes the first difference. It is
+asked before each call in which something has changed since the last one.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import json
+import operator
+import re
+import types
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.call.attention_site import AttentionSite
+from hf_posenc.patching.call.placed_forward import PlacedForward, forward_on_instance
+from hf_posenc.patching.find.architectures import architecture_of
+from hf_posenc.patching.find.discovery import grid_table_owners, natural_order, self_attentions, tables
+from hf_posenc.patching.find.forward_code import names_in
+from hf_posenc.patching.find.sites import Stack
+from hf_posenc.patching.place.config_lengths import NAMES, SOURCE_NAMES
+from hf_posenc.patching.place.journal import Journal
+from hf_posenc.patching.place.stack_encoding import StackEncoding
+
+#: Fields of a config that describe a position mechanism.
+_POSITION_FIELD = re.compile(r"(^|_)(rope|rotary|alibi|relative|rel|pos|positions?)(_|$)")
+#: Fields with such a name that state a length, or that belong to this package.
+_OTHER_FIELDS = frozenset((*NAMES, *SOURCE_NAMES, "position_encoding"))
+#: Depth to which a wrapper is searched for the forward inside it.
+_DEEPEST_WRAPPER = 6
+
+
+class StackRecord:
+    """What was placed in the layers of one stack.
+
+    Before each call, the forwards that were placed, the children of the modules above them and the position fields of
+    the config are compared with those of the last check. Only if one differs is the stack searched again.
+
+    Args:
+        stack: the stack as it was found.
+        encoding: the parts of the scheme in it.
+        journal: that of the patch.
+        before: the record of an earlier patch of the stack, if there was one. It keeps the position fields that this
+            patch found.
+    """
+
+    def __init__(self, stack: Stack, encoding: StackEncoding, journal: Journal, before: StackRecord | None) -> None:
+        self.stack: Any = stack.module
+        self.attentions = [attention.module for attention in stack.attentions]
+        self.encoding = encoding
+        self.depth = getattr(stack.config, "num_hidden_layers", None)
+        #: The layer at whose input positions are added; `None` if a table adds them, or nothing does.
+        self.first_layer: nn.Module | None = None
+        self.trainable: list[tuple[nn.Module, str]] = []
+        self.journal = journal
+        self.fields: dict[str, Any] = position_fields(stack.config) if before is None else before.fields
+        self._reset()
+        self._class_forwards: dict[int, Any] = {id(one): type(one).forward for one in self.stack.modules()}
+
+    def _reset(self) -> None:
+        self._children: list[tuple[dict[str, Any], list[Any]]] = []
+        self._forwards: list[tuple[nn.Module, dict[str, Any], Any, Any]] = []
+        self._settings: dict[str, Any] = {}
+        #: Of the stack's config. Never equal before the first check.
+        self._number_of_fields = -1
+        self._class_forwards = {}
+        #: Key in `_records`. A compiler reads only this number.
+        self.number = next(_numbers)
+        _records[self.number] = self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if not name.startswith("_") and name != "number"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    def check(self) -> None:
+        """Refuses a call of a stack that is not what was placed.
+
+        Raises:
+            UnsupportedError: naming the first difference.
+        """
+        if torch.compiler.is_compiling():
+            problem = _problem_of(self.number)
+        elif self._is_unchanged():
+            return
+        else:
+            problem = self.problem()
+        if problem:
+            raise UnsupportedError(problem)
+
+    def problem(self) -> str:
+        """Describes why a call would not compute the scheme; empty if it would."""
+        architecture = architecture_of(self.stack.config)
+        attentions = list(self_attentions(self.stack, architecture))
+        found_tables = list(tables(self.stack, architecture))
+        owners = list(grid_table_owners(self.stack))
+        self.adopt_copies()
+        placed_in = {id(change.target) for change in self.journal.changes if change.kind == "forward"}
+        bare = [(path, module) for path, module in (*attentions, *owners) if not _has_forward(module)]
+        # PEFT puts a table into a wrapper.
+        bare += [(path, one) for path, one in found_tables if placed_in.isdisjoint(map(id, one.modules()))]
+        if bare:
+            path, module = bare[0]
+            more = f", and {len(bare) - 1} more" if len(bare) > 1 else ""
+            return (
+                f"{path} ({type(module).__name__}) of this {type(self.stack).__name__}{more} has no position encoding: "
+                "it was added to the model, or lost its forward, after patch_model, and would use its native "
+                "positions. Call patch_model again with the same scheme, which keeps its trained parameters."
+            )
+        inside = {id(module) for module in self.stack.modules()}
+        placed = [change for change in self.journal.changes if change.kind == "forward" and id(change.target) in inside]
+        for change in placed:
+            module, ours = change.target, change.value[0]
+            if not _leads_to(module.__dict__.get("forward"), ours, module):
+                return (
+                    f"The forward of a {type(module).__name__} of this {type(self.stack).__name__} was replaced after "
+                    "patch_model by one that does not call the forward in which the scheme is placed, so the scheme "
+                    "would have no effect there. To keep both, let the new forward call the one that it replaces "
+                    "(with functools.wraps, or as an attribute of the module). To use the new forward without a "
+                    "scheme, call unpatch_model first."
+                )
+            if self._class_forwards.get(id(module), type(module).forward) is not type(module).forward:
+                return (
+                    f"{type(module).__name__}.forward was replaced after patch_model, and the scheme was placed in the "
+                    f"code that it had before. Restore it. Or call patch_model again: it examines the new code."
+                )
+        if self.first_layer is not None and not self._begins_with(self.first_layer):
+            return (
+                f"The scheme adds positions at the input of a {type(self.first_layer).__name__} that is no longer the "
+                f"first layer of this {type(self.stack).__name__}, or is used several times. Call patch_model again "
+                "with the same scheme, which keeps its trained parameters."
+            )
+        changed = changed_fields(self.fields, self.stack.config)
+        if changed:
+            return (
+                f"The config of this {type(self.stack).__name__} has {changed}, set after patch_model. The field "
+                "belongs to the native position mechanism, which the scheme replaces, so it has no effect. Restore "
+                "it, and pass its meaning to patch_model as options of a scheme; or call unpatch_model first."
+            )
+        self._remember({id(module) for _, module in (*attentions, *found_tables, *owners)}, placed)
+        return ""
+
+    def adopt_copies(self) -> None:
+        """Adds the forwards of layers that were copied inside the model to the journal, which removes them again."""
+        known = {id(change.target) for change in self.journal.changes if change.kind == "forward"}
+        for module in self.stack.modules():
+            forward = forward_on_instance(module)
+            if isinstance(forward, PlacedForward) and id(module) not in known:
+                self.journal.adopt_forward(module, forward)
+
+    def moved(self) -> str:
+        """Describes why the layers would get other parts of the scheme in a new process; empty if they would not."""
+        layers = self.encoding.layers
+        if all(getattr(layer, kind) is getattr(layers[0], kind) for layer in layers for kind in _KINDS_IN_LAYERS):
+            return ""
+        same_depth = getattr(self.stack.config, "num_hidden_layers", None) == self.depth
+        if same_depth and [*map(id, self._attentions_in_use())] == [*map(id, self.attentions)]:
+            return ""
+        return (
+            f"Layers of this {type(self.stack).__name__} were added, dropped, moved or repeated after patch_model, and "
+            "the scheme has a part for each layer, which is saved by the number of the layer. A loaded model would "
+            "give the parts to other layers. Call patch_model again with the scheme that each layer should have: "
+            "layers that keep their scheme keep its parameters."
+        )
+
+    def holds(self, stack: Stack) -> bool:
+        """Whether a stack, as it is found now, has the same layers in the same order."""
+        return [id(attention.module) for attention in stack.attentions] == [id(module) for module in self.attentions]
+
+    @torch.no_grad()
+    def copy_parameters(self, encoding: StackEncoding, stack: Stack) -> None:
+        """Copies the parameters of the layers that are still in a stack into new parts of the same scheme.
+
+        Args:
+            encoding: the new parts.
+            stack: the stack as it is found now.
+        """
+        # From the forwards, because a copy of a layer shares the parts of the original.
+        before = {id(module): forward_on_instance(module).encoding for module in self._attentions_in_use()}
+        pairs: list[tuple[Any, Any]] = [(self.encoding.additive, encoding.additive)]
+        for attention, layer in zip(stack.attentions, encoding.layers, strict=True):
+            known = before.get(id(attention.module))
+            pairs += (
+                [] if known is None else [(getattr(known, kind), getattr(layer, kind)) for kind in _KINDS_IN_LAYERS]
+            )
+        for source, target in pairs:
+            for name, parameter in [] if source is None else source.named_parameters():
+                own = target.get_parameter(name)
+                own.copy_(parameter)
+                own.requires_grad_(parameter.requires_grad)
+        encoding.adopted = self.encoding.adopted
+
+    def note_trainable(self) -> None:
+        """Records which weights of the stack are trained."""
+        self.trainable = [
+            (module, name)
+            for module in self.stack.modules()
+            for name, weight in module._parameters.items()
+            if weight is not None and weight.requires_grad
+        ]
+
+    def prepare_removal(self) -> None:
+        """Completes the journal before it is undone: with copies of layers, and with what was frozen since."""
+        self.adopt_copies()
+        weights = (module._parameters.get(name) for module, name in self.trainable)
+        if self.trainable and not any(weight is not None and weight.requires_grad for weight in weights):
+            # The stack was frozen as a whole, so what the patch had frozen before stays frozen too.
+            inside = {id(module) for module in self.stack.modules()}
+            for change in self.journal.changes:
+                if change.kind == "frozen" and id(change.target) in inside:
+                    change.value = False
+
+    def _begins_with(self, layer: nn.Module) -> bool:
+        """Whether a layer holds the first attention of the stack, and is used once."""
+        inside = {id(module) for module in layer.modules()}
+        found = [id(module) in inside for module in self._attentions_in_use()]
+        return sorted(found, reverse=True) == found and sum(found) <= sum(map(_is_attention_site, layer.modules()))
+
+    def _attentions_in_use(self) -> list[nn.Module]:
+        """The patched attention modules in the order of the layers, with repetitions."""
+        places = self.stack.named_modules(remove_duplicate=False)
+        found = [(natural_order(path), module) for path, module in places if _is_attention_site(module)]
+        return [module for _, module in sorted(found, key=operator.itemgetter(0))]
+
+    def _is_unchanged(self) -> bool:
+        # Loops, because `all` with a generator takes twice as long.
+        for module, attributes, before, of_class in self._forwards:
+            if attributes.get("forward") is not before or type(module).forward is not of_class:
+                return False
+        for children, before in self._children:
+            if [*children.values()] != before:
+                return False
+        own = self.stack.config.__dict__
+        for name, value in self._settings.items():
+            if own.get(name) != value:
+                return False
+        return len(own) == self._number_of_fields
+
+    def _remember(self, sited: set[int], placed: list[Any]) -> None:
+        targets = [change.target for change in placed]
+        self._forwards = [(one, one.__dict__, one.__dict__.get("forward"), type(one).forward) for one in targets]
+        above = {id(module): module for module in _above(self.stack, sited)}
+        self._children = [(module._modules, [*module._modules.values()]) for module in above.values()]
+        own = self.stack.config.__dict__
+        self._settings = {name: copy.deepcopy(own[name]) for name in self.fields if name in own}
+        self._number_of_fields = len(own)
+
+
+#: The attributes of a `LayerEncoding` that hold parts.
+_KINDS_IN_LAYERS = ("query_key_map", "logit_bias", "logit_scale")
+_numbers = itertools.count()
+_records: weakref.WeakValueDictionary[int, StackRecord] = weakref.WeakValueDictionary()
+
+
+@torch.compiler.assume_constant_result
+def _problem_of(number: int) -> str:
+    """Runs while a graph is traced, without becoming part of it. The graph is retraced if the modules change."""
+    return _records[number].problem()
+
+
+def position_fields(config: PreTrainedConfig) -> dict[str, Any]:
+    """The fields of a config that describe its native position mechanism, JSON-ready, without lengths."""
+    names = (name for name in config.__dict__ if _POSITION_FIELD.search(name) and not name.startswith("_"))
+    found = {name: config.__dict__[name] for name in names if name not in _OTHER_FIELDS}
+    return {name: json.loads(json.dumps(value)) for name, value in found.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    return (
+        value is None
+        or isinstance(value, (bool, int, float, str))
+        or (isinstance(value, list | tuple) and all(map(_is_plain, value)))
+    )
+
+
+def changed_fields(before: Mapping[str, Any], config: PreTrainedConfig) -> str:
+    """Describes the first position field of a config that differs from a record; empty if none does.
+
+    A field that one side lacks counts as the default of the config's class, because another version of transformers
+    may add or drop it.
+    """
+    now = position_fields(config)
+    for name in sorted({*before, *now}):
+        default = getattr(type(config), name, None)
+        if before.get(name, default) != now.get(name, default):
+            return f"{name}={now.get(name)!r} instead of {before.get(name)!r}"
+    return ""
+
+
+def _above(module: nn.Module, sited: set[int]) -> Iterator[nn.Module]:
+    """The modules that contain one of `sited`, `module` included."""
+    contains = False
+    for child in module.children():
+        if id(child) in sited:
+            contains = True
+            continue
+        for found in _above(child, sited):
+            contains = True
+            yield found
+    if contains:
+        yield module
+
+
+def _is_attention_site(module: nn.Module) -> bool:
+    return isinstance(forward_on_instance(module), AttentionSite)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether an instance has another forward than its class, possibly inside accelerate's hook."""
+    own = module.__dict__.get("_old_forward", module.__dict__.get("forward"))
+    return own is not None and getattr(own, "__func__", None) is not type(module).forward
+
+
+def _leads_to(found: Any, ours: Any, module: nn.Module, depth: int = _DEEPEST_WRAPPER) -> bool:
+    """Whether a forward is `ours`, or a wrapper that holds it.
+
+    A wrapper holds the forward inside it as an argument, a default, a variable of its closure, an attribute, or under
+    another name on the module, as accelerate does.
+    """
+    if found is ours:
+        return True
+    if found is None or depth == 0 or isinstance(found, nn.Module | torch.Tensor | type | types.ModuleType):
+        return False
+    inside: list[Any] = [getattr(found, "__wrapped__", None), getattr(found, "__func__", None)]
+    if isinstance(found, functools.partial):
+        inside += [found.func, *found.args, *found.keywords.values()]
+    if isinstance(found, types.FunctionType):
+        cells = (cell.cell_contents for cell in found.__closure__ or () if _is_filled(cell))
+        inside += [*cells, *(found.__defaults__ or ()), *(found.__kwdefaults__ or {}).values()]
+        inside += [module.__dict__.get(name) for name in names_in(found.__code__) if name != "forward"]
+    elif not isinstance(found, types.MethodType):
+        inside += getattr(found, "__dict__", {}).values()
+    return any(_leads_to(one, ours, module, depth - 1) for one in inside)
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
