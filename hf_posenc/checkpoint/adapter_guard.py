@@ -64,7 +64,7 @@ def check_targets(model: Any, config: Any) -> None:
     Raises:
         UnsupportedError: naming the module, and what to do.
     """
-    from hf_posenc.patching.place.in_force import encodings
+    from hf_posenc.patching.place.encoding import encodings
 
     found = encodings(model)
     if not found:

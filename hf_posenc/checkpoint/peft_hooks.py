@@ -230,7 +230,7 @@ def _prepare(model: Any, config: Any) -> None:
         return
     check_targets(model, config)
     from hf_posenc.patching.find.fingerprint import samples, touched_by_peft
-    from hf_posenc.patching.place.in_force import encodings
+    from hf_posenc.patching.place.encoding import encodings
 
     for encoding in encodings(model):
         holder = encoding.__dict__.get("holder")

@@ -45,7 +45,7 @@ def building() -> Iterator[bool]:
 def give_scheme(model: Any) -> None:
     """Patches a stock model; the test goes on with the stock model if the library refuses it."""
     import hf_posenc
-    from hf_posenc.patching.place.in_force import encodings
+    from hf_posenc.patching.place.encoding import encodings
 
     # A part, such as BartEncoder, is patched with its model.
     if not isinstance(model, PreTrainedModel) or not hasattr(transformers, type(model).__name__) or encodings(model):
