@@ -56,11 +56,10 @@ class NamedSchemes:
             SchemeMismatchError: naming both schemes, if they differ.
         """
         found = encodings(model)
-        placed = {
-            f"{path}.{MARK}": module.config
-            for path, module in model.named_modules(remove_duplicate=False)
-            if isinstance(module, PositionEncoding) and module in found
-        }
+        places = [(path, module) for path, module in model.named_modules(remove_duplicate=False) if module in found]
+        if len(found) == 1 and len(self.schemes) <= 1:  # Several paths may lead to one model.
+            places = places[:1]
+        placed = {f"{path}.{MARK}": module.config for path, module in places if isinstance(module, PositionEncoding)}
         self.compare(placed, target or f"this {type(model).__name__}", remedy)
 
     def compare(self, placed: Mapping[str, SchemeConfig], target: str, remedy: str = "") -> None:

@@ -17,7 +17,7 @@ from hf_posenc.checkpoint.recognition import is_patched
 from hf_posenc.checkpoint.stored_weights import record_shards
 from hf_posenc.entry import MARK, find_mark, read_entry
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.place.encoding import encodings, has_patched_layers, refuse_changed
+from hf_posenc.patching.place.encoding import encodings, refuse_changed
 from hf_posenc.wrapping import Call
 
 
@@ -31,19 +31,6 @@ def save_pretrained(call: Call) -> Any:
     """
     model = call["self"]
     entry = read_entry(model.config)
-    if entry is not None and not has_patched_layers(model):
-        raise UnsupportedError(
-            f"This {type(model).__name__} uses its stock positions, but its config names the scheme "
-            f"{entry['scheme']!r}: it is the config of a patched model, with whose positions it would be loaded. Give "
-            "it the config that it was built with."
-        )
-    if (entry is None or not encodings(model)) and has_patched_layers(model):
-        raise UnsupportedError(
-            f"This {type(model).__name__} uses a position encoding that it does not hold itself: it is a part of a "
-            "patched model or shares layers with one, or only a part of it was patched. After saving, it could not be "
-            "loaded with this encoding. Save the model that was patched, and take the part from it after loading; or "
-            "unpatch that model first, and patch this one instead."
-        )
     refuse_changed(model)
     folder, main = call["save_directory"], call["is_main_process"]
     if not is_place_for_folder(folder):

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.observe.native_scheme import native_scheme
-from hf_posenc.patching.place.encoding import current_encoding, has_patched_layers, refuse_changed
+from hf_posenc.patching.place.encoding import current_encoding, refuse_changed
 from hf_posenc.schemes import SchemeConfig
 from hf_posenc.schemes.labels import scheme_label
 
@@ -107,13 +107,8 @@ def model_to_export(model: Any, merge_adapters: bool) -> PreTrainedModel:
             "offloaded, or was built without weights. Load it with device_map=None."
         )
     # Raises for a partly patched model, and for a model patched by another copy of the package.
-    if current_encoding(model) is not None:
-        refuse_changed(model)
-    elif has_patched_layers(model):
-        raise UnsupportedError(
-            f"This {name} is inside a patched model, which holds its scheme. Export the whole model, or build the part "
-            "of its own: load the stock weights into a model of its class, call patch_model on it, and export that."
-        )
+    current_encoding(model)
+    refuse_changed(model)
     return model
 
 

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.trainer_utils import load_sharded_checkpoint
 
 import hf_posenc
+from hf_posenc.checkpoint.agreement import NamedSchemes
 from hf_posenc.checkpoint.configuration import CheckpointError
 from tests.checkpoint.checkpoint_cases import llama, outputs
 from tests.checkpoint.test_identity import ALIBI, PAIRS, STOCK, T5, made, older
@@ -123,6 +124,20 @@ def test_models_inside_another_module_are_compared_one_by_one(tmp_path: Path) ->
         for other in ([made(T5), made(ALIBI)], [made(ALIBI), made(ALIBI)], [made(STOCK), made(T5)]):
             wrong = torch.nn.ModuleList(other)
             unchanged(wrong, lambda w=wrong, d=device_map: load_checkpoint_in_model(w, tmp_path, d))
+
+
+def test_a_model_with_two_paths_is_one_model(tmp_path: Path) -> None:
+    """safetensors keeps one of the names of a shared weight, and a folder names a scheme once."""
+
+    def twice(kind: Any) -> Any:
+        model = torch.nn.ModuleDict({"first": made(kind)})
+        model["second"] = model["first"]
+        return model
+
+    NamedSchemes.of(made(T5).state_dict()).check(twice(T5))
+    for kind in (ALIBI, STOCK):
+        with pytest.raises(CheckpointError, match="t5"):
+            NamedSchemes.of(made(T5).state_dict()).check(twice(kind))
 
 
 def test_errors_of_accelerate_stay_its_own(tmp_path: Path) -> None:

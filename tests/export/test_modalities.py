@@ -98,5 +98,5 @@ def test_the_language_model_of_its_own_can_be_exported(tmp_path: Path) -> None:
     ids = torch.arange(10, 30).unsqueeze(0)
     assert torch.equal(text(ids).logits, model(ids).logits)
     assert export_model(text, tmp_path / "text").checks
-    with pytest.raises(UnsupportedError, match="inside a patched model"):
+    with pytest.raises(UnsupportedError, match="does not hold itself"):
         export_model(model.model.language_model, tmp_path / "inside", to="onnx")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_posenc.entry import MARK
+from hf_posenc.entry import MARK, read_entry
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.placed_forward import forward_on_instance
@@ -252,15 +252,28 @@ def has_patched_layers(model: nn.Module) -> bool:
 
 
 def refuse_changed(model: PreTrainedModel) -> None:
-    """Refuses to save a patched model that is not what was placed.
+    """Refuses to save or export a model that is not what was placed, or whose positions are not those of its config.
 
     Raises:
         UnsupportedError: naming the first difference.
     """
-    for encoding in encodings(model):
-        problem = encoding.record.agrees(model)
-        if problem:
-            raise UnsupportedError(f"This {type(model).__name__} is not saved: {problem}")
+    entry, found, problem = read_entry(model.config), encodings(model), ""
+    if found:
+        problem = next(filter(None, (encoding.record.agrees(model) for encoding in found)), "")
+    elif has_patched_layers(model):
+        problem = (
+            "it uses a position encoding that it does not hold itself, because it is a part of a patched model or "
+            "shares layers with one. Its files could not be loaded with this encoding. Save or export the model that "
+            "was patched, and take the part from it after loading; or unpatch that model first, and patch this one "
+            "instead."
+        )
+    elif entry is not None:
+        problem = (
+            f"it uses its stock positions, but its config names the scheme {entry['scheme']!r}: it is the config of a "
+            "patched model, with whose positions it would be loaded. Give it the config that it was built with."
+        )
+    if problem:
+        raise UnsupportedError(f"This {type(model).__name__} is not saved or exported: {problem}")
 
 
 def named_part(model: PreTrainedModel, part: str | None) -> str:
