@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIPLE_CHOICE_MAP
 
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
 from hf_posenc.patching.find.architectures.declaration import architecture_of
-from hf_posenc.patching.find.discovery import model_parts
 from hf_posenc.patching.find.forward_code import forward_parameters
 from hf_posenc.patching.find.model_parts import reads_features, reads_pixels
 from hf_posenc.patching.find.sites import Stack
@@ -25,9 +23,6 @@ from hf_posenc.preserve import without_trace
 
 #: The first word of a short text: vocabularies often begin with tokens of another meaning. No text needs so many words.
 _FIRST_WORD, _LAST_WORD = 5, 64
-
-#: For one stack, one tensor per call: inputs of the first layer, and inputs and outputs of the first attention module.
-Seen = tuple[list[Tensor], list[Tensor], list[Tensor]]
 
 
 class NotRunnableError(UnsupportedError):
@@ -40,47 +35,7 @@ def is_runnable(model: nn.Module) -> bool:
     return hooked or not any(parameter.device.type == "meta" for parameter in model.parameters())
 
 
-@contextmanager
-def watched(stack: Stack) -> Iterator[Seen]:
-    """Records the inputs of the first layer, and inputs and outputs of the first attention module, batch first."""
-    embedded, attended, results = seen = ([], [], [])  # type: Seen
-
-    # Images and windows of sound may be packed in one row, and patches may have rows and columns on axes of their own.
-    axes = (2, 3, 4) if stack.grid is not None else (3,) if stack.series is None else (2, 3)
-
-    def note(kept: list[Tensor], values: Any) -> None:
-        tensor = next((value for value in values if isinstance(value, Tensor) and value.dim() in axes), None)
-        if tensor is not None and tensor.dim() != 3:
-            if tensor.dim() == 4 and tensor.shape[1] == stack.hidden_size != tensor.shape[3]:
-                tensor = tensor.movedim(1, 3)
-            tensor = tensor.unsqueeze(0) if tensor.dim() == 2 else tensor.flatten(1, 2)
-        if tensor is not None:
-            if stack.architecture.channels_first:
-                tensor = tensor.transpose(1, 2)
-            kept.append((tensor.transpose(0, 1) if stack.architecture.time_major else tensor).detach())
-
-    def note_input(kept: list[Tensor]) -> Any:
-        return lambda module, args, kwargs: note(kept, (*args, *kwargs.values()))
-
-    def note_output(module: nn.Module, args: Any, output: Any) -> None:
-        values = output.values() if isinstance(output, dict) else output
-        note(results, (values,) if isinstance(values, Tensor) else values)
-
-    attention = stack.attentions[0].module
-    handles = [
-        attention.register_forward_pre_hook(note_input(attended), with_kwargs=True),
-        attention.register_forward_hook(note_output),
-    ]
-    if stack.first_layer is not None:
-        handles.append(stack.first_layer.register_forward_pre_hook(note_input(embedded), with_kwargs=True))
-    try:
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def subjects(model: PreTrainedModel, stacks: list[Stack]) -> list[PreTrainedModel]:
+def _subjects(transaction: Transaction, stacks: list[Stack]) -> list[PreTrainedModel]:
     """The modules that are run to observe some stacks: as little of the model as has them.
 
     Heads may need other inputs, such as an end of the text, and know nothing about positions. A composite model would
@@ -88,8 +43,9 @@ def subjects(model: PreTrainedModel, stacks: list[Stack]) -> list[PreTrainedMode
     encoders inside a model with a head or a decoder. A class from outside transformers is run whole, because it may
     add positions before its stacks.
     """
+    model = transaction.model
     inside = any(stack.grid is not None and stack.module is not model for stack in stacks)
-    if inside or len(model_parts(model)) > 1 or any(stack.series is not None for stack in stacks):
+    if inside or len(transaction.parts()) > 1 or any(stack.series is not None for stack in stacks):
         return [stack.module for stack in stacks]
     if not type(model).__module__.startswith("transformers."):
         return [model]
@@ -124,7 +80,7 @@ def run_briefly(
     with without_trace(transaction.model, transaction.device):
         return [
             _run(one, change(_inputs(one, transaction.device, length, constant), length))
-            for one in subjects(transaction.model, stacks)
+            for one in _subjects(transaction, stacks)
         ]
 
 
