@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from hf_posenc import SequenceLengthError, UnsupportedError, native_scheme, patch_model, unpatch_model
 from hf_posenc.patching.find.discovery import find_stacks, model_parts
-from hf_posenc.patching.observe.short_runs import run_briefly
-from hf_posenc.patching.observe.vectors import embedded
+from hf_posenc.patching.observe.short_runs import embedded, run_briefly
 from hf_posenc.patching.place.transaction import Transaction
 
 from .checks import brief, stir

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.sites import Stack
-from hf_posenc.patching.observe.short_runs import is_runnable, run_briefly
-from hf_posenc.patching.observe.vectors import attended_twice
+from hf_posenc.patching.observe.short_runs import attended_twice, is_runnable, run_briefly
 from hf_posenc.patching.place.encoding import encodings
 from hf_posenc.patching.place.transaction import Transaction
 

@@ -15,9 +15,15 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.forward_code import forward_parameters, is_of_transformers
 from hf_posenc.patching.find.sites import Stack
-from hf_posenc.patching.observe.short_runs import NotRunnableError, is_runnable, run_briefly
+from hf_posenc.patching.observe.short_runs import (
+    NotRunnableError,
+    attended_twice,
+    distance,
+    embedded,
+    is_runnable,
+    run_briefly,
+)
 from hf_posenc.patching.observe.token_order import ORDER, TokenOrder, has_convolution, in_both_orders
-from hf_posenc.patching.observe.vectors import attended_twice, distance, embedded
 from hf_posenc.patching.place.encoding import encodings
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.schemes import NoneConfig

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.patching.find.sites import FoundAttention, Stack
-from hf_posenc.patching.observe.vectors import distance, exchanged, tokens_of
+from hf_posenc.patching.observe.short_runs import distance, exchanged, tokens_of
 
 #: The tokens of the second row. The last one sees the others, even in a causal model and in any window.
 ORDER = [1, 0, 2]

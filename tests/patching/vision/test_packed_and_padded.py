@@ -10,8 +10,7 @@ from torch import Tensor
 
 from hf_posenc import NoneConfig, patch_model
 from hf_posenc.patching.find.discovery import find_stacks
-from hf_posenc.patching.observe.short_runs import run_briefly
-from hf_posenc.patching.observe.vectors import embedded
+from hf_posenc.patching.observe.short_runs import embedded, run_briefly
 from hf_posenc.patching.place.transaction import Transaction
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
