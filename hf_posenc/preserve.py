@@ -24,6 +24,7 @@ _NEEDED = (
 )
 #: Contents of a module that sharding moves during a run and that it moves back itself.
 _MOVED = "_parameters"
+_CONTAINERS = (dict, OrderedDict, list, set)
 #: Buffers with more numbers are quantised weights, which no forward changes.
 _LARGEST_COPY = 2**24
 
@@ -142,7 +143,8 @@ def _kept_modules(modules: list[nn.Module]) -> Iterator[None]:
     """Evaluation mode without the caller's hooks; attributes, containers, buffers and configs are given back."""
     configs = {id(config): config for one in modules if hasattr(config := one.__dict__.get("config"), "__dict__")}
     owners = [*(vars(one) for one in modules), *(vars(config) for config in configs.values())]
-    contents = [(value, value.copy()) for value in (*owners, *(value for own in owners for value in _containers(own)))]
+    inside = [value for own in owners for name, value in own.items() if name != _MOVED and type(value) in _CONTAINERS]
+    contents = [(value, value.copy()) for value in (*owners, *inside)]
     buffers = [
         (buffer, buffer.detach().clone())
         for one in modules
@@ -162,12 +164,6 @@ def _kept_modules(modules: list[nn.Module]) -> Iterator[None]:
             if not torch.equal(buffer, values):
                 with torch.inference_mode(buffer.is_inference()), torch.no_grad():
                     buffer.copy_(values)
-
-
-def _containers(attributes: dict[str, Any]) -> Iterator[Any]:
-    for name, value in attributes.items():
-        if name != _MOVED and type(value) in (dict, OrderedDict, list, set):
-            yield value
 
 
 def _is_needed(hook: Any) -> bool:

@@ -8,9 +8,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from torch import nn
-from transformers import PreTrainedModel
 
-from hf_posenc.patching.find.discovery import find_stacks, model_parts
 from hf_posenc.patching.find.model_parts import check_part, default_part
 from hf_posenc.patching.find.rotary_axes import reads_axes
 from hf_posenc.patching.find.sites import Stack
@@ -84,9 +82,9 @@ def patch_model(
     # Planning may run the model, which would interfere with the thread of continuous batching.
     transaction.refuse_running()
     previous = transaction.encoding
-    requested = _requested(transaction.model, config, part, layers)
+    requested = _requested(transaction, config, part, layers)
     # A model with one part keeps a PartsConfig, because it may come from the checkpoint of a model with several.
-    several = isinstance(config, PartsConfig) or len(model_parts(transaction.model)) > 1
+    several = isinstance(config, PartsConfig) or len(transaction.parts()) > 1
     encoding = _plan(transaction, requested, several, layers, elsewhere)
     _warn_if_uncacheable(encoding, transaction)
     if not names_native(config):
@@ -99,10 +97,10 @@ def patch_model(
 
 
 def _requested(
-    model: PreTrainedModel, config: SchemeConfig, part: str | None, layers: Iterable[int] | None
+    transaction: Transaction, config: SchemeConfig, part: str | None, layers: Iterable[int] | None
 ) -> dict[str, SchemeConfig]:
     """The schemes that a call asks for, by name of the part."""
-    known = model_parts(model)
+    model, known = transaction.model, transaction.parts()
     if not isinstance(config, PartsConfig):
         return {default_part(model, known) if part is None else check_part(part, known, model): config}
     if part is not None or layers is not None:
@@ -155,7 +153,7 @@ def _resolve(
 ) -> SchemeConfig:
     """The scheme of every layer of one part."""
     target = transaction.model
-    stacks = find_stacks(target, [part])
+    stacks = transaction.stacks([part])
     refuse_misread_causality(transaction, stacks)
     refuse_hidden_positions(transaction, stacks)
     verify_adopted_tables(transaction, stacks)
@@ -188,7 +186,7 @@ def unpatch_model(model: ModelType, *, part: str | None = None) -> ModelType:
     if part is None:
         transaction.undo()
         return model
-    check_part(part, model_parts(transaction.model), transaction.model)
+    check_part(part, transaction.parts(), transaction.model)
     previous = transaction.encoding
     remaining = {name: config for name, config in _in_force(previous).items() if name != part}
     if previous is None or not remaining:

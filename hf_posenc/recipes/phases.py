@@ -13,7 +13,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching import native_scheme, patch_model, unpatch_model
 from hf_posenc.patching.find.discovery import find_stacks
 from hf_posenc.patching.observe.native_options import resolve_native, with_native_options
-from hf_posenc.patching.place.encoding import current_encoding, for_stacks, named_part, parameter_count, scheme_in_part
+from hf_posenc.patching.place.encoding import current_encoding, named_part, parameter_count, scheme_in_part
 from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.recipes.gradual import plain_model
@@ -79,7 +79,7 @@ class SchemePhases:
             config = with_native_options(config, stacks, native)
         if in_force == config:
             return False
-        planned = Transaction(model).plan(for_stacks(target, config, stacks)) if step > 0 else None
+        planned = Transaction(model).plan_alone(config, stacks) if step > 0 else None
         count = 0 if planned is None else parameter_count(planned)
         if count:
             raise UnsupportedError(

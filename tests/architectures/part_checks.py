@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_posenc import SequenceLengthError, UnsupportedError, native_scheme, patch_model, unpatch_model
 from hf_posenc.patching.find.discovery import find_stacks, model_parts
-from hf_posenc.patching.observe.short_runs import run_briefly, watched
+from hf_posenc.patching.observe.short_runs import embedded, run_briefly
 from hf_posenc.patching.place.transaction import Transaction
 
 from .checks import brief, stir
@@ -201,12 +201,12 @@ class PartChecker:
         for stack in self.stacks:
             if stack.grid is None:
                 continue
-            with watched(stack) as (embedded, _, _):
+            with embedded(stack) as seen:
                 try:
                     run_briefly(Transaction(self.model), [stack], 3, constant=True)
                 except UnsupportedError:
                     continue
-            tokens = embedded[0][0] if embedded else torch.zeros(0, 1)
+            tokens = seen[0][0] if seen else torch.zeros(0, 1)
             if len(tokens) >= _ENOUGH_TOKENS:
                 nearest = (tokens[1:] - tokens[:-1]).abs().amax(-1).min() / tokens.std()
                 found["one colour"] = at_most(float(nearest), SAME_BOUND)

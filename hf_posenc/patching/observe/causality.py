@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import ExitStack
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.sites import Stack
-from hf_posenc.patching.observe.short_runs import is_runnable, run_briefly, subjects, watched
+from hf_posenc.patching.observe.short_runs import attended_twice, is_runnable, run_briefly
 from hf_posenc.patching.place.encoding import encodings
 from hf_posenc.patching.place.transaction import Transaction
 
 _TOKENS = 3
-#: The arguments whose last token is replaced, one at a time: a stack may read either.
-_INPUTS = ("input_ids", "decoder_input_ids")
 #: Maximum change of the first token, relative to the change of the last one, at which a stack still counts as causal.
 #: It is not 0, because 8-bit quantisation shares a scale between tokens.
 _MAX_RELATIVE_CHANGE = 1e-2
@@ -26,8 +21,8 @@ _MAX_RELATIVE_CHANGE = 1e-2
 def refuse_misread_causality(transaction: Transaction, stacks: list[Stack]) -> None:
     """Checks by a run whether discovery was right about causality, for stacks where the evidence is contradictory.
 
-    The model is run on three tokens, and again with another last token. In a causal stack, the output of the first
-    attention layer for the first token does not change. Only stacks whose attention modules have an `is_causal` that
+    The model is run on three tokens, and its first attention layer again with another last token. In a causal stack,
+    the output for the first token does not change. Only stacks whose attention modules have an `is_causal` that
     differs from the result of discovery are checked, and only if their architecture is not declared. Other models are
     not run. Models on the meta device and patched models are not checked.
 
@@ -39,12 +34,9 @@ def refuse_misread_causality(transaction: Transaction, stacks: list[Stack]) -> N
     if not doubtful or not is_runnable(model) or encodings(model):
         return
     with ExitStack() as hooks:
-        seen = [hooks.enter_context(watched(stack)) for stack in doubtful]
+        seen = [hooks.enter_context(attended_twice(stack, _first_at_the_end)) for stack in doubtful]
         run_briefly(transaction, doubtful, _TOKENS)
-        for name in _INPUTS:
-            with _other_last_token(subjects(model, doubtful), name):
-                run_briefly(transaction, doubtful, _TOKENS)
-    for stack, (_, _, results) in zip(doubtful, seen, strict=True):
+    for stack, results in zip(doubtful, seen, strict=True):
         observed, first = _observed(results), stack.attentions[0]
         if observed is not None and observed != first.causal:
             words = {True: "causal", False: "bidirectional"}
@@ -65,32 +57,14 @@ def _disagrees_with_discovery(stack: Stack) -> bool:
     return isinstance(own, bool) and own != first.causal
 
 
-def _observed(results: list[Tensor]) -> bool | None:
-    """Whether the stack is causal; `None` if no call has changed its last token."""
-    if len(results) != 1 + len(_INPUTS):
-        return None
-    before, *others = results
-    for after in others:
-        change = (after - before).float().abs()
+def _first_at_the_end(tokens: int) -> list[int]:
+    return [*range(tokens - 1), 0]
+
+
+def _observed(results: list[tuple[Tensor, Tensor]]) -> bool | None:
+    """Whether the stack is causal; `None` if the first call has not changed its last token."""
+    for other, own in results[:1]:
+        change = (other - own).float().abs()
         if float(change[:, -1].max()) > 0:
             return float(change[:, 0].max()) <= _MAX_RELATIVE_CHANGE * float(change[:, -1].max())
     return None
-
-
-@contextmanager
-def _other_last_token(models: list[PreTrainedModel], name: str) -> Iterator[None]:
-    """Context manager in which the last token of one argument of the models is replaced by another token."""
-
-    def exchange(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if name not in kwargs:
-            return None
-        tokens = kwargs[name].clone()
-        tokens[..., -1] = tokens[..., 0]
-        return args, kwargs | {name: tokens}
-
-    handles = [model.register_forward_pre_hook(exchange, with_kwargs=True) for model in models]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

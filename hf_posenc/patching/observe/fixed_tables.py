@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from hf_posenc.errors import PositionEncodingError, UnsupportedError
 from hf_posenc.patching.find.offloading import onload_weights
 from hf_posenc.patching.find.sites import FixedTable, Stack
 from hf_posenc.schemes import SinusoidalConfig
+from hf_posenc.schemes.additive.sinusoidal import LAYOUTS
 from hf_posenc.schemes.config import BuildContext
 from hf_posenc.schemes.positions import Positions
 
@@ -43,6 +46,16 @@ def reproduces(
         if not ((found - expected).abs() <= 1e-4 + rounding + angle_error * ids[0].unsqueeze(-1)).all():
             return False
     return True
+
+
+def sinusoids_like(rows: Tensor, origin: int = 0) -> SinusoidalConfig | None:
+    """The formula that gives the rows from `origin` on; `None` if there is none, or on the meta device."""
+    rounding = 0.0 if rows.dtype == torch.float32 else torch.finfo(rows.dtype).eps
+    for frequencies, layout in itertools.product(("vaswani", "tensor2tensor"), LAYOUTS):
+        config = SinusoidalConfig(frequencies=frequencies, layout=layout, offset=origin)
+        if not rows.is_meta and reproduces(config, rows, origin, rounding=rounding):
+            return config
+    return None
 
 
 def check_fixed_tables(tables: list[FixedTable], stack: Stack) -> None:

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
+from itertools import pairwise
 from typing import Any
 
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.forward_code import forward_parameters, is_of_transformers
 from hf_posenc.patching.find.sites import Stack
-from hf_posenc.patching.observe.short_runs import NotRunnableError, is_runnable, run_briefly, watched
-from hf_posenc.patching.observe.swapped_patches import PatchSwap
-from hf_posenc.patching.observe.token_order import ORDER, TokenOrder, distance, has_convolution, in_both_orders
-from hf_posenc.patching.place.encoding import encodings, for_stacks
+from hf_posenc.patching.observe.short_runs import (
+    NotRunnableError,
+    attended_twice,
+    distance,
+    embedded,
+    is_runnable,
+    run_briefly,
+)
+from hf_posenc.patching.observe.token_order import ORDER, TokenOrder, has_convolution, in_both_orders
+from hf_posenc.patching.place.encoding import encodings
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.schemes import NoneConfig
+
+#: Of fewer patches of an image, all may be at its edges.
+_FEWEST_PATCHES = 16
 
 
 def refuse_hidden_positions(transaction: Transaction, stacks: list[Stack]) -> None:
@@ -29,9 +39,10 @@ def refuse_hidden_positions(transaction: Transaction, stacks: list[Stack]) -> No
     position of its token, and no attention on the order of its keys; see `TokenOrder`. This finds positions in
     embeddings, in the forward of an attention class and in an attention function, whoever has written them.
 
-    Features and pixels: the same for the first layer and its attention, in stacks in which nothing was found, or whose
-    mechanism is disabled by a declaration. The output is not compared for attention after a recurrent layer or
-    with a convolution over its keys, both of which depend on the order too.
+    Features and pixels: in stacks in which nothing was found, or whose mechanism is disabled by a declaration, some
+    neighbours must be equal at the input of the first layer if all frames of a series or pixels of an image are, and
+    the first attention must not depend on the order of its keys. The latter is not compared for attention with a
+    convolution over its keys.
 
     Models on the meta device and patched models are not checked.
 
@@ -46,12 +57,11 @@ def refuse_hidden_positions(transaction: Transaction, stacks: list[Stack]) -> No
     bare = [stack for stack in others if _nothing_found(stack)]
     silenced = [stack for stack in others if _is_silenced(stack)]
     if bare:
-        _refuse_uneven_embeddings(transaction, [stack for stack in bare if stack.series is not None])
-        _refuse_order(transaction, bare, _undiscovered_message)
+        _refuse_positions_of_features(transaction, bare)
     if silenced or text:
-        with transaction.installed(transaction.plan(for_stacks(model, NoneConfig(), stacks), stacks)):
+        with transaction.installed(transaction.plan_alone(NoneConfig(), stacks)):
             if silenced:
-                _refuse_order(transaction, silenced, _silenced_message)
+                _refuse_positions_of_features(transaction, silenced)
             if text:
                 try:
                     _refuse_order_of_tokens(transaction, text)
@@ -62,40 +72,49 @@ def refuse_hidden_positions(transaction: Transaction, stacks: list[Stack]) -> No
 
 
 def _refuse_order_of_tokens(transaction: Transaction, stacks: list[Stack]) -> None:
+    seen = [TokenOrder(stack, strict=_nothing_found(stack) or _is_silenced(stack)) for stack in stacks]
     with ExitStack() as hooks:
-        seen = [TokenOrder(stack, strict=_nothing_found(stack) or _is_silenced(stack)) for stack in stacks]
         for one in seen:
             hooks.enter_context(one.observed())
         run_briefly(transaction, stacks, len(ORDER), change=in_both_orders)
     for stack, one in zip(stacks, seen, strict=True):
         if one.problem:
-            message = _silenced_message if _is_silenced(stack) else _own_message
-            raise UnsupportedError((_undiscovered_message if _nothing_found(stack) else message)(stack, one.problem))
+            raise UnsupportedError(_message(stack, one.problem))
 
 
-def _refuse_order(transaction: Transaction, stacks: list[Stack], message: Callable[[Stack, str], str]) -> None:
-    with ExitStack() as hooks:
-        seen = [hooks.enter_context(watched(stack)) for stack in stacks]
-        run_briefly(transaction, stacks, len(ORDER))
-        swaps = {stack.name: PatchSwap() for stack in stacks if stack.grid is not None}
-        with _reordered_patches(stacks, swaps), _reordered_embeddings(stacks):
-            run_briefly(transaction, stacks, len(ORDER))
-    for stack, (embedded, attended, results) in zip(stacks, seen, strict=True):
+def _refuse_positions_of_features(transaction: Transaction, stacks: list[Stack]) -> None:
+    for stack, found in zip(stacks, _seen(transaction, stacks, embedded, constant=True), strict=True):
+        if stack.series is not None and stack.first_layer is not None and not found:
+            raise UnsupportedError(
+                f"No position mechanism was found in this {type(stack.module).__name__}, and the input of its first "
+                "layer is no tensor in which one could be seen. Declare the architecture with "
+                f"hf_posenc.register_architecture({stack.config.model_type!r}, architecture=...)."
+            )
         if stack.grid is not None and stack.grid.projection is None:
-            continue  # The patches of this stack cannot be swapped.
-        order = ORDER
-        if stack.grid is not None:
-            tokens = embedded[0].shape[1] if embedded else 0
-            order = swaps[stack.name].order(tokens, stack.grid.suffix_tokens)
-        elif stack.series is not None:
-            order = _before_the_last(embedded[0].shape[1] if embedded else 0)
-        if stack.series is None and _differ(embedded, order):
-            raise UnsupportedError(message(stack, "the input of its first layer depends on the position of tokens"))
-        if _differ(attended, order) or has_convolution(stack.attentions[0].module):
-            continue
-        last = [result[:, -1:] for result in results]
-        if len(last) == 2 and distance(*last) > 0:
-            raise UnsupportedError(message(stack, "the output of its first attention layer depends on token order"))
+            continue  # Its patches come from another stack, with the positions of that one.
+        # Convolutions see the edges, so not all tokens are equal.
+        if found and found[0].shape[1] >= (_FEWEST_PATCHES if stack.series is None else len(ORDER)):
+            tokens = found[0][0]
+            if all(distance(one, other) > 0 for one, other in pairwise(tokens)):
+                raise UnsupportedError(
+                    _message(stack, "the input of its first layer depends on the position of tokens")
+                )
+    seen = _seen(transaction, stacks, lambda stack: attended_twice(stack, _before_the_last))
+    for stack, results in zip(stacks, seen, strict=True):
+        if results and not has_convolution(stack.attentions[0].module):
+            one, other = results[0]
+            if distance(one[:, -1:], other[:, -1:]) > 0:
+                raise UnsupportedError(
+                    _message(stack, "the output of its first attention layer depends on token order")
+                )
+
+
+def _seen(transaction: Transaction, stacks: list[Stack], watch: Callable[[Stack], Any], **options: Any) -> list[Any]:
+    """What was seen of each stack in a short run."""
+    with ExitStack() as hooks:
+        seen = [hooks.enter_context(watch(stack)) for stack in stacks]
+        run_briefly(transaction, stacks, len(ORDER), **options)
+    return seen
 
 
 def _has_other_code(stack: Stack) -> bool:
@@ -109,32 +128,6 @@ def _is_silenced(stack: Stack) -> bool:
     return bool(declared or (stack.grid is not None and stack.grid.biases))
 
 
-def _refuse_uneven_embeddings(transaction: Transaction, stacks: list[Stack]) -> None:
-    """Refuses stacks that give equal frames of a series unequal embeddings.
-
-    Convolutions see the frames around a token, so tokens cannot be swapped. In the middle of a constant series all
-    tokens are equal unless a position is added to them.
-    """
-    if not stacks:
-        return
-    with ExitStack() as hooks:
-        seen = [hooks.enter_context(watched(stack)) for stack in stacks]
-        run_briefly(transaction, stacks, len(ORDER), constant=True)
-    for stack, (embedded, _, _) in zip(stacks, seen, strict=True):
-        if stack.first_layer is not None and not embedded:
-            raise UnsupportedError(
-                f"No position mechanism was found in this {type(stack.module).__name__}, and the input of its first "
-                "layer is no tensor in which one could be seen. Declare the architecture with "
-                f"hf_posenc.register_architecture({stack.config.model_type!r}, architecture=...)."
-            )
-        if embedded and embedded[0].shape[1] > 2:
-            middle = embedded[0].shape[1] // 2
-            if distance(embedded[0][:, middle], embedded[0][:, middle - 1]) > 0:
-                raise UnsupportedError(
-                    _undiscovered_message(stack, "the input of its first layer depends on the position of tokens")
-                )
-
-
 def _nothing_found(stack: Stack) -> bool:
     rotates = stack.rotaries or any(attention.rotary_functions for attention in stack.attentions)
     architecture = stack.architecture
@@ -144,54 +137,15 @@ def _nothing_found(stack: Stack) -> bool:
     return not (rotates or tables or declared or of_series)
 
 
-@contextmanager
-def _reordered_patches(stacks: list[Stack], swaps: dict[str, PatchSwap]) -> Iterator[None]:
-    """Context manager in which the first two patches of every image are swapped."""
-    handles = []
-    for stack in stacks:
-        if stack.grid is not None and stack.grid.projection is not None:
-            handles.append(stack.grid.projection.register_forward_hook(swaps[stack.name]))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def _reordered_embeddings(stacks: list[Stack]) -> Iterator[None]:
-    """Context manager in which two embeddings of stacks that read features are swapped."""
-
-    def reorder(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        if args and isinstance(args[0], Tensor):
-            return (_swapped(args[0]), *args[1:]), kwargs
-        name = next(name for name, value in kwargs.items() if isinstance(value, Tensor))
-        return args, kwargs | {name: _swapped(kwargs[name])}
-
-    layers = [stack.first_layer for stack in stacks if stack.series is not None and stack.first_layer is not None]
-    handles = [layer.register_forward_pre_hook(reorder, with_kwargs=True) for layer in layers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _swapped(embeddings: Tensor) -> Tensor:
-    """`(..., length, hidden)` with two tokens swapped."""
-    return embeddings[..., _before_the_last(embeddings.shape[-2]), :]
-
-
 def _before_the_last(tokens: int) -> list[int]:
     """The order in which the two tokens before the last are swapped. The last one sees both in any window."""
     return [*range(tokens - 3), tokens - 2, tokens - 3, tokens - 1] if tokens > 2 else [*range(tokens)]
 
 
-def _differ(inputs: list[Tensor], order: list[int]) -> bool:
-    """Whether the vectors of the same tokens differ between the two calls."""
-    # Some architectures prepend their own tokens.
-    own = [tensor[:, -len(order) :] for tensor in inputs]
-    return len(own) == 2 and own[0].shape[1] == len(order) and distance(own[0][:, order], own[1]) > 0
+def _message(stack: Stack, what: str) -> str:
+    if _nothing_found(stack):
+        return _undiscovered_message(stack, what)
+    return (_silenced_message if _is_silenced(stack) else _own_message)(stack, what)
 
 
 def _undiscovered_message(stack: Stack, what: str) -> str:

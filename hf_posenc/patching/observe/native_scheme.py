@@ -10,7 +10,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
-from hf_posenc.patching.find.discovery import find_stacks
 from hf_posenc.patching.find.layer_context import build_context
 from hf_posenc.patching.find.rotary_axes import frequencies_by_axis
 from hf_posenc.patching.find.rotary_functions import looks_phases_up, pairing, rotary_output
@@ -18,7 +17,7 @@ from hf_posenc.patching.find.rotary_spectra import describes, phases_of, spectra
 from hf_posenc.patching.find.sites import FoundAttention, FoundModule, Stack
 from hf_posenc.patching.find.tables import table_origin, table_weight
 from hf_posenc.patching.observe.causality import refuse_misread_causality
-from hf_posenc.patching.observe.fixed_tables import check_fixed_tables, reproduces
+from hf_posenc.patching.observe.fixed_tables import check_fixed_tables, sinusoids_like
 from hf_posenc.patching.observe.grids.native_biases import grid_bias_scheme
 from hf_posenc.patching.observe.grids.native_rotations import grid_rotation_scheme
 from hf_posenc.patching.observe.grids.native_tables import grid_table_scheme
@@ -35,10 +34,8 @@ from hf_posenc.schemes import (
     NoneConfig,
     RopeConfig,
     ScheduleConfig,
-    SinusoidalConfig,
     from_rope_parameters,
 )
-from hf_posenc.schemes.additive.sinusoidal import LAYOUTS
 from hf_posenc.schemes.config import SchemeConfig
 
 
@@ -61,7 +58,7 @@ def native_scheme(model: PreTrainedModel, *, part: str | None = None) -> SchemeC
     """
     transaction = Transaction(model)
     with transaction.suspended() as target:
-        stacks = find_stacks(target, None if part is None else [part])
+        stacks = transaction.stacks(None if part is None else [part])
         refuse_misread_causality(transaction, stacks)
         refuse_hidden_positions(transaction, stacks)
         rotating = any(attention.rotary_functions for stack in stacks for attention in stack.attentions)
@@ -158,17 +155,13 @@ def _table_scheme(table: FoundModule, stack: Stack) -> SchemeConfig:
     weight = table_weight(table.module)
     assert weight is not None
     origin = table_origin(table.module)
-    rows = weight.detach().float()
     # A frozen table may have been computed from a formula. A trainable table counts as learned, whatever its values,
     # except in Whisper's encoder, whose frozen table is trainable after `from_pretrained`.
     frozen = not weight.requires_grad or isinstance(weight, nn.Parameter) is False
     if frozen or (stack.series is not None and stack.series.fixed_input is not None):
-        for frequencies in ("vaswani", "tensor2tensor"):
-            for layout in LAYOUTS:
-                config = SinusoidalConfig(frequencies=frequencies, layout=layout, offset=origin)
-                rounding = 0.0 if weight.dtype == torch.float32 else torch.finfo(weight.dtype).eps
-                if weight.device.type != "meta" and reproduces(config, rows, origin, rounding=rounding):
-                    return config
+        formula = sinusoids_like(weight.detach(), origin)
+        if formula is not None:
+            return formula
     return LearnedConfig(num_positions=weight.shape[0] - origin, offset=origin)
 
 

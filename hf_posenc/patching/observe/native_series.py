@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.find.series.found import ParameterTable, VectorModule
+from hf_posenc.patching.find.series.found import VectorModule
 from hf_posenc.patching.find.sites import Stack
-from hf_posenc.patching.observe.fixed_tables import reproduces
-from hf_posenc.schemes import LearnedConfig, SinusoidalConfig
+from hf_posenc.patching.observe.fixed_tables import sinusoids_like
+from hf_posenc.schemes import LearnedConfig
 from hf_posenc.schemes.config import SchemeConfig
 
 #: Number of positions at which sinusoids are compared with their formula.
@@ -23,7 +23,7 @@ def series_schemes(stack: Stack) -> list[SchemeConfig]:
     """
     assert stack.series is not None
     found = [_of_vectors(one, stack) for one in stack.series.vectors]
-    return [*found, *(_of_parameter(table) for table in stack.series.parameters)]
+    return [*found, *(LearnedConfig(num_positions=table.weight.shape[0]) for table in stack.series.parameters)]
 
 
 def _of_vectors(found: VectorModule, stack: Stack) -> SchemeConfig:
@@ -36,16 +36,10 @@ def _of_vectors(found: VectorModule, stack: Stack) -> SchemeConfig:
         )
     with torch.no_grad():
         rows = found.module(seq_length=_COMPARED)[0].float()
-    for frequencies in ("vaswani", "tensor2tensor"):
-        for layout in ("interleaved", "concatenated"):
-            config = SinusoidalConfig(frequencies=frequencies, layout=layout)
-            if rows.device.type != "meta" and reproduces(config, rows, 0):
-                return config
+    formula = sinusoids_like(rows)
+    if formula is not None:
+        return formula
     raise UnsupportedError(
         f"{owner} computes sinusoids that follow no formula of this library. Any scheme can replace them, and "
         "unpatch_model restores them."
     )
-
-
-def _of_parameter(table: ParameterTable) -> SchemeConfig:
-    return LearnedConfig(num_positions=table.weight.shape[0])

@@ -1,4 +1,4 @@
-"""Short runs of a stock model, or of one of its parts, on a few tokens."""
+"""Short runs of a stock model, or of one of its parts, on a few tokens, and the vectors that are seen in them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIPLE_CHOICE_MAP
 
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
 from hf_posenc.patching.find.architectures.declaration import architecture_of
-from hf_posenc.patching.find.discovery import model_parts
 from hf_posenc.patching.find.forward_code import forward_parameters
 from hf_posenc.patching.find.model_parts import reads_features, reads_pixels
 from hf_posenc.patching.find.sites import Stack
@@ -25,9 +24,8 @@ from hf_posenc.preserve import without_trace
 
 #: The first word of a short text: vocabularies often begin with tokens of another meaning. No text needs so many words.
 _FIRST_WORD, _LAST_WORD = 5, 64
-
-#: For one stack, one tensor per call: inputs of the first layer, and inputs and outputs of the first attention module.
-Seen = tuple[list[Tensor], list[Tensor], list[Tensor]]
+#: Tolerance for a different order of summation, in units of the dtype's precision.
+_ROUNDING, _HALF_ROUNDING = 16.0, 4.0
 
 
 class NotRunnableError(UnsupportedError):
@@ -40,47 +38,7 @@ def is_runnable(model: nn.Module) -> bool:
     return hooked or not any(parameter.device.type == "meta" for parameter in model.parameters())
 
 
-@contextmanager
-def watched(stack: Stack) -> Iterator[Seen]:
-    """Records the inputs of the first layer, and inputs and outputs of the first attention module, batch first."""
-    embedded, attended, results = seen = ([], [], [])  # type: Seen
-
-    # Images and windows of sound may be packed in one row, and patches may have rows and columns on axes of their own.
-    axes = (2, 3, 4) if stack.grid is not None else (3,) if stack.series is None else (2, 3)
-
-    def note(kept: list[Tensor], values: Any) -> None:
-        tensor = next((value for value in values if isinstance(value, Tensor) and value.dim() in axes), None)
-        if tensor is not None and tensor.dim() != 3:
-            if tensor.dim() == 4 and tensor.shape[1] == stack.hidden_size != tensor.shape[3]:
-                tensor = tensor.movedim(1, 3)
-            tensor = tensor.unsqueeze(0) if tensor.dim() == 2 else tensor.flatten(1, 2)
-        if tensor is not None:
-            if stack.architecture.channels_first:
-                tensor = tensor.transpose(1, 2)
-            kept.append((tensor.transpose(0, 1) if stack.architecture.time_major else tensor).detach())
-
-    def note_input(kept: list[Tensor]) -> Any:
-        return lambda module, args, kwargs: note(kept, (*args, *kwargs.values()))
-
-    def note_output(module: nn.Module, args: Any, output: Any) -> None:
-        values = output.values() if isinstance(output, dict) else output
-        note(results, (values,) if isinstance(values, Tensor) else values)
-
-    attention = stack.attentions[0].module
-    handles = [
-        attention.register_forward_pre_hook(note_input(attended), with_kwargs=True),
-        attention.register_forward_hook(note_output),
-    ]
-    if stack.first_layer is not None:
-        handles.append(stack.first_layer.register_forward_pre_hook(note_input(embedded), with_kwargs=True))
-    try:
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def subjects(model: PreTrainedModel, stacks: list[Stack]) -> list[PreTrainedModel]:
+def _subjects(transaction: Transaction, stacks: list[Stack]) -> list[PreTrainedModel]:
     """The modules that are run to observe some stacks: as little of the model as has them.
 
     Heads may need other inputs, such as an end of the text, and know nothing about positions. A composite model would
@@ -88,8 +46,9 @@ def subjects(model: PreTrainedModel, stacks: list[Stack]) -> list[PreTrainedMode
     encoders inside a model with a head or a decoder. A class from outside transformers is run whole, because it may
     add positions before its stacks.
     """
+    model = transaction.model
     inside = any(stack.grid is not None and stack.module is not model for stack in stacks)
-    if inside or len(model_parts(model)) > 1 or any(stack.series is not None for stack in stacks):
+    if inside or len(transaction.parts()) > 1 or any(stack.series is not None for stack in stacks):
         return [stack.module for stack in stacks]
     if not type(model).__module__.startswith("transformers."):
         return [model]
@@ -124,7 +83,7 @@ def run_briefly(
     with without_trace(transaction.model, transaction.device):
         return [
             _run(one, change(_inputs(one, transaction.device, length, constant), length))
-            for one in subjects(transaction.model, stacks)
+            for one in _subjects(transaction, stacks)
         ]
 
 
@@ -214,3 +173,108 @@ def _reads_choices(module: PreTrainedModel) -> bool:
     """Whether it reads several texts for each question: `(batch, choices, length)`."""
     known = set(MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES.values())
     return any(kind.__name__ in known for kind in type(module).__mro__)
+
+
+def tokens_of(stack: Stack, values: Any) -> tuple[Tensor | None, Tensor | None]:
+    """The first tensor of vectors among arguments or outputs, and a view of it, `(batch, length, hidden)`.
+
+    Images and windows of sound may be packed in one row, and patches may have rows and columns on axes of their own.
+    """
+    values = (values,) if isinstance(values, Tensor) else values.values() if isinstance(values, dict) else values
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    axes: tuple[int, ...] = (2, 3, 4) if stack.grid is not None else (2, 3)
+    if stack.grid is None and stack.series is None:
+        # Hidden states come first. Of another shape, they are those of several streams.
+        tensors, axes = tensors[:1], (3,)
+    found = next((tensor for tensor in tensors if tensor.dim() in axes), None)
+    if found is None:
+        return None, None
+    tokens = found
+    if tokens.dim() == 2:
+        tokens = tokens.unsqueeze(0)
+    elif tokens.dim() == 4:
+        channels_first = tokens.shape[1] == stack.hidden_size != tokens.shape[3]
+        tokens = (tokens.movedim(1, 3) if channels_first else tokens).flatten(1, 2)
+    if stack.architecture.channels_first:
+        tokens = tokens.transpose(1, 2)
+    return found, tokens.transpose(0, 1) if stack.architecture.time_major else tokens
+
+
+def exchanged(found: Tensor, other: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Arguments with another tensor in place of one of them."""
+    return (
+        tuple(other if value is found else value for value in args),
+        {name: other if value is found else value for name, value in kwargs.items()},
+    )
+
+
+@contextmanager
+def embedded(stack: Stack) -> Iterator[list[Tensor]]:
+    """Records the input of the first layer, `(batch, length, hidden)`, of each call in a `with` block."""
+    seen: list[Tensor] = []
+
+    def note(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        tokens = tokens_of(stack, (*args, *kwargs.values()))[1]
+        if tokens is not None:
+            seen.append(tokens.detach())
+
+    if stack.first_layer is None:
+        yield seen
+        return
+    handle = stack.first_layer.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def attended_twice(stack: Stack, chosen: Callable[[int], list[int]]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Runs the first attention module of a stack once more in every call in a `with` block, with other vectors.
+
+    Args:
+        stack: the stack.
+        chosen: the places of the vectors that the tokens have instead of their own, for a number of tokens.
+
+    Yields:
+        For each call, the outputs with the other vectors and with the own ones, `(batch, length, hidden)`.
+    """
+    before: list[Tensor] = []
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def run_again(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        before.clear()
+        found, tokens = tokens_of(stack, (*args, *kwargs.values()))
+        if found is None or tokens is None:
+            return
+        other = found.clone(memory_format=torch.contiguous_format)
+        changed = tokens_of(stack, other)[1]
+        assert changed is not None
+        changed.copy_(tokens[:, chosen(tokens.shape[1])])
+        args, kwargs = exchanged(found, other, args, kwargs)
+        result = tokens_of(stack, module.forward(*args, **kwargs))[1]
+        before.extend(() if result is None else (result,))
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        result = tokens_of(stack, output)[1]
+        if before and result is not None:
+            seen.append((before[0], result))
+
+    attention = stack.attentions[0].module
+    handles = [
+        attention.register_forward_pre_hook(run_again, with_kwargs=True),
+        attention.register_forward_hook(note),
+    ]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """The largest absolute difference; 0 if it is within rounding error or NaN."""
+    rounding = _ROUNDING if torch.finfo(one.dtype).bits >= 32 else _HALF_ROUNDING
+    allowed = rounding * torch.finfo(one.dtype).eps * float(one.abs().max())
+    difference = float((one.float() - other.float()).abs().max())
+    return difference if difference > allowed else 0.0

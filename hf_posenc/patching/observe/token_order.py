@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.patching.find.sites import FoundAttention, Stack
+from hf_posenc.patching.observe.short_runs import distance, exchanged, tokens_of
 
 #: The tokens of the second row. The last one sees the others, even in a causal model and in any window.
 ORDER = [1, 0, 2]
 _LENGTH = len(ORDER)
-#: Tolerance for a different order of summation, in units of the dtype's precision.
-_ROUNDING, _HALF_ROUNDING = 16.0, 4.0
 #: Makes a difference of logits larger than the rounding of half precision.
 _AMPLIFICATION = 8.0
 
@@ -82,8 +81,7 @@ class TokenOrder:
         return self._reordered(args, kwargs, _AMPLIFICATION)
 
     def _check_output(self, attention: FoundAttention, module: nn.Module, args: Any, output: Any) -> None:
-        values = output.values() if isinstance(output, dict) else output
-        rows = self._rows((values,) if isinstance(values, Tensor) else values)
+        rows = self._rows(output)
         if rows is None or has_convolution(module):
             return
         first = rows[0, -1:] if attention.causal else rows[0, -_LENGTH:][ORDER]
@@ -100,31 +98,22 @@ class TokenOrder:
 
     def _rows(self, values: Any) -> Tensor | None:
         """`(2, length, hidden)`: the first tensor, batch first; `None` if it has another shape."""
-        tensor = _first_tensor(values)
-        if tensor is None or tensor.dim() != 3 or not tensor.is_floating_point():
-            return None
-        rows = self._batch_first(tensor)
-        return rows if rows.shape[0] == 2 and rows.shape[1] >= _LENGTH else None
-
-    def _batch_first(self, tensor: Tensor) -> Tensor:
-        if self.stack.architecture.time_major:
-            return tensor.transpose(0, 1)
-        return tensor.transpose(1, 2) if self.stack.architecture.channels_first else tensor
+        rows = tokens_of(self.stack, values)[1]
+        known = rows is not None and rows.is_floating_point() and rows.shape[0] == 2 and rows.shape[1] >= _LENGTH
+        return rows if known else None
 
     def _reordered(self, args: tuple[Any, ...], kwargs: dict[str, Any], factor: float = 1.0) -> Any:
         """The arguments, in which the second row of the hidden states is the first in the other order."""
-        rows = self._rows((*args, *kwargs.values()))
-        if rows is None:
+        found, rows = tokens_of(self.stack, (*args, *kwargs.values()))
+        if found is None or rows is None or self._rows(found) is None:
             return None
-        hidden = _first_tensor((*args, *kwargs.values()))
         before = rows.shape[1] - _LENGTH
-        order = [*range(before), *(before + place for place in ORDER)]
         row = rows[0] * factor if torch.finfo(rows.dtype).bits < 32 else rows[0]
-        changed = self._batch_first(torch.stack([row, row[order]]))
-        return (
-            tuple(changed if value is hidden else value for value in args),
-            {name: changed if value is hidden else value for name, value in kwargs.items()},
-        )
+        changed = found.clone(memory_format=torch.contiguous_format)
+        view = tokens_of(self.stack, changed)[1]
+        assert view is not None
+        view.copy_(torch.stack([row, row[[*range(before), *(before + place for place in ORDER)]]]))
+        return exchanged(found, changed, args, kwargs)
 
 
 def in_both_orders(arguments: dict[str, Any], length: int) -> dict[str, Any]:
@@ -146,18 +135,6 @@ def _in_both_orders(name: str, value: Any, length: int) -> Any:
 def has_convolution(attention: nn.Module) -> bool:
     """Whether an attention module mixes neighbouring tokens by a convolution."""
     return any(isinstance(one, nn.Conv1d | nn.Conv2d) and one.kernel_size[0] > 1 for one in attention.modules())
-
-
-def distance(one: Tensor, other: Tensor) -> float:
-    """The largest absolute difference; 0 if it is within rounding error or NaN."""
-    rounding = _ROUNDING if torch.finfo(one.dtype).bits >= 32 else _HALF_ROUNDING
-    allowed = rounding * torch.finfo(one.dtype).eps * float(one.abs().max())
-    difference = float((one.float() - other.float()).abs().max())
-    return difference if difference > allowed else 0.0
-
-
-def _first_tensor(values: Any) -> Tensor | None:
-    return next((value for value in values if isinstance(value, Tensor)), None)
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:

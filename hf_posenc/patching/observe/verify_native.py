@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.observe.short_runs import is_runnable, run_briefly
-from hf_posenc.patching.place.encoding import encodings, for_stacks
+from hf_posenc.patching.place.encoding import encodings
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.schemes.config import SchemeConfig
 
@@ -80,9 +80,8 @@ def _difference(transaction: Transaction, config: SchemeConfig, stacks: list[Sta
     if not is_runnable(transaction.model):
         return None
     stock = _outputs(transaction, stacks)
-    whole = for_stacks(transaction.model, config, stacks)
     # Building a part draws its initial weights. The caller's random generator must keep its state.
-    with torch.random.fork_rng(devices=[]), transaction.installed(transaction.plan(whole, stacks)):
+    with torch.random.fork_rng(devices=[]), transaction.installed(transaction.plan_alone(config, stacks)):
         replaced = _outputs(transaction, stacks)
     difference = float((replaced - stock).abs().max() / stock.abs().max().clamp(min=1.0))
     return None if difference <= _TOLERANCE.get(transaction.model.dtype, _HALF_TOLERANCE) else difference

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Mapping
-from typing import Any, TypeGuard, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from hf_posenc.patching.place.config_lengths import Lengths
 from hf_posenc.patching.place.record import NOT_STRICT, SchemeRecord, disagreement, mark_of, marked_scheme, placed_mark
 from hf_posenc.patching.place.report import PatchReport
 from hf_posenc.patching.place.stack_encoding import StackEncoding
-from hf_posenc.schemes.arrangement.of_parts import PartsConfig, of_parts
+from hf_posenc.schemes.arrangement.of_parts import PartsConfig
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.parts import Part
 from hf_posenc.schemes.reach import Reach, shortest
@@ -192,13 +192,6 @@ def scheme_of(config: SchemeConfig, part: str) -> SchemeConfig | None:
     return config.by_part().get(part) if isinstance(config, PartsConfig) else config
 
 
-def for_stacks(model: PreTrainedModel, config: SchemeConfig, stacks: list[Stack]) -> SchemeConfig:
-    """The config that gives some stacks of a model one scheme, and leaves its other parts alone."""
-    if len(model_parts(model)) == 1:
-        return config
-    return of_parts({stack.part: config for stack in stacks})
-
-
 def parts_named(config: SchemeConfig) -> tuple[str, ...] | None:
     """The parts of a composite model that have a scheme; `None` if the config does not name parts."""
     return config.names if isinstance(config, PartsConfig) else None
@@ -210,22 +203,17 @@ def encodings(model: nn.Module) -> list[PositionEncoding]:
     Raises:
         UnsupportedError: if an encoding was created by another copy of this package.
     """
-    return [module for module in model.modules() if _is_encoding(module, model)]
-
-
-def _is_encoding(module: nn.Module, model: nn.Module) -> TypeGuard[PositionEncoding]:
-    if isinstance(module, PositionEncoding):
-        return True
-    name = (PositionEncoding.__module__, PositionEncoding.__qualname__)
-    if any((kind.__module__, kind.__qualname__) == name for kind in type(module).__mro__):
-        package = __name__.partition(".")[0]
+    kinds = {type(module) for module in model.modules()}
+    found = {kind for kind in kinds if issubclass(kind, PositionEncoding)}
+    name, package = f"{PositionEncoding.__module__}.{PositionEncoding.__qualname__}", __name__.partition(".")[0]
+    if any(f"{one.__module__}.{one.__qualname__}" == name for kind in kinds - found for one in kind.__mro__):
         raise UnsupportedError(
             f"This {type(model).__name__} was patched by another copy of {package}: the package has been imported "
             "again in this process, after its modules were removed from sys.modules (test plugins and notebooks do "
             "so). The new copy cannot undo or save the changes of the old one. Load and patch the model again, or "
             f"restart the process, and exclude {package} from reloading."
         )
-    return False
+    return [module for module in model.modules() if isinstance(module, PositionEncoding)] if found else []
 
 
 def current_encoding(model: PreTrainedModel) -> PositionEncoding | None:

@@ -53,15 +53,25 @@ def native_length(model: PreTrainedModel, stacks: list[Stack]) -> int | None:
     return min(stated or _stated(model, stacks).values(), default=None) if stacks else None
 
 
-def initialize_lengths(encoding: PositionEncoding, model: PreTrainedModel, stacks: list[Stack]) -> None:
+def initialize_lengths(encoding: PositionEncoding, model: PreTrainedModel, stacks: list[Stack], main: str) -> None:
     """Determines the length of a model whose scheme has just been placed, and writes it to the config and the report.
 
     This is the length that the user has chosen; otherwise the length that the scheme was made for, if it is longer than
     the native length; otherwise the native length. It never exceeds the longest sequence that the scheme can encode.
     An encoder that reads features beside another part has a length of its own.
+
+    Args:
+        encoding: the encoding in force.
+        model: the model.
+        stacks: its patched stacks.
+        main: the part that the model's length refers to.
     """
-    others = _other_parts(model, stacks)
-    own = _with_lengths(model, stacks)
+    others: dict[str, list[Stack]] = {}
+    for stack in stacks:
+        if stack.part != main and stack.series is not None and _stated(model, [stack]):
+            others.setdefault(stack.part, []).append(stack)
+    # Neither images nor another part beside the text have the length of the model.
+    own = [stack for stack in stacks if stack.part == main and main != VISION]
     remember_lengths(model.config, _stated(model, own))
     for stated in (_stated(model, found) for found in others.values()):
         remember_lengths(model.config, native_lengths(model.config) | stated)
@@ -175,22 +185,6 @@ def record_generation_length(encoding: PositionEncoding, model: PreTrainedModel)
     if generation_config.max_length == lengths.current:
         generation_config.max_length = lengths.native
         encoding.record.journal.set(generation_config, "max_length", lengths.current)
-
-
-def _with_lengths(model: PreTrainedModel, stacks: list[Stack]) -> list[Stack]:
-    """The stacks whose lengths are those of the model: not the vision part, nor another part beside the text."""
-    main = default_part(model, model_parts(model))
-    return [stack for stack in stacks if stack.part == main and main != VISION]
-
-
-def _other_parts(model: PreTrainedModel, stacks: list[Stack]) -> dict[str, list[Stack]]:
-    """The stacks of other parts that read features and whose length the config states, by name of the part."""
-    main = default_part(model, model_parts(model))
-    found: dict[str, list[Stack]] = {}
-    for stack in stacks:
-        if stack.part != main and stack.series is not None and _stated(model, [stack]):
-            found.setdefault(stack.part, []).append(stack)
-    return found
 
 
 def _within(reach: Reach, length: int) -> int:

@@ -5,7 +5,7 @@ After an error or an interrupt, the model has either the complete old encoding o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from hf_posenc.patching.call.placed_forward import refuse_foreign_forward
 from hf_posenc.patching.call.recomputation import unwrap_checkpointing
 from hf_posenc.patching.find.discovery import find_stacks, model_parts
 from hf_posenc.patching.find.fingerprint import samples
+from hf_posenc.patching.find.model_parts import default_part
 from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.place.config_entry import attach_entry, detach_entry, remember_fields
 from hf_posenc.patching.place.continuous_batching import (
@@ -46,7 +47,7 @@ from hf_posenc.patching.place.report import PatchReport
 from hf_posenc.patching.place.scheme_name import mark_names
 from hf_posenc.patching.place.stack_encoding import StackEncoding
 from hf_posenc.preserve import ordinary_context
-from hf_posenc.schemes.arrangement.of_parts import PartsConfig
+from hf_posenc.schemes.arrangement.of_parts import PartsConfig, of_parts
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.labels import scheme_label
 
@@ -69,11 +70,26 @@ class Transaction:
 
     def __init__(self, model: nn.Module) -> None:
         self.model: PreTrainedModel = unwrapped(model)
+        self._found: dict[Any, list[Any]] = {}
 
     @property
     def encoding(self) -> PositionEncoding | None:
         """The encoding in force, or `None` for a stock model."""
         return current_encoding(self.model)
+
+    def parts(self) -> list[str]:
+        """The names of the parts of the model, found once."""
+        if "parts" not in self._found:
+            self._found["parts"] = model_parts(self.model)
+        return self._found["parts"]
+
+    def stacks(self, parts: Collection[str] | None = None) -> list[Stack]:
+        """The stacks of parts of the model, as `find_stacks` finds them, once for each encoding in force."""
+        wanted = [default_part(self.model, self.parts())] if parts is None else parts
+        key = (id(self.encoding), *wanted)
+        if key not in self._found:
+            self._found[key] = find_stacks(self.model, wanted)
+        return [*self._found[key]]
 
     @property
     def device(self) -> torch.device:
@@ -100,7 +116,7 @@ class Transaction:
             kept: parts of the encoding in force that are used again, by name of the stack. Where layers were moved or
                 exchanged since, new parts take over the parameters of the layers that are still there.
         """
-        stacks = find_stacks(self.model, parts_named(config)) if stacks is None else stacks
+        stacks = self.stacks(parts_named(config)) if stacks is None else stacks
         found = {stack.name: stack for stack in stacks}
         before = {name: self.encoding.record.stacks[name] for name in kept or {}} if self.encoding is not None else {}
         moved = {name: placed for name, placed in before.items() if name in found and not placed.holds(found[name])}
@@ -112,6 +128,11 @@ class Transaction:
         for name, placed in moved.items():
             placed.copy_parameters(encoding.stacks[name], found[name])
         return encoding
+
+    def plan_alone(self, config: SchemeConfig, stacks: list[Stack]) -> PositionEncoding:
+        """Builds the parts of a scheme of some stacks; other parts of the model have none."""
+        whole = config if len(self.parts()) == 1 else of_parts({stack.part: config for stack in stacks})
+        return self.plan(whole, stacks)
 
     def install(self, encoding: PositionEncoding) -> None:
         """Places an encoding in the model, replacing the one in force. If this fails, the model is left unchanged.
@@ -203,7 +224,7 @@ class Transaction:
         Raises:
             UnsupportedError: with the name of the module.
         """
-        for stack in [] if encoding is None else find_stacks(self.model, parts_named(encoding.config)):
+        for stack in [] if encoding is None else self.stacks(parts_named(encoding.config)):
             sites: list[Any] = [*stack.attentions, *stack.rotaries, *stack.tables]
             if stack.grid is not None:
                 sites.extend(stack.grid.sites())
@@ -229,7 +250,7 @@ class Transaction:
         The model is marked as patched before the first change takes effect.
         """
         model, record, journal = self.model, encoding.record, encoding.record.journal
-        stacks = find_stacks(model, parts_named(encoding.config))
+        stacks = self.stacks(parts_named(encoding.config))
         base = model.base_model
         encoding.__dict__["holder"] = base
         base.add_module(ATTRIBUTE, encoding)
@@ -248,7 +269,7 @@ class Transaction:
             report = install_stack(stack, placed, record)
             report.adopted = placed.adopted
             reports.append(report)
-        untouched = [part for part in model_parts(model) if part not in {stack.part for stack in stacks}]
+        untouched = [part for part in self.parts() if part not in {stack.part for stack in stacks}]
         encoding.report = PatchReport(
             _report_name(encoding.config), type(model).__name__, parameter_count(encoding), reports, untouched
         )
@@ -261,7 +282,7 @@ class Transaction:
         for one in record.stacks.values():
             one.note_trainable()
         split_heads(encoding, model)
-        initialize_lengths(encoding, model, stacks)
+        initialize_lengths(encoding, model, stacks, default_part(model, self.parts()))
         remember_fields(record.own.config, {path: one.fields for path, one in record.stacks_by_path().items()})
         record.base_weights = record.base_weights or samples(model, read_offloaded=False)
         mark_names(model, encoding)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,32 +17,10 @@ from hf_posenc.patching.find.discovery import find_stacks, model_parts
 from hf_posenc.patching.find.model_parts import TEXT
 from hf_posenc.patching.place.encoding import PositionEncoding, stacks_in_part
 from hf_posenc.preserve import evaluation_mode
-from hf_posenc.schemes.logits import pairwise_bias, positional_logits
-from hf_posenc.schemes.parts import LogitBias, PairwiseBias, QueryKeyMap, SchemeParts
+from hf_posenc.schemes.arrangement.composed import SummedPairwiseBias
+from hf_posenc.schemes.logits import positional_logits
+from hf_posenc.schemes.parts import PairwiseBias, QueryKeyMap, SchemeParts
 from hf_posenc.schemes.positions import AttentionPairs, Positions
-
-
-@dataclass(frozen=True)
-class LayerHeads:
-    """The queries and keys of one layer, before any map.
-
-    Args:
-        query: `(batch, heads, length, head_dim)`.
-        key: `(batch, key_value_heads, length, head_dim)`.
-        positions: positions of the tokens.
-        scaling: the layer's factor of `query . key`.
-        hidden_states: `(batch, length, hidden)`, the layer's input.
-        query_factor: what the layer multiplied `query` with before, as in `AttentionPairs`.
-        key_factor: the same for `key`.
-    """
-
-    query: Tensor
-    key: Tensor
-    positions: Positions
-    scaling: float | Tensor
-    hidden_states: Tensor | None
-    query_factor: float | Tensor = 1.0
-    key_factor: float | Tensor = 1.0
 
 
 class _RecordingMap(QueryKeyMap):
@@ -72,21 +50,12 @@ class _RecordingMap(QueryKeyMap):
 
 
 class _RecordingBias(PairwiseBias):
-    """A bias that records the layer's other inputs."""
+    """A bias of zeros that records the layer's other inputs."""
 
     pairs: AttentionPairs
 
-    def __init__(self, inner: LogitBias | None) -> None:
-        super().__init__()
-        self.inner = inner
-        if isinstance(inner, PairwiseBias):
-            self.num_features, self.num_shared_features = inner.num_features, inner.num_shared_features
-            self.key_features = inner.key_features  # type: ignore[method-assign]
-
     def forward(self, pairs: AttentionPairs) -> Tensor:
         self.pairs = pairs
-        if self.inner is not None:
-            return pairwise_bias(self.inner, pairs)
         _, heads, queries, _ = pairs.query.shape
         return pairs.query.new_zeros(1, heads, 1, 1).float().expand(-1, -1, queries, pairs.key.shape[-2])
 
@@ -111,10 +80,12 @@ def readers_of(model: PreTrainedModel, part: str) -> list[nn.Module]:
 def _recording(layers: list[LayerEncoding]) -> Iterator[list[tuple[_RecordingMap, _RecordingBias]]]:
     """Wraps the maps and biases of layers in recorders inside a `with` block."""
     before = [(layer.query_key_map, layer.logit_bias) for layer in layers]
-    recorders = [(_RecordingMap(rotation), _RecordingBias(bias)) for rotation, bias in before]
+    recorders = [(_RecordingMap(rotation), _RecordingBias()) for rotation, _ in before]
     try:
-        for layer, recorder in zip(layers, recorders, strict=True):
-            layer.query_key_map, layer.logit_bias = recorder
+        for layer, (own, recorder) in zip(layers, recorders, strict=True):
+            bias = layer.logit_bias
+            layer.query_key_map = own
+            layer.logit_bias = recorder if bias is None else SummedPairwiseBias([bias, recorder])
         yield recorders
     finally:
         for layer, parts in zip(layers, before, strict=True):
@@ -123,8 +94,8 @@ def _recording(layers: list[LayerEncoding]) -> Iterator[list[tuple[_RecordingMap
 
 def recorded_heads(
     model: PreTrainedModel, encoding: PositionEncoding, sample: Tensor, part: str = TEXT
-) -> list[LayerHeads]:
-    """Runs a part of a patched model on a sample and returns the inputs of the logits of each of its layers.
+) -> list[AttentionPairs]:
+    """Runs a part of a patched model on a sample and returns the inputs of the logits of each layer, before any map.
 
     Args:
         model: patched with `encoding`. Dropout is disabled during the run, and the mode of every module is restored.
@@ -135,12 +106,7 @@ def recorded_heads(
     with evaluation_mode(model), _recording(layers_of(encoding, part)) as recorders:
         for module in readers_of(model, part):
             module(**_inputs_of(module, sample))
-    return [_recorded(one, bias.pairs) for one, bias in recorders]
-
-
-def _recorded(heads: _RecordingMap, pairs: AttentionPairs) -> LayerHeads:
-    factors = (pairs.query_factor, pairs.key_factor)
-    return LayerHeads(heads.query, heads.key, pairs.keys, pairs.scaling, pairs.hidden_states, *factors)
+    return [dataclasses.replace(bias.pairs, query=one.query, key=one.key) for one, bias in recorders]
 
 
 def _inputs_of(module: nn.Module, sample: Tensor) -> dict[str, Any]:
@@ -152,7 +118,7 @@ def _inputs_of(module: nn.Module, sample: Tensor) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def mean_logits(parts: SchemeParts, heads: LayerHeads, causal: bool) -> Tensor:
+def mean_logits(parts: SchemeParts, heads: AttentionPairs, causal: bool) -> Tensor:
     """Computes the mean logit of every head by distance, over all visible pairs of a sample.
 
     Args:
@@ -165,7 +131,7 @@ def mean_logits(parts: SchemeParts, heads: LayerHeads, causal: bool) -> Tensor:
         `length - 1` in a bidirectional layer.
     """
     factors = (heads.scaling, heads.query_factor, heads.key_factor)
-    logits = positional_logits(parts, heads.query, heads.key, heads.positions, heads.hidden_states, *factors).float()
+    logits = positional_logits(parts, heads.query, heads.key, heads.keys, heads.hidden_states, *factors).float()
     mean, length = logits.mean(0), logits.shape[-1]
     distances = range(1 - length, 1 if causal else length)
     return torch.stack([mean.diagonal(distance, dim1=-2, dim2=-1).mean(-1) for distance in distances], dim=-1)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from hf_posenc.patching.call.layer_call import LayerEncoding
 from hf_posenc.patching.place.encoding import PositionEncoding, stacks_in_part
 from hf_posenc.patching.place.transaction import Transaction
-from hf_posenc.recipes.initialization.logits import LayerHeads, layers_of, mean_logits, readers_of, recorded_heads
+from hf_posenc.recipes.initialization.logits import layers_of, mean_logits, readers_of, recorded_heads
 from hf_posenc.recipes.initialization.parts import (
     Fit,
     fit_additive,
@@ -23,6 +23,7 @@ from hf_posenc.recipes.initialization.parts import (
 from hf_posenc.schemes.additive.learned import LearnedEncoding
 from hf_posenc.schemes.arrangement.blended import BlendedPart
 from hf_posenc.schemes.parts import AdditiveEncoding, SchemeParts
+from hf_posenc.schemes.positions import AttentionPairs
 
 #: Number of positions to fit a formula at, if neither a table nor a sample determines it.
 _POSITIONS = 512
@@ -157,7 +158,9 @@ def _bias_targets(
     ]
 
 
-def _heads_without_bias(model: PreTrainedModel, new: PositionEncoding, sample: Tensor, part: str) -> list[LayerHeads]:
+def _heads_without_bias(
+    model: PreTrainedModel, new: PositionEncoding, sample: Tensor, part: str
+) -> list[AttentionPairs]:
     """Records the heads of layers under the new scheme, without its biases."""
     layers = layers_of(new, part)
     biases = [layer.logit_bias for layer in layers]

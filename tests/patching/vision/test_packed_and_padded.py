@@ -10,8 +10,7 @@ from torch import Tensor
 
 from hf_posenc import NoneConfig, patch_model
 from hf_posenc.patching.find.discovery import find_stacks
-from hf_posenc.patching.observe.short_runs import run_briefly, watched
-from hf_posenc.patching.place.encoding import for_stacks
+from hf_posenc.patching.observe.short_runs import embedded, run_briefly
 from hf_posenc.patching.place.transaction import Transaction
 from tests.architectures.population import pair_named
 from tests.architectures.tiny import tiny_model
@@ -102,12 +101,12 @@ def test_none_leaves_no_table_behind(pair: str) -> None:
     transaction, stacks = Transaction(model), find_stacks(model, ["vision"])
 
     def spread() -> float:
-        with watched(stacks[0]) as (embedded, _, _):
+        with embedded(stacks[0]) as seen:
             run_briefly(transaction, stacks, 3, constant=True)
-        side = int(embedded[0].shape[1] ** 0.5)
-        inner = embedded[0][0].unflatten(0, (side, side))[1:-1, 1:-1].flatten(0, 1)
+        side = int(seen[0].shape[1] ** 0.5)
+        inner = seen[0][0].unflatten(0, (side, side))[1:-1, 1:-1].flatten(0, 1)
         return float((inner - inner[0]).abs().max())
 
     assert spread() > 0.1
-    with transaction.installed(transaction.plan(for_stacks(model, NoneConfig(), stacks), stacks)):
+    with transaction.installed(transaction.plan_alone(NoneConfig(), stacks)):
         assert spread() < 1e-4

@@ -15,7 +15,7 @@ from hf_posenc.patching.find.layer_context import build_context, native_pairing
 from hf_posenc.patching.find.sites import FoundAttention, Stack
 from hf_posenc.patching.observe.rotations import Rotation
 from hf_posenc.patching.observe.short_runs import run_briefly
-from hf_posenc.patching.place.encoding import PositionEncoding, for_stacks
+from hf_posenc.patching.place.encoding import PositionEncoding
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.schemes import RopeConfig, RopeNdConfig
 from hf_posenc.schemes.config import SchemeConfig
@@ -101,7 +101,7 @@ def _bases(config: Any) -> list[float]:
 def _positions_of(transaction: Transaction, stack: Stack) -> Positions:
     """The positions of the first layer in a short run, as the library finds them."""
     # A scheme for the order of tokens does not depend on the number of axes.
-    encoding = transaction.plan(for_stacks(transaction.model, RopeConfig(), [stack]), [stack])
+    encoding = transaction.plan_alone(RopeConfig(), [stack])
     seen: list[Positions] = []
     for part in _maps_of(encoding, stack):
         part.__dict__["phases"] = _Recorder(part, seen)
