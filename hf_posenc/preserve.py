@@ -154,6 +154,8 @@ def _kept_modules(modules: list[nn.Module]) -> Iterator[None]:
     try:
         for one in modules:
             vars(one)["training"] = False
+            if "_old_forward" in vars(one) and not _is_of_accelerate(vars(one).get("_hf_hook")):
+                vars(one)["forward"] = vars(one)["_old_forward"]
         with _without_hooks([vars(one)[name] for one in modules for name in _HOOKS]):
             yield
     finally:
@@ -164,6 +166,11 @@ def _kept_modules(modules: list[nn.Module]) -> Iterator[None]:
             if not torch.equal(buffer, values):
                 with torch.inference_mode(buffer.is_inference()), torch.no_grad():
                     buffer.copy_(values)
+
+
+def _is_of_accelerate(hook: Any) -> bool:
+    """Whether a hook in accelerate's wrapper of a forward is accelerate's own, and not the caller's."""
+    return all(type(one).__module__.startswith("accelerate.") for one in getattr(hook, "hooks", (hook,)))
 
 
 def _is_needed(hook: Any) -> bool:

@@ -150,8 +150,9 @@ def test_a_stack_keeps_the_forward_that_somebody_has_set_on_it() -> None:
     model.forward = counted
     stock = model(ids).last_hidden_state
     patch_model(model, "alibi")
+    calls.clear()
     assert not torch.equal(model(ids).last_hidden_state, stock)
-    assert len(calls) == 2
+    assert len(calls) == 1
     unpatch_model(model)
     assert model.forward is counted
     assert torch.equal(model(ids).last_hidden_state, stock)

@@ -170,7 +170,9 @@ def test_small_vocabularies(size: int, scheme: str) -> None:
     assert native_scheme(model).name == "rope"
 
 
-def test_messages_about_our_tokens_are_not_shown_and_not_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_about_our_tokens_are_not_shown_and_not_used_up(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     logger = transformers.utils.logging.get_logger("transformers.models.llama")
     forward = transformers.LlamaModel.forward
 
@@ -183,6 +185,9 @@ def test_messages_about_our_tokens_are_not_shown_and_not_used_up(monkeypatch: py
 
     model, shown = built("LlamaForCausalLM"), []
     model.model.__class__ = Talking
+    verbosity = transformers.logging.get_verbosity()
+    request.addfinalizer(lambda: transformers.logging.set_verbosity(verbosity))
+    transformers.logging.set_verbosity_warning()  # Another test may have set it.
     monkeypatch.setattr(logger, "handle", lambda record: shown.append(record.getMessage()))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -133,8 +133,11 @@ def _in_both_orders(name: str, value: Any, length: int) -> Any:
 
 
 def has_convolution(attention: nn.Module) -> bool:
-    """Whether an attention module mixes neighbouring tokens by a convolution."""
-    return any(isinstance(one, nn.Conv1d | nn.Conv2d) and one.kernel_size[0] > 1 for one in attention.modules())
+    """Whether an attention module mixes neighbouring tokens by a convolution. Its weights may be computed."""
+    return any(
+        one.kernel_size[0] > 1 if isinstance(one, nn.Conv1d | nn.Conv2d) else "Convolution" in type(one).__name__
+        for one in attention.modules()
+    )
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:

@@ -150,7 +150,7 @@ class Transaction:
         except BaseException:
             self._replace_encoding(before)
             raise
-        _refuse_caches_of(before)
+        _refuse_caches_of([] if before is None else [before])
 
     def undo(self) -> None:
         """Removes the encoding from the model, even if it is interrupted.
@@ -159,7 +159,7 @@ class Transaction:
             UnsupportedError: while continuous batching runs on the model.
         """
         self.refuse_running()
-        before = self.encoding
+        before = encodings(self.model)
         try:
             self._replace_encoding(None)
         except BaseException:
@@ -299,11 +299,11 @@ def _report_name(config: SchemeConfig) -> str:
     return scheme_label(config) if isinstance(config, PartsConfig) else config.name
 
 
-def _refuse_caches_of(encoding: PositionEncoding | None) -> None:
-    """Makes the caches that an encoding has filled refuse tokens of the stock model."""
-    for stack in () if encoding is None else encoding.stacks.values():
-        assert isinstance(stack, StackEncoding)
-        refuse_in_stock(stack.runtime.scheme)
+def _refuse_caches_of(removed: list[PositionEncoding]) -> None:
+    """Makes the caches that encodings have filled refuse tokens of the stock model."""
+    for encoding in removed:
+        for stack in encoding.stacks.values():
+            refuse_in_stock(stack.runtime.scheme)
 
 
 def _remove_encoding(encoding: PositionEncoding) -> None:
