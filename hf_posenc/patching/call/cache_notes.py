@@ -49,6 +49,12 @@ def set_note(cache: Any, name: str, value: Any) -> None:
     _notes(cache)[name] = value
 
 
+def caches_with(name: str, value: Any) -> list[Any]:
+    """The caches with this very note, unless a graph has set it."""
+    found = [reference() for reference, notes in list(_table.values()) if notes.get(name) is value]
+    return [cache for cache in found if cache is not None and note_of(cache, name) is value]
+
+
 def _notes(cache: Any) -> dict[str, Any]:
     found = _table.get(id(cache))
     if found is None:

@@ -7,13 +7,13 @@ without a scheme was filled before the model was patched, or was put together by
 from __future__ import annotations
 
 import copy
-import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.call.cache_notes import note_of, set_note
+from hf_posenc.patching.call.cache_notes import caches_with, note_of, set_note
 from hf_posenc.patching.call.cached_positions import CachedPositions, record, remember_keys
 from hf_posenc.patching.call.caches import cached_length, self_attention_cache
 from hf_posenc.schemes.config import SchemeConfig
@@ -22,8 +22,6 @@ from hf_posenc.schemes.positions import traced
 _NAME = "_hf_posenc_scheme"
 #: Takes the place of the scheme of an accepted cache, which any patched model may continue.
 _ACCEPTED = "accepted"
-#: Caches with a scheme, which the stock model must not continue once the scheme has been removed.
-_filled: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def accept_cache(cache: Any, position_ids: Tensor | None = None) -> None:
@@ -64,11 +62,9 @@ def accept_cache(cache: Any, position_ids: Tensor | None = None) -> None:
 def mark_cache(cache: Any, scheme: SchemeConfig) -> None:
     """Notes the scheme of a cache."""
     keeper = self_attention_cache(cache)
-    if note_of(keeper, _NAME) is scheme or getattr(keeper, "__dict__", None) is None:
-        return
-    set_note(keeper, _NAME, scheme)
-    if not traced():
-        _filled.add(keeper)
+    # A graph that reads the note is compiled once more after it has set it.
+    if torch.compiler.is_compiling() or note_of(keeper, _NAME) is not scheme:
+        set_note(keeper, _NAME, scheme)
 
 
 def check_cached_scheme(cache: Any, scheme: SchemeConfig) -> None:
@@ -107,8 +103,8 @@ def check_cached_scheme(cache: Any, scheme: SchemeConfig) -> None:
 
 def refuse_in_stock(scheme: SchemeConfig) -> None:
     """Makes the caches that a scheme has filled refuse tokens of the stock model, once the scheme has been removed."""
-    for cache in list(_filled):
-        if note_of(cache, _NAME) is scheme and not isinstance(vars(cache).get("update"), _RefusedInStock):
+    for cache in caches_with(_NAME, scheme):
+        if not isinstance(vars(cache).get("update"), _RefusedInStock):
             cache.update = _RefusedInStock(cache, scheme.name, vars(cache).get("update"))
             # A model that gets the scheme again looks at the cache once more.
             set_note(cache, _NAME, copy.copy(scheme))

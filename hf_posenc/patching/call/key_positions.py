@@ -169,7 +169,7 @@ def _compute_regularity(state: ForwardState, device: torch.device) -> Regularity
         return _compiled(state, own, differs, holes)
     if doubt is not None and bool(doubt):
         raise UnsupportedError(_UNKNOWN_POSITIONS)
-    negative = negative_positions(state, own)
+    negative = None if differs is None else negative_positions(state, own)
     flags = [flag for flag in (negative, differs, holes) if flag is not None]
     found = iter(torch.stack(flags).tolist() if flags else ())
     if negative is not None and next(found):

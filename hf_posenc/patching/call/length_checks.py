@@ -48,9 +48,9 @@ def check_cache(part: Part, state: ForwardState) -> None:
 def negative_positions(state: ForwardState, ids: Tensor) -> Tensor | None:
     """0-dim bool: whether the caller gave a real token a negative position, which is that of padding.
 
-    `None` if no positions were given, or the mask does not show which tokens are real.
+    `None` if no positions were given, or the mask does not show which tokens are real. Padding of a grid has no mask.
     """
-    if state.position_ids is None or state.mask_hides_padding:
+    if state.position_ids is None or state.mask_hides_padding or isinstance(state, GridTokens):
         return None
     counted = state.mask_positions()
     return ((ids < 0) if counted is None else (ids < 0) & (counted.to(ids.device) >= 0)).any()
