@@ -165,11 +165,12 @@ class _EmbeddingView:
 def _view_of(site: GridTableSite) -> Any:
     module, main = site.module, site.main
     replaced: dict[str, Any] = {name: _table_property(site, name) for name in site.prefix_rows}
-    for name in _INTERPOLATIONS:
-        if hasattr(module, name):
-            replaced[name] = _method(functools.partial(_interpolated, site, main))
-    if main is not None and site.stands_in(main) and hasattr(module, _RESIZING):
-        replaced[_RESIZING] = _method(functools.partial(_resized, site, main))
+    if main is not None and site.stands_in(main):
+        for name in _INTERPOLATIONS:
+            if hasattr(module, name):
+                replaced[name] = _method(functools.partial(_interpolated, site, main))
+        if hasattr(module, _RESIZING):
+            replaced[_RESIZING] = _method(functools.partial(_resized, site, main))
     if hasattr(module, _MASKING):
         replaced[_MASKING] = _method(functools.partial(_noting_kept, site))
     return view_of(module, replaced)
@@ -188,14 +189,9 @@ def _method(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _interpolated(site: GridTableSite, name: str | None, *args: Any, **kwargs: Any) -> Tensor:
-    """The vectors in place of an interpolated table, or a zero for every token."""
-    if name is not None and site.stands_in(name):
-        return site.vectors(name)
-    name, prefix_rows = next(iter(site.prefix_rows.items()))
-    state, table = site.runtime.state, site.native(name)
-    length = state.table_length(prefix_rows) if isinstance(state, GridState) and state.is_known else 1
-    return table.new_zeros(1, length, table.shape[-1])
+def _interpolated(site: GridTableSite, name: str, *args: Any, **kwargs: Any) -> Tensor:
+    """The vectors in place of an interpolated table."""
+    return site.vectors(name)
 
 
 def _resized(site: GridTableSite, name: str, *sizes: Any, max_length: int | None = None) -> Tensor:
