@@ -48,7 +48,7 @@ def _models(call: Call) -> list[dict[str, Any]]:
 
     cache_dir = call["cache_dir"]
     if not Path(cache_dir or constants.HF_HUB_CACHE).is_dir():
-        return []  # The stock code raises, which is answered with status 500.
+        return []  # The stock code raises, which some versions answer with status 500.
     return [*call.run(), *_patched_models(cache_dir)]
 
 

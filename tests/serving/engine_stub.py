@@ -178,7 +178,7 @@ class VllmBackend(_Backend):
     def recursive_replace(self) -> None:
         for module in list(self.model.modules()):
             if hasattr(module, "q_proj"):
-                forward = type(module).forward
+                forward = inspect.unwrap(type(module).forward)  # vLLM leaves the decorators out.
                 source = textwrap.dedent(inspect.getsource(forward))
                 source = source[source.index("def forward") :]
                 for index, name in enumerate(("q_proj", "k_proj", "v_proj")):

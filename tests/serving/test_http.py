@@ -95,17 +95,17 @@ def test_messages_of_errors_stay_json() -> None:
 
 
 def test_patched_models_in_the_cache_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.cli.serving.model_manager import ModelManager
-
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "absent"))
+    cache = tmp_path / "hub"
+    for module in ("huggingface_hub.constants", "huggingface_hub.utils._cache_manager"):
+        monkeypatch.setattr(f"{module}.HF_HUB_CACHE", str(cache))
     with server() as served:
         assert list(served.models.list()) == []
-    for name, source in (("me/stock", None), ("me/alibi", "alibi")):
-        folder = tmp_path / f"models--{name.replace('/', '--')}"
-        snapshot = folder / "snapshots" / ("1" * 40)
-        (folder / "refs").mkdir(parents=True)
-        for branch in ("main", "second"):
-            (folder / "refs" / branch).write_text("1" * 40)
-        llama(source).save_pretrained(snapshot)
-    listed = [entry["id"] for entry in ModelManager.get_gen_models(str(tmp_path))]
+        for name, source in (("me/stock", None), ("me/alibi", "alibi")):
+            folder = cache / f"models--{name.replace('/', '--')}"
+            snapshot = folder / "snapshots" / ("1" * 40)
+            (folder / "refs").mkdir(parents=True)
+            for branch in ("main", "second"):
+                (folder / "refs" / branch).write_text("1" * 40)
+            llama(source).save_pretrained(snapshot)
+        listed = [entry.id for entry in served.models.list()]
     assert sorted(listed) == ["me/alibi", "me/alibi@second", "me/stock", "me/stock@second"]
