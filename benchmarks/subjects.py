@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from benchmarks.machine import DTYPES
+from hf_posenc import accept_cache
 
 #: The model without positions, which all others are measured against, and the one with its own positions.
 BARE, STOCK = "bare", "stock"
@@ -186,6 +187,7 @@ class LanguageModel(Subject):
             self.model(input_ids=seed_tokens, past_key_values=cache, use_cache=True)
         for layer in cache.layers:
             layer.keys, layer.values = _grown(layer.keys, length), _grown(layer.values, length)
+        accept_cache(cache)
         return cache
 
 

@@ -17,6 +17,7 @@ from transformers.cache_utils import DynamicLayer
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.request import refuse_encoder_decoder
 from hf_posenc.export.samples import random_ids
+from hf_posenc.patching.call.cache_scheme import accept_cache
 from hf_posenc.patching.call.caches import cache_argument, first_cache
 from hf_posenc.patching.place.encoding import current_encoding
 
@@ -111,6 +112,7 @@ def run_decoder(
     cache = DynamicCache()
     for index, (key, value) in enumerate(past):
         cache.update(key, value, index)
+    accept_cache(cache)
     name, takes_positions = _arguments(model) if arguments is None else arguments
     extra: dict[str, Any] = {name: cache}
     if takes_positions:
