@@ -47,7 +47,7 @@ def count(action: Callable[[], Any]) -> tuple[int, int]:
     ("action", "most_files", "most_calls"),
     [
         (lambda model: lambda: hf_posenc.patch_model(model, "alibi"), 66, 3200),
-        (lambda model: lambda: hf_posenc.patch_model(model, "alibi")(IDS, use_cache=False), 90, 3900),
+        (lambda model: lambda: hf_posenc.patch_model(model, "alibi")(IDS, use_cache=False), 90, 3850),
     ],
     ids=["patch", "patch and first forward"],
 )
@@ -64,5 +64,5 @@ def test_a_forward_takes_no_longer_way() -> None:
     model = hf_posenc.patch_model(tiny("LlamaForCausalLM").eval(), "alibi")
     model(IDS, use_cache=False)
     files, calls = count(lambda: model(IDS, use_cache=False))
-    assert files <= 30
-    assert calls <= 222
+    assert files <= 31
+    assert calls <= 232

@@ -14,6 +14,8 @@ from hf_posenc.patching.find.seams import unknown_seam
 
 #: Argument of XLNet's stack: a list of tensors, which nothing else tells apart from other lists.
 _MEMORY = "mems"
+#: Types of most arguments, which are told apart faster than by what they can do.
+_NO_CACHES = (Tensor, type(None), bool, int, float, str, tuple)
 #: Base class of the layers of a quantised cache.
 QUANTISED_LAYER = getattr(cache_utils, "BaseQuantizedLayer", cache_utils.QuantizedLayer)
 
@@ -44,7 +46,7 @@ def cache_argument(model: nn.Module) -> str:
 
 def first_cache(values: Iterable[Any]) -> Any:
     """The first value that is a cache, or `None`. Its argument has another name in each architecture and version."""
-    return next((value for value in values if not isinstance(value, Tensor) and is_cache(value)), None)
+    return next((value for value in values if not isinstance(value, _NO_CACHES) and is_cache(value)), None)
 
 
 def is_cache(value: Any) -> bool:
