@@ -97,23 +97,23 @@ def from_pretrained(call: Call) -> Any:
     def check_fits(model: Any, scheme: Any) -> None:
         # At this point a model on the hub has been downloaded.
         found = stored_position_weights(source, call.arguments) if stored is None else stored
-        check_scheme_fits(model, scheme, found, str(source))
+        check_scheme_fits(model, scheme, found, _named(source))
 
     proxy = patching_proxy(model_class, built, check_fits)
     try:
         model, info = call.run(cls=proxy, output_loading_info=True)
     except SafetensorError as error:
         raise CheckpointError(
-            f"The weights of {source} cannot be read as safetensors ({error}). A file is damaged or incomplete: "
-            "download or save the checkpoint again."
+            f"The weights of {_named(source)} cannot be read as safetensors ({error}). A file is damaged or "
+            "incomplete: download or save the checkpoint again."
         ) from error
     if files_read(source, subfolder) != read:
         raise CheckpointError(
             f"Files in {source} were replaced while the model was read: another process has saved a model there. Load "
             "it again."
         )
-    check_loaded_mark(model, info, str(source), built[-1].entry_format)
-    _check_loaded(model, info, str(source))
+    check_loaded_mark(model, info, _named(source), built[-1].entry_format)
+    _check_loaded(model, info, _named(source))
     # Transformers shards a model over processes after building it, and so after it was patched.
     split_heads(model.position_encoding, model)
     built.pop().follow(model)
@@ -127,7 +127,7 @@ def from_pretrained(call: Call) -> Any:
 def _stock_from_pretrained(call: Call) -> Any:
     """Calls the stock method, and raises if it loads the weights of a patched model."""
     model, info = call.run(output_loading_info=True)
-    found, source = find_position_weight(info["unexpected_keys"]), call["pretrained_model_name_or_path"]
+    found, source = find_position_weight(info["unexpected_keys"]), _named(call["pretrained_model_name_or_path"])
     if found is not None:
         from hf_posenc.checkpoint.agreement import SchemeMismatchError
 
@@ -229,6 +229,11 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def _named(source: Any) -> str:
+    """What was read, for a message."""
+    return "the given state dict" if source is None else str(source)
 
 
 def _check_loaded(model: Any, info: dict[str, Any], source: str) -> None:
