@@ -44,7 +44,7 @@ def cache_argument(model: nn.Module) -> str:
 
 def first_cache(values: Iterable[Any]) -> Any:
     """The first value that is a cache, or `None`. Its argument has another name in each architecture and version."""
-    return next((value for value in values if not isinstance(value, Tensor) and is_cache(value)), None)
+    return next((one for one in values if one is not None and not isinstance(one, Tensor) and is_cache(one)), None)
 
 
 def is_cache(value: Any) -> bool:
