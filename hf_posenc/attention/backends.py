@@ -97,11 +97,12 @@ def attend_with_bias(
             attention_mask = narrowed(attention_mask, form, query, key, value, _scaling(query, kwargs))
         given = (module, query, key, value, attention_mask, *args)
         return function(*given, position_bias=look_up(form), **kwargs)
-    if _is_stock_sdpa(function) and torch._C._are_functorch_transforms_active():
+    stock_sdpa = _is_stock_sdpa(function)
+    if stock_sdpa and torch._C._are_functorch_transforms_active():
         # The CPU's fused kernel has no gradient of a mask, and the operators here do not support function transforms.
         with sdpa_kernel(SDPBackend.MATH):
             return _attend_dense(name, function, form, *given, **kwargs)
-    if _is_stock_sdpa(function) and query.shape[2] > 1:
+    if stock_sdpa and query.shape[2] > 1:
         return _attend_sdpa(function, form, *given, **kwargs)
     # A single row is small, and transformers then reads keys shared by several heads only once.
     return _attend_dense(name, function, form, *given, **kwargs)

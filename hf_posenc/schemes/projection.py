@@ -21,12 +21,6 @@ class _Projected(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Tensor, float, float], output: Tensor) -> None:
         values, ctx.minimum, ctx.maximum = inputs
         ctx.save_for_backward(values)
-        ctx.save_for_forward(values)
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
-        (values,) = ctx.saved_tensors
-        return tangent.masked_fill((values < ctx.minimum) | (values > ctx.maximum), 0.0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
@@ -34,6 +28,20 @@ class _Projected(torch.autograd.Function):
         (gradient,) = gradients
         outward = ((values < ctx.minimum) & (gradient > 0)) | ((values > ctx.maximum) & (gradient < 0))
         return gradient.masked_fill(outward, 0.0), None, None
+
+
+class _ProjectedForward(_Projected):
+    """Also has the forward-mode derivative of a clamp. torch.compile takes no class with one."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float, float], output: Tensor) -> None:
+        _Projected.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(inputs[0])
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        (values,) = ctx.saved_tensors
+        return tangent.masked_fill((values < ctx.minimum) | (values > ctx.maximum), 0.0)
 
 
 def projected(values: Tensor, minimum: float, maximum: float) -> Tensor:
@@ -47,5 +55,6 @@ def projected(values: Tensor, minimum: float, maximum: float) -> Tensor:
         minimum: may be `-inf`.
         maximum: may be `inf`.
     """
-    result: Tensor = _Projected.apply(values, minimum, maximum)
+    kind = _Projected if torch.compiler.is_compiling() else _ProjectedForward
+    result: Tensor = kind.apply(values, minimum, maximum)
     return result

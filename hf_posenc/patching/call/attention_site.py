@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_posenc.attention.key_channels import append_features, split_features
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.call.caches import QUANTISED_LAYER, cache_of_call
+from hf_posenc.patching.call.caches import QUANTISED_LAYER, first_cache
 from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.grid.numbers import numbers_in
 from hf_posenc.patching.call.grid_state import GridState, GridTokens
@@ -78,7 +78,7 @@ class AttentionSite(LogitSite):
     def note_cache(self, state: ForwardState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Records the cache that the model created itself, if the caller passed none."""
         if state.cache_object is None:
-            state.cache_object = cache_of_call(args, kwargs)
+            state.cache_object = first_cache((*args, *kwargs.values()))
 
     @property
     def intercepts_cache_update(self) -> bool:

@@ -176,7 +176,7 @@ def _compute_regularity(state: ForwardState, device: torch.device) -> Regularity
         raise SequenceLengthError(NEGATIVE)
     irregular = differs is not None and next(found)
     if not irregular and (known is None or known.ids is None):
-        if offset is not None and (known is not None or int(offset) == 0):
+        if state.cache_object is not None and offset is not None and (known is not None or int(offset) == 0):
             record(state.cache_object, CachedPositions(offset + state.query_length))
         return Regularity(irregular=False, even=holes is None or not next(found))
     cached = _recorded_length(state, known)

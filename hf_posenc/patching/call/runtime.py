@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.cache_scheme import check_cached_scheme, mark_cache
 from hf_posenc.patching.call.cached_positions import has_given_positions, matches_keys, remember_keys
-from hf_posenc.patching.call.caches import cache_among, cached_length
+from hf_posenc.patching.call.caches import cache_among, cached_length, first_cache
 from hf_posenc.patching.call.context_parallel import refuse_context_parallel
 from hf_posenc.patching.call.forward_state import ForwardState, one_axis
 from hf_posenc.patching.call.grid_arguments import grid_state
@@ -194,9 +194,7 @@ class StackForward(PlacedForward):
             cache = state.cache_object
             if cache is None and isinstance(result, tuple | dict):
                 # The model has made it, and no layer had to look at it.
-                cache = cache_among(
-                    result if isinstance(result, dict) else {str(place): one for place, one in enumerate(result)}
-                )
+                cache = first_cache(result.values() if isinstance(result, dict) else result)
             if cache is not None:
                 remember_keys(cache)
                 mark_cache(cache, self.runtime.scheme)
@@ -265,7 +263,7 @@ class StackForward(PlacedForward):
             attention_mask=padding,
             mask_hides_padding=mask is not None and padding is None,
             cache_object=cache,
-            cache_changed=not matches_keys(cache),
+            cache_changed=cache is not None and not matches_keys(cache),
             coordinates=coordinates,
             token_ids=token_ids if isinstance(token_ids, Tensor) and token_ids.dim() == 2 else None,
         )
@@ -285,7 +283,7 @@ class StackForward(PlacedForward):
             position_ids=position_ids,
             attention_mask=padding,
             cache_object=cache,
-            cache_changed=not matches_keys(cache),
+            cache_changed=cache is not None and not matches_keys(cache),
             expected=0 if view is None else view.found.tokens(features.shape[-1]),
         )
 
