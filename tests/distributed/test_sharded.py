@@ -89,7 +89,7 @@ def test_sharded_weights_name_their_scheme(found: Found) -> None:
 def test_distributed_checkpoints_of_another_scheme_are_refused_unread(found: Found, case: str, words: str) -> None:
     for rank in found:
         message = rank["checkpoints"][case]
-        assert message.startswith("This checkpoint does not belong to this state dict")
+        assert message.startswith("The weights in this checkpoint do not belong to this state dict")
         assert words in message
 
 
