@@ -143,7 +143,7 @@ def test_what_the_page_of_wrong_claims_prints_is_what_its_comments_say(capsys: p
     ],
 )
 def test_the_page_of_wrong_claims_quotes_its_sources(source: str, row: str, figures: list[str]) -> None:
-    page = (ROOT / "docs" / "explanation" / "wrong_claims.md").read_text()
+    page = " ".join((ROOT / "docs" / "explanation" / "wrong_claims.md").read_text().split())
     lines = [line for line in (ROOT / "docs" / source).read_text().splitlines() if line.startswith(row)]
     assert any(all(figure in line for figure in figures) for line in lines), (source, row, figures)
     assert all(figure in page for figure in figures)
