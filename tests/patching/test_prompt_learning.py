@@ -138,6 +138,18 @@ def test_gradients_of_a_padded_row_are_those_of_the_row_alone(scheme: Any, metho
         assert float((gradient - found[1][name]).norm()) <= 1e-3 * float(found[1][name].norm()), name
 
 
+@pytest.mark.parametrize("scheme", [None, "alibi"], ids=str)
+@pytest.mark.parametrize("method", ["prompt", "prefix"])
+@torch.no_grad()
+def test_a_forward_is_one_graph(method: str, scheme: Any) -> None:
+    ids = tokens(2, LENGTH)
+    torch.compiler.reset()
+    model = tuned(method, scheme)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    expected = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+    assert distance(compiled(input_ids=ids, attention_mask=torch.ones_like(ids)).logits, expected) <= CLOSE
+
+
 @torch.no_grad()
 def test_stock_llama_counts_slots_in_prompt_tuning() -> None:
     """Why the patched model cannot be compared with a stock one here: its padded row is another one."""
