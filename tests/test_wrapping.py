@@ -104,7 +104,7 @@ class _Stock:
         self.shared = {
             "self": model, "cls": LlamaForCausalLM, "model": model, "config": config, "adapter_name": "default",
             "state_dict": model.state_dict(), "planner": None, "is_main_process": True, "push_to_hub": False,
-            "peft_config": SimpleNamespace(), "strict": False, "msg": "no",
+            "peft_config": SimpleNamespace(is_prompt_learning=False), "strict": False, "msg": "no",
         }  # fmt: skip
         self.folder = str(folder)
         result = (model, {"unexpected_keys": []})

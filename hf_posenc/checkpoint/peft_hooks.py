@@ -75,8 +75,12 @@ def _make_adaption_prompts(call: Call) -> Any:
 
 
 def _get_prompt(call: Call) -> Any:
-    prompt, target = call.run(), _transformers_model(call["self"])
-    if hasattr(prompt, "get_seq_length") and target is not None and _encoding(target) is not None:
+    # This runs in forward passes. torch.compile cannot trace the binding of arguments, so none are read by name.
+    prompt = call.run()
+    if not hasattr(prompt, "get_seq_length"):
+        return prompt
+    target = _transformers_model(call.args[0] if call.args else call["self"])
+    if target is not None and _encoding(target) is not None:
         from hf_posenc.patching.call.cache_scheme import accept_cache
 
         # Learned keys suit the scheme that they are trained with.

@@ -85,13 +85,17 @@ def test_a_padded_row_is_the_row_alone(scheme: Any, method: str) -> None:
     assert distance(model.base_model(input_ids=text).logits[0], alone[-LENGTH + PADDED :]) > 1e-3
 
 
-def generates_without_noticing(model: Any, ids: torch.Tensor) -> bool:
-    """Whether this PEFT knows another name for the cache, which is refused."""
+def uses_cache(model: Any, ids: torch.Tensor) -> bool | None:
+    """Whether `generate` can use a cache; `None` if it cannot run without one either.
+
+    A PEFT that knows another name for the cache is refused. Without a cache it recomputes virtual tokens, but not keys.
+    """
     if cache_argument(model.get_base_model()) == "past_key_values":
-        return False
-    with pytest.raises(UnsupportedError, match="does not notice the cache of"):
-        quietly(model.generate, input_ids=ids, max_new_tokens=1)
-    return True
+        return True
+    for given in (True, False) if model.active_peft_config.peft_type == "PREFIX_TUNING" else (True,):
+        with pytest.raises(UnsupportedError, match="does not notice the cache of"):
+            quietly(model.generate, input_ids=ids, max_new_tokens=1, use_cache=given)
+    return None if model.active_peft_config.peft_type == "PREFIX_TUNING" else False
 
 
 @pytest.mark.parametrize(("scheme", "method"), CASES, ids=str)
@@ -101,7 +105,8 @@ def test_generate_equals_no_cache_and_the_row_alone(scheme: Any, method: str) ->
     ids, mask = batch()
     settings: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     settings |= {"return_dict_in_generate": True, "output_logits": True}
-    if generates_without_noticing(model, ids):
+    settings["use_cache"] = uses_cache(model, ids)
+    if settings["use_cache"] is None:
         return
     found = quietly(model.generate, input_ids=ids, attention_mask=mask, **settings, **tasks(method, 2))
     text = ids[1:, PADDED:]
@@ -138,6 +143,18 @@ def test_gradients_of_a_padded_row_are_those_of_the_row_alone(scheme: Any, metho
         assert float((gradient - found[1][name]).norm()) <= 1e-3 * float(found[1][name].norm()), name
 
 
+@pytest.mark.parametrize("scheme", [None, "alibi"], ids=str)
+@pytest.mark.parametrize("method", ["prompt", "prefix"])
+@torch.no_grad()
+def test_a_forward_is_one_graph(method: str, scheme: Any) -> None:
+    ids = tokens(2, LENGTH)
+    torch.compiler.reset()
+    model = tuned(method, scheme)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    expected = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+    assert distance(compiled(input_ids=ids, attention_mask=torch.ones_like(ids)).logits, expected) <= CLOSE
+
+
 @torch.no_grad()
 def test_stock_llama_counts_slots_in_prompt_tuning() -> None:
     """Why the patched model cannot be compared with a stock one here: its padded row is another one."""
@@ -154,8 +171,7 @@ def test_beams_of_rows_with_gaps() -> None:
     model = tuned("prompt", "t5")
     ids, mask = batch()
     settings: dict[str, Any] = {"max_new_tokens": 5, "num_beams": 3, "eos_token_id": None, "pad_token_id": 0}
-    if generates_without_noticing(model, ids):
-        return
+    settings["use_cache"] = uses_cache(model, ids)
     found = quietly(model.generate, input_ids=ids, attention_mask=mask, **settings)
     text = ids[1:, PADDED:]
     alone = quietly(model.generate, input_ids=text, attention_mask=torch.ones_like(text), **settings)

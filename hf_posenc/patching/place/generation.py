@@ -98,13 +98,18 @@ def refuse_unnoticed_caches(call: GenerateCall) -> None:
         UnsupportedError: if PEFT would take every step for the first one.
     """
     prepare: Any = call.model.prepare_inputs_for_generation
-    learned = getattr(getattr(prepare.__self__, "active_peft_config", None), "is_prompt_learning", False)
-    name = cache_argument(call.model) if learned else ""
-    if learned and name not in inspect.unwrap(prepare.__func__).__code__.co_consts:
+    config = getattr(prepare.__self__, "active_peft_config", None)
+    if not getattr(config, "is_prompt_learning", False):
+        return
+    name = cache_argument(call.model)
+    learns_keys = config.peft_type in ("PREFIX_TUNING", "CARTRIDGE")
+    uses_cache = learns_keys or call.setting("use_cache") is not False
+    if uses_cache and name not in inspect.unwrap(prepare.__func__).__code__.co_consts:
         raise UnsupportedError(
             f"This PEFT does not notice the cache of a {type(call.model).__name__}, whose argument is {name!r} in "
             f"transformers {transformers.__version__}, so prompt and prefix tuning generate wrong tokens, with stock "
-            "models too. Use an earlier transformers or a newer PEFT."
+            f"models too. {'Use' if learns_keys else 'Generate with use_cache=False, or use'} an earlier transformers "
+            "or a newer PEFT."
         )
 
 
