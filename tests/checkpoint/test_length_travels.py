@@ -111,7 +111,8 @@ class TestAdapters:
         entry = json.loads(path.read_text())
         assert entry.pop("length") == LONG
         # Format 1 has no hashes.
-        entry = {name: value for name, value in entry.items() if "hash" not in name and "sha" not in name} | {"format": 1}
+        entry = {name: value for name, value in entry.items() if "hash" not in name and "sha" not in name}
+        entry["format"] = 1
         path.write_text(json.dumps(entry))
         assert stated(load_position_adapter(base(stock), tmp_path)) == stated(base(stock, "t5"))
 

@@ -98,7 +98,7 @@ def refuse_unnoticed_caches(call: GenerateCall) -> None:
         UnsupportedError: if PEFT would take every step for the first one.
     """
     prepare: Any = call.model.prepare_inputs_for_generation
-    config = getattr(prepare.__self__, "active_peft_config", None)
+    config: Any = getattr(prepare.__self__, "active_peft_config", None)
     if not getattr(config, "is_prompt_learning", False):
         return
     name = cache_argument(call.model)
