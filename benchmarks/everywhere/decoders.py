@@ -20,8 +20,8 @@ from benchmarks.everywhere.launch import run_script
 from benchmarks.everywhere.models import loaded, slug
 from benchmarks.everywhere.plan import Plan, Variant
 from benchmarks.everywhere.steps import Steps, file_name
-from hf_posenc.export.gguf.differences import token_differences
 from hf_posenc.export.gguf.run import Prediction, complete, predict
+from hf_posenc.export.gguf.verify import token_differences
 from hf_posenc.report import Record
 
 #: llama.cpp's most probable tokens, whose probabilities are compared.

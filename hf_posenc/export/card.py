@@ -10,8 +10,6 @@ from hf_posenc.export.records import ExportReport, checks_table
 from hf_posenc.export.targets import find_target
 from hf_posenc.patching.place.encoding import current_encoding
 
-_LIBRARIES = {"stock": "transformers", "gguf": "gguf", "onnx": "onnx", "executorch": "executorch"}
-
 
 def export_card(model: PreTrainedModel, report: ExportReport, usage: str, repository: str | None) -> ModelCard:
     """Creates the card of an export.
@@ -26,7 +24,8 @@ def export_card(model: PreTrainedModel, report: ExportReport, usage: str, reposi
     name, base = repository or folder, hub_name(model)
     data = card_data(
         name, class_name, "stock" if encoding is None else scheme_names(encoding.config), tags=[report.target],
-        library_name=_LIBRARIES.get(report.target, report.target), base_model=None if base == repository else base,
+        library_name="transformers" if report.target == "stock" else report.target,
+        base_model=None if base == repository else base,
     )  # fmt: skip
     scheme = (
         f"The position encoding of a stock `{class_name}`."
@@ -51,7 +50,7 @@ def _how_to_run(usage: str, report: ExportReport, repository: str | None) -> str
     """The usage, with a name for `{folder}`. Only transformers takes the name of a repository as a folder."""
     if repository is None:
         return usage.replace("{folder}", report.folder.resolve().name)
-    if _LIBRARIES.get(report.target) == "transformers":
+    if report.target == "stock":
         return usage.replace("{folder}", repository)
     local = repository.rpartition("/")[2]
     download = f"```bash\nhf download {repository} --local-dir {local}\n```"

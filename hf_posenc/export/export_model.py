@@ -12,24 +12,16 @@ from typing import Any
 
 from huggingface_hub.utils import validate_repo_id
 
+from hf_posenc.checkpoint.adapter_config import CONFIG_FILE as ADAPTERS
 from hf_posenc.checkpoint.atomic_folder import atomic_replacement, clear_drafts
+from hf_posenc.checkpoint.stored_weights import WEIGHTS
 from hf_posenc.errors import UnknownNameError, UsageError
 from hf_posenc.export.card import export_card
 from hf_posenc.export.hub import Upload
 from hf_posenc.export.modalities import refuse_lost_modalities, refuse_unchecked_modalities
 from hf_posenc.export.records import MANIFEST, ExportReport, files_in
 from hf_posenc.export.request import Request, model_to_export
-from hf_posenc.export.targets import Target, find_target
-
-#: Transformers adds the adapters of this file to any model that is loaded from the folder.
-_ADAPTERS = "adapter_config.json"
-#: Weights that transformers loads if no variant is named.
-_PLAIN_WEIGHTS = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
+from hf_posenc.export.targets import find_target
 
 
 def export_model(
@@ -89,11 +81,14 @@ def export_model(
     if place.is_dir():
         clear_drafts(place)  # of an export that was killed
     _check_folder(place, overwrite)
-    _check_packages(target)
+    target.check_packages()
     target.check_options(options)
     upload = _upload(place.resolve().name if push_to_hub is True else push_to_hub, hub_options or {})
     repository = None if upload is None else upload.full_name()
-    _check_tokenizer(tokenizer)
+    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+        raise TypeError(
+            f"tokenizer is {tokenizer!r:.100}, which cannot be saved. Load it: AutoTokenizer.from_pretrained(name)."
+        )
     inner = model_to_export(model, merge_adapters)
     refuse_unchecked_modalities(inner) if target.keeps_images else refuse_lost_modalities(inner, target.name)
     modes = [(module, module.training) for module in inner.modules()]
@@ -128,45 +123,26 @@ def _check_folder(place: Path, overwrite: bool, draft: str | None = None) -> Non
         raise FileExistsError(f"{place} is not empty. Give a new folder, or overwrite=True.")
 
 
-def _check_packages(target: Target) -> None:
-    missing = target.missing_packages()
-    if missing:
-        raise UsageError(
-            f"The export to {target.name!r} needs {' and '.join(missing)}: pip install {' '.join(missing)}"
-        )
-
-
-def _check_tokenizer(tokenizer: Any) -> None:
-    if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
-        raise TypeError(
-            f"tokenizer is {tokenizer!r:.100}, which cannot be saved. Load it: AutoTokenizer.from_pretrained(name)."
-        )
-
-
 def _clear(place: Path, files: Collection[str]) -> None:
     """Removes the files of an earlier export, and files that new ones replace.
 
     The new files are moved into place one by one. If the process is killed in between, no file may be left that would
     make a model together with new ones: programs that load the export do not know that it is incomplete.
 
-    Args:
-        place: the folder.
-        files: names of the new files.
-
     Raises:
         FileExistsError: if there is a folder in the place of a file, or adapters that transformers would add to the
             model. Nothing is removed.
     """
-    if (place / _ADAPTERS).exists() and any(name.endswith(".safetensors") for name in files):
+    weights = [name for name in files if name.endswith(".safetensors")]
+    if weights and (place / ADAPTERS).exists():
         raise FileExistsError(
-            f"{place} contains {_ADAPTERS}: transformers would add these adapters to the exported model. Export it to "
+            f"{place} contains {ADAPTERS}: transformers would add these adapters to the exported model. Export it to "
             "another folder."
         )
-    weights = [name for name in files if name.endswith(".safetensors")]
     if weights and not any(re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors", name) for name in weights):
         # The export has a variant, and without its name transformers would load the other weights with the new config.
         earlier = _files_of(place)
-        others = [name for name in _PLAIN_WEIGHTS if (place / name).exists() and name not in earlier]
+        others = [name for name in WEIGHTS if (place / name).exists() and name not in earlier]
         if others:
             raise FileExistsError(
                 f"{place} contains {others[0]}, which transformers would load with the config of this export unless "

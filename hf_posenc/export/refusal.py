@@ -6,20 +6,8 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.request import Request
 from hf_posenc.export.targets import TARGETS
 
-
-class Reasons:
-    """Why carriers were refused. Carriers with the same reason are named together."""
-
-    def __init__(self) -> None:
-        self._carriers: dict[str, list[str]] = {}
-
-    def add(self, carrier: str, reason: object) -> None:
-        """Adds the reason of a carrier."""
-        self._carriers.setdefault(str(reason), []).append(carrier)
-
-    def sentences(self) -> list[str]:
-        """One sentence for each reason, which begins with the carriers."""
-        return [f"{', '.join(names)}: {reason}" for reason, names in self._carriers.items()]
+#: Why carriers were refused: those that have the same reason, by the reason.
+Reasons = dict[str, list[str]]
 
 
 class ExportError(UnsupportedError):
@@ -39,7 +27,7 @@ class ExportError(UnsupportedError):
     is_list = True
 
     def __init__(self, request: Request, target: str, program: str, reasons: Reasons, inexact: bool) -> None:
-        self.reasons = reasons.sentences()
+        self.reasons = [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
         others = (one.advice(request.model) for one in TARGETS if one.name != target)
         ways = [
             *(["accept the difference: approximate=True, or --approximate"] if inexact else []),

@@ -41,11 +41,6 @@ class Request:
     approximate: bool = False
 
     @property
-    def is_patched(self) -> bool:
-        """Whether the model has a scheme of this package."""
-        return current_encoding(self.model) is not None
-
-    @property
     def scheme(self) -> SchemeConfig:
         """The scheme in force: the one the model was patched with, or its native one."""
         encoding = current_encoding(self.model)
@@ -80,7 +75,13 @@ def model_to_export(model: Any, merge_adapters: bool) -> PreTrainedModel:
             are not in memory, or with parts that were replaced after patching.
     """
     if not isinstance(model, PreTrainedModel) and hasattr(model, "merge_and_unload"):
-        model = _merged(model, merge_adapters)
+        if not merge_adapters:
+            raise UnsupportedError(
+                f"{type(model).__name__} has adapters around its weights. With merge_adapters=True they are merged "
+                "into the weights of a copy, and the copy is exported."
+            )
+        with torch.no_grad():
+            model = copy.deepcopy(model).merge_and_unload()
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"export_model needs a transformers model, got {type(model).__name__}. Pass the model inside the wrapper "
@@ -110,13 +111,3 @@ def model_to_export(model: Any, merge_adapters: bool) -> PreTrainedModel:
     current_encoding(model)
     refuse_changed(model)
     return model
-
-
-def _merged(model: Any, merge_adapters: bool) -> Any:
-    if not merge_adapters:
-        raise UnsupportedError(
-            f"{type(model).__name__} has adapters around its weights. With merge_adapters=True they are merged into "
-            "the weights of a copy, and the copy is exported."
-        )
-    with torch.no_grad():
-        return copy.deepcopy(model).merge_and_unload()

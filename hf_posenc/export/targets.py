@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hf_posenc.errors import UnknownNameError
+from hf_posenc.errors import UnknownNameError, UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -78,6 +78,14 @@ class Target:
         writer: Writer = importlib.import_module(self.home).write
         return writer
 
+    def check_packages(self) -> None:
+        """Raises `UsageError` if packages are not installed."""
+        missing = self.missing_packages()
+        if missing:
+            raise UsageError(
+                f"The export to {self.name!r} needs {' and '.join(missing)}: pip install {' '.join(missing)}"
+            )
+
     def check_options(self, options: dict[str, Any]) -> None:
         """Refuses options that the writer does not have.
 
@@ -117,7 +125,7 @@ TARGETS = (
     Target(
         "executorch",
         "a program for ExecuTorch, without a cache (option: max_length)",
-        "hf_posenc.export.executorch.write",
+        "hf_posenc.export.executorch",
         ("executorch",),
         program="ExecuTorch",
         takes_almost_all=True,

@@ -20,7 +20,7 @@ from .models import visible
 
 pytest.importorskip("executorch", reason="executorch is not installed: pip install executorch==1.5.1")
 
-from hf_posenc.export.executorch.program import compare
+from hf_posenc.export.executorch import compare
 
 #: Two layers differ less than the check allows.
 CLOSE = 1e-5

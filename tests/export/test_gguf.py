@@ -30,7 +30,7 @@ from hf_posenc import (
     YarnScaling,
 )
 from hf_posenc.export.export_model import export_model
-from hf_posenc.export.gguf import llama_carriers, write
+from hf_posenc.export.gguf import llama, write
 from hf_posenc.export.gguf.form import GgufForm
 from tests.architectures.population import Pair
 from tests.architectures.tiny import tiny_model
@@ -181,7 +181,7 @@ def test_rounded_weights(dtype: str, difference: float, tmp_path: Path) -> None:
 
 
 def without_reordering(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama_carriers, "reorder_heads", lambda form, rotations: None)
+    monkeypatch.setattr(llama, "reorder_heads", lambda form, rotations: None)
 
 
 def with_metadata(**wrong: Any) -> Callable[[pytest.MonkeyPatch], None]:

@@ -21,7 +21,7 @@ from hf_posenc.export.gguf import write
 from hf_posenc.export.gguf.carriers import CARRIERS
 from hf_posenc.export.gguf.form import GgufForm
 from hf_posenc.export.gguf.gelu import has_gelu, table_gelu
-from hf_posenc.export.gguf.t5_carriers import llama_cpp_bucket
+from hf_posenc.export.gguf.t5 import llama_cpp_bucket
 from hf_posenc.schemes.bias.t5 import relative_position_bucket
 from tests.export.gguf_cases import (
     byte_tokenizer,

@@ -8,13 +8,9 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.export.gguf import bert_carriers, gpt_carriers, llama_carriers, t5_carriers
-from hf_posenc.export.gguf.bert_blocks import is_bert
+from hf_posenc.export.gguf import bert, gpt, llama, t5
 from hf_posenc.export.gguf.form import GgufForm
-from hf_posenc.export.gguf.gpt_blocks import has_one_more_norm, is_gpt
-from hf_posenc.export.gguf.llama_blocks import is_llama
 from hf_posenc.export.gguf.parts import ModelParts
-from hf_posenc.export.gguf.t5_blocks import is_t5
 
 
 @dataclass(frozen=True)
@@ -45,27 +41,34 @@ class Carrier:
     form: Callable[[ModelParts], GgufForm]
 
 
-_LLAMA = Blocks("Llama's (RMSNorm, gated feed-forward)", is_llama)
-_GPT = Blocks("GPT-2's (LayerNorm, feed-forward with GELU, one projection of queries, keys and values)", is_gpt)
-_BLOOM = Blocks(_GPT.name, has_one_more_norm)
-_T5 = Blocks("T5's", is_t5)
-_BERT = Blocks("BERT's", is_bert)
+def _of(*model_types: str) -> Callable[[PreTrainedModel], bool]:
+    return lambda model: model.config.model_type in model_types
+
+
+_LLAMA = Blocks("Llama's (RMSNorm, gated feed-forward)", llama.is_llama)
+_GPT = Blocks(
+    "GPT-2's (LayerNorm, feed-forward with GELU, one projection of queries, keys and values)", _of(*gpt.SOURCES)
+)
+#: BLOOM also normalises its embeddings.
+_BLOOM = Blocks(_GPT.name, _of("bloom"))
+_T5 = Blocks("T5's", _of("t5", "mt5", "umt5"))
+_BERT = Blocks("BERT's", _of("bert"))
 
 CARRIERS = (
-    Carrier("llama with rope.scaling", _LLAMA, llama_carriers.scaling_metadata),
-    Carrier("llama", _LLAMA, llama_carriers.shared_spectrum),
-    Carrier("smollm3", _LLAMA, llama_carriers.every_fourth_layer_stopped),
-    Carrier("llama with wide heads", _LLAMA, llama_carriers.spectrum_per_layer),
-    Carrier("refact", _LLAMA, llama_carriers.alibi),
-    Carrier("gpt2", _GPT, gpt_carriers.vectors),
-    Carrier("bloom", _BLOOM, gpt_carriers.alibi_after_norm),
-    Carrier("mpt", _GPT, gpt_carriers.alibi_and_vectors),
-    Carrier("gptneox with rope.scaling", _GPT, gpt_carriers.scaled_rotation),
-    Carrier("gptneox", _GPT, gpt_carriers.geometric_rotation),
-    Carrier("t5", _T5, t5_carriers.buckets),
-    Carrier("bert", _BERT, bert_carriers.table),
-    Carrier("jina-bert-v2", _BERT, bert_carriers.alibi),
-    Carrier("jina-bert-v3", _BERT, bert_carriers.one_rope),
+    Carrier("llama with rope.scaling", _LLAMA, llama.scaling_metadata),
+    Carrier("llama", _LLAMA, llama.shared_spectrum),
+    Carrier("smollm3", _LLAMA, llama.every_fourth_layer_stopped),
+    Carrier("llama with wide heads", _LLAMA, llama.spectrum_per_layer),
+    Carrier("refact", _LLAMA, llama.alibi),
+    Carrier("gpt2", _GPT, gpt.vectors),
+    Carrier("bloom", _BLOOM, gpt.alibi_after_norm),
+    Carrier("mpt", _GPT, gpt.alibi_and_vectors),
+    Carrier("gptneox with rope.scaling", _GPT, gpt.scaled_rotation),
+    Carrier("gptneox", _GPT, gpt.geometric_rotation),
+    Carrier("t5", _T5, t5.buckets),
+    Carrier("bert", _BERT, bert.table),
+    Carrier("jina-bert-v2", _BERT, bert.alibi),
+    Carrier("jina-bert-v3", _BERT, bert.one_rope),
 )
 
 

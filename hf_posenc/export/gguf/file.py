@@ -7,7 +7,6 @@ from typing import Any
 
 import gguf
 import numpy as np
-import numpy.typing as npt
 from gguf import GGMLQuantizationType as Precision
 from torch import Tensor
 
@@ -53,7 +52,8 @@ def write_file(path: Path, form: GgufForm, vocabulary: dict[str, Any], dtype: st
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for key, tensor in form.tensors.items():
-        writer.write_tensor_data(_stored(tensor, kinds[key]))
+        array = np.ascontiguousarray(tensor.float().cpu().numpy())
+        writer.write_tensor_data(gguf.quantize(array, kinds[key]))
     writer.close()
 
 
@@ -68,19 +68,6 @@ def _precision(name: str, tensor: Tensor, dtype: str) -> Precision:
     return wanted if tensor.shape[-1] % block == 0 else Precision.F16
 
 
-def _stored(tensor: Tensor, precision: Precision) -> npt.NDArray[Any]:
-    array = np.ascontiguousarray(tensor.float().cpu().numpy())
-    return gguf.quantize(array, precision)
-
-
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    if isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, str):
-        writer.add_string(key, value)
-    else:
-        writer.add_array(key, value)
+    kinds = {bool: "bool", int: "uint32", float: "float32", str: "string"}
+    getattr(writer, f"add_{kinds.get(type(value), 'array')}")(key, value)

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+#: Hyperparameters, by their keys without the name of the architecture ("block_count").
+Metadata = dict[str, int | float | str | bool]
+
 
 @dataclass(frozen=True)
 class GgufForm:
@@ -13,14 +16,14 @@ class GgufForm:
 
     Args:
         architecture: name of the architecture in llama.cpp.
-        metadata: its hyperparameters, by key without the name of the architecture ("block_count").
+        metadata: its hyperparameters.
         tensors: weights by their names in llama.cpp, `(out, in)` for matrices.
         carrier: what carries the scheme, in a few words.
         tokenizer: metadata of the tokenizer that the architecture needs, without the prefix "tokenizer.".
     """
 
     architecture: str
-    metadata: dict[str, int | float | str | bool]
+    metadata: Metadata
     tensors: dict[str, Tensor]
     carrier: str
     tokenizer: dict[str, int] = field(default_factory=dict)

@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.export.gguf.form import Metadata
 from hf_posenc.export.layers import Spectrum, spectrum_of
 from hf_posenc.patching.call.layer_call import LayerEncoding
 from hf_posenc.patching.find.discovery import find_stacks
 from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.observe.native_scheme import native_scheme
 from hf_posenc.patching.place.encoding import build_encoding, current_encoding
+from hf_posenc.patching.place.lengths import native_length
 from hf_posenc.patching.place.stack_encoding import StackEncoding
-from hf_posenc.schemes import SchemeConfig
+from hf_posenc.schemes import LinearScaling, RopeConfig, SchemeConfig, YarnScaling
+from hf_posenc.schemes.bias.alibi import AlibiBias, alibi_slopes
 
 #: Relative difference of two constants that count as equal: a few roundings of float32.
 EQUAL = 1e-6
-
-
-@dataclass(frozen=True)
-class StackParts:
-    """A stack of a model, and the parts of the scheme in it.
-
-    Args:
-        stack: the stack.
-        encoding: its parts.
-    """
-
-    stack: Stack
-    encoding: StackEncoding
+#: Length of a model that states none (BLOOM). It only says how long prompts may be in llama-server.
+_LENGTH = 2048
 
 
 @dataclass(frozen=True)
@@ -42,20 +35,16 @@ class ModelParts:
     Args:
         model: the model.
         scheme: the scheme in force.
-        stacks: its stacks; an encoder-decoder has two.
+        stacks: its stacks with the parts in each; an encoder-decoder has two.
     """
 
     model: PreTrainedModel
     scheme: SchemeConfig
-    stacks: tuple[StackParts, ...]
+    stacks: tuple[tuple[Stack, StackEncoding], ...]
 
     @property
-    def only(self) -> StackParts:
-        """The stack of a model with one.
-
-        Raises:
-            UnsupportedError: for a model with several.
-        """
+    def only(self) -> tuple[Stack, StackEncoding]:
+        """The stack of a model with one, and its parts. A model with several is refused."""
         if len(self.stacks) != 1:
             raise UnsupportedError(
                 f"{type(self.model).__name__} has {len(self.stacks)} stacks of attention layers, and these blocks of "
@@ -66,12 +55,12 @@ class ModelParts:
     @property
     def stack(self) -> Stack:
         """The only stack."""
-        return self.only.stack
+        return self.only[0]
 
     @property
     def encoding(self) -> StackEncoding:
         """The parts in the only stack."""
-        return self.only.encoding
+        return self.only[1]
 
     @property
     def layers(self) -> list[LayerEncoding]:
@@ -89,11 +78,21 @@ def parts_of(model: PreTrainedModel) -> ModelParts:
     placed = current_encoding(model)
     scheme = native_scheme(model) if placed is None else placed.config
     encoding = build_encoding(scheme, stacks) if placed is None else placed
-    found = [StackParts(stack, encoding.stacks[stack.name]) for stack in stacks]
-    if placed is None:
-        for one in found:
-            one.encoding.adopt(one.stack)
-    return ModelParts(model, scheme, tuple(found))
+    found = tuple((stack, encoding.stacks[stack.name]) for stack in stacks)
+    for stack, parts in found if placed is None else ():
+        parts.adopt(stack)
+    return ModelParts(model, scheme, found)
+
+
+def model_length(parts: ModelParts) -> int:
+    """Number of tokens that the file is made for."""
+    placed = current_encoding(parts.model)
+    lengths = None if placed is None else placed.lengths
+    known = native_length(parts.model, [parts.stack]) if lengths is None else lengths.current
+    longest = None if lengths is None else lengths.reach.length
+    # BLOOM's checkpoints state their length in a field that its config class does not have.
+    length = known or getattr(parts.stack.config, "seq_length", None) or _LENGTH
+    return int(length if longest is None else min(length, longest))
 
 
 @dataclass(frozen=True)
@@ -161,6 +160,47 @@ def rotations_of(parts: ModelParts, *, same: bool = True) -> list[Rotation]:
     return rotations
 
 
+def scaled_rotations(parts: ModelParts, rotations: list[Rotation]) -> tuple[Metadata, list[Rotation]]:
+    """Linear scaling and YaRN with the options that llama.cpp reads.
+
+    Returns:
+        The base of RoPE and its scaling, and the rotations without the factor of cosine and sine, which these have.
+
+    Raises:
+        UnsupportedError: for another scheme.
+    """
+    scheme, found = parts.scheme, float(rotations[0].factors[0])
+    scaling = scheme.scaling if isinstance(scheme, RopeConfig) else None
+    if not isinstance(scheme, RopeConfig) or not isinstance(scaling, LinearScaling | YarnScaling):
+        raise UnsupportedError("the scheme is not RoPE with linear scaling or YaRN")
+    kind = "linear" if isinstance(scaling, LinearScaling) else "yarn"
+    entries: Metadata = {"rope.freq_base": float(scheme.theta), "rope.scaling.type": kind}
+    entries["rope.scaling.factor"] = float(scaling.factor)
+    if isinstance(scaling, YarnScaling):
+        if not scaling.truncate:
+            raise UnsupportedError("llama.cpp rounds the ends of YaRN's ramp, and truncate=False does not")
+        entries |= {
+            "rope.scaling.original_context_length": scaling.original_max_positions,
+            "rope.scaling.yarn_beta_fast": float(scaling.beta_fast),
+            "rope.scaling.yarn_beta_slow": float(scaling.beta_slow),
+            # llama.cpp multiplies the factor of the formula by this one.
+            "rope.scaling.attn_factor": found / (0.1 * math.log(scaling.factor) + 1.0),
+        }
+    return entries, [replace(one, factors=torch.ones_like(one.factors)) for one in rotations]
+
+
+def geometric_entries(frequencies: Tensor) -> Metadata | None:
+    """Frequencies `first * base ** (-pair / pairs)`, as a base and a linear scaling; `None` for others."""
+    count, first = len(frequencies), float(frequencies[0])
+    base = 10000.0 if count == 1 else float((frequencies[0] / frequencies[-1]).abs() ** (count / (count - 1)))
+    computed = first * base ** -(torch.arange(count, dtype=torch.float64) / count)
+    # Those of RoPE are rounded to float32.
+    if not torch.allclose(frequencies, computed, rtol=2 * EQUAL, atol=0):
+        return None
+    scaling: Metadata = {"rope.scaling.type": "linear", "rope.scaling.factor": 1 / first}
+    return {"rope.freq_base": base, **(scaling if abs(first - 1) > EQUAL else {})}
+
+
 #: What parts do, by their kind.
 _ACTIONS = {
     "additive": "adds vectors to the embeddings",
@@ -181,9 +221,9 @@ def refuse_other_parts(parts: ModelParts, *allowed: str) -> None:
         UnsupportedError: naming the first other part.
     """
     found: list[tuple[str, object]] = []
-    for one in parts.stacks:
-        found.append(("additive", one.encoding.additive))
-        for layer in one.encoding.layers:
+    for _, encoding in parts.stacks:
+        found.append(("additive", encoding.additive))
+        for layer in encoding.layers:
             found += [(kind, getattr(layer, kind)) for kind in ("query_key_map", "logit_bias", "logit_scale")]
     for kind, part in found:
         if part is not None and kind not in allowed:
@@ -201,3 +241,27 @@ def refuse_without_logits(parts: ModelParts) -> None:
             f"{type(parts.model).__name__} has no language model head, and these architectures of llama.cpp predict "
             "tokens. Export the class for causal language modelling"
         )
+
+
+def refuse_other_biases(parts: ModelParts) -> None:
+    """Refuses a scheme that does not have ALiBi with its fixed slopes in every layer.
+
+    For any number of heads, llama.cpp computes the slopes of `alibi_slopes`.
+
+    Raises:
+        UnsupportedError: with the other bias, or the difference of the slopes.
+    """
+    for layer in parts.layers:
+        bias = layer.logit_bias
+        if not isinstance(bias, AlibiBias):
+            what = "no bias" if bias is None else type(bias).__name__
+            raise UnsupportedError(f"llama.cpp has no bias but ALiBi in these blocks; a layer has {what}")
+        if bias.num_left is not None:
+            raise UnsupportedError("llama.cpp has the same bias in both directions; a layer has the asymmetric ALiBi")
+        slopes = bias.slopes.detach().double().cpu()
+        fixed = torch.tensor(alibi_slopes(layer.num_heads), dtype=torch.float64)
+        if not torch.allclose(slopes, fixed, rtol=EQUAL, atol=0):
+            raise UnsupportedError(
+                f"llama.cpp computes ALiBi's slopes from the number of heads; those of this model differ by up to "
+                f"{float((slopes / fixed - 1).abs().max()):.3g} of their value. Train with learnable=False to export"
+            )

@@ -84,7 +84,14 @@ def vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
         differing = [place for place, ids in enumerate(expected) if found[place] != ids]
         wrong = [place for place in differing if texts[place] not in known]
         if not wrong:
-            _warn([known[texts[place]] for place in differing])
+            if differing:
+                warnings.warn(
+                    "llama.cpp gives other tokens than this tokenizer for some text: "
+                    f"{'; '.join(known[texts[place]] for place in differing)}. For such text, tokenize with "
+                    "transformers and give llama.cpp the tokens, or export to 'onnx'.",
+                    UserWarning,
+                    stacklevel=2,
+                )
             return {**entries, **metadata}
         place = min(wrong, key=lambda index: len(texts[index]))
         differences.append(
@@ -97,16 +104,6 @@ def vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
         + "\nThe weights could be written, but text would be read differently. Export to 'onnx', which is run with the "
         "transformers tokenizer."
     )
-
-
-def _warn(differences: list[str]) -> None:
-    if differences:
-        warnings.warn(
-            f"llama.cpp gives other tokens than this tokenizer for some text: {'; '.join(differences)}. For such text, "
-            "tokenize with transformers and give llama.cpp the tokens, or export to 'onnx'.",
-            UserWarning,
-            stacklevel=2,
-        )
 
 
 def _entries(tokenizer: Any, size: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
@@ -10,19 +11,17 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnknownNameError, UnsupportedError, UsageError
 from hf_posenc.export.gguf.carriers import CARRIERS, refuse_other_blocks
-from hf_posenc.export.gguf.differences import Differences, largest
 from hf_posenc.export.gguf.file import PRECISIONS, write_file
 from hf_posenc.export.gguf.form import GgufForm, is_encoder
-from hf_posenc.export.gguf.limits import checks, excess
 from hf_posenc.export.gguf.parts import parts_of
-from hf_posenc.export.gguf.usage import FILE, usage
-from hf_posenc.export.gguf.verify import compare
+from hf_posenc.export.gguf.verify import Differences, checks, compare, excess, largest
 from hf_posenc.export.gguf.vocabulary import vocabulary
 from hf_posenc.export.records import Check, Written
 from hf_posenc.export.refusal import ExportError, Reasons
 from hf_posenc.export.request import Request
 from hf_posenc.export.samples import float32_reference
 
+_FILE = "model.gguf"
 #: The values of the option `pooling`.
 _POOLING = {name: PoolingType[name.upper()] for name in ("none", "mean", "cls", "last")}
 
@@ -51,7 +50,7 @@ def write(request: Request, *, dtype: str = "f32", pooling: str | None = None) -
         raise UnknownNameError("dtype", dtype, list(PRECISIONS), owner="the export to 'gguf'")
     if pooling is not None and pooling not in _POOLING:
         raise UnknownNameError("pooling", pooling, list(_POOLING), owner="the export to 'gguf'")
-    reasons = Reasons()
+    reasons: Reasons = defaultdict(list)
     forms = _forms(request.model, reasons)
     if not forms:
         raise ExportError(request, "gguf", "llama.cpp", reasons, False)
@@ -62,25 +61,25 @@ def write(request: Request, *, dtype: str = "f32", pooling: str | None = None) -
         try:
             found = _run(request, form, words, "f32")
         except UnsupportedError as error:
-            reasons.add(name, error)
+            reasons[str(error)].append(name)
             continue
         worst = largest(found)
         too_large = excess(worst)
         if too_large is None:
             return _written(request, form, words, dtype, checks(found, "f32"))
         inexact.append((worst, form))
-        reasons.add(name, too_large)
+        reasons[too_large].append(name)
     if request.approximate and inexact:
         _, form = min(inexact, key=lambda pair: [(value != value, value) for value in pair[0].values()])
         return _written(request, form, words, dtype, ())
-    (request.draft / FILE).unlink(missing_ok=True)
+    (request.draft / _FILE).unlink(missing_ok=True)
     raise ExportError(request, "gguf", "llama.cpp", reasons, bool(inexact))
 
 
 def proposal(model: PreTrainedModel) -> str | None:
     """What could carry a model's scheme, before it is run; `None` if nothing could."""
     try:
-        forms = _forms(model, Reasons())
+        forms = _forms(model, defaultdict(list))
     except UnsupportedError:
         return None
     return forms[0][1].carrier if forms else None
@@ -96,7 +95,7 @@ def _forms(model: PreTrainedModel, reasons: Reasons) -> list[tuple[str, GgufForm
             try:
                 forms.append((carrier.name, carrier.form(parts)))
             except UnsupportedError as error:
-                reasons.add(carrier.name, error)
+                reasons[str(error)].append(carrier.name)
     return forms
 
 
@@ -110,7 +109,7 @@ def _pooled(form: GgufForm, pooling: str | None) -> GgufForm:
 
 def _run(request: Request, form: GgufForm, words: dict[str, Any], dtype: str) -> dict[str, Differences]:
     """Writes the file and returns its differences by mode."""
-    file, length = request.draft / FILE, form.metadata["context_length"]
+    file, length = request.draft / _FILE, form.metadata["context_length"]
     write_file(file, form, words, dtype, type(request.model).__name__)
     return compare(float32_reference(request.model), file, int(length), same_gelu=dtype == "f32")
 
@@ -120,16 +119,62 @@ def _written(request: Request, form: GgufForm, words: dict[str, Any], dtype: str
     if dtype != "f32" or not found:
         exact = bool(found)
         found += checks(_run(request, form, words, dtype), dtype, limited=exact)
-        _refuse_excess(request, found, dtype)
-    return Written(form.carrier, found, usage(form))
-
-
-def _refuse_excess(request: Request, found: tuple[Check, ...], dtype: str) -> None:
     for check in found:
         if check.allowed is not None and not check.difference <= check.allowed:
-            (request.draft / FILE).unlink()
+            (request.draft / _FILE).unlink()
             raise UnsupportedError(
                 f"In llama.cpp the {check.quantity} of the float32 file are those of the model, but with weights in "
                 f"{dtype} they differ by {check.difference:.2g} (allowed: {check.allowed:g}). Choose a more precise "
                 "dtype."
             )
+    return Written(form.carrier, found, _usage(form))
+
+
+def _usage(form: GgufForm) -> str:
+    if "decoder_block_count" in form.metadata:
+        return _ENCODER_DECODER
+    if not is_encoder(form):
+        return _DECODER
+    option, line = ("", "") if "pooling_type" in form.metadata else _POOLED
+    return _ENCODER.replace("{option}", option).replace("{line}", line)
+
+
+_DECODER = """```bash
+llama-cli -m {folder}/model.gguf -p 'The dog chased'
+llama-server -m {folder}/model.gguf
+```
+
+or, in Python, with `pip install xllamacpp`:
+
+```python
+import xllamacpp
+
+options = xllamacpp.CommonParams()
+options.model.path = "{folder}/model.gguf"
+server = xllamacpp.Server(options)
+answer = server.handle_completions({"prompt": "The dog chased", "n_predict": 20, "temperature": 0.0})
+print(answer["choices"][0]["text"])
+```"""
+_ENCODER = """```bash
+llama-embedding -m {folder}/model.gguf{option} -p 'The dog chased'
+llama-server -m {folder}/model.gguf{option} --embeddings
+```
+
+or, in Python, with `pip install xllamacpp`:
+
+```python
+import xllamacpp
+
+options = xllamacpp.CommonParams()
+options.model.path = "{folder}/model.gguf"
+options.embedding = True
+{line}server = xllamacpp.Server(options)
+print(server.handle_embeddings({"input": ["The dog chased"]})["data"][0]["embedding"])
+```"""
+#: What a program has to be told if the file does not say how to make one vector of a text.
+_POOLED = " --pooling mean", "options.pooling_type = xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_MEAN\n"
+_ENCODER_DECODER = (
+    "`model.gguf` is an encoder-decoder. Programs that call `llama_encode` and `llama_decode` of llama.cpp run it. "
+    "`llama-server` and the programs that contain it load the file and then answer with wrong text: they do not "
+    "run the encoder."
+)

@@ -45,10 +45,11 @@ class Graph:
     past: Past | None = None
 
     @property
-    def input_names(self) -> list[str]:
-        """Names of the inputs in order."""
-        names = [name for name in self.inputs if name != "past"]
-        return names + _names("past_key_values", self.past or [])
+    def input_names(self) -> dict[str, str]:
+        """Names of the inputs, by those that the exporter gives them: their paths."""
+        plain = {name: name for name in self.inputs if name != "past"}
+        paths = [f"past.{index}.{kind}" for index in range(len(self.past or [])) for kind in (0, 1)]
+        return plain | dict(zip(paths, _names("past_key_values", self.past or []), strict=True))
 
     def output_names(self, found: list[str]) -> list[str]:
         """Names of the outputs, given those that the exporter derives from the dictionary."""
@@ -59,10 +60,8 @@ class Graph:
     def axes(self) -> dict[str, dict[int, str]]:
         """The names of the open axes of every input and of the cached outputs."""
         named = {name: axes for name, axes in self.shapes.items() if name != "past"}
-        for name in _names("past_key_values", self.past or []):
-            named[name] = {0: "batch_size", 2: "past_sequence_length"}
-        for name in _names("present", self.past or []):
-            named[name] = {0: "batch_size", 2: "total_sequence_length"}
+        for prefix, length in (("past_key_values", "past_sequence_length"), ("present", "total_sequence_length")):
+            named |= {key: {0: "batch_size", 2: length} for key in _names(prefix, self.past or [])}
         return named
 
 
@@ -118,13 +117,7 @@ def run_decoder(
     if takes_positions:
         counted = (attention_mask.cumsum(-1) - 1).clamp(min=0)
         extra["position_ids"] = counted[:, -input_ids.shape[1] :]
-    return model(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        use_cache=True,
-        return_dict=True,
-        **extra,
-    )
+    return model(input_ids=input_ids, attention_mask=attention_mask, use_cache=True, return_dict=True, **extra)
 
 
 def _arguments(model: PreTrainedModel) -> tuple[str, bool]:
@@ -141,11 +134,7 @@ def run_plain(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, Te
 
 def cached(output: Any) -> Past:
     """The keys and values of the cache in an output."""
-    return _of_layers(first_cache(output.values()))
-
-
-def _of_layers(cache: Any) -> Past:
-    return [(layer.keys, layer.values) for layer in cache.layers]
+    return [(layer.keys, layer.values) for layer in first_cache(output.values()).layers]
 
 
 def graph_of(model: PreTrainedModel) -> Graph:
@@ -160,9 +149,7 @@ def graph_of(model: PreTrainedModel) -> Graph:
     mask[1, 0] = 0
     tokens = {0: "batch_size", 1: "sequence_length"}
     if not model.can_generate():
-        inputs = {"input_ids": ids, "attention_mask": mask}
-        if takes_token_types(model):
-            inputs["token_type_ids"] = torch.zeros_like(ids)
+        inputs = plain_inputs(model, mask)
         return Graph(Plain(model), inputs, dict.fromkeys(inputs, tokens))
     with torch.no_grad():
         found = first_cache(run_decoder(model, ids[:, :_PAST], mask[:, :_PAST], []).values())
@@ -172,7 +159,7 @@ def graph_of(model: PreTrainedModel) -> Graph:
             f"{type(model).__name__} caches something else than the keys and values of every layer, which has no "
             "common names in ONNX. Use model.save_pretrained."
         )
-    past = [(key.clone(), value.clone()) for key, value in _of_layers(found)]
+    past = [(layer.keys.clone(), layer.values.clone()) for layer in layers]
     given: dict[str, Any] = {"input_ids": ids[:, _PAST:], "attention_mask": mask, "past": past}
     cache_axes = {0: "batch_size", 2: "past_sequence_length"}
     shapes = {
@@ -183,12 +170,14 @@ def graph_of(model: PreTrainedModel) -> Graph:
     return Graph(_Decoder(model), given, shapes, past)
 
 
-def takes_token_types(model: PreTrainedModel) -> bool:
-    """Whether a model tells the first and the second text of a pair apart."""
-    return (
-        "token_type_ids" in inspect.signature(model.forward).parameters
-        and getattr(model.config, "type_vocab_size", 0) > 1
-    )
+def plain_inputs(model: PreTrainedModel, mask: Tensor) -> dict[str, Tensor]:
+    """The inputs of a call without a cache, in the order of the programs: random tokens in two texts of a pair."""
+    batch, length = mask.shape
+    inputs = {"input_ids": random_ids(model, length, batch), "attention_mask": mask}
+    takes_types = "token_type_ids" in inspect.signature(model.forward).parameters
+    if takes_types and getattr(model.config, "type_vocab_size", 0) > 1:
+        inputs["token_type_ids"] = (torch.arange(length) // (length // 2 + 1)).expand_as(mask).contiguous()
+    return inputs
 
 
 def _names(prefix: str, past: Past) -> list[str]:

@@ -88,9 +88,8 @@ def _name(graph: Any, source: Graph) -> None:
     """Names inputs, outputs and open axes."""
     import onnx_ir
 
-    inputs = dict(zip(_given_names(source), source.input_names, strict=True))
     for value in graph.inputs:
-        value.name = inputs[value.name.removeprefix("input.")]
+        value.name = source.input_names[value.name.removeprefix("input.")]
     outputs = source.output_names([value.name for value in graph.outputs])
     for value, name in zip(graph.outputs, outputs, strict=True):
         value.name = name
@@ -104,12 +103,6 @@ def _name(graph: Any, source: Graph) -> None:
         for value in node.outputs:
             if value not in graph.outputs:
                 value.shape = None
-
-
-def _given_names(source: Graph) -> list[str]:
-    """Names that the exporter gives to the inputs: their paths."""
-    plain = [name for name in source.inputs if name != "past"]
-    return plain + [f"past.{index}.{kind}" for index in range(len(source.past or [])) for kind in (0, 1)]
 
 
 def _reason(model: PreTrainedModel, error: Exception) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import SequenceLengthError, UnsupportedError
-from hf_posenc.export.onnx.graphs import Past, cached, run_decoder, run_plain, takes_token_types
-from hf_posenc.export.records import Check
+from hf_posenc.export.onnx.graphs import Past, cached, plain_inputs, run_decoder, run_plain
+from hf_posenc.export.records import Check, checked
 from hf_posenc.export.samples import difference_at_real_tokens, random_ids, spans
 from hf_posenc.patching.place.encoding import current_encoding
 
@@ -26,6 +26,8 @@ _TAIL = 32
 _SAMPLE = 256
 #: Longer sequences are not compared.
 _FARTHEST = 2**14
+#: Runs a program without a cache: receives its inputs, and the names of the outputs of the model.
+Program = Callable[[dict[str, Tensor], list[str]], dict[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -99,34 +101,27 @@ def compare(model: PreTrainedModel, path: Path, allowed: float | None) -> tuple[
         UnsupportedError: if they differ by more, or if onnxruntime cannot run the file.
     """
     session = Session(path)
-    model_checks = _decoder(model, session) if model.can_generate() else _plain(model, session)
-    checks = tuple(
-        Check(session.runtime, mode, quantity, difference, allowed) for mode, quantity, difference in model_checks
-    )
-    wrong = [check for check in checks if allowed is not None and not check.difference <= allowed]
-    if wrong:
-        raise UnsupportedError(
-            f"{session.runtime} computes other {wrong[0].quantity} ({wrong[0].mode}): they differ by "
-            f"{wrong[0].difference:.3g} (allowed: {allowed}). Use model.save_pretrained, and `import hf_posenc` where "
-            "the checkpoint is loaded."
-        )
-    return checks
-
-
-def _plain(model: PreTrainedModel, session: Session) -> Iterator[tuple[str, str, float]]:
-    longest = [(stop, (0,)) for stop in _ends(model)]
-    found: dict[str, float] = {}
-    for length, padding in [(3, (0,)), (24, (0, 5, 11)), *longest]:
+    if model.can_generate():
+        found = _decoder(model, session)
+    else:
+        calls = [(3, (0,)), (24, (0, 5, 11)), *((stop, (0,)) for stop in _ends(model))]
         # Encoders are padded on the right.
-        mask = Call(0, length, padding).mask().flip(-1)
-        tensors = {"input_ids": random_ids(model, length, len(padding)), "attention_mask": mask}
-        if takes_token_types(model):
-            tensors["token_type_ids"] = torch.arange(length).expand_as(mask) // (length // 2 + 1)
+        masks = [Call(0, length, padding).mask().flip(-1) for length, padding in calls]
+        found = compare_plain(model, masks, lambda inputs, _: session(inputs, []))
+    other = "Use model.save_pretrained, and `import hf_posenc` where the checkpoint is loaded."
+    return checked(session.runtime, found, allowed, other)
+
+
+def compare_plain(model: PreTrainedModel, masks: Iterable[Tensor], run: Program) -> Iterator[tuple[str, str, float]]:
+    """The largest difference of each output without a cache, with its mode and name, on tokens with some masks."""
+    found: dict[str, float] = {}
+    for mask in masks:
+        inputs = plain_inputs(model, mask)
         try:
-            expected = run_plain(model, tensors)
+            expected = run_plain(model, inputs)
         except SequenceLengthError:
             continue
-        for name, value in session(tensors, []).items():
+        for name, value in run(inputs, list(expected)).items():
             difference = difference_at_real_tokens(value, expected[name], mask)
             found[name] = max(found.get(name, 0.0), difference, key=_nan_last)
     for name, difference in found.items():

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 from transformers import MPNetConfig, PreTrainedModel, RoFormerConfig
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.layers import PlacedLayer, one_spectrum, placed_layers, refuse_beyond_rotation, refuse_vectors
-from hf_posenc.export.stock.form import StockForm, stock_config, stock_state
+from hf_posenc.export.stock.form import StockForm, copied, renamed, stock_config, stock_state
 from hf_posenc.export.stock.spectrum import fold
 from hf_posenc.schemes.bias.t5 import T5Bias
 
@@ -35,7 +33,8 @@ def roformer(model: PreTrainedModel) -> StockForm:
     """
     layers, config, found = _bert(model, "RoFormer")
     refuse_beyond_rotation(layers, "RoFormer")
-    state = _without_table(stock_state(model))
+    table = "embeddings.position_embeddings.weight"
+    state = {key: value for key, value in stock_state(model).items() if not key.endswith(table)}
     if any("pooler" in key for key in state):
         raise UnsupportedError(_POOLER.format("RoFormer"))
     spectra, first = one_spectrum(layers, "RoFormer")
@@ -48,13 +47,12 @@ def roformer(model: PreTrainedModel) -> StockForm:
     # RoFormer reads its phases from a table, so they can be computed in float64.
     angles = torch.arange(config.max_position_embeddings, dtype=torch.float64)[:, None] * first.frequencies
     prefix = found.base_model_prefix
-    renamed = {re.sub(r"^bert\.", f"{prefix}.", key): value for key, value in state.items()}
+    state = {renamed(key, {r"^bert\.": f"{prefix}."}): value for key, value in state.items()}
     inside = "" if found.__name__ == "RoFormerModel" else f"{prefix}."
-    table = torch.cat((angles.sin(), angles.cos()), dim=-1)
-    renamed[f"{inside}encoder.embed_positions.weight"] = table.to(model.dtype)
-    return StockForm(
-        found, RoFormerConfig(**_copied(config)), renamed, f"{found.__name__} with the phases in its table"
-    )
+    phases = torch.cat((angles.sin(), angles.cos()), dim=-1)
+    state[f"{inside}encoder.embed_positions.weight"] = phases.to(model.dtype)
+    written = RoFormerConfig(**copied(config, _COPIED))
+    return StockForm(found, written, state, f"{found.__name__} with the phases in its table")
 
 
 def mpnet(model: PreTrainedModel) -> StockForm:
@@ -75,20 +73,19 @@ def mpnet(model: PreTrainedModel) -> StockForm:
     expected = (_MPNET_BUCKETS, _MPNET_MAX_DISTANCE, True)
     if (bias.num_buckets, bias.max_distance, bias.bidirectional) != expected:
         raise UnsupportedError(f"MPNet always has {_MPNET_BUCKETS} buckets up to a distance of {_MPNET_MAX_DISTANCE}.")
-    state = stock_state(model)
     inside = "" if found.__name__ == "MPNetModel" else "mpnet."
-    renamed = {_mpnet_name(key): value for key, value in state.items()}
-    types = renamed.pop(f"{inside}embeddings.token_type_embeddings.weight")
+    state = {renamed(key, _MPNET_NAMES): value for key, value in stock_state(model).items()}
+    types = state.pop(f"{inside}embeddings.token_type_embeddings.weight")
     table = f"{inside}embeddings.position_embeddings.weight"
     # Position 0 of MPNet is row 2 of its table. The first rows are for padding.
-    renamed[table] = types[:1].expand(config.max_position_embeddings + 2, -1).clone()
-    renamed[f"{inside}encoder.relative_attention_bias.weight"] = bias.weight.detach().clone()
-    written = MPNetConfig(**_copied(config) | {"max_position_embeddings": config.max_position_embeddings + 2})
+    state[table] = types[:1].expand(config.max_position_embeddings + 2, -1).clone()
+    state[f"{inside}encoder.relative_attention_bias.weight"] = bias.weight.detach().clone()
+    written = MPNetConfig(**copied(config, _COPIED) | {"max_position_embeddings": config.max_position_embeddings + 2})
     carrier, restriction = f"{found.__name__} with relative_attention_bias", ""
     if not torch.equal(types, types[:1].expand_as(types)):
         carrier = f"{carrier}, which reads all tokens as type 0"
         restriction = "MPNet has no token types, so it would read the second text of a pair as the first."
-    return StockForm(found, written, renamed, carrier, restriction)
+    return StockForm(found, written, state, carrier, restriction)
 
 
 def _bert(model: PreTrainedModel, prefix: str) -> tuple[list[PlacedLayer], Any, type[PreTrainedModel]]:
@@ -102,14 +99,6 @@ def _bert(model: PreTrainedModel, prefix: str) -> tuple[list[PlacedLayer], Any, 
     return placed_layers(model), config, found
 
 
-def _copied(config: Any) -> dict[str, Any]:
-    return {key: getattr(config, key) for key in _COPIED if hasattr(config, key)}
-
-
-def _without_table(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {key: value for key, value in state.items() if not key.endswith("embeddings.position_embeddings.weight")}
-
-
 #: Parts of the names of a BERT's weights, and what they are in an MPNet; applied in this order.
 _MPNET_NAMES = {
     r"^bert\.": "mpnet.",
@@ -120,9 +109,3 @@ _MPNET_NAMES = {
     r"^cls\.predictions\.transform\.LayerNorm\.": "lm_head.layer_norm.",
     r"^cls\.predictions\.": "lm_head.",
 }
-
-
-def _mpnet_name(key: str) -> str:
-    for pattern, name in _MPNET_NAMES.items():
-        key = re.sub(pattern, name, key)
-    return key

@@ -10,10 +10,9 @@ from transformers import PreTrainedModel
 from hf_posenc.export.stock.bert import mpnet, roformer
 from hf_posenc.export.stock.form import StockForm
 from hf_posenc.export.stock.gpt_neox import gpt_neox
-from hf_posenc.export.stock.own_class import own_class
+from hf_posenc.export.stock.own_class import own_class, own_table
 from hf_posenc.export.stock.smollm3 import smollm3
 from hf_posenc.export.stock.spectrum import own_spectrum
-from hf_posenc.export.stock.table import own_table
 
 
 @dataclass(frozen=True)

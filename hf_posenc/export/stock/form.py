@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +65,18 @@ def stock_config(model: PreTrainedModel) -> Any:
 def stock_state(model: PreTrainedModel) -> dict[str, Tensor]:
     """The weights of the architecture itself, without those of a scheme."""
     return {name: tensor for name, tensor in model.state_dict().items() if ATTRIBUTE not in name.split(".")}
+
+
+def renamed(key: str, names: dict[str, str]) -> str:
+    """The name of a weight in another class, by patterns that are applied in order."""
+    for pattern, name in names.items():
+        key = re.sub(pattern, name, key)
+    return key
+
+
+def copied(config: Any, fields: tuple[str, ...]) -> dict[str, Any]:
+    """Some fields of a config, as far as it has them."""
+    return {key: getattr(config, key) for key in fields if hasattr(config, key)}
 
 
 def write_current_length(config: Any, model: PreTrainedModel) -> None:

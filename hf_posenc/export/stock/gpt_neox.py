@@ -10,7 +10,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, GPTNeoXModel, PreTra
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.layers import Spectrum, one_spectrum, placed_layers, refuse_beyond_rotation, refuse_vectors
-from hf_posenc.export.stock.form import StockForm, stock_config, stock_state
+from hf_posenc.export.stock.form import StockForm, copied, renamed, stock_config, stock_state
 from hf_posenc.export.stock.spectrum import base_of, rotation_parameters
 
 _CLASSES = {"GPT2LMHeadModel": GPTNeoXForCausalLM, "GPT2Model": GPTNeoXModel}
@@ -53,15 +53,14 @@ def gpt_neox(model: PreTrainedModel) -> StockForm:
     for key, value in stock_state(model).items():
         if key.endswith("wpe.weight"):
             continue
-        for pattern, name in _NAMES.items():
-            key = re.sub(pattern, name, key)
+        key = renamed(key, _NAMES)
         # GPT-2 stores the matrices of its layers transposed.
         value = value.T.contiguous() if value.ndim == 2 and ".layers." in f".{key}" else value
         found_layer = re.search(r"layers\.(\d+)\.attention\.query_key_value\.", key)
         state[key] = value if found_layer is None else _by_head(value, spectra[int(found_layer[1])], head_dim)
     length = model.position_encoding.lengths.current or config.max_position_embeddings
     written = GPTNeoXConfig(
-        **{key: getattr(config, key) for key in _COPIED},
+        **copied(config, _COPIED),
         max_position_embeddings=length,
         intermediate_size=config.n_inner or 4 * config.hidden_size,
         hidden_act=config.activation_function,

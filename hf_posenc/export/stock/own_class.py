@@ -5,6 +5,7 @@ The conversion is not verified here: the writer loads the result with stock tran
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.export.layers import placed_additives, placed_layers, refuse_beyond_rotation, rows_of
 from hf_posenc.export.stock.form import (
     StockForm,
     config_of,
@@ -41,6 +43,7 @@ from hf_posenc.schemes import (
 )
 from hf_posenc.schemes.additive.learned import LearnedEncoding
 from hf_posenc.schemes.bias.t5 import T5Bias
+from hf_posenc.schemes.parts import AdditiveEncoding
 
 #: Name of a table of relative biases in T5 and models like it.
 _BIAS_TABLE = "relative_attention_bias.weight"
@@ -64,6 +67,31 @@ def own_class(model: PreTrainedModel) -> StockForm:
     if not _is_dynamic(config.get_text_config()):
         write_current_length(config, model)
     return StockForm(type(model), config, state, carrier)
+
+
+def own_table(model: PreTrainedModel) -> StockForm:
+    """Returns the model's own class with the vectors of the scheme in its table; without a scheme, zeros.
+
+    The table has as many rows as the model has positions, so longer sequences are not possible.
+
+    Raises:
+        UnsupportedError: if the class has no table, or the scheme does more than add vectors.
+    """
+    name, config, state = type(model).__name__, stock_config(model), stock_state(model)
+    layers = placed_layers(model)
+    refuse_beyond_rotation(layers, f"A {name} with a table of positions")
+    if any(layer.query_key_map is not None for layer in layers):
+        raise UnsupportedError(f"A {name} with a table of positions does not rotate queries and keys.")
+    for stack, additive in placed_additives(model):
+
+        def replaced(native: Tensor, origin: int, additive: AdditiveEncoding | None = additive) -> Tensor:
+            count = model.position_encoding.lengths.current or native.shape[0] - origin
+            rows = native.new_zeros(count, native.shape[1]) if additive is None else rows_of(additive, count)
+            # The first rows belong to padding tokens.
+            return torch.cat((native[:origin], rows.to(native)))
+
+        _replace_table(config_of(stack, model, config), state, stack, replaced)
+    return StockForm(type(model), config, state, f"{name} with the vectors as rows of its table of positions")
 
 
 def _write_scheme(config: Any, state: dict[str, Tensor], model: PreTrainedModel, native: SchemeConfig) -> None:
@@ -129,29 +157,39 @@ def _write_table(
     config: Any, state: dict[str, Tensor], scheme: LearnedConfig, stack: Stack, encoding: torch.nn.Module
 ) -> None:
     part = next((part for part in encoding.modules() if isinstance(part, LearnedEncoding)), None)
-    if part is None or len(stack.tables) != 1:
-        raise UnsupportedError(
-            f"A {type(stack.module).__name__} has {len(stack.tables)} position tables; the scheme 'learned' can "
-            "be written as a stock checkpoint only if there is exactly one."
-        )
+    if part is None:
+        raise UnsupportedError(f"The scheme has no table of vectors for a {type(stack.module).__name__}.")
     if scheme.extension != "error":
         raise UnsupportedError(
             f"LearnedConfig.extension={scheme.extension!r} has no stock counterpart: a stock table ends with its last "
             "row. To export it, patch with extension='error' (the weights stay the same)."
         )
+    rows, offset = part.weight.detach(), part.offset
+
+    def replaced(native: Tensor, origin: int) -> Tensor:
+        before = rows[:origin] if offset == origin else native[:origin].to(rows)
+        return torch.cat((before, rows[offset:]))
+
+    _replace_table(config, state, stack, replaced)
+
+
+def _replace_table(
+    config: Any, state: dict[str, Tensor], stack: Stack, replaced: Callable[[Tensor, int], Tensor]
+) -> None:
+    """Exchanges the only table of a stack, given its rows and the row of position 0, and writes its length."""
+    name = type(stack.module).__name__
+    if len(stack.tables) != 1:
+        raise UnsupportedError(f"A {name} has {len(stack.tables)} position tables; exactly one can be replaced.")
     table = stack.tables[0]
-    native = table_weight(table.module)
-    name = ".".join(filter(None, (stack.path, table.path, "weight")))
-    if native is None or name not in state:
-        raise UnsupportedError(f"The position table {name} of {type(stack.module).__name__} is not a trained weight.")
-    limit = getattr(config, "max_position_embeddings", None)
-    if not isinstance(limit, int):
-        raise UnsupportedError(f"{type(config).__name__} has no max_position_embeddings for the table's length.")
-    origin = table_origin(table.module)
-    rows = part.weight.detach()[part.offset :]
-    before = part.weight.detach()[:origin] if part.offset == origin else native.detach()[:origin].to(rows)
-    state[name] = torch.cat((before, rows))
-    config.max_position_embeddings = limit + state[name].shape[0] - native.shape[0]
+    native, key = table_weight(table.module), ".".join(filter(None, (stack.path, table.path, "weight")))
+    if native is None or key not in state:
+        raise UnsupportedError(f"The table {key} of {name} is not a stored weight.")
+    state[key] = replaced(native.detach(), table_origin(table.module))
+    if state[key].shape != native.shape:
+        limit = getattr(config, "max_position_embeddings", None)
+        if not isinstance(limit, int):
+            raise UnsupportedError(f"{type(config).__name__} has no max_position_embeddings for a longer table.")
+        config.max_position_embeddings = limit + state[key].shape[0] - native.shape[0]
 
 
 def _write_relative_biases(

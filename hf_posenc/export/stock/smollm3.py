@@ -7,7 +7,7 @@ from transformers import PreTrainedModel, SmolLM3Config
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.layers import placed_layers, refuse_beyond_rotation, refuse_vectors, spectrum_of
-from hf_posenc.export.stock.form import StockForm, stock_config, stock_state, write_current_length
+from hf_posenc.export.stock.form import StockForm, copied, stock_config, stock_state, write_current_length
 from hf_posenc.export.stock.spectrum import base_of, fold, rotation_parameters
 
 #: Architectures with the weights of a SmolLM3, and the start of their class names.
@@ -48,7 +48,7 @@ def smollm3(model: PreTrainedModel) -> StockForm:
     length = config.max_position_embeddings
     parameters = rotation_parameters(shared, head_dim, head_dim, base_of(model), length)
     written = SmolLM3Config(
-        **{key: getattr(config, key) for key in _COPIED if hasattr(config, key)},
+        **copied(config, _COPIED),
         no_rope_layers=[int(spectrum is not None) for spectrum in spectra],
         rope_parameters=parameters,
     )

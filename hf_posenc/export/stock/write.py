@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import shutil
-from pathlib import Path
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.records import Check, Written
-from hf_posenc.export.refusal import ExportError, Reasons
+from hf_posenc.export.refusal import ExportError
 from hf_posenc.export.request import Request
 from hf_posenc.export.stock.carriers import CARRIERS, Carrier
 from hf_posenc.export.stock.form import StockForm, check_config
@@ -38,23 +38,23 @@ def write(request: Request, *, max_shard_size: int | str | None = None, variant:
     """
     given = {"max_shard_size": max_shard_size, "variant": variant}
     save_kwargs = {name: value for name, value in given.items() if value is not None}
-    reasons, inexact = Reasons(), []
+    reasons, inexact = defaultdict(list), []
     for carrier in _carriers(request.model):
         try:
             form = _form(carrier, request.model)
             _save(request, form, save_kwargs)
             found = comparisons(request.model, form.model_class, request.draft, variant)
         except UnsupportedError as error:
-            reasons.add(carrier.name, error)
+            reasons[str(error)].append(carrier.name)
             continue
         if all(one.equal for one in found) and not form.restriction:
             return _written(form, found, TOLERANCE)
         inexact.append((form, found))
         if form.restriction:
-            reasons.add(carrier.name, form.restriction)
+            reasons[form.restriction].append(carrier.name)
             continue
         wrong = next(one for one in found if not one.equal)
-        reasons.add(carrier.name, f"the outputs of {form.carrier} would differ by {wrong}")
+        reasons[f"the outputs of {form.carrier} would differ by {wrong}"].append(carrier.name)
     if request.approximate and inexact:
         form, found = min(inexact, key=lambda pair: max(one.difference for one in pair[1]))
         _save(request, form, save_kwargs)
@@ -86,18 +86,14 @@ def _carriers(model: PreTrainedModel) -> list[Carrier]:
 
 def _save(request: Request, form: StockForm, save_kwargs: dict[str, Any]) -> None:
     """Calls `save_pretrained` of a stock model without weights in memory."""
-    _clear(request.draft)
+    for path in request.draft.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     with torch.device("meta"):
         stock = form.model_class(form.config)
     stock.to(request.model.dtype)
     if request.model.can_generate():
         stock.generation_config = copy.deepcopy(request.model.generation_config)
     stock.save_pretrained(request.draft, state_dict=form.state, **save_kwargs)
-
-
-def _clear(folder: Path) -> None:
-    for path in folder.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _written(form: StockForm, found: list[Comparison], allowed: float | None) -> Written:

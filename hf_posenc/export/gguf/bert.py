@@ -1,4 +1,4 @@
-"""BERT: LayerNorm after attention and after a feed-forward with GELU, biases everywhere."""
+"""BERT in llama.cpp: LayerNorm after attention and after a feed-forward with GELU, biases everywhere."""
 
 from __future__ import annotations
 
@@ -6,32 +6,61 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.export.gguf.form import GgufForm
 from hf_posenc.export.gguf.gelu import GELU_NAMES
 from hf_posenc.export.gguf.names import named_weights
-from hf_posenc.export.gguf.parts import ModelParts, Rotation
-from hf_posenc.patching.place.encoding import current_encoding
+from hf_posenc.export.gguf.parts import (
+    ModelParts,
+    Rotation,
+    geometric_entries,
+    model_length,
+    refuse_other_biases,
+    refuse_other_parts,
+    rotations_of,
+)
+from hf_posenc.export.layers import rows_of
 
 
-def is_bert(model: PreTrainedModel) -> bool:
-    """Whether a model has these blocks."""
-    return bool(model.config.model_type == "bert")
+def table(parts: ModelParts) -> GgufForm:
+    """Vectors that are added to the embeddings, as rows of BERT's table; without a scheme, zeros."""
+    refuse_other_parts(parts, "additive")
+    form, additive = _form(parts, "bert"), parts.encoding.additive
+    count, width = model_length(parts), int(parts.model.config.hidden_size)
+    rows = torch.zeros(count, width) if additive is None else rows_of(additive, count)
+    form.tensors["position_embd.weight"] = rows
+    return form
 
 
-def bert_form(parts: ModelParts, architecture: str) -> GgufForm:
-    """Returns the weights and hyperparameters of a BERT without a head, and without a position encoding.
+def alibi(parts: ModelParts) -> GgufForm:
+    """ALiBi with its fixed slopes, the same in both directions."""
+    refuse_other_parts(parts, "logit_bias")
+    refuse_other_biases(parts)
+    return _form(parts, "jina-bert-v2")
+
+
+def one_rope(parts: ModelParts) -> GgufForm:
+    """One spectrum of RoPE in all layers, with any base and factor, in all of a head or its first dimensions."""
+    rotations = rotations_of(parts)
+    frequencies = rotations[0].frequencies
+    pairs = int(frequencies.count_nonzero())
+    turning = frequencies[:pairs]
+    if not pairs or not turning.all():
+        raise UnsupportedError("RoPE rotates the first dimensions of every head")
+    entries = geometric_entries(turning)
+    if entries is None:
+        raise UnsupportedError("the frequencies are not those of RoPE, and these blocks have no table of frequencies")
+    form = _form(parts, "jina-bert-v3")
+    _join_projections(form, rotations)
+    form.metadata.update({"rope.dimension_count": 2 * pairs, **entries})
+    return form
+
+
+def _form(parts: ModelParts, architecture: str) -> GgufForm:
+    """The weights and hyperparameters of a BERT without a head, and without a position encoding.
 
     llama.cpp adds the first row of the table of token types to every token.
-
-    Args:
-        parts: the model.
-        architecture: an architecture of llama.cpp with these blocks.
-
-    Raises:
-        UnsupportedError: for a model with other blocks, or with a head.
     """
     model, attention = parts.model, parts.layers[0]
     config: Any = model.config
@@ -57,15 +86,7 @@ def bert_form(parts: ModelParts, architecture: str) -> GgufForm:
     )
 
 
-def model_length(parts: ModelParts) -> int:
-    """The number of positions of the model."""
-    encoding = current_encoding(parts.model)
-    lengths = None if encoding is None else encoding.lengths
-    current = None if lengths is None else lengths.current
-    return int(current or parts.model.config.max_position_embeddings)
-
-
-def fold_rotations(form: GgufForm, rotations: list[Rotation]) -> None:
+def _join_projections(form: GgufForm, rotations: list[Rotation]) -> None:
     """Joins the projections of queries, keys and values, with the pairs of a head in the halves of its rotated part."""
     heads = form.metadata["attention.head_count"]
     assert isinstance(heads, int)

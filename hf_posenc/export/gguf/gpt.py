@@ -1,4 +1,6 @@
-"""GPT-like models: LayerNorm before attention and before a feed-forward with GELU, one projection for all heads."""
+"""GPT-like models in llama.cpp: LayerNorm before attention and before a feed-forward with GELU, one projection for all
+heads.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +9,28 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.export.gguf.form import GgufForm
+from hf_posenc.export.gguf.form import GgufForm, Metadata
 from hf_posenc.export.gguf.gelu import refuse_other_activations
 from hf_posenc.export.gguf.names import named_weights
-from hf_posenc.export.gguf.parts import ModelParts, refuse_without_logits
-from hf_posenc.patching.place.encoding import current_encoding
-from hf_posenc.patching.place.lengths import native_length
+from hf_posenc.export.gguf.parts import (
+    ModelParts,
+    Rotation,
+    geometric_entries,
+    model_length,
+    refuse_other_biases,
+    refuse_other_parts,
+    refuse_without_logits,
+    rotations_of,
+    scaled_rotations,
+)
+from hf_posenc.export.layers import rows_of
 
-#: Length of a model that states none (BLOOM). It only says how long prompts may be in llama-server.
-_LENGTH = 2048
+#: Divides positions if nothing rotates.
+_STOPPED = 1e30
+#: The slope of the last of 2^n heads is 2^-8 (arXiv:2108.12409).
+_ALIBI = 8.0
 
 
 @dataclass(frozen=True)
@@ -29,20 +41,19 @@ class _Source:
         architecture: the architecture of llama.cpp with its names of weights.
         activation: the module of a layer that computes the activation.
         by_head: whether the fused projection has queries, keys and values of a head next to each other.
-        one_more_norm: whether tokens are normalised after the embeddings.
     """
 
     architecture: str
     activation: str
     by_head: bool = False
-    one_more_norm: bool = False
 
 
-_SOURCES = {
+#: By the type of the model.
+SOURCES = {
     "gpt2": _Source("gpt2", "mlp.act"),
     "gpt_bigcode": _Source("starcoder", "mlp.act"),
     "mpt": _Source("mpt", "ffn.act"),
-    "bloom": _Source("bloom", "mlp.gelu_impl", by_head=True, one_more_norm=True),
+    "bloom": _Source("bloom", "mlp.gelu_impl", by_head=True),
     "gpt_neox": _Source("gptneox", "mlp.act", by_head=True),
 }
 _NORM = ("token_embd_norm.weight", "token_embd_norm.bias")
@@ -50,30 +61,95 @@ _NORM = ("token_embd_norm.weight", "token_embd_norm.bias")
 _BIASED = ("gpt2", "bloom", "gptneox")
 
 
-def is_gpt(model: PreTrainedModel) -> bool:
-    """Whether a model has these blocks."""
-    return model.config.model_type in _SOURCES
+def vectors(parts: ModelParts) -> GgufForm:
+    """Vectors that are added to the embeddings, as a table of positions."""
+    refuse_other_parts(parts, "additive")
+    if parts.encoding.additive is None:
+        raise UnsupportedError("the scheme adds no vectors to the embeddings")
+    return _with_vectors(parts, _sequential(parts, "gpt2", "the architecture 'gpt2' with a table of positions"))
 
 
-def has_one_more_norm(model: PreTrainedModel) -> bool:
-    """Whether a model also normalises its embeddings."""
-    return is_gpt(model) and _SOURCES[model.config.model_type].one_more_norm
+def alibi_after_norm(parts: ModelParts) -> GgufForm:
+    """ALiBi in BLOOM, which also normalises its embeddings."""
+    refuse_other_parts(parts, "logit_bias")
+    refuse_other_biases(parts)
+    return _sequential(parts, "bloom", "the architecture 'bloom', which has ALiBi")
 
 
-def gpt_form(parts: ModelParts, architecture: str, carrier: str) -> GgufForm:
-    """Returns the weights and hyperparameters of GPT-like blocks, without a position encoding.
+def alibi_and_vectors(parts: ModelParts) -> GgufForm:
+    """ALiBi, vectors, both, or none of them."""
+    refuse_other_parts(parts, "logit_bias", "additive")
+    biased = any(layer.logit_bias is not None for layer in parts.layers)
+    if biased:
+        refuse_other_biases(parts)
+    added = parts.encoding.additive is not None
+    what = [name for name, found in (("ALiBi", biased), ("a table of positions", added)) if found]
+    form = _sequential(parts, "mpt", f"the architecture 'mpt' with {' and '.join(what) or 'no positions'}")
+    if biased:
+        form.metadata["attention.max_alibi_bias"] = _ALIBI
+    return _with_vectors(parts, form) if added else form
 
-    Args:
-        parts: the model.
-        architecture: an architecture of llama.cpp with these blocks.
-        carrier: what will carry the scheme.
 
-    Raises:
-        UnsupportedError: for a model with other blocks.
-    """
+def scaled_rotation(parts: ModelParts) -> GgufForm:
+    """RoPE with linear scaling or YaRN, with the options that llama.cpp reads."""
+    entries, rotations = scaled_rotations(parts, rotations_of(parts))
+    return _rotated(parts, rotations, entries, f"'gptneox' with rope.scaling.type {entries['rope.scaling.type']!r}")
+
+
+def geometric_rotation(parts: ModelParts) -> GgufForm:
+    """A rotation whose frequencies decrease by a constant factor; pairs may also stand still."""
+    rotations = rotations_of(parts)
+    turning = rotations[0].frequencies.abs()
+    turning = turning[turning > 0].sort(descending=True).values
+    if len(turning) == 0:
+        stopped: Metadata = {"rope.scaling.type": "linear", "rope.scaling.factor": _STOPPED}
+        return _rotated(parts, rotations, {"rope.freq_base": 10000.0, **stopped}, "'gptneox' with stopped positions")
+    entries = geometric_entries(turning)
+    if entries is None:
+        raise UnsupportedError("the frequencies do not decrease by a constant factor from pair to pair")
+    return _rotated(parts, rotations, entries, "'gptneox'")
+
+
+def _rotated(parts: ModelParts, rotations: list[Rotation], entries: Metadata, name: str) -> GgufForm:
+    """GPT-NeoX's blocks. llama.cpp rotates the first dimensions of a head, pair `m` at `m` and `m + pairs`."""
+    form, head_dim = _form(parts, "gptneox", f"the architecture {name}"), parts.layers[0].head_dim
+    # Unlike the others, this architecture does not read its output from the embeddings.
+    form.tensors.setdefault("output.weight", form.tensors["token_embd.weight"])
+    frequencies = rotations[0].frequencies
+    turning = [pair for pair in frequencies.abs().argsort(descending=True, stable=True).tolist() if frequencies[pair]]
+    # A pair that turns backwards turns forwards with its dimensions exchanged.
+    first = [2 * pair + int(frequencies[pair] < 0) for pair in turning]
+    order = [*first, *(dimension ^ 1 for dimension in first)]
+    order += [dimension for dimension in range(head_dim) if dimension // 2 not in turning]
+    _map_queries_and_keys(form, head_dim, lambda layer, rows: rotations[layer].folded(rows)[:, order])
+    parallel = bool(getattr(parts.stack.config, "use_parallel_residual", False))
+    width = 2 * len(turning) or head_dim
+    form.metadata.update({"use_parallel_residual": parallel, "rope.dimension_count": width, **entries})
+    return form
+
+
+def _sequential(parts: ModelParts, architecture: str, carrier: str) -> GgufForm:
+    if getattr(parts.stack.config, "use_parallel_residual", False):
+        raise UnsupportedError(
+            "the model adds attention and feed-forward to the same residual; this architecture of llama.cpp adds one "
+            "after the other"
+        )
+    return _form(parts, architecture, carrier)
+
+
+def _with_vectors(parts: ModelParts, form: GgufForm) -> GgufForm:
+    count = form.metadata["context_length"]
+    assert parts.encoding.additive is not None
+    assert isinstance(count, int)
+    form.tensors["position_embd.weight"] = rows_of(parts.encoding.additive, count)
+    return form
+
+
+def _form(parts: ModelParts, architecture: str, carrier: str) -> GgufForm:
+    """The weights and hyperparameters of GPT-like blocks, without a position encoding."""
     model, stack = parts.model, parts.stack
     config, attention, name = stack.config, parts.stack.attentions[0], type(parts.model).__name__
-    source = _SOURCES[model.config.model_type]
+    source = SOURCES[model.config.model_type]
     refuse_without_logits(parts)
     if getattr(config, "apply_residual_connection_post_layernorm", False):
         raise UnsupportedError(f"{name} adds its residuals after the norms; these blocks of llama.cpp add them before")
@@ -93,9 +169,9 @@ def gpt_form(parts: ModelParts, architecture: str, carrier: str) -> GgufForm:
         _normalize_embeddings(tensors, _epsilon(stack.module))
     if architecture in _BIASED:
         _add_biases(tensors)
-    metadata: dict[str, int | float | str | bool] = {
+    metadata: Metadata = {
         "block_count": len(parts.layers),
-        "context_length": context_length(parts),
+        "context_length": model_length(parts),
         "embedding_length": tensors["token_embd.weight"].shape[1],
         "feed_forward_length": tensors["blk.0.ffn_up.weight"].shape[0],
         "attention.head_count": attention.num_heads,
@@ -110,18 +186,7 @@ def gpt_form(parts: ModelParts, architecture: str, carrier: str) -> GgufForm:
     return GgufForm(architecture, metadata, tensors, carrier)
 
 
-def context_length(parts: ModelParts) -> int:
-    """Number of tokens that the file is made for."""
-    placed = current_encoding(parts.model)
-    lengths = None if placed is None else placed.lengths
-    known = native_length(parts.model, [parts.stack]) if lengths is None else lengths.current
-    longest = None if lengths is None else lengths.reach.length
-    # BLOOM's checkpoints state their length in a field that its config class does not have.
-    length = known or getattr(parts.stack.config, "seq_length", None) or _LENGTH
-    return int(length if longest is None else min(length, longest))
-
-
-def map_queries_and_keys(form: GgufForm, head_dim: int, change: Callable[[int, Tensor], Tensor]) -> None:
+def _map_queries_and_keys(form: GgufForm, head_dim: int, change: Callable[[int, Tensor], Tensor]) -> None:
     """Changes the rows of every query and key head.
 
     Args:

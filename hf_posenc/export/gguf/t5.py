@@ -1,7 +1,12 @@
-"""T5: RMSNorm before attention and before the feed-forward, no biases, logits that are not divided by a root."""
+"""T5 in llama.cpp: RMSNorm before attention and before the feed-forward, logits that are not divided by a root.
+
+A scheme is a number for each head and bucket of distances, in every layer.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,10 +14,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.export.gguf.form import GgufForm
+from hf_posenc.export.gguf.form import GgufForm, Metadata
 from hf_posenc.export.gguf.gelu import GELU_NAMES
 from hf_posenc.export.gguf.names import named_weights
-from hf_posenc.export.gguf.parts import ModelParts
+from hf_posenc.export.gguf.parts import ModelParts, refuse_other_parts
+from hf_posenc.patching.call.layer_call import LayerEncoding
+from hf_posenc.schemes.bias.t5 import T5Bias
+from hf_posenc.schemes.parts import DistanceBias
 
 _ENCODER = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_o", "ffn_norm", "ffn_up", "ffn_down")
 _DECODER = (*_ENCODER, "cross_attn_norm", "cross_attn_q", "cross_attn_k", "cross_attn_v", "cross_attn_o")
@@ -20,23 +28,96 @@ _DECODER = (*_ENCODER, "cross_attn_norm", "cross_attn_q", "cross_attn_k", "cross
 _ACTIVATIONS = {False: ("relu",), True: GELU_NAMES}
 #: Length of a T5 whose config has none: T5 itself was trained on sequences of 512 tokens.
 _LENGTH = 512
+#: llama.cpp's last bucket starts at this distance, for any number of buckets.
+_LAST = 128
+#: A bias is compared at distances up to this one.
+_FURTHEST = 8192
+#: Numbers of buckets to try for a bias that does not have T5's: the most that still end at `_LAST` in a decoder, and in
+#: an encoder, which has half of them for each direction.
+_COUNTS = (32, 254, 508)
 
 
-def is_t5(model: PreTrainedModel) -> bool:
-    """Whether a model has these blocks."""
-    return model.config.model_type in ("t5", "mt5", "umt5")
+def buckets(parts: ModelParts) -> GgufForm:
+    """Any bias that is a number for each of llama.cpp's buckets, such as T5's own; no bias is zero in all buckets."""
+    refuse_other_parts(parts, "logit_bias")
+    own = {layer.logit_bias.num_buckets for layer in _layers(parts) if isinstance(layer.logit_bias, T5Bias)}
+    refusals = []
+    for count in dict.fromkeys([*sorted(own), *_COUNTS]):
+        try:
+            tables = _bias_tables(parts, count)
+        except UnsupportedError as error:
+            refusals.append(error)
+            continue
+        form = _form(parts)
+        form.tensors.update(tables)
+        form.metadata["attention.relative_buckets_count"] = count
+        return form
+    raise refusals[0]
 
 
-def t5_form(parts: ModelParts) -> GgufForm:
-    """Returns the weights and hyperparameters of an encoder-decoder or of an encoder, without a position encoding.
+def _layers(parts: ModelParts) -> Iterator[LayerEncoding]:
+    return (layer for _, encoding in parts.stacks for layer in encoding.layers)
 
-    Raises:
-        UnsupportedError: for a model with other blocks.
+
+def _bias_tables(parts: ModelParts, count: int) -> dict[str, Tensor]:
+    """Tables of `(buckets, heads)`. Layers without one have that of the first."""
+    found = {}
+    for side, (stack, encoding) in zip(("enc", "dec"), parts.stacks, strict=False):
+        tables = [_bias_table(layer, count, not stack.causal) for layer in encoding.layers]
+        shared = all(torch.equal(table, tables[0]) for table in tables)
+        for place, table in enumerate(tables[:1] if shared else tables):
+            found[f"{side}.blk.{place}.attn_rel_b.weight"] = table
+    return found
+
+
+@torch.no_grad()
+def _bias_table(layer: LayerEncoding, count: int, bidirectional: bool) -> Tensor:
+    bias = layer.logit_bias
+    if bias is None:
+        return torch.zeros(count, layer.num_heads)
+    if not isinstance(bias, DistanceBias):
+        raise UnsupportedError(f"llama.cpp's bias depends on the distance only; {type(bias).__name__} reads more")
+    device = next((parameter.device for parameter in bias.parameters()), torch.device("cpu"))
+    distance = torch.arange(-_FURTHEST, _FURTHEST + 1 if bidirectional else 1)
+    values = bias(distance.to(device)).float().cpu().T
+    bucket = llama_cpp_bucket(distance, count, bidirectional)
+    table = torch.zeros(count, layer.num_heads).index_copy(0, bucket, values)
+    other = (table[bucket] != values).any(-1).nonzero().flatten()
+    if len(other):
+        nearest = int(distance[other].abs().min())
+        raise UnsupportedError(
+            f"llama.cpp has {count} buckets of distances, the last of which starts at {_LAST}; {type(bias).__name__} "
+            f"has several values in the bucket of distance {nearest}"
+        )
+    return table
+
+
+def llama_cpp_bucket(distance: Tensor, count: int, bidirectional: bool) -> Tensor:
+    """llama.cpp's bucket of a distance (`llama_relative_position_bucket` in its `llama-graph.cpp`).
+
+    Args:
+        distance: key position minus query position, int64 of any shape.
+        count: number of buckets.
+        bidirectional: whether later keys have buckets of their own; otherwise they have the bucket of distance 0.
     """
+    half = count // 2 if bidirectional else count
+    exact = half // 2
+    if not 0 < exact < _LAST:
+        raise UnsupportedError(f"llama.cpp has no {half} buckets for a direction that end at a distance of {_LAST}")
+    first = (distance > 0).long() * half if bidirectional else torch.zeros_like(distance)
+    steps = distance.abs() if bidirectional else (-distance).clamp(min=0)
+    # The precision of each step decides at the edges of buckets.
+    growth = torch.log((steps.clamp(min=1).double() / exact).float()) * (half - exact)
+    later = (exact + growth.double() / math.log(_LAST / exact)).float().floor().long().clamp(max=half - 1)
+    return first + torch.where(steps < exact, steps, later)
+
+
+def _form(parts: ModelParts) -> GgufForm:
+    """The weights and hyperparameters of an encoder-decoder or of an encoder, without a position encoding."""
     model = parts.model
     config: Any = model.config
     _refuse_other_blocks(parts)
-    encoder, *decoder = (len(one.encoding.layers) for one in parts.stacks)
+    encoder, *decoder = (len(encoding.layers) for _, encoding in parts.stacks)
     if decoder and decoder[0] > encoder:
         raise UnsupportedError(
             f"{type(model).__name__} has {decoder[0]} layers in the decoder and {encoder} in the encoder; llama.cpp's "
@@ -51,7 +132,7 @@ def t5_form(parts: ModelParts) -> GgufForm:
     missing = [key for key in ("token_embd.weight", "enc.output_norm.weight", *required) if key not in tensors]
     if missing:
         raise UnsupportedError(f"{type(model).__name__} does not have T5's blocks: it lacks {missing[0]}")
-    metadata: dict[str, int | float | str | bool] = {
+    metadata: Metadata = {
         "block_count": encoder,
         "context_length": int(getattr(config, "n_positions", None) or _LENGTH),
         "embedding_length": int(config.d_model),
@@ -115,7 +196,7 @@ def _output_factor(model: Any) -> float:
 
 def _refuse_other_blocks(parts: ModelParts) -> None:
     name, config = type(parts.model).__name__, parts.model.config
-    causal = [one.stack.causal for one in parts.stacks]
+    causal = [stack.causal for stack, _ in parts.stacks]
     if causal not in ([False], [False, True]):
         raise UnsupportedError(f"{name} is not an encoder, nor an encoder and a decoder")
     if len(causal) == 2 and parts.model.get_output_embeddings() is None:

@@ -1,1 +1,0 @@
-"""ExecuTorch: a program for one sequence at a time, without a cache."""

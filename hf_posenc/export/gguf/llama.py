@@ -1,0 +1,230 @@
+"""Llama-like models in llama.cpp: RMSNorm before attention and before a gated feed-forward, grouped heads, optional
+biases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from hf_posenc.errors import UnsupportedError
+from hf_posenc.export.gguf.form import GgufForm
+from hf_posenc.export.gguf.names import named_weights
+from hf_posenc.export.gguf.parts import (
+    EQUAL,
+    ModelParts,
+    Rotation,
+    refuse_other_biases,
+    refuse_other_parts,
+    refuse_without_logits,
+    rotations_of,
+    scaled_rotations,
+)
+from hf_posenc.export.layers import QUERY_FACTOR
+from hf_posenc.schemes import SchemeConfig
+from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
+
+#: Divides the frequency of a pair that does not turn.
+_STOPPED = 1e30
+#: llama.cpp's smollm3 does not rotate in every fourth layer.
+_SMOLLM3_STEP = 4
+_REQUIRED = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
+
+
+def is_llama(model: PreTrainedModel) -> bool:
+    """Whether a model may have these blocks: its norms are RMSNorm. `_form` looks at its weights."""
+    return getattr(model.config.get_text_config(), "rms_norm_eps", None) is not None
+
+
+def shared_spectrum(parts: ModelParts) -> GgufForm:
+    """One spectrum in all layers, as a factor of each pair of RoPE's spectrum."""
+    rotations = rotations_of(parts)
+    form = _form(parts, "llama", "the architecture 'llama'")
+    reorder_heads(form, rotations)
+    return _with_spectrum(form, rotations[0].frequencies, _theta(parts.scheme))
+
+
+def scaling_metadata(parts: ModelParts) -> GgufForm:
+    """Linear scaling and YaRN with the options that llama.cpp reads."""
+    rotations = rotations_of(parts, same=False)
+    entries, plain = scaled_rotations(parts, rotations)
+    if len({rotation.spectrum() for rotation in rotations}) > 1 or not bool(rotations[0].frequencies.all()):
+        raise UnsupportedError("RoPE does not rotate the whole head in every layer")
+    kind = entries["rope.scaling.type"]
+    form = _form(parts, "llama", f"the architecture 'llama' with rope.scaling.type {kind!r}")
+    reorder_heads(form, plain)
+    form.metadata.update({"rope.dimension_count": form.metadata["attention.key_length"], **entries})
+    return form
+
+
+def every_fourth_layer_stopped(parts: ModelParts) -> GgufForm:
+    """The layers of SmolLM3: RoPE, and no positions in every fourth layer."""
+    rotations = rotations_of(parts, same=False)
+    theta = _theta(parts.scheme)
+    head_dim = parts.layers[0].head_dim
+    rope = rope_inverse_frequencies(theta, head_dim).double()
+    for layer, rotation in enumerate(rotations):
+        expected = torch.zeros_like(rope) if (layer + 1) % _SMOLLM3_STEP == 0 else rope
+        found = rotation.frequencies
+        if found.shape != expected.shape or not torch.allclose(found, expected, rtol=EQUAL, atol=0):
+            raise UnsupportedError(
+                f"it rotates by RoPE's frequencies in all but every fourth layer; layer {layer} differs"
+            )
+    form = _form(parts, "smollm3", "the architecture 'smollm3', which does not rotate in every fourth layer")
+    reorder_heads(form, rotations)
+    form.metadata.update({"rope.dimension_count": head_dim, "rope.freq_base": theta})
+    return form
+
+
+def spectrum_per_layer(parts: ModelParts) -> GgufForm:
+    """A spectrum in each layer, in wide heads: each layer uses its own part of the pairs."""
+    rotations = rotations_of(parts, same=False)
+    spectra = list(dict.fromkeys(rotation.spectrum() for rotation in rotations))
+    if len(spectra) > 4:
+        raise UnsupportedError(
+            f"the layers have {len(spectra)} different spectra, and heads {len(spectra)} times as wide are too slow"
+        )
+    head_dim = parts.layers[0].head_dim
+    carrier = f"the architecture 'llama' with heads {len(spectra)} times as wide, a part for each spectrum"
+    form = _form(parts, "llama", carrier)
+    reorder_heads(form, rotations)
+    starts = [spectra.index(rotation.spectrum()) * head_dim for rotation in rotations]
+    _widen_heads(form, starts, len(spectra) * head_dim)
+    return _with_spectrum(form, torch.tensor(spectra, dtype=torch.float64).flatten(), _theta(parts.scheme))
+
+
+def alibi(parts: ModelParts) -> GgufForm:
+    """ALiBi with its fixed slopes, which llama.cpp computes from the number of heads."""
+    refuse_other_parts(parts, "logit_bias")
+    refuse_other_biases(parts)
+    form = _form(parts, "refact", "the architecture 'refact', which has ALiBi and no rotation")
+    projections = ("attn_q", "attn_k", "attn_v")
+    biases = [name for name in form.tensors if name.endswith(".bias") and name.split(".")[-2] not in projections]
+    if biases:
+        raise UnsupportedError(f"the architecture 'refact' of llama.cpp has no bias like {biases[0]}")
+    return form
+
+
+def _with_spectrum(form: GgufForm, frequencies: Tensor, theta: float) -> GgufForm:
+    """Adds a spectrum to a form. RoPE's own needs no factors."""
+    width = form.metadata["attention.key_length"]
+    assert isinstance(width, int)
+    form.metadata.update({"rope.dimension_count": width, "rope.freq_base": theta})
+    rope = theta ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
+    if torch.allclose(frequencies, rope, rtol=EQUAL, atol=0):
+        return form
+    factors = torch.where(frequencies == 0, _STOPPED, rope / frequencies)
+    tensors = {**form.tensors, "rope_freqs.weight": factors.float()}
+    return GgufForm(form.architecture, form.metadata, tensors, f"{form.carrier} and rope_freqs.weight")
+
+
+def _theta(scheme: SchemeConfig) -> float:
+    """The base of the scheme or of a scheme inside it. Only its product with the factors matters."""
+    own = getattr(scheme, "theta", None)
+    if own is not None:
+        return float(own)
+    return next((theta for theta in map(_theta, scheme.children().values()) if theta != 10000.0), 10000.0)
+
+
+def _form(parts: ModelParts, architecture: str, carrier: str) -> GgufForm:
+    """The weights and hyperparameters of Llama-like blocks, without a position encoding."""
+    config, attention = parts.stack.config, parts.stack.attentions[0]
+    name = type(parts.model).__name__
+    refuse_without_logits(parts)
+    _refuse_other_blocks(parts, name)
+    tensors = named_weights(parts.model, architecture, len(parts.layers))
+    required = [f"blk.{layer}.{kind}.weight" for layer in range(len(parts.layers)) for kind in _REQUIRED]
+    missing = [key for key in ("token_embd.weight", "output_norm.weight", *required) if key not in tensors]
+    if missing:
+        raise UnsupportedError(f"{name} does not have Llama's blocks: it lacks {missing[0]}")
+    factor = getattr(attention.module, "scaling", attention.head_dim**-0.5) * attention.head_dim**0.5
+    if abs(factor - 1) > 1e-6:
+        _scale_queries(tensors, factor)
+    return GgufForm(
+        architecture,
+        {
+            "block_count": len(parts.layers),
+            "context_length": int(config.max_position_embeddings),
+            "embedding_length": int(config.hidden_size),
+            "feed_forward_length": int(config.intermediate_size),
+            "attention.head_count": attention.num_heads,
+            "attention.head_count_kv": attention.num_key_value_heads,
+            "attention.key_length": attention.head_dim,
+            "attention.value_length": attention.head_dim,
+            "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+            "vocab_size": int(config.vocab_size),
+        },
+        tensors,
+        carrier,
+    )
+
+
+def reorder_heads(form: GgufForm, rotations: Sequence[Rotation]) -> None:
+    """Puts the pairs of every query and key head next to each other, as llama.cpp rotates them."""
+    for layer, rotation in enumerate(rotations):
+        for kind in ("attn_q", "attn_k"):
+            _change_heads(form, layer, kind, rotation.folded)
+
+
+def _widen_heads(form: GgufForm, starts: Sequence[int], width: int) -> None:
+    """Places every query and key head in a wider head of zeros, from the first dimension that its layer uses."""
+    old = form.metadata["attention.key_length"]
+    assert isinstance(old, int)
+    # llama.cpp divides logits by the root of the width.
+    _scale_queries(form.tensors, (width / old) ** 0.5)
+    for layer, start in enumerate(starts):
+        for kind, place in (("attn_q", start), ("attn_k", start), ("attn_v", 0)):
+            _change_heads(form, layer, kind, partial(functional.pad, pad=(0, 0, place, width - old - place)))
+        name = f"blk.{layer}.attn_output.weight"
+        columns = form.tensors[name]
+        heads = columns.unflatten(1, (-1, old))
+        form.tensors[name] = functional.pad(heads, (0, width - old)).flatten(1)
+    form.metadata["attention.key_length"] = form.metadata["attention.value_length"] = width
+
+
+def _change_heads(form: GgufForm, layer: int, kind: str, change: Callable[[Tensor], Tensor]) -> None:
+    """Changes the weights and biases of a projection, as `(heads, head_dim, in)` float32; `in` is 1 for a bias."""
+    width = form.metadata["attention.key_length"]
+    assert isinstance(width, int)
+    for name in (f"blk.{layer}.{kind}.weight", f"blk.{layer}.{kind}.bias"):
+        if name in form.tensors:
+            inputs = form.tensors[name].shape[1:]
+            rows = form.tensors[name].float().reshape(-1, width, inputs.numel())
+            form.tensors[name] = change(rows).reshape(-1, *inputs)
+
+
+def _scale_queries(tensors: dict[str, Tensor], factor: float) -> None:
+    for name in tensors:
+        if ".attn_q." in name:
+            tensors[name] = tensors[name].float() * factor
+
+
+def _refuse_other_blocks(parts: ModelParts, name: str) -> None:
+    config = parts.stack.config
+    needed = ("hidden_size", "intermediate_size", "rms_norm_eps", "vocab_size", "max_position_embeddings")
+    absent = [field for field in needed if getattr(config, field, None) is None]
+    if absent:
+        raise UnsupportedError(f"{name} does not have Llama's blocks: its config has no {absent[0]}")
+    activation = getattr(config, "hidden_act", None)
+    if activation not in ("silu", "swish"):
+        raise UnsupportedError(f"{name} has the activation {activation!r}; these blocks of llama.cpp have 'silu'")
+    window = getattr(config, "sliding_window", None)
+    types = {attention.layer_type for attention in parts.stack.attentions}
+    if isinstance(window, int) and window < config.max_position_embeddings and types != {"full_attention"}:
+        raise UnsupportedError(
+            f"{name} has a sliding window of {window} tokens, which these blocks of llama.cpp do not have"
+        )
+    if (getattr(config, "rope_parameters", None) or {}).get(QUERY_FACTOR):
+        # Not left to the comparison: the factor is 1 up to the original length, which no prompt may reach.
+        raise UnsupportedError(
+            f"{name} multiplies queries by a factor that grows with the position ({QUERY_FACTOR}), which these blocks "
+            "of llama.cpp do not have"
+        )
+    sizes = {(one.num_heads, one.num_key_value_heads, one.head_dim) for one in parts.stack.attentions}
+    if len(sizes) > 1:
+        raise UnsupportedError(f"the layers of {name} have heads of different numbers or widths")
