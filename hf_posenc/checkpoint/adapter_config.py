@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.checkpoint.configuration import CheckpointError
-from hf_posenc.checkpoint.position_files import ADAPTER_WEIGHTS, JSON_FILE, find_file, hash_of, replace_file
+from hf_posenc.checkpoint.configuration import CheckpointError, check_format
+from hf_posenc.checkpoint.position_files import ADAPTER_WEIGHTS, JSON_FILE, check_hash, find_file, hash_of, replace_file
 from hf_posenc.entry import ATTRIBUTE, INSTALL
 
 CONFIG_FILE = "adapter_config.json"
@@ -53,11 +53,7 @@ def unmarked(disk: dict[str, Any], source: str) -> dict[str, Any]:
             f"{source} is marked as the config of an adapter of a patched model, but its {ATTRIBUTE!r} entry does not "
             "contain the config of the adapter. The file was edited or damaged; save the adapter again."
         )
-    if entry.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{source} is in format {entry.get('format')!r}, and this version of hf_posenc reads format {FORMAT}. "
-            "Update hf_posenc."
-        )
+    check_format(entry, FORMAT, Path(source).parent, CONFIG_FILE)
     return config | {name: disk[name] for name in _TOP_LEVEL_FIELDS if name in disk}
 
 
@@ -69,11 +65,8 @@ def scheme_of(disk: dict[str, Any], source: str) -> dict[str, Any]:
     """
     scheme, expected = disk[ATTRIBUTE].get("scheme"), disk[ATTRIBUTE].get("sha256")
     scheme = scheme if isinstance(scheme, dict) else {}
-    if expected is not None and expected != hash_of(scheme):
-        raise CheckpointError(
-            f"The scheme in {source} was edited after it was saved: it does not have its hash. Restore the file, or "
-            "save the adapter again."
-        )
+    if expected is not None:
+        check_hash(scheme, expected, source)
     return scheme
 
 

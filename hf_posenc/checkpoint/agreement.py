@@ -16,7 +16,7 @@ from torch import nn
 from hf_posenc.checkpoint.configuration import CheckpointError
 from hf_posenc.entry import MARK, find_mark, find_marks
 from hf_posenc.patching.place.encoding import PositionEncoding, encodings
-from hf_posenc.patching.place.record import NOT_STRICT, disagreement, marked_scheme
+from hf_posenc.patching.place.record import disagreement, marked_scheme
 from hf_posenc.schemes.config import SchemeConfig
 
 
@@ -74,15 +74,6 @@ class NamedSchemes:
         problem = next(filter(None, (disagreement(found, config) for found, config in pairs)), None)
         if problem is not None:
             raise SchemeMismatchError(f"The weights in {self.weights} do not belong to {target}: {problem}.{remedy}")
-
-
-def check_state_dict(model: Any, state_dict: Mapping[str, Any]) -> None:
-    """Compares the scheme of a state dict with that of a model, for functions that load it strictly.
-
-    Raises:
-        SchemeMismatchError: naming both schemes, if they differ.
-    """
-    NamedSchemes.of(state_dict).check(model, f" {NOT_STRICT}.")
 
 
 def check_loaded_mark(model: Any, info: Mapping[str, Any], source: str, entry_format: int) -> None:

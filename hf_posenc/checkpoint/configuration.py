@@ -31,19 +31,22 @@ class CheckpointError(PositionEncodingError, ValueError):
     """A patched checkpoint is damaged, incomplete, or from a newer version."""
 
 
-def damaged(source: Any, found: str, expected: str = "", remedy: str = "") -> CheckpointError:
-    """The error for a `config.json` with a field that was edited.
+def damaged(
+    source: Any, found: str, expected: str = "", remedy: str = "", file: str = "config.json"
+) -> CheckpointError:
+    """The error for a file with a field that was edited.
 
     Args:
-        source: path or hub id.
+        source: path or hub id of its folder.
         found: the field and its value.
         expected: what should be there.
         remedy: what to do if it was not edited.
+        file: name of the file.
     """
     instead = f", where {expected} is expected" if expected else ""
     cause = f" {remedy} Otherwise, the" if remedy else " The"
     return CheckpointError(
-        f"The config.json of {source} has {found}{instead}.{cause} file was edited or damaged; restore it, or save the "
+        f"The {file} of {source} has {found}{instead}.{cause} file was edited or damaged; restore it, or save the "
         "model again."
     )
 
@@ -89,6 +92,23 @@ def from_disk(disk: dict[str, Any], source: str) -> dict[str, Any]:
     }
 
 
+def check_format(entry: Any, latest: int, source: Any, file: str) -> None:
+    """Checks the format of a file, which its entry names.
+
+    Raises:
+        CheckpointError: for a newer format, with the version that wrote it, or if it names none.
+    """
+    written = entry.get("format") if isinstance(entry, dict) else None
+    if type(written) is not int or written < 1:
+        raise damaged(source, f"{ATTRIBUTE} format {shown(written)}", f"an integer from 1 to {latest}", file=file)
+    if written > latest:
+        version = shown(entry.get("hf_posenc_version", "?"))
+        raise CheckpointError(
+            f"The {file} of {source} was written in format {shown(written)} by hf_posenc {version}; this version reads "
+            f"up to format {latest}. Update hf_posenc."
+        )
+
+
 def check_entry(entry: dict[str, Any], source: str) -> None:
     """Checks that the scheme of an entry can be built.
 
@@ -98,16 +118,8 @@ def check_entry(entry: dict[str, Any], source: str) -> None:
     from hf_posenc.schemes import scheme_from_dict
     from hf_posenc.schemes.arrangement.native import names_native
 
-    written, scheme = entry.get("format"), entry.get("scheme")
-    if type(written) is not int or written < 1:
-        found = f"format {shown(written)} in its {ATTRIBUTE!r} entry"
-        raise damaged(source, found, f"an integer from 1 to {FORMAT}")
-    if written > FORMAT:
-        raise CheckpointError(
-            f"{source} was written in format {shown(written)} by hf_posenc "
-            f"{shown(entry.get('hf_posenc_version', '?'))}; this version reads up to format {FORMAT}. "
-            "Update hf_posenc."
-        )
+    check_format(entry, FORMAT, source, "config.json")
+    scheme = entry.get("scheme")
     if not isinstance(scheme, dict) or not isinstance(scheme.get("scheme"), str):
         found = f"{shown(scheme)} in its {ATTRIBUTE!r} entry, which names no scheme"
         raise damaged(source, found, 'a dictionary like {"scheme": "alibi", ...}')

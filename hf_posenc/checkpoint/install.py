@@ -37,10 +37,6 @@ def install() -> None:
             "PreTrainedModel._upload_modified_files": _upload_modified_files,
         },
     )
-    wrap(
-        "transformers.trainer",
-        {"Trainer._load_from_checkpoint": _load_from_checkpoint, "Trainer._load_best_model": _load_best_model},
-    )
     other_loaders.install()
     engine_configs.install()
     peft_hooks.install()
@@ -101,9 +97,10 @@ def _model_init(call: Call) -> Any:
 def _load_state_dict(call: Call) -> Any:
     state_dict, patching = call["state_dict"], "hf_posenc.patching" in sys.modules
     if call["strict"] and isinstance(state_dict, Mapping) and (patching or find_mark(state_dict) is not None):
-        from hf_posenc.checkpoint.agreement import check_state_dict
+        from hf_posenc.checkpoint.agreement import NamedSchemes
+        from hf_posenc.patching.place.record import NOT_STRICT
 
-        check_state_dict(call["self"], state_dict)
+        NamedSchemes.of(state_dict).check(call["self"], f" {NOT_STRICT}.")
     return call.run()
 
 
@@ -120,18 +117,4 @@ def _upload_modified_files(call: Call) -> Any:
         from hf_posenc.checkpoint.pushing import write_card
 
         write_card(call["self"], call["working_dir"], call["repo_id"])
-    return call.run()
-
-
-def _load_from_checkpoint(call: Call) -> Any:
-    from hf_posenc.checkpoint.resuming import check_checkpoint
-
-    check_checkpoint(call["self"], call["resume_from_checkpoint"], call["model"])
-    return call.run()
-
-
-def _load_best_model(call: Call) -> Any:
-    from hf_posenc.checkpoint.resuming import check_checkpoint
-
-    check_checkpoint(call["self"], call["self"].state.best_model_checkpoint)
     return call.run()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hf_posenc.checkpoint.recognition import finish_saving_of, is_patched, is_scheme_name, refuse_stock_config
@@ -13,7 +12,6 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.wrapping import Call
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedConfig
 
 
@@ -156,6 +154,7 @@ def patching_proxy(
 
     def __new__(cls: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> Any:
         import torch
+        from transformers.modeling_utils import local_torch_dtype
 
         from hf_posenc.checkpoint.configuration import check_native_fields, follow_lengths
         from hf_posenc.patching import patch_model
@@ -170,7 +169,7 @@ def patching_proxy(
         model = model_class(config, *args, **kwargs)
         # Transformers builds models on the meta device and with another default dtype. Constants of a scheme are
         # computed on a real device in float32; `patch_model` then moves the parameters to the model's device.
-        with torch.device("cpu"), _default_dtype(torch.float32):
+        with torch.device("cpu"), local_torch_dtype(torch.float32):
             scheme = scheme_from_dict(fields["scheme"])
             if check_fits is not None:
                 check_fits(model, scheme)
@@ -217,18 +216,6 @@ class _Built:
                 change.target = model.generation_config
                 change.target.__dict__[change.attribute] = self.generation_config.__dict__[change.attribute]
         record_generation_length(model.position_encoding, model)
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    import torch
-
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _named(source: Any) -> str:

@@ -1,4 +1,4 @@
-"""Wrappers of functions in other libraries that load weight files and check only names and shapes.
+"""Wrappers of functions that load weight files and check only names and shapes: of other libraries, and of `Trainer`.
 
 Each wrapper refuses weights of another scheme before anything is copied. For models and weights without a scheme it
 calls the stock function.
@@ -6,16 +6,27 @@ calls the stock function.
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.entry import find_marks
+from hf_posenc.entry import ATTRIBUTE, MARK, find_marks
 from hf_posenc.wrapping import Call, wrap
 
 #: Whether the marks of the files that accelerate reads were compared with the model.
 _COMPARED: ContextVar[bool] = ContextVar("hf_posenc_compared_marks", default=False)
+_ONLY_WEIGHTS = (
+    " To load only the weights, pass planner=DefaultLoadPlanner(allow_partial_load=True) from "
+    "torch.distributed.checkpoint."
+)
+_OLDER_ADAPTER = (
+    " If its adapter was trained with the scheme, and saved by a version of hf_posenc before adapters named it, load "
+    "it with PeftModel.from_pretrained(patched_model, checkpoint), and save it there again with save_pretrained."
+)
 
 
 def install() -> None:
@@ -24,17 +35,14 @@ def install() -> None:
         "accelerate.utils.modeling",
         {"load_state_dict": _read_state_dict, "load_checkpoint_in_model": _load_checkpoint},
     )
+    wrap(
+        "transformers.trainer",
+        {"Trainer._load_from_checkpoint": _load_from_checkpoint, "Trainer._load_best_model": _load_best_model},
+    )
     wrap("transformers.trainer_utils", {"load_sharded_checkpoint": _load_shards})
     wrap("safetensors.torch", {"load_model": _load_file})
     wrap("optimum.quanto.quantize", {"requantize": _requantize})
     wrap("torch.distributed.checkpoint.state_dict_loader", {"_load_state_dict": _load_distributed})
-
-
-def _load_distributed(call: Call) -> Any:
-    # This needs torch, which importing this package must not load.
-    from hf_posenc.checkpoint.distributed_checkpoint import load
-
-    return load(call)
 
 
 def _load_checkpoint(call: Call) -> Any:
@@ -94,3 +102,121 @@ def _requantize(call: Call) -> Any:
 
     NamedSchemes.of(call["state_dict"]).check(call["model"])
     return call.run()
+
+
+def _load_from_checkpoint(call: Call) -> Any:
+    check_checkpoint(call["self"], call["resume_from_checkpoint"], call["model"])
+    return call.run()
+
+
+def _load_best_model(call: Call) -> Any:
+    check_checkpoint(call["self"], call["self"].state.best_model_checkpoint)
+    return call.run()
+
+
+def check_checkpoint(trainer: Any, folder: str | Path, model: Any = None) -> None:
+    """Compares the scheme of a checkpoint with the scheme of the model that it will be loaded into.
+
+    `Trainer` loads weights with `strict=False`, so it would load those of another scheme silently.
+    A callback that changes the scheme during training has a method `match_checkpoint(model, step)`. It is called first,
+    and patches the model with the scheme it had after that number of steps.
+
+    Args:
+        trainer: the `Trainer`.
+        folder: folder of the checkpoint.
+        model: the model that `Trainer` loads it into; `None` for its own model.
+
+    Raises:
+        SchemeMismatchError: if they differ, before anything is loaded; names both schemes.
+    """
+    from hf_posenc.checkpoint.adapter_config import CONFIG_FILE
+    from hf_posenc.checkpoint.atomic_folder import finish_saving
+    from hf_posenc.checkpoint.stored_weights import schemes_of_checkpoint
+
+    model, folder = trainer.model if model is None else model, Path(folder)
+    finish_saving(folder)
+    named, state = schemes_of_checkpoint(folder), folder / "trainer_state.json"
+    if named is None:
+        return
+    if state.is_file():
+        step = int(json.loads(state.read_text(encoding="utf-8"))["global_step"])
+        for callback in trainer.callback_handler.callbacks:
+            if hasattr(callback, "match_checkpoint"):
+                callback.match_checkpoint(model, step)
+    adapter = (folder / CONFIG_FILE).is_file() and not named.schemes
+    named.check(model, f" Pass Trainer the model that the training started with.{_OLDER_ADAPTER if adapter else ''}")
+
+
+def _load_distributed(call: Call) -> Any:
+    """Wraps the function that all functions which load distributed checkpoints call.
+
+    torch reads only the entries of the state dict to fill and ignores all others, so it would load the weights of a
+    patched model into a stock model. The marks of a checkpoint are listed in its metadata and are read with a separate
+    small load.
+    """
+    state_dict = call["state_dict"]
+    if getattr(call["planner"], "allow_partial_load", False):
+        # Only the weights are requested. Marks of two schemes differ in size, which torch would refuse.
+        with _without_marks(state_dict):
+            return call.run()
+    _compare_marks(call)
+    return call.run()
+
+
+@contextmanager
+def _without_marks(state_dict: dict[str, Any]) -> Iterator[None]:
+    """Removes the marks from a state dict, also from nested ones, and restores them afterwards."""
+    marks = [(entries, key, entries[key]) for entries, key, name in _entries(state_dict) if find_marks([name])]
+    for entries, key, _ in marks:
+        del entries[key]
+    try:
+        yield
+    finally:
+        for entries, key, mark in marks:
+            entries[key] = mark
+
+
+def _compare_marks(call: Call) -> None:
+    """Compares the marks of a checkpoint with those of the state dict to fill.
+
+    Raises:
+        SchemeMismatchError: if they differ; names both schemes.
+    """
+    here = {name: entries[key] for entries, key, name in _entries(call["state_dict"])}
+    try:
+        stored = call["storage_reader"].read_metadata().state_dict_metadata
+    except Exception:
+        return  # If a checkpoint cannot be read, torch reports it on all processes.
+    shared = here.keys() & stored.keys()
+    found, placed = (
+        [name for name in find_marks(names) if _has_other_weights(name, shared)] for names in (stored, here)
+    )
+    if not found and not placed:
+        return
+    import torch
+
+    from hf_posenc.checkpoint.agreement import NamedSchemes
+    from hf_posenc.schemes.registry import scheme_from_dict
+
+    marks: dict[str, Any] = {name: torch.empty(stored[name].size, dtype=torch.uint8) for name in found}
+    if marks:
+        call.run(state_dict=marks, planner=None)
+    wanted = NamedSchemes.of({name: here[name] for name in placed}).schemes
+    NamedSchemes.of(marks, "this checkpoint").compare(
+        {name: scheme_from_dict(scheme) for name, scheme in wanted.items()}, "this state dict", _ONLY_WEIGHTS
+    )
+
+
+def _has_other_weights(mark: str, names: Any) -> bool:
+    """Whether `names` include other weights of the model that a mark belongs to."""
+    model = mark.removesuffix(f"{ATTRIBUTE}.{MARK}")
+    return any(name.startswith(model) and name != mark for name in names)
+
+
+def _entries(state_dict: Any, before: str = "") -> Iterator[tuple[dict[str, Any], str, str]]:
+    """The entries, also of nested dictionaries: where each is, its key, and the name under which torch saves it."""
+    for key, value in state_dict.items():
+        if isinstance(value, Mapping):
+            yield from _entries(value, f"{before}{key}.")
+        else:
+            yield state_dict, key, f"{before}{key}"

@@ -21,7 +21,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from hf_posenc.checkpoint.atomic_folder import is_place_for_folder
-from hf_posenc.checkpoint.configuration import CheckpointError, is_length
+from hf_posenc.checkpoint.configuration import CheckpointError, check_format, damaged, is_length
 from hf_posenc.patching.find.fingerprint import Fingerprint, check_entry
 from hf_posenc.schemes import SchemeConfig, scheme_from_dict
 from hf_posenc.version import __version__
@@ -102,6 +102,16 @@ def hash_of(entry: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
+def check_hash(entry: Mapping[str, Any], expected: Any, file: str) -> None:
+    """Raises `CheckpointError` if the content of a file was edited."""
+    if expected != hash_of(entry):
+        raise CheckpointError(
+            f"{file} was edited after it was saved: its content does not have its hash. The scheme in it may not be "
+            "the one that was trained. Restore the file, or save it again from the model. To use another scheme with "
+            "the same base, call patch_model."
+        )
+
+
 def _hash_of_file(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -155,21 +165,10 @@ def read_position_files(source: str | os.PathLike[str], hub: Mapping[str, Any]) 
     try:
         entry = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{JSON_FILE} in {source} is not readable JSON: {error} {_SAVE_AGAIN}") from error
-    written = entry.get("format") if isinstance(entry, dict) else None
-    if type(written) is not int or written < 1:
-        raise CheckpointError(f"{JSON_FILE} in {source} has the format {written!r}; expected 1 or 2. {_SAVE_AGAIN}")
-    if written > FORMAT:
-        raise CheckpointError(
-            f"{JSON_FILE} in {source} is in format {written}, from hf_posenc {entry.get('hf_posenc_version', '?')}; "
-            f"this version reads up to format {FORMAT}. Update hf_posenc."
-        )
-    if (written >= 2 or "sha256" in entry) and entry.get("sha256") != hash_of(entry):
-        raise CheckpointError(
-            f"{JSON_FILE} in {source} was edited after it was saved: its content does not have its hash. The scheme in "
-            "it may not be the one that was trained. Restore the file, or save it again from the model. To use another "
-            "scheme with the same base, call patch_model."
-        )
+        raise damaged(source, f"no readable JSON ({error})", file=JSON_FILE) from error
+    check_format(entry, FORMAT, source, JSON_FILE)
+    if entry["format"] >= 2 or "sha256" in entry:
+        check_hash(entry, entry.get("sha256"), f"{JSON_FILE} in {source}")
     _check_adapter_weights(entry.get("adapter_weights"), source, hub)
     files = PositionFiles(
         scheme=_field(entry, "scheme", dict, source),
@@ -180,9 +179,7 @@ def read_position_files(source: str | os.PathLike[str], hub: Mapping[str, Any]) 
         length=None if entry.get("length") is None else _field(entry, "length", int, source),
     )
     if files.length is not None and not is_length(files.length):
-        raise CheckpointError(
-            f"{JSON_FILE} in {source} has the length {files.length!r}; expected a number of tokens. {_SAVE_AGAIN}"
-        )
+        raise damaged(source, f"the length {files.length!r}", "a number of tokens", file=JSON_FILE)
     try:
         _ = files.config
     except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -193,15 +190,10 @@ def read_position_files(source: str | os.PathLike[str], hub: Mapping[str, Any]) 
     return files
 
 
-_SAVE_AGAIN = "The file was edited or damaged; save it again from the model."
-
-
 def _field(entry: dict[str, Any], name: str, kind: type, source: Any) -> Any:
     value = entry.get(name)
     if not isinstance(value, kind):
-        raise CheckpointError(
-            f"{JSON_FILE} in {source} has {value!r} under {name!r}, where a {kind.__name__} is expected. {_SAVE_AGAIN}"
-        )
+        raise damaged(source, f"{value!r} under {name!r}", f"a {kind.__name__}", file=JSON_FILE)
     return value
 
 
@@ -210,9 +202,8 @@ def _checked_fingerprint(found: dict[str, Any], source: Any) -> Fingerprint:
         try:
             check_entry(entry)
         except ValueError as error:
-            raise CheckpointError(
-                f"The fingerprint of {name!r} in {JSON_FILE} of {source} is damaged: {error}. {_SAVE_AGAIN}"
-            ) from error
+            found_there = f"a fingerprint of {name!r} that cannot be read ({error})"
+            raise damaged(source, found_there, file=JSON_FILE) from error
     return found
 
 

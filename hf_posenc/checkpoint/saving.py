@@ -87,13 +87,7 @@ def _refuse_other_variants(model: Any, folder: Any, variant: str | None) -> None
 
 def _prepared_upload(model: Any, folder: Any, token: Any, options: dict[str, Any]) -> Callable[[], None]:
     """Creates the repository, as `save_pretrained` does before it writes, and returns a function that uploads the
-    files.
-
-    Args:
-        model: the model to save.
-        folder: target folder.
-        token: argument of `save_pretrained`.
-        options: its other keyword arguments; those for the upload are removed.
+    files. The options of the upload are removed from those of `save_pretrained`.
     """
     token_option = {} if token is None else {"token": token}
     message, create_pr = options.pop("commit_message", None), options.pop("create_pr", False)

@@ -250,15 +250,7 @@ def record_shards(folder: Path) -> None:
 
 
 def _check_shard(index: dict[str, Any], path: Path) -> None:
-    """Compares a shard with the digest in its index.
-
-    Args:
-        index: the contents of the index.
-        path: the shard.
-
-    Raises:
-        CheckpointError: if they differ.
-    """
+    """Refuses a shard that does not have the digest in its index."""
     metadata = index.get("metadata")
     digests = metadata.get(_SHARDS) if isinstance(metadata, dict) else None
     if digests is None or path.suffix != ".safetensors":  # A tool has converted the files, and kept the metadata.

@@ -25,7 +25,7 @@ from hf_posenc import (
     unpatch_model,
 )
 from hf_posenc.checkpoint.agreement import SchemeMismatchError
-from hf_posenc.checkpoint.resuming import check_checkpoint
+from hf_posenc.checkpoint.other_loaders import check_checkpoint
 from hf_posenc.entry import ATTRIBUTE
 from tests.checkpoint.stock_folder import write_stock_llama
 from tests.checkpoint.test_adapters import LORA, adapted, base, logits
