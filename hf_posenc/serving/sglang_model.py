@@ -11,8 +11,7 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.serving.engine_schemes import refuse_settings, sites_for_engine
-from hf_posenc.serving.patched_backend import restore_forwards, without_mark
+from hf_posenc.serving.engine_schemes import refuse_settings, restore_forwards, sites_for_engine, without_mark
 
 
 class HfPosencForCausalLM(TransformersForCausalLM):

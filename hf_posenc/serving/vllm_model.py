@@ -13,8 +13,13 @@ from vllm.model_executor.models.transformers import TransformersForCausalLM
 from vllm.model_executor.models.transformers.base import VLLM_ATTN_ATTR
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.serving.engine_schemes import refuse_settings, sites_for_engine, take_linear_bias
-from hf_posenc.serving.patched_backend import restore_forwards, without_mark
+from hf_posenc.serving.engine_schemes import (
+    refuse_settings,
+    restore_forwards,
+    sites_for_engine,
+    take_linear_bias,
+    without_mark,
+)
 
 #: Attention backends of vLLM that pass the slopes of ALiBi to their kernels. Others, such as FLASHINFER in vLLM 0.32,
 #: accept slopes and ignore them.
