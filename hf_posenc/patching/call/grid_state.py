@@ -73,16 +73,13 @@ class GridState(ForwardState):
         if window is not None and math.prod(window) == length:
             tokens.grid = window
         elif self.coordinates is not None and self.coordinates.shape[-1] == length:
-            tokens.given = packed(self.coordinates, self.memo)
-            tokens.position_ids = tokens.given.ids
+            tokens.place(packed(self.coordinates, self.memo))
         elif self.coordinates is not None and self.coordinates.shape[-1] == 4 * length:
             coarse = merged(self.coordinates)
             if coarse.shape[-1] == length:
-                tokens.given = packed(coarse, {})
-                tokens.position_ids = tokens.given.ids
+                tokens.place(packed(coarse, {}))
         elif self.shown_patches is not None and self.shown_patches[0].numel() == length:
-            tokens.given = of_padded_images(self.shown_patches, self.memo)
-            tokens.position_ids = tokens.given.ids
+            tokens.place(of_padded_images(self.shown_patches, self.memo))
         elif self.sizes is not None:
             tokens.given = of_images(self.sizes, length, self.memo)
         elif self.grid is not None:
@@ -99,8 +96,7 @@ class GridState(ForwardState):
             before = length - kept.shape[1] - self.suffix_tokens
             whole = in_raster(grid, before + math.prod(grid) + self.suffix_tokens, self.suffix_tokens, kept.device)
             class_tokens = torch.arange(before, device=kept.device).expand(kept.shape[0], -1)
-            tokens.given = selected(whole, torch.cat([class_tokens, kept + before], dim=1), self.memo)
-            tokens.position_ids = tokens.given.ids
+            tokens.place(selected(whole, torch.cat([class_tokens, kept + before], dim=1), self.memo))
         elif others >= self.suffix_tokens:
             tokens.grid, tokens.suffix_tokens = grid, self.suffix_tokens
 
@@ -121,6 +117,10 @@ class GridTokens(ForwardState):
     suffix_tokens: int = 0
     given: Positions | None = None
     numbered: bool = False
+
+    def place(self, given: Positions) -> None:
+        """Gives the tokens these positions."""
+        self.given, self.position_ids = given, given.ids
 
     def _resolve(self, device: torch.device) -> Positions:
         if self.given is not None:
@@ -145,12 +145,9 @@ class GridTokens(ForwardState):
 
     def part(self, start: int, length: int, device: torch.device) -> GridTokens:
         """The positions of `length` of the tokens."""
-        return self._of(torch.arange(start, start + length, device=device))
+        return self.in_order(torch.arange(start, start + length, device=device))
 
     def in_order(self, numbers: Tensor) -> GridTokens:
         """The positions of the tokens in the order of their numbers, `(length,)`."""
-        return self._of(numbers)
-
-    def _of(self, indices: Tensor) -> GridTokens:
-        found = selected(self.positions(indices.device), indices.unsqueeze(0), self.memo)
-        return GridTokens(len(indices), memo=self.memo, given=found, position_ids=found.ids)
+        found = selected(self.positions(numbers.device), numbers.unsqueeze(0), self.memo)
+        return GridTokens(len(numbers), memo=self.memo, given=found, position_ids=found.ids)

@@ -47,8 +47,7 @@ def regularity(state: ForwardState, device: torch.device) -> Regularity:
     Raises:
         UnsupportedError: if the positions of cached tokens cannot be determined.
     """
-    found: Regularity = state.shared("regularity", lambda: _compute_regularity(state, device))
-    return found
+    return state.shared("regularity", lambda: _compute_regularity(state, device))
 
 
 def key_positions(state: ForwardState, first_slot: int | Tensor, key_length: int, device: torch.device) -> Positions:
@@ -74,8 +73,7 @@ def key_positions(state: ForwardState, first_slot: int | Tensor, key_length: int
             ids = ids.where(_real_at(state, slots, ids), -1)
         return Positions(ids, own.lengths, memo=state.memo)
 
-    keys: Positions = state.shared("keys", resolve, key_length)
-    return keys
+    return state.shared("keys", resolve, key_length)
 
 
 def all_positions_below(state: ForwardState, end: int, device: torch.device) -> bool:
@@ -96,8 +94,7 @@ def all_positions_below(state: ForwardState, end: int, device: torch.device) -> 
             return state.offset + state.query_length <= end
         return bool((state.positions(device).ids < end).all())
 
-    found: bool = state.shared(("all stand before", end), look)
-    return found
+    return state.shared(("all stand before", end), look)
 
 
 def slot_distances_are_exact(
@@ -130,8 +127,7 @@ def slot_distances_are_exact(
         even = _has_even_spacing_where(visible, state, first_slot, key_length, device)
         return even if compiling else bool(even)
 
-    compared: bool | Tensor = compare() if compiling else state.shared("even", compare, key_length, mask=mask)
-    return compared
+    return compare() if compiling else state.shared("even", compare, key_length, mask=mask)
 
 
 def positions_never_decrease(state: ForwardState, keys: Positions, first_slot: int | Tensor, restarts: bool) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_posenc.attention.blockwise import without_autocast
 from hf_posenc.attention.distances import distance_form, first_key_slot
-from hf_posenc.attention.forms import BiasForm, DistanceForm, RowsForm, SeparableForm, sum_of_forms
+from hf_posenc.attention.forms import BiasForm, RowsForm, SeparableForm, sum_of_forms
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.decoding_memo import cached_row
 from hf_posenc.patching.call.forward_state import ForwardState
@@ -184,16 +184,15 @@ class LogitSite(PlacedForward):
             # With a batch size of 1 and without a mask, flash kernels are told where packed documents begin.
             restarts = mask is None and query.shape[0] == 1
             return self._form_of_positions(bias, state, query_length, key_length, device, folds, restarts)
-        form: DistanceForm = state.shared(
+        return state.shared(
             ("bias", id(bias)),
             lambda: (
-                (query_length == 1 and cached_row(bias, state, key_length, device))
+                (cached_row(bias, state, key_length, device) if query_length == 1 else None)
                 or distance_form(bias, offset, query_length, key_length, device)
             ),
             query_length,
             key_length,
         )
-        return form
 
     def _form_of_positions(
         self,
@@ -292,8 +291,7 @@ class LogitSite(PlacedForward):
             factor: Tensor = logit_scale(state.positions(device))
             return factor
 
-        result: Tensor = state.shared(("scale", id(logit_scale)), compute)
-        return result
+        return state.shared(("scale", id(logit_scale)), compute)
 
     def scaled(self, state: ForwardState, query: Tensor) -> Tensor:
         """The query times its scale, `(batch, heads, query_len, width)`."""

@@ -13,8 +13,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.architectures import Architecture, architecture_of
-from hf_posenc.patching.find.forward_code import INTERFACE, is_of_transformers, names_used, rotary_names
-from hf_posenc.patching.find.grids.found import find_grid, window_of
+from hf_posenc.patching.find.forward_code import INTERFACE, is_of_transformers, names_used, parameters_of, rotary_names
+from hf_posenc.patching.find.grids import find_grid, window_of
 from hf_posenc.patching.find.model_parts import (
     PartOwner,
     check_part,
@@ -27,7 +27,7 @@ from hf_posenc.patching.find.model_parts import (
 )
 from hf_posenc.patching.find.relative import find_relative
 from hf_posenc.patching.find.seams import unknown_seam
-from hf_posenc.patching.find.series.found import find_series
+from hf_posenc.patching.find.series import find_series
 from hf_posenc.patching.find.sites import AddedModule, FoundAttention, FoundModule, Stack
 from hf_posenc.patching.find.tables import table_weight
 
@@ -140,11 +140,13 @@ def _read_stack(owner: PartOwner, name: str, architecture: Architecture) -> Stac
             stack.attentions.append(_read_attention(place, candidate, module, len(stack.attentions), architecture))
     _refuse_other_attention(stack, modules)
     if stack.attentions and (reads_pixels(module) or reads_spectrogram(module.config)):
-        stack.grid = find_grid(_in_definition_order(module), module.config, _suffix_tokens(architecture, module.config))
+        suffix = architecture.suffix_tokens
+        suffix = suffix(module.config) if callable(suffix) else suffix
+        stack.grid = find_grid(_in_definition_order(module), module.config, suffix)
     for place, candidate in modules:
         if stack.grid is None and _is_table(place, candidate, module, architecture):
             stack.tables.append(FoundModule(place, candidate))
-        elif "Rotary" in type(candidate).__name__ and "position_ids" in _parameters(candidate):
+        elif "Rotary" in type(candidate).__name__ and "position_ids" in parameters_of(type(candidate).forward):
             stack.rotaries.append(FoundModule(place, candidate))
     if stack.attentions and stack.grid is None and reads_features(module):
         stack.series = find_series(module, modules, [found.path for found in stack.tables])
@@ -374,11 +376,6 @@ def _first_int(holder: Any, names: tuple[str, ...]) -> int:
     return 0
 
 
-def _suffix_tokens(architecture: Architecture, config: Any) -> int:
-    declared = architecture.suffix_tokens
-    return declared(config) if callable(declared) else declared
-
-
 def _first_layer(stack: nn.Module, attention_path: str, projection: nn.Module | None) -> nn.Module | None:
     """The module `layers.0` for an attention at `layers.<n>....`; `None` if layers are not in a list.
 
@@ -423,10 +420,6 @@ def _name(path: str, base: str) -> str:
     if path == base:
         return "model"
     return path.removeprefix(f"{base}.").replace(".", "_") or "head"
-
-
-def _parameters(module: nn.Module) -> Any:
-    return inspect.signature(type(module).forward).parameters
 
 
 def natural_order(path: str) -> list[tuple[int, Any]]:

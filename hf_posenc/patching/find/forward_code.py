@@ -66,12 +66,6 @@ def parameters_of(forward: Any) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(forward).parameters
 
 
-@functools.lru_cache(maxsize=256)
-def parameter_names(forward: Any) -> tuple[str, ...]:
-    """The names of a method's parameters, without `self`."""
-    return tuple(inspect.signature(forward).parameters)[1:]
-
-
 def named_arguments(stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Returns all arguments of a call of a module by name."""
     if not args:

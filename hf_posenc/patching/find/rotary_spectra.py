@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import PositionEncodingError
 from hf_posenc.patching.find.looked_up_phases import cosines_in
-from hf_posenc.patching.find.rotary_functions import call_rotary, inverse_frequencies_of
+from hf_posenc.patching.find.rotary_functions import call_rotary, has_layer_types, inverse_frequencies_of
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 
 
@@ -46,7 +45,7 @@ def phases_of(module: nn.Module, hidden: Tensor, position_ids: Tensor, layer_typ
 
     Returns `None` if the module has no frequencies for the layer type.
     """
-    takes_type = "layer_type" in inspect.signature(type(module).forward).parameters
+    takes_type = has_layer_types(module)
     if takes_type and not hasattr(module, "inv_freq" if layer_type is None else f"{layer_type}_inv_freq"):
         return None
     if not takes_type and layer_type is not None:

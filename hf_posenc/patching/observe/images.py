@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.find.architectures.example_inputs import numbers
 from hf_posenc.patching.find.forward_code import forward_parameters
 from hf_posenc.patching.find.model_parts import pixel_argument
 
@@ -59,8 +60,7 @@ def _packed(model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
 
 
 def _noise(shape: tuple[int, ...], model: PreTrainedModel, device: torch.device) -> Tensor:
-    generator = torch.Generator(device="cpu").manual_seed(0)
-    return torch.randn(shape, generator=generator, device="cpu").to(device=device, dtype=model.dtype)
+    return numbers(*shape).to(device=device, dtype=model.dtype)
 
 
 def patch_size(model: PreTrainedModel) -> tuple[int, int]:

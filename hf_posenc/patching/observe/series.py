@@ -11,16 +11,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.find.architectures.example_inputs import FRAMES, SAMPLES, numbers
 from hf_posenc.patching.find.forward_code import forward_parameters
-from hf_posenc.patching.find.series.found import SOURCE_LENGTH
+from hf_posenc.patching.find.series import SOURCE_LENGTH
 
 #: Config attributes for the width of embeddings.
 _WIDTHS = ("hidden_size", "d_model", "n_embd", "dim")
 #: The projection of keys in cross-attention.
 _CROSS_KEYS = re.compile(r"(cross_attn|cross_attention|encoder_attn|encoder_attention)\.k_proj$")
-#: Frames of a spectrogram and samples of a wave, enough for 16 tokens after the usual convolutions.
-_FRAMES = 128
-_SAMPLES = 6480
+#: Patches of a time series.
 _PATCHES = 16
 #: Config attributes for the number of features of a frame.
 _USUAL_BINS = 80
@@ -69,7 +68,7 @@ def embeddings(model: PreTrainedModel, device: torch.device, length: int, width:
     """`(1, length, hidden)` in place of the embeddings of a stack, or of another width."""
     if width is None:
         width = _first_int(model.config, _WIDTHS, 0)
-    return _normal(1, length, width).to(device=device, dtype=model.dtype)
+    return numbers(1, length, width).to(device=device, dtype=model.dtype)
 
 
 def cross_attention_width(model: PreTrainedModel) -> int | None:
@@ -83,10 +82,6 @@ def cross_attention_width(model: PreTrainedModel) -> int | None:
 def starts_with_bins(model: nn.Module) -> bool:
     """Whether features are `(batch, bins, frames)`: the stack passes them to a convolution of its own."""
     return any(isinstance(child, nn.Conv1d) for child in model.children())
-
-
-def _normal(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
 def _first_int(config: Any, names: tuple[str, ...], default: int) -> int:
@@ -114,26 +109,26 @@ def _bins(model: PreTrainedModel) -> int:
 def _features(model: PreTrainedModel, given: dict[str, Any]) -> Tensor:
     bins = _bins(model)
     if not starts_with_bins(model):
-        return _normal(1, _FRAMES, bins).to(model.dtype)
+        return numbers(1, FRAMES, bins).to(model.dtype)
     strides = 1
     for child in model.children():
         strides *= child.stride[0] if isinstance(child, nn.Conv1d) else 1
     rows = getattr(model.config, SOURCE_LENGTH, None)
-    return _normal(1, bins, _FRAMES if rows is None else int(rows) * strides).to(model.dtype)
+    return numbers(1, bins, FRAMES if rows is None else int(rows) * strides).to(model.dtype)
 
 
 def _values(model: PreTrainedModel, given: dict[str, Any]) -> Tensor:
     """A wave, or a spectrogram where the config states its length and its bins."""
     config = model.config
     if hasattr(config, "max_length") and hasattr(config, "num_mel_bins"):
-        return _normal(1, int(config.max_length), int(config.num_mel_bins)).to(model.dtype)
+        return numbers(1, int(config.max_length), int(config.num_mel_bins)).to(model.dtype)
     channels = getattr(config, "audio_channels", None)
-    shape = (1, _SAMPLES) if channels is None else (1, int(channels), _SAMPLES)
-    return _normal(*shape).to(model.dtype)
+    shape = (1, SAMPLES) if channels is None else (1, int(channels), SAMPLES)
+    return numbers(*shape).to(model.dtype)
 
 
 def _latents(model: PreTrainedModel, given: dict[str, Any]) -> Tensor:
-    return _normal(1, _first_int(model.config, _WIDTHS, 0), _PATCHES).to(model.dtype)
+    return numbers(1, _first_int(model.config, _WIDTHS, 0), _PATCHES).to(model.dtype)
 
 
 def _past_length(model: PreTrainedModel) -> int:
@@ -147,13 +142,13 @@ def _past_length(model: PreTrainedModel) -> int:
 def _past_values(model: PreTrainedModel, given: dict[str, Any]) -> Tensor:
     channels = getattr(model.config, "num_input_channels", None)
     shape = (1, _past_length(model)) if channels is None else (1, _past_length(model), int(channels))
-    return _normal(*shape).to(model.dtype)
+    return numbers(*shape).to(model.dtype)
 
 
 def _patches(model: PreTrainedModel, given: dict[str, Any]) -> Tensor:
     config = model.config
     count = (max(config.context_length, config.patch_length) - config.patch_length) // config.patch_stride + 1
-    return _normal(1, config.num_input_channels, count, config.patch_length).to(model.dtype)
+    return numbers(1, config.num_input_channels, count, config.patch_length).to(model.dtype)
 
 
 def _mask_of_frames(model: PreTrainedModel, given: dict[str, Any]) -> Tensor:
@@ -165,7 +160,7 @@ _RULES: dict[str, Callable[[PreTrainedModel, dict[str, Any]], Tensor | None]] = 
     "input_features": _features,
     "input_values": _values,
     "audio_mel": _features,
-    "hidden_states": lambda model, given: _normal(1, _FRAMES, int(model.config.input_size)).to(model.dtype),
+    "hidden_states": lambda model, given: numbers(1, FRAMES, int(model.config.input_size)).to(model.dtype),
     "latents": _latents,
     "past_values": _past_values,
     "patch_input": _patches,
@@ -173,7 +168,7 @@ _RULES: dict[str, Callable[[PreTrainedModel, dict[str, Any]], Tensor | None]] = 
     "audio_mel_mask": lambda model, given: torch.zeros(1, given["audio_mel"].shape[1], dtype=torch.bool),
     "past_values_padding": lambda model, given: torch.zeros_like(given["past_values"]),
     "past_observed_mask": lambda model, given: torch.ones_like(given["past_values"]),
-    "mask": lambda model, given: torch.ones(1, _FRAMES, dtype=torch.int64),
+    "mask": lambda model, given: torch.ones(1, FRAMES, dtype=torch.int64),
     "freq": lambda model, given: torch.zeros(1, 1, dtype=torch.int64),
 }
 

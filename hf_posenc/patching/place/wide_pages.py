@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from hf_posenc.attention.key_channels import channels_per_number
 from hf_posenc.patching.call.layer_call import LayerEncoding
+from hf_posenc.patching.call.view import WithOverrides
 
 
 def page_width(layer: LayerEncoding, dtype: torch.dtype) -> int:
@@ -58,9 +59,9 @@ class WidePages:
     def __call__(self) -> Any:
         """Creates the batch processor, or resets the existing one."""
         manager, model = self.manager, self.manager.model
-        text_config = _WithOverrides(model.config.get_text_config(), head_dim=self.width)
-        config = _WithOverrides(model.config, get_text_config=lambda *_, **__: text_config)
-        seen = _WithOverrides(manager, model=_WithOverrides(model, config=config))
+        text_config = WithOverrides(model.config.get_text_config(), head_dim=self.width)
+        config = WithOverrides(model.config, get_text_config=lambda *_, **__: text_config)
+        seen = WithOverrides(manager, model=WithOverrides(model, config=config))
         processor = type(manager)._create_batch_processor(seen)
         if "update" not in vars(processor.cache):
             processor.cache.update = _PaddedUpdate(processor.cache, self.width)
@@ -80,16 +81,3 @@ class _PaddedUpdate:
         wide_keys, wide_values = (pad(each, (0, self.width - each.shape[-1])) for each in (key_states, value_states))
         keys, values = type(self.cache).update(self.cache, wide_keys, wide_values, *args, **kwargs)
         return keys[..., : widths[0]], values[..., : widths[1]]
-
-
-class _WithOverrides:
-    """A proxy that overrides some attributes of an object. Assignments go to the object."""
-
-    def __init__(self, target: Any, **changed: Any) -> None:
-        self.__dict__.update(changed, _target=target)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_target"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._target, name, value)

@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.architectures import example_inputs
-from hf_posenc.patching.find.architectures.declaration import Architecture, register_architecture
-from hf_posenc.patching.find.architectures.silencers import ZeroBias
+from hf_posenc.patching.find.architectures.declaration import Architecture, register_architecture, undescribed
+from hf_posenc.patching.find.architectures.silencers import freeze_all, zero_bias
 from hf_posenc.patching.find.sites import Stack
-from hf_posenc.schemes.config import SchemeConfig
 
 if TYPE_CHECKING:
     from hf_posenc.patching.place.journal import Journal
@@ -74,32 +72,16 @@ def _silence_wavlm(stack: Stack, patches: Journal) -> None:
         module = attention.module
         patches.replace(module, "torch_multi_head_self_attention", PlainHeads(module))
         patches.freeze(module, "gru_rel_pos_const")
-        for name in module.gru_rel_pos_linear._parameters:
-            patches.freeze(module.gru_rel_pos_linear, name)
+        freeze_all(patches, module.gru_rel_pos_linear)
         if hasattr(module, "rel_attn_embed"):
             patches.replace(module, "compute_bias", NoHeadBias(module))
             patches.freeze(module.rel_attn_embed, "weight")
-
-
-def _wavlm_native(stack: Stack) -> SchemeConfig | None:
-    raise UnsupportedError(
-        "WavLM multiplies a relative bias with a gate that each token computes from its input, and computes further "
-        "positions with a convolution over neighbouring embeddings. No scheme of this library does this. Any scheme "
-        "can replace both, and unpatch_model restores them."
-    )
 
 
 def _silence_canary(stack: Stack, patches: Journal) -> None:
     # A single column broadcasts in the addition, and a million rows are enough for any sequence.
     table = stack.module.pos_emb
     patches.set_buffer(table, "positional_embedding", table.positional_embedding.new_zeros(1 << 20, 1))
-
-
-def _canary_native(stack: Stack) -> SchemeConfig | None:
-    raise UnsupportedError(
-        "Canary's decoder adds sinusoids divided by the root of their width, and then normalises the sum. No scheme of "
-        "this library has that scale. Any scheme can replace them, and unpatch_model restores them."
-    )
 
 
 def _silence_vits(stack: Stack, patches: Journal) -> None:
@@ -110,25 +92,10 @@ def _silence_vits(stack: Stack, patches: Journal) -> None:
             patches.freeze(attention.module, "emb_rel_v")
 
 
-def _vits_native(stack: Stack) -> SchemeConfig | None:
-    raise UnsupportedError(
-        "VITS adds learned vectors per distance to its keys and to its values. No scheme of this library changes "
-        "values. Any scheme can replace both, and unpatch_model restores them."
-    )
-
-
 def _silence_phi4(stack: Stack, patches: Journal) -> None:
     layer = stack.module.relative_attention_bias_layer
-    patches.set_forward(layer, ZeroBias())
+    patches.set_forward(layer, zero_bias)
     patches.freeze(layer.bias_values, "weight")
-
-
-def _phi4_native(stack: Stack) -> SchemeConfig | None:
-    raise UnsupportedError(
-        "The audio encoder of Phi-4 adds a learned bias per distance and head, with one table for all layers. The "
-        "schemes of this library group distances, or compute the bias from the query. Any scheme can replace it, and "
-        "unpatch_model restores it."
-    )
 
 
 def _probabilistic_attention(config: Any) -> str | None:
@@ -185,16 +152,38 @@ def declare_audio_architectures() -> None:
     )
     register_architecture(
         "vits",
-        architecture=Architecture(mechanism="relative keys and values", silence=_silence_vits, native=_vits_native),
+        architecture=Architecture(
+            mechanism="relative keys and values",
+            silence=_silence_vits,
+            native=undescribed(
+                "VITS adds learned vectors per distance to its keys and to its values. No scheme of this library "
+                "changes values. Any scheme can replace both, and unpatch_model restores them."
+            ),
+        ),
     )
     register_architecture(
         "phi4_multimodal_audio",
-        architecture=Architecture(mechanism="relative bias", silence=_silence_phi4, native=_phi4_native),
+        architecture=Architecture(
+            mechanism="relative bias",
+            silence=_silence_phi4,
+            native=undescribed(
+                "The audio encoder of Phi-4 adds a learned bias per distance and head, with one table for all layers. "
+                "The schemes of this library group distances, or compute the bias from the query. Any scheme can "
+                "replace it, and unpatch_model restores it."
+            ),
+        ),
     )
     register_architecture("cohere_asr", architecture=Architecture(tables=("pos_emb",)))
     register_architecture(
         "canary_decoder",
-        architecture=Architecture(mechanism="sinusoidal table", silence=_silence_canary, native=_canary_native),
+        architecture=Architecture(
+            mechanism="sinusoidal table",
+            silence=_silence_canary,
+            native=undescribed(
+                "Canary's decoder adds sinusoids divided by the root of their width, and then normalises the sum. No "
+                "scheme of this library has that scale. Any scheme can replace them, and unpatch_model restores them."
+            ),
+        ),
     )
     register_architecture("patchtst", architecture=Architecture(unsupported=_channel_attention))
     register_architecture(
@@ -203,7 +192,11 @@ def declare_audio_architectures() -> None:
             mechanism="gated relative bias",
             attention_classes=("WavLMAttention",),
             silence=_silence_wavlm,
-            native=_wavlm_native,
+            native=undescribed(
+                "WavLM multiplies a relative bias with a gate that each token computes from its input, and computes "
+                "further positions with a convolution over neighbouring embeddings. No scheme of this library does "
+                "this. Any scheme can replace both, and unpatch_model restores them."
+            ),
         ),
     )
     between = (

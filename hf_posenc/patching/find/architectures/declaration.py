@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from hf_posenc.errors import UnsupportedError
 from hf_posenc.extensions import import_named_modules
 from hf_posenc.schemes.config import SchemeConfig
 
@@ -92,6 +93,15 @@ class Architecture:
     def refusal(self, config: Any) -> str | None:
         """Why this config is refused, or `None`."""
         return self.unsupported(config) if callable(self.unsupported) else self.unsupported
+
+
+def undescribed(reason: str) -> Callable[[Stack], SchemeConfig | None]:
+    """The `native` of a mechanism that no scheme describes."""
+
+    def native(stack: Stack) -> SchemeConfig | None:
+        raise UnsupportedError(reason)
+
+    return native
 
 
 _ARCHITECTURES: dict[str, Architecture] = {}

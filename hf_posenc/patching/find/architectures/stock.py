@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -11,10 +10,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.architectures import example_inputs
 from hf_posenc.patching.find.architectures.declaration import Architecture, register_architecture
-from hf_posenc.patching.find.architectures.silencers import (
-    ZeroBias,
-    ZeroRelativeShift,
-)
+from hf_posenc.patching.find.architectures.silencers import freeze_all, zero_bias, zero_relative_shift
 from hf_posenc.patching.find.sites import FixedTable, FoundAttention, Stack
 from hf_posenc.schemes import AlibiConfig, ComposedConfig, LearnedConfig, RopeConfig, SinusoidalConfig, T5Config
 from hf_posenc.schemes.config import SchemeConfig
@@ -31,13 +27,13 @@ def _silence_relative_table(stack: Stack, patches: Journal) -> None:
     for attention in stack.attentions:
         table = getattr(attention.module, "relative_attention_bias", None)
         if table is not None:
-            patches.replace(attention.module, "compute_bias", ZeroBias())
+            patches.replace(attention.module, "compute_bias", zero_bias)
             patches.freeze(table, "weight")
 
 
 def _silence_mpnet(stack: Stack, patches: Journal) -> None:
     encoder = stack.module.encoder
-    patches.replace(encoder, "compute_position_bias", ZeroBias())
+    patches.replace(encoder, "compute_position_bias", zero_bias)
     patches.freeze(encoder.relative_attention_bias, "weight")
 
 
@@ -48,7 +44,7 @@ def _silence_ctrl(stack: Stack, patches: Journal) -> None:
 
 def _silence_xlnet(stack: Stack, patches: Journal) -> None:
     for attention in stack.attentions:
-        patches.replace(attention.module, "rel_shift_bnij", ZeroRelativeShift())
+        patches.replace(attention.module, "rel_shift_bnij", zero_relative_shift)
         patches.freeze(attention.module, "r")
         patches.freeze(attention.module, "r_r_bias")
 
@@ -138,9 +134,8 @@ def _falcon_native(stack: Stack) -> SchemeConfig | None:
 def _silence_inkling(stack: Stack, patches: Journal) -> None:
     """Freezes the bias projections. The patched attention already drops the `position_bias` that the layers pass."""
     biases = (one for found in stack.attentions for one in found.module.children() if "Relative" in type(one).__name__)
-    for module in itertools.chain.from_iterable(bias.modules() for bias in biases):
-        for name in module._parameters:
-            patches.freeze(module, name)
+    for bias in biases:
+        freeze_all(patches, bias)
 
 
 def _dory_refusal(config: Any) -> str | None:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.patching.find.forward_code import forward_parameters, names_used
 from hf_posenc.patching.find.model_parts import FEATURES
+from hf_posenc.patching.find.tables import OwnedTable
 
 _CONVOLUTION = re.compile(r"(^|\.)pos(ition(al)?)?_conv(_embed(ding)?s?)?$")
 _FUNCTION = re.compile(r"(^|\.)pos(ition(al)?)?_emb(ed(ding)?s?)?$")
@@ -32,48 +33,13 @@ class VectorModule:
         module: the module.
         kind: "convolution" if it computes the vectors from neighbouring embeddings, "sinusoids" if it computes them
             from the length.
+        stride: number of embeddings per vector of a convolution.
     """
 
     path: str
     module: Any
     kind: Kind
-
-    @property
-    def stride(self) -> int:
-        """Number of embeddings per vector of a convolution."""
-        found = [module for module in self.module.modules() if isinstance(module, nn.Conv1d)]
-        return int(found[0].stride[0]) if found else 1
-
-
-@dataclass
-class ParameterTable:
-    """A parameter with a row per token that a module adds to its input.
-
-    Args:
-        path: path of the module below the stack.
-        module: the module that owns the parameter.
-        name: attribute that holds the parameter.
-    """
-
-    path: str
-    module: Any
-    name: str
-
-    @property
-    def full_name(self) -> str:
-        """Path of the parameter below the stack."""
-        return f"{self.path}.{self.name}"
-
-    @property
-    def weight(self) -> Tensor:
-        """The table, `(rows, hidden)`."""
-        weight: Tensor = getattr(self.module, self.name)
-        return weight.reshape(-1, weight.shape[-1])
-
-    @property
-    def extra_rows(self) -> int:
-        """Number of rows before those of the input, for a class token."""
-        return int(getattr(self.module, "cls_token", None) is not None)
+    stride: int
 
 
 @dataclass
@@ -110,7 +76,7 @@ class FoundSeries:
     """
 
     vectors: list[VectorModule] = field(default_factory=list)
-    parameters: list[ParameterTable] = field(default_factory=list)
+    parameters: list[OwnedTable] = field(default_factory=list)
     fixed_input: FixedInput | None = None
     mixes_neighbours: bool = False
 
@@ -132,10 +98,12 @@ def find_series(stack: PreTrainedModel, modules: Iterable[tuple[str, nn.Module]]
     for path, module in modules:
         kind = _kind_of(path, module)
         if kind is not None and _is_called(stack, path):
-            found.vectors.append(VectorModule(path, module, kind))
+            strides = [int(one.stride[0]) for one in module.modules() if isinstance(one, nn.Conv1d)]
+            found.vectors.append(VectorModule(path, module, kind, stride=strides[0] if strides else 1))
         for name, parameter in module._parameters.items():
             if parameter is not None and _PARAMETER.match(name) and parameter.dim() in (2, 3):
-                found.parameters.append(ParameterTable(path, module, name))
+                class_tokens = int(getattr(module, "cls_token", None) is not None)
+                found.parameters.append(OwnedTable(path, module, name, class_tokens))
     of_positions = {id(one) for found_module in found.vectors for one in found_module.module.modules()}
     found.mixes_neighbours = any(
         isinstance(one, nn.Conv1d | nn.Conv2d) and max(one.kernel_size) > 1 and id(one) not in of_positions
