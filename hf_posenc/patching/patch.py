@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from hf_posenc.patching.find.model_parts import check_part, default_part
-from hf_posenc.patching.find.rotary_axes import reads_axes
+from hf_posenc.patching.find.rotary_spectra import reads_axes
 from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.observe.causality import refuse_misread_causality
 from hf_posenc.patching.observe.hidden_positions import refuse_hidden_positions

@@ -194,11 +194,7 @@ def _compiled(state: ForwardState, own: Tensor, differs: Tensor | None, holes: T
 
 
 def _recorded_length(state: ForwardState, known: CachedPositions | None) -> int:
-    """The number of cached tokens, after checking that the positions of all of them are known.
-
-    Raises:
-        UnsupportedError: if they are not.
-    """
+    """The number of cached tokens, after checking that the positions of all of them are known."""
     if state.offset is None:
         raise UnsupportedError(_UNKNOWN_POSITIONS)
     cached = int(state.offset)

@@ -63,9 +63,7 @@ class LogitSite(PlacedForward):
         Raises:
             UnsupportedError: if their numbers differ and the scheme has a part in the layers.
         """
-        encoding = self.encoding
-        parts = (encoding.query_key_map, encoding.logit_bias, encoding.logit_scale)
-        if queries != keys and any(part is not None for part in parts):
+        if queries != keys and self.encoding.parts:
             raise UnsupportedError(
                 f"{type(self.module).__name__} pools its patches before attention ({queries} queries, {keys} keys), so "
                 "queries and keys have no common places on a grid. Use an additive scheme, or 'none'."
@@ -266,11 +264,7 @@ class LogitSite(PlacedForward):
         )
 
     def _require_oldest_keys(self, key_start: int | Tensor) -> None:
-        """Refuses a cache that has dropped its oldest keys.
-
-        Raises:
-            UnsupportedError: in that case.
-        """
+        """Refuses a cache that has dropped its oldest keys."""
         message = (
             f"{type(self.encoding.logit_bias).__name__} combines features of neighbouring tokens, but the cache of "
             "this sliding-window layer has dropped the tokens before its first key. Use use_cache=False, or give the "

@@ -18,7 +18,7 @@ from hf_posenc.patching.call.cached_positions import has_given_positions, matche
 from hf_posenc.patching.call.caches import cache_among, cached_length, first_cache
 from hf_posenc.patching.call.context_parallel import refuse_context_parallel
 from hf_posenc.patching.call.forward_state import AXES, UNKNOWN, ForwardState, SeriesState, one_axis, places_in_sequence
-from hf_posenc.patching.call.grid_arguments import grid_state
+from hf_posenc.patching.call.grid_state import grid_state
 from hf_posenc.patching.call.padding import padding_mask
 from hf_posenc.patching.call.per_thread import PerThread
 from hf_posenc.patching.call.placed_forward import PlacedForward
@@ -286,11 +286,7 @@ class StackForward(PlacedForward):
 
 
 def _for_every_token(position_ids: Tensor, tokens: Tensor | None) -> Tensor:
-    """Position ids `(batch or 1, query_len)`. A single position is that of all tokens, as in stock models.
-
-    Raises:
-        ValueError: if their number is not that of the tokens.
-    """
+    """Position ids `(batch or 1, query_len)`. A single position is that of all tokens, as in stock models."""
     if tokens is None or exporting():
         return position_ids
     rows, length = position_ids.shape

@@ -17,9 +17,8 @@ from hf_posenc.patching.call.layer_call import LayerCall, LayerEncoding
 from hf_posenc.patching.call.per_thread import PerThread
 from hf_posenc.patching.call.runtime import StackRuntime
 from hf_posenc.patching.call.view import view_of
-from hf_posenc.patching.find.forward_code import in_decorators, rebind, rotary_names
+from hf_posenc.patching.find.forward_code import in_decorators, rebind, rotary_names, unknown_seam
 from hf_posenc.patching.find.rotary_call import rotary_call
-from hf_posenc.patching.find.seams import unknown_seam
 from hf_posenc.schemes.parts import QueryKeyMap
 
 
@@ -70,11 +69,10 @@ class ScoresAttention(AttentionSite):
             rotated = self.encoding.rotates_by_input
             return self.bias(call, *seen[0], scaling, query_factor, key_factor, rotated=rotated).dense()
 
-        parts = (self.encoding.query_key_map, self.encoding.logit_bias, self.encoding.logit_scale)
         adds_bias = self.encoding.logit_bias is not None and not self.encoding.only_rotates_by_input
         mode = ScoresMode(
             self.encoding.head_dim,
-            pair_map if any(part is not None for part in parts) else None,
+            pair_map if self.encoding.parts else None,
             bias if adds_bias else None,
         )
         function = in_decorators(type(self.module).forward, self._rebind(forward, call))

@@ -1,4 +1,4 @@
-"""Inspecting the code of a forward: names and parameters; and copying it with other globals."""
+"""Reading the code of a forward: its names and parameters; copying it with other globals; and code that is unknown."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
+import transformers
 from torch import nn
+
+from hf_posenc.errors import UnsupportedError
 
 #: The global name of transformers' attention interface in modeling modules.
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
@@ -99,3 +102,11 @@ def in_decorators(decorated: Any, rebound: types.FunctionType) -> types.Function
     )
     outer.__kwdefaults__ = decorated.__kwdefaults__
     return outer
+
+
+def unknown_seam(found: str) -> UnsupportedError:
+    """Returns the error for a name, a signature or a shape that discovery does not know, given what was found."""
+    return UnsupportedError(
+        f"{found} It was read in transformers {transformers.__version__}, which may differ from the versions that "
+        "hf_posenc was tested with. Declare the architecture with hf_posenc.register_architecture, or use one of these."
+    )

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.find.rotary_axes import AXES, number_of_axes
+from hf_posenc.patching.find.rotary_spectra import AXES, number_of_axes
 from hf_posenc.patching.find.sites import FoundModule, Stack
 from hf_posenc.schemes import MRopeConfig
 from hf_posenc.schemes.arrangement.native import asked_scalings, names_native, with_native

@@ -11,9 +11,8 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
 from hf_posenc.patching.find.layer_context import build_context
-from hf_posenc.patching.find.rotary_axes import frequencies_by_axis
 from hf_posenc.patching.find.rotary_functions import looks_phases_up, pairing, rotary_output
-from hf_posenc.patching.find.rotary_spectra import describes, phases_of, spectra_of
+from hf_posenc.patching.find.rotary_spectra import describes, frequencies_by_axis, phases_of, spectra_of
 from hf_posenc.patching.find.series import VectorModule
 from hf_posenc.patching.find.sites import FoundAttention, FoundModule, Stack
 from hf_posenc.patching.find.tables import table_origin, table_weight
@@ -171,11 +170,7 @@ def _table_scheme(table: FoundModule, stack: Stack) -> SchemeConfig:
 
 
 def _series_schemes(stack: Stack) -> list[SchemeConfig]:
-    """The schemes that have the same vectors as the architecture.
-
-    Raises:
-        UnsupportedError: for a convolution, or for sinusoids that follow no known formula.
-    """
+    """The schemes that have the same vectors as the architecture."""
     assert stack.series is not None
     found = [_of_vectors(one, stack) for one in stack.series.vectors]
     return [*found, *(LearnedConfig(num_positions=table.weight.shape[0]) for table in stack.series.parameters)]
@@ -276,17 +271,7 @@ def _rotary_config(
 
 
 def _multimodal_scheme(by_axis: Tensor, parameters: Any, layout: str, stack: Stack) -> SchemeConfig:
-    """The scheme with these frequencies.
-
-    Args:
-        by_axis: `(3, pairs)` float32, radians per position on each axis.
-        parameters: the `rope_parameters` of the config.
-        layout: the pairing.
-        stack: the stack, for messages.
-
-    Raises:
-        UnsupportedError: if a pair turns with several axes, or the phases have a factor or depend on the length.
-    """
+    """The scheme with the frequencies `by_axis`, `(3, pairs)` float32 in radians per position on each axis."""
     axes = by_axis.abs().argmax(0)
     spectrum = by_axis.gather(0, axes.unsqueeze(0)).squeeze(0)
     known = parameters if isinstance(parameters, dict) else {}

@@ -8,7 +8,12 @@ import torch
 from torch import Tensor
 
 from hf_posenc.patching.find.architectures import example_inputs
-from hf_posenc.patching.find.architectures.declaration import Architecture, register_architecture, undescribed
+from hf_posenc.patching.find.architectures.declaration import (
+    Architecture,
+    refused_if,
+    register_architecture,
+    undescribed,
+)
 from hf_posenc.patching.find.architectures.silencers import freeze_all, zero_bias
 from hf_posenc.patching.find.sites import Stack
 
@@ -98,24 +103,6 @@ def _silence_phi4(stack: Stack, patches: Journal) -> None:
     patches.freeze(layer.bias_values, "weight")
 
 
-def _probabilistic_attention(config: Any) -> str | None:
-    if config.attention_type != "prob":
-        return None
-    return (
-        "its ProbSparse attention computes logits for a sample of the queries only. It can be patched with "
-        "attention_type='full'."
-    )
-
-
-def _channel_attention(config: Any) -> str | None:
-    if not config.channel_attention:
-        return None
-    return (
-        "with `channel_attention=True` the same attention module compares time steps and then channels, which have no "
-        "order. It can be patched with channel_attention=False."
-    )
-
-
 def declare_audio_architectures() -> None:
     """Registers the declarations of all architectures in this file; called once on import."""
     blocks = (
@@ -146,7 +133,12 @@ def declare_audio_architectures() -> None:
         ),
     ):
         register_architecture(*names, architecture=Architecture(unsupported=reason))
-    register_architecture("informer", architecture=Architecture(unsupported=_probabilistic_attention))
+    probabilistic = refused_if(
+        lambda config: config.attention_type == "prob",
+        "its ProbSparse attention computes logits for a sample of the queries only. It can be patched with "
+        "attention_type='full'.",
+    )
+    register_architecture("informer", architecture=Architecture(unsupported=probabilistic))
     register_architecture(
         "semantic", "coarse_acoustics", "fine_acoustics", architecture=Architecture(tables=("position_embeds_layer",))
     )
@@ -173,7 +165,6 @@ def declare_audio_architectures() -> None:
             ),
         ),
     )
-    register_architecture("cohere_asr", architecture=Architecture(tables=("pos_emb",)))
     register_architecture(
         "canary_decoder",
         architecture=Architecture(
@@ -185,7 +176,12 @@ def declare_audio_architectures() -> None:
             ),
         ),
     )
-    register_architecture("patchtst", architecture=Architecture(unsupported=_channel_attention))
+    of_channels = refused_if(
+        lambda config: config.channel_attention,
+        "with `channel_attention=True` the same attention module compares time steps and then channels, which have no "
+        "order. It can be patched with channel_attention=False.",
+    )
+    register_architecture("patchtst", architecture=Architecture(unsupported=of_channels))
     register_architecture(
         "wavlm",
         architecture=Architecture(

@@ -1,4 +1,4 @@
-"""Short series of features for runs of stacks that read sound or time series."""
+"""An image, or a series of features, for short runs of stacks that read pixels, sound or time series."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.architectures.example_inputs import FRAMES, SAMPLES, numbers
+from hf_posenc.patching.find.discovery import WIDTHS, first_int
 from hf_posenc.patching.find.forward_code import forward_parameters
+from hf_posenc.patching.find.model_parts import pixel_argument
 from hf_posenc.patching.find.series import SOURCE_LENGTH
 
-#: Config attributes for the width of embeddings.
-_WIDTHS = ("hidden_size", "d_model", "n_embd", "dim")
+#: Pixels of a side if the config does not state the size of its images.
+_SIDE = 64
 #: The projection of keys in cross-attention.
 _CROSS_KEYS = re.compile(r"(cross_attn|cross_attention|encoder_attn|encoder_attention)\.k_proj$")
 #: Patches of a time series.
@@ -24,6 +26,69 @@ _PATCHES = 16
 #: Config attributes for the number of features of a frame.
 _USUAL_BINS = 80
 _BINS = ("feature_projection_input_dim", "num_mel_bins", "input_feat_per_channel", "feature_size", "input_feat_size")
+
+
+def pixels(model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
+    """The arguments of a model for one image, or one video, of the size in its config.
+
+    The values are fixed, so that the caller's random generator is not used.
+    """
+    config = model.config
+    names = forward_parameters(type(model))
+    if "grid_thw" in names:
+        return _packed(model, device)
+    size = getattr(config, "image_size", None) or getattr(config, "crop_size", None) or _SIDE
+    sides = (size, size) if isinstance(size, int) else tuple(int(one) for one in size[-2:])
+    channels = int(getattr(config, "num_channels", None) or getattr(config, "in_channels", None) or 3)
+    shape: tuple[int, ...] = (1, channels, *sides)
+    frames = getattr(config, "num_frames", None) or getattr(config, "frames_per_clip", None)
+    if isinstance(frames, int):
+        shape = (1, frames, channels, *sides)
+    given = {_name(model): _noise(shape, model, device)}
+    if "patch_attention_mask" in names:
+        rows, columns = (side // step for side, step in zip(sides, patch_size(model), strict=True))
+        given["patch_attention_mask"] = torch.ones(1, rows, columns, dtype=torch.bool, device=device)
+    if "spatial_shapes" in names:
+        rows, columns = patch_size(model)
+        given[_name(model)] = _noise((1, 4, channels * rows * columns), model, device)
+        given["spatial_shapes"] = torch.tensor([[2, 2]], device=device)
+        given["pixel_attention_mask"] = torch.ones(1, 4, dtype=torch.int64, device=device)
+    return given
+
+
+def _packed(model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
+    """Patches of one image, already cut out."""
+    config = model.config
+    merge = int(getattr(config, "spatial_merge_size", 1))
+    rows, columns = patch_size(model)
+    frames = int(getattr(config, "temporal_patch_size", 1))
+    channels = int(getattr(config, "in_channels", None) or getattr(config, "num_channels", None) or 3)
+    values = _noise((4 * merge * merge, channels * frames * rows * columns), model, device)
+    given = {_name(model): values, "grid_thw": torch.tensor([[1, 2 * merge, 2 * merge]], device=device)}
+    if "merge_sizes" in forward_parameters(type(model)):
+        given["merge_sizes"] = torch.tensor([merge], device=device)
+    return given
+
+
+def _noise(shape: tuple[int, ...], model: PreTrainedModel, device: torch.device) -> Tensor:
+    return numbers(*shape).to(device=device, dtype=model.dtype)
+
+
+def patch_size(model: PreTrainedModel) -> tuple[int, int]:
+    """Rows and columns of a patch, in pixels."""
+    size = getattr(model.config, "patch_size", 16)
+    return (size, size) if isinstance(size, int) else tuple(int(one) for one in size[-2:])  # type: ignore[return-value]
+
+
+def _name(model: PreTrainedModel) -> str:
+    name = pixel_argument(model)
+    if name is None:
+        parameters = list(forward_parameters(type(model)))[1:8]
+        raise UnsupportedError(
+            f"{type(model).__name__} takes images in an unknown form, so it cannot be run to find out how it uses "
+            f"positions, and the places of its patches are unknown (its arguments: {', '.join(parameters)})."
+        )
+    return name
 
 
 def series(model: PreTrainedModel, device: torch.device, *, constant: bool = False) -> dict[str, Any]:
@@ -59,7 +124,7 @@ def series(model: PreTrainedModel, device: torch.device, *, constant: bool = Fal
         )
     if constant:
         axes = _time_axes(given, model)
-        period = _first_int(model.config, ("patch_length",), 1) if "past_values" in given else 1
+        period = first_int(model.config, ("patch_length",), 1) if "past_values" in given else 1
         given = {name: _periodic(value, axes.get(name), period) for name, value in given.items()}
     return given
 
@@ -67,7 +132,7 @@ def series(model: PreTrainedModel, device: torch.device, *, constant: bool = Fal
 def embeddings(model: PreTrainedModel, device: torch.device, length: int, width: int | None = None) -> Tensor:
     """`(1, length, hidden)` in place of the embeddings of a stack, or of another width."""
     if width is None:
-        width = _first_int(model.config, _WIDTHS, 0)
+        width = first_int(model.config, WIDTHS)
     return numbers(1, length, width).to(device=device, dtype=model.dtype)
 
 
@@ -84,14 +149,9 @@ def starts_with_bins(model: nn.Module) -> bool:
     return any(isinstance(child, nn.Conv1d) for child in model.children())
 
 
-def _first_int(config: Any, names: tuple[str, ...], default: int) -> int:
-    found = (getattr(config, name, None) for name in names)
-    return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), default)
-
-
 def _bins(model: PreTrainedModel) -> int:
     """Number of features of a frame, from the config or the first layer with weights."""
-    stated = _first_int(model.config, _BINS, 0)
+    stated = first_int(model.config, _BINS)
     if stated:
         return stated
     for module in model.modules():
@@ -128,14 +188,14 @@ def _values(model: PreTrainedModel, given: dict[str, Any]) -> Tensor:
 
 
 def _latents(model: PreTrainedModel, given: dict[str, Any]) -> Tensor:
-    return numbers(1, _first_int(model.config, _WIDTHS, 0), _PATCHES).to(model.dtype)
+    return numbers(1, first_int(model.config, WIDTHS), _PATCHES).to(model.dtype)
 
 
 def _past_length(model: PreTrainedModel) -> int:
     lags = getattr(model.config, "lags_sequence", None) or [0]
-    length = _first_int(model.config, ("context_length",), 64) + max(lags)
+    length = first_int(model.config, ("context_length",), 64) + max(lags)
     # A model of many channels accepts its own length only; others accept any number of patches.
-    patch = 0 if hasattr(model.config, "num_input_channels") else _first_int(model.config, ("patch_length",), 0)
+    patch = 0 if hasattr(model.config, "num_input_channels") else first_int(model.config, ("patch_length",), 0)
     return max(length, _PATCHES * patch)
 
 
