@@ -28,20 +28,10 @@ class ZeroOutput(PlacedForward):
         return inputs.new_zeros(()).expand(*inputs.shape[:-1], width)
 
 
-class ZeroBias:
-    """Stands in for the forward of a module whose output is a bias.
-
-    Args:
-        module: the module, for the device and the dtype of the result.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Returns a zero `(1, 1, 1, 1)`, which broadcasts against any scores."""
-        weight = next(self.module.parameters())
-        return torch.zeros(1, 1, 1, 1, dtype=weight.dtype, device=weight.device)
+def zero_bias_of(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    """Stands in for the forward of a module whose output is a bias: a zero `(1, 1, 1, 1)`, which fits any scores."""
+    weight = next(module.parameters())
+    return torch.zeros(1, 1, 1, 1, dtype=weight.dtype, device=weight.device)
 
 
 def unrotated(heads: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -249,22 +249,20 @@ def _positions_of(transaction: Transaction, stack: Stack) -> Positions:
     encoding = transaction.plan_alone(RopeConfig(), [stack])
     seen: list[Positions] = []
     for part in _maps_of(encoding, stack):
-        part.__dict__["phases"] = _Recorder(part, seen)
+        part.__dict__["phases"] = _recording(part, seen)
     with transaction.installed(encoding):
         run_briefly(transaction, [stack], 3)
     return dataclasses.replace(seen[0], memo={})
 
 
-class _Recorder:
-    """Records the positions that a map receives."""
+def _recording(part: Any, seen: list[Positions]) -> Any:
+    """The method `phases` of a map that records the positions that it receives."""
 
-    def __init__(self, part: Any, seen: list[Positions]) -> None:
-        self.part = part
-        self.seen = seen
+    def phases(positions: Positions) -> Any:
+        seen.append(positions)
+        return type(part).phases(part, positions)
 
-    def __call__(self, positions: Positions) -> Any:
-        self.seen.append(positions)
-        return type(self.part).phases(self.part, positions)
+    return phases
 
 
 def _maps_of(encoding: PositionEncoding, stack: Stack) -> list[Any]:

@@ -50,7 +50,6 @@ def resolve_native(
                 f"NativeConfig.scaling replaces the scaling that this model was trained with ({replaced.pop()}), so "
                 "that texts within its length are read differently, too. Its factor and original_max_positions refer "
                 "to the rotation without any scaling.",
-                UserWarning,
                 stacklevel=5,
             )
     return resolved

@@ -154,6 +154,5 @@ def _warn_if_extrapolating(encoding: PositionEncoding, model: PreTrainedModel, l
             "model encounters angles that it was not trained on. Scalings for longer sequences are YarnScaling, "
             "NtkScaling, LinearScaling, DynamicScaling and LongRopeScaling, for example RopeConfig(theta=..., "
             f"scaling=YarnScaling(factor={length / (native or known):g}, original_max_positions={native or known})).",
-            UserWarning,
             stacklevel=3,
         )

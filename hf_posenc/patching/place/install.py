@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 from torch import nn
 
 from hf_posenc.errors import UnsupportedError
@@ -11,7 +13,7 @@ from hf_posenc.patching.call.grid_sites import GridRotarySite, ProjectionSite
 from hf_posenc.patching.call.grid_tables import GridTableSite
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
 from hf_posenc.patching.call.layer_call import LayerEncoding
-from hf_posenc.patching.call.native_stand_ins import ZeroBias, ZeroOutput, unrotated
+from hf_posenc.patching.call.native_stand_ins import ZeroOutput, unrotated, zero_bias_of
 from hf_posenc.patching.call.placed_forward import PlacedForward, forward_on_instance
 from hf_posenc.patching.call.replicas import refuse_replicas
 from hf_posenc.patching.call.rotary_site import RotaryModuleSite
@@ -198,7 +200,7 @@ def _mixes_patches(stack: Stack) -> bool:
 def _silence_bias(bias: FoundBias, journal: Journal) -> None:
     module, name = bias.module, bias.name
     if bias.kind == "module":
-        journal.set(module, "forward", ZeroBias(module))
+        journal.set(module, "forward", types.MethodType(zero_bias_of, module))
         freeze_all(journal, module)
     elif bias.kind == "network":
         network = getattr(module, name)

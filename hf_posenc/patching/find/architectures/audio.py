@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,65 +22,46 @@ if TYPE_CHECKING:
     from hf_posenc.patching.place.journal import Journal
 
 
-class PlainHeads:
-    """Stands in for WavLM's call of torch's attention, which adds the gated bias where no scheme can act.
+def plain_heads(
+    module: Any, hidden_states: Tensor, attention_mask: Tensor | None, bias: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Stands in for WavLM's call of torch's attention, which adds the gated `bias` where no scheme can act.
 
     Args:
         module: the attention module.
+        hidden_states: `(batch, length, hidden)`.
+        attention_mask: `(batch, length)`, 1 at real tokens.
+        bias: the gated bias, which is not added.
+
+    Returns:
+        `(batch, length, hidden)` and the weights `(batch, heads, length, length)`.
     """
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-
-    def __call__(self, hidden_states: Tensor, attention_mask: Tensor | None, bias: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention without a bias.
-
-        Args:
-            hidden_states: `(batch, length, hidden)`.
-            attention_mask: `(batch, length)`, 1 at real tokens.
-            bias: the gated bias, which is not added.
-
-        Returns:
-            `(batch, length, hidden)` and the weights `(batch, heads, length, length)`.
-        """
-        module = self.module
-        query, key, value = (
-            projection(hidden_states).unflatten(-1, (module.num_heads, module.head_dim)).transpose(1, 2)
-            for projection in (module.q_proj, module.k_proj, module.v_proj)
-        )
-        scores = torch.matmul(query * module.scaling, key.transpose(2, 3))
-        if attention_mask is not None:
-            scores = scores.masked_fill(attention_mask.ne(1)[:, None, None], torch.finfo(scores.dtype).min)
-        weights = torch.nn.functional.softmax(scores, dim=-1)
-        dropped = torch.nn.functional.dropout(weights, p=module.dropout, training=module.training)
-        attended = torch.matmul(dropped, value).transpose(1, 2).flatten(2)
-        return module.out_proj(attended), weights
+    query, key, value = (
+        projection(hidden_states).unflatten(-1, (module.num_heads, module.head_dim)).transpose(1, 2)
+        for projection in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    scores = torch.matmul(query * module.scaling, key.transpose(2, 3))
+    if attention_mask is not None:
+        scores = scores.masked_fill(attention_mask.ne(1)[:, None, None], torch.finfo(scores.dtype).min)
+    weights = torch.nn.functional.softmax(scores, dim=-1)
+    dropped = torch.nn.functional.dropout(weights, p=module.dropout, training=module.training)
+    attended = torch.matmul(dropped, value).transpose(1, 2).flatten(2)
+    return module.out_proj(attended), weights
 
 
-class NoHeadBias:
-    """Stands in for WavLM's `compute_bias(query_length, key_length)`.
-
-    Args:
-        module: the attention module.
-    """
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-
-    def __call__(self, query_length: int, key_length: int) -> Tensor:
-        """Returns zeros `(heads, query_len, key_len)`."""
-        weight: Tensor = self.module.rel_attn_embed.weight
-        return weight.new_zeros(()).expand(self.module.num_heads, query_length, key_length)
+def no_head_bias(module: Any, query_length: int, key_length: int) -> Tensor:
+    """Stands in for WavLM's `compute_bias`: zeros `(heads, query_len, key_len)`."""
+    return module.rel_attn_embed.weight.new_zeros(()).expand(module.num_heads, query_length, key_length)
 
 
 def _silence_wavlm(stack: Stack, patches: Journal) -> None:
     for attention in stack.attentions:
         module = attention.module
-        patches.replace(module, "torch_multi_head_self_attention", PlainHeads(module))
+        patches.replace(module, "torch_multi_head_self_attention", types.MethodType(plain_heads, module))
         patches.freeze(module, "gru_rel_pos_const")
         freeze_all(patches, module.gru_rel_pos_linear)
         if hasattr(module, "rel_attn_embed"):
-            patches.replace(module, "compute_bias", NoHeadBias(module))
+            patches.replace(module, "compute_bias", types.MethodType(no_head_bias, module))
             patches.freeze(module.rel_attn_embed, "weight")
 
 
