@@ -5,24 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_posenc.patching.call.grid_state import GridState
 from hf_posenc.patching.call.placed_forward import PlacedForward
-from hf_posenc.patching.call.runtime import StackRuntime
 
 
 class ProjectionSite(PlacedForward):
-    """Stands in for the `forward` of a patch projection and records the sizes of the grid.
-
-    Args:
-        module: the convolution.
-        runtime: the runtime of its stack.
-    """
-
-    def __init__(self, module: nn.Module, runtime: StackRuntime) -> None:
-        self.module = module
-        self.runtime = runtime
+    """Stands in for the `forward` of a patch projection and records the sizes of the grid."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the output of the projection, `(batch, hidden, [frames,] rows, columns)`."""
@@ -40,15 +30,7 @@ class GridRotarySite(PlacedForward):
     Some models bring their patches into another order after the phases are computed, for attention in windows. No layer
     uses the phases of the module while a scheme is in place, so they are replaced by the number of each token. What a
     layer receives then shows the order of its tokens.
-
-    Args:
-        module: the rotary module.
-        runtime: the runtime of its stack.
     """
-
-    def __init__(self, module: nn.Module, runtime: StackRuntime) -> None:
-        self.module = module
-        self.runtime = runtime
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Returns numbers in the shape of the phases, `(tokens, width)` each."""

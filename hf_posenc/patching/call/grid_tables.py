@@ -57,10 +57,9 @@ class GridTableSite(Viewed, PlacedForward):
         runtime: StackRuntime,
         additive: AdditiveEncoding | None,
     ) -> None:
-        self.module = module
+        super().__init__(module, runtime)
         self.prefix_rows = {table.name: table.prefix_rows for table in tables}
         self.main = main.name if main.module is module else None
-        self.runtime = runtime
         self.additive = additive
         #: Whether the module reads its table at other places than the patches, and adds the result last.
         self.resamples = bool(_RESAMPLING & names_used(type(module).forward)) and len(self.prefix_rows) == 1

@@ -43,8 +43,7 @@ class LogitSite(PlacedForward):
     """
 
     def __init__(self, module: nn.Module, runtime: StackRuntime, encoding: LayerEncoding) -> None:
-        self.module = module
-        self.runtime = runtime
+        super().__init__(module, runtime)
         self.encoding = encoding
 
     def check_head_count(self, query: Tensor) -> None:

@@ -11,14 +11,7 @@ from hf_posenc.patching.call.placed_forward import PlacedForward
 
 
 class ZeroOutput(PlacedForward):
-    """Stands in for the `forward` of a linear layer, or of a network that ends with one.
-
-    Args:
-        module: the layer or network.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    """Stands in for the `forward` of a linear layer, or of a network that ends with one."""
 
     def __call__(self, inputs: Tensor) -> Any:
         """Returns zeros `(..., out_features)`."""

@@ -27,8 +27,7 @@ class RotaryModuleSite(PlacedForward):
     """
 
     def __init__(self, module: nn.Module, runtime: StackRuntime, *, unused: bool) -> None:
-        self.module = module
-        self.runtime = runtime
+        super().__init__(module, runtime)
         self.unused = unused
         #: Whether the phases of no rotation are returned: another module rotates queries with them (PEFT's prompts).
         self.neutral = False

@@ -124,8 +124,7 @@ class StackForward(PlacedForward):
     """
 
     def __init__(self, stack: nn.Module, runtime: StackRuntime, inner: Any) -> None:
-        self.module = stack
-        self.runtime = runtime
+        super().__init__(stack, runtime)
         self.inner = inner
 
     @property

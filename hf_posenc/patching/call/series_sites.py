@@ -77,9 +77,8 @@ class _Vectors(PlacedForward):
     """
 
     def __init__(self, found: Any, runtime: StackRuntime, additive: AdditiveEncoding | None) -> None:
+        super().__init__(found.module, runtime)
         self.found = found
-        self.module = found.module
-        self.runtime = runtime
         self.additive = additive
 
     def vectors(self, length: int, like: Tensor) -> Tensor:

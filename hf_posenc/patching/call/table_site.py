@@ -39,8 +39,7 @@ class TableSite(PlacedForward):
     """
 
     def __init__(self, module: nn.Module, runtime: StackRuntime, additive: AdditiveEncoding | None) -> None:
-        self.module = module
-        self.runtime = runtime
+        super().__init__(module, runtime)
         self.additive = additive
         self.origin = table_origin(module)
         self._numbered: nn.Module | None = None
@@ -125,7 +124,7 @@ class TableOwner(Viewed, PlacedForward):
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
-        self.module = module
+        super().__init__(module)
         self.name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -47,12 +47,10 @@ class FixedInput:
     """The properties of an encoder that accepts one number of frames only, as many as its table has rows for.
 
     Args:
-        argument: the argument with the features, `(batch, features, frames)`.
         table: attribute of the stack that holds its position table.
         convolutions: the convolutions between the features and the tokens, in order.
     """
 
-    argument: str
     table: str
     convolutions: tuple[nn.Conv1d, ...]
 
@@ -130,10 +128,8 @@ def _fixed_input(stack: PreTrainedModel, tables: list[str]) -> FixedInput | None
     """Recognises an encoder with a table and convolutions of its own whose forward adds the whole table."""
     own = [name for name in tables if "." not in name]
     convolutions = tuple(child for child in stack.children() if isinstance(child, nn.Conv1d))
-    argument = next((name for name in FEATURES if name in forward_parameters(type(stack))), None)
-    if len(own) != 1 or not convolutions or argument is None or not hasattr(stack.config, SOURCE_LENGTH):
-        return None
-    return FixedInput(argument, own[0], convolutions)
+    known = hasattr(stack.config, SOURCE_LENGTH) and not forward_parameters(type(stack)).keys().isdisjoint(FEATURES)
+    return FixedInput(own[0], convolutions) if known and convolutions and len(own) == 1 else None
 
 
 def given_features(arguments: dict[str, Any]) -> Tensor | None:
