@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import types
+import functools
 
 from torch import nn
 
@@ -200,7 +200,7 @@ def _mixes_patches(stack: Stack) -> bool:
 def _silence_bias(bias: FoundBias, journal: Journal) -> None:
     module, name = bias.module, bias.name
     if bias.kind == "module":
-        journal.set(module, "forward", types.MethodType(zero_bias_of, module))
+        journal.set(module, "forward", functools.partial(zero_bias_of, module))
         freeze_all(journal, module)
     elif bias.kind == "network":
         network = getattr(module, name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import types
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,11 +57,11 @@ def no_head_bias(module: Any, query_length: int, key_length: int) -> Tensor:
 def _silence_wavlm(stack: Stack, patches: Journal) -> None:
     for attention in stack.attentions:
         module = attention.module
-        patches.replace(module, "torch_multi_head_self_attention", types.MethodType(plain_heads, module))
+        patches.replace(module, "torch_multi_head_self_attention", functools.partial(plain_heads, module))
         patches.freeze(module, "gru_rel_pos_const")
         freeze_all(patches, module.gru_rel_pos_linear)
         if hasattr(module, "rel_attn_embed"):
-            patches.replace(module, "compute_bias", types.MethodType(no_head_bias, module))
+            patches.replace(module, "compute_bias", functools.partial(no_head_bias, module))
             patches.freeze(module.rel_attn_embed, "weight")
 
 
