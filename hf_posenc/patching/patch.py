@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from hf_posenc.patching.find.model_parts import check_part, default_part
-from hf_posenc.patching.find.rotary_axes import reads_axes
+from hf_posenc.patching.find.rotary_spectra import reads_axes
 from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.observe.causality import refuse_misread_causality
 from hf_posenc.patching.observe.hidden_positions import refuse_hidden_positions
@@ -214,7 +214,6 @@ def _warn_if_theta_changes(config: SchemeConfig, stacks: list[Stack]) -> None:
             f"Scheme {name!r} rotates with theta={theta:g}, its default, but this model was built with {known}. For a "
             f"trained model, pass theta={max(own):g} to keep its base (swap_scheme does so), or theta={theta:g} if the "
             "change is intended.",
-            UserWarning,
             stacklevel=5,
         )
 
@@ -239,7 +238,6 @@ def _warn_if_invisible(config: SchemeConfig, stacks: list[Stack]) -> None:
             f"Scheme {config.name!r} adds the same number to every component of a vector, but this model's LayerNorm "
             "subtracts the mean over components, so the positions have no effect, as with 'none'. Pass "
             "direction='random', 'one_hot' or 'learned' to give them an effect.",
-            UserWarning,
             stacklevel=5,
         )
 
@@ -258,7 +256,6 @@ def _warn_of_raster_order(encoding: PositionEncoding, previous: PositionEncoding
             f"{scheme_label(encoding.config)!r}, and this model's tokens are patches of images, which are numbered row "
             "by row: the last patch of a row is a neighbour of the first patch of the next one. "
             f"{TWO_DIMENSIONAL}",
-            UserWarning,
             stacklevel=3,
         )
 
@@ -273,7 +270,6 @@ def _warn_of_invented_grid(config: SchemeConfig, stacks: list[Stack]) -> None:
             f"Scheme {scheme_label(own[0])!r} reads rows and columns, but the tokens of the {stacks[0].part} part have "
             "one axis. rope_nd and swin read them as a grid that is filled row by row: state its `grid`. Schemes with "
             "`axes` raise an error unless a call passes position_ids of several axes.",
-            UserWarning,
             stacklevel=5,
         )
 
@@ -293,6 +289,5 @@ def _warn_if_uncacheable(encoding: PositionEncoding, transaction: Transaction) -
             f"Scheme {scheme_label(encoding.config)!r} depends on the length of the sequence, or on tokens that a "
             "cache does not store, so no cache can be extended. generate() recomputes the whole sequence for every "
             "token (generation_config.use_cache=False).",
-            UserWarning,
             stacklevel=3,
         )

@@ -15,7 +15,7 @@ from hf_posenc import AttentionPairs, BuildContext, PairwiseBias, Positions, Uns
 from hf_posenc.attention.key_channels import append_features, channels_per_number, split_features
 from hf_posenc.patching.call.split_parts import HeadShard, SplitPairwiseBias
 from hf_posenc.patching.find.model_parts import TEXT
-from hf_posenc.patching.place.wide_pages import page_width
+from hf_posenc.patching.place.continuous_batching import page_width
 from hf_posenc.recipes.initialization.logits import layers_of
 from hf_posenc.schemes.arrangement.blended import BlendedPairwiseBias
 from hf_posenc.schemes.arrangement.composed import SummedPairwiseBias

@@ -25,7 +25,7 @@ from hf_posenc.export.stock.form import (
 from hf_posenc.export.stock.spectrum import stated_head_dim, write_rope_parameters
 from hf_posenc.patching.find.discovery import find_stacks
 from hf_posenc.patching.find.layer_context import build_context
-from hf_posenc.patching.find.rotary_axes import reads_axes
+from hf_posenc.patching.find.rotary_spectra import reads_axes
 from hf_posenc.patching.find.sites import Stack
 from hf_posenc.patching.find.tables import table_origin, table_weight
 from hf_posenc.patching.observe.native_scheme import native_scheme

@@ -28,7 +28,7 @@ from hf_posenc.export.stock.form import (
     write_current_length,
 )
 from hf_posenc.patching.find.layer_context import build_context, native_pairing
-from hf_posenc.patching.find.rotary_axes import reads_axes
+from hf_posenc.patching.find.rotary_spectra import reads_axes
 from hf_posenc.schemes import BuildContext
 
 #: A pair whose frequency is divided by this does not move: its angle stays below 1e-20 at any position.

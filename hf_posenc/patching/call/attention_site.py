@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from hf_posenc.attention.key_channels import append_features, split_features
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.caches import QUANTISED_LAYER, first_cache
 from hf_posenc.patching.call.forward_state import ForwardState
-from hf_posenc.patching.call.grid.numbers import numbers_in
+from hf_posenc.patching.call.grid_sites import numbers_in
 from hf_posenc.patching.call.grid_state import GridState, GridTokens
 from hf_posenc.patching.call.key_positions import key_positions
 from hf_posenc.patching.call.layer_call import LayerCall
@@ -126,8 +126,7 @@ class AttentionSite(LogitSite):
         if not isinstance(state, GridTokens) or not state.numbered:
             return state
         phases = rotary.phases(args, kwargs)
-        ordered: ForwardState = state.shared("in order", lambda: state.in_order(numbers_in(phases)), mask=phases)
-        return ordered
+        return state.shared("in order", lambda: state.in_order(numbers_in(phases)), mask=phases)
 
     def rotate_tensors(self, call: LayerCall, first: Tensor, second: Tensor | None, time_axis: int) -> Any:
         """Maps a query and a key, or a single tensor for functions that are called once for each."""
@@ -183,8 +182,7 @@ class AttentionSite(LogitSite):
             with onload_weights(query_key_map):
                 return query_key_map.phases(positions)
 
-        phases: Phases = state.shared(("phases", id(query_key_map)), compute)
-        return phases
+        return state.shared(("phases", id(query_key_map)), compute)
 
     def prepared(self, state: ForwardState, heads: Tensor) -> tuple[Any, ...]:
         """The map's inputs for the new tokens in the dtype of `heads`, computed once per forward."""
@@ -195,7 +193,7 @@ class AttentionSite(LogitSite):
         if known is not None:
             return known
         prepared = query_key_map.prepared(self.phases(state, heads.device), heads.dtype)
-        return cast("tuple[Any, ...]", state.shared(key, lambda: prepared))
+        return state.shared(key, lambda: prepared)
 
     def key_phases(self, state: ForwardState, query_length: int, key_length: int, device: torch.device) -> Phases:
         """Phases of all keys, cached ones included, for layers whose keys are mapped after the cache."""
@@ -210,8 +208,7 @@ class AttentionSite(LogitSite):
             with onload_weights(query_key_map):
                 return query_key_map.phases(keys)
 
-        phases: Phases = state.shared(("key phases", id(query_key_map)), compute, key_length)
-        return phases
+        return state.shared(("key phases", id(query_key_map)), compute, key_length)
 
     def check_rotated(self, call: LayerCall, query: Tensor) -> None:
         """Requires unchanged queries after the rotation if the scheme rotates some pairs a second time.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import cache_utils
 from transformers.generation.continuous_batching import PagedAttentionCache
 
-from hf_posenc.patching.find.seams import unknown_seam
+from hf_posenc.patching.find.forward_code import unknown_seam
 
 #: Argument of XLNet's stack: a list of tensors, which nothing else tells apart from other lists.
 _MEMORY = "mems"

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from hf_posenc.attention.forms import DistanceForm
 from hf_posenc.errors import UnsupportedError
+from hf_posenc.patching.call.cached_positions import recorded
 from hf_posenc.patching.call.padding import counted_tokens
 from hf_posenc.schemes.positions import Positions
+
+Value = TypeVar("Value")
+#: The number of tokens of a call in which only the modules of the stack know it.
+UNKNOWN = -1
+#: Number of axes of M-RoPE. A model may pass the place in the sequence before them.
+AXES = 3
 
 
 @dataclass
@@ -103,7 +110,7 @@ class ForwardState:
         """The state for an architecture that prepends its own tokens, so that every slot is a position."""
         return ForwardState(length, offset=self.offset, memo=self.memo)
 
-    def shared(self, key: Hashable, compute: Callable[[], Any], *lengths: int, mask: Any = None) -> Any:
+    def shared(self, key: Hashable, compute: Callable[[], Value], *lengths: int, mask: Any = None) -> Value:
         """`compute()`, evaluated once per forward.
 
         A value that requires grad is computed again for every layer. If layers shared it, gradient checkpointing would
@@ -135,6 +142,36 @@ class ForwardState:
         return self.scratch.get((key, torch.is_grad_enabled()))
 
 
+@dataclass
+class SeriesState(ForwardState):
+    """The positions of a call whose number of tokens follows from convolutions or patches inside the stack.
+
+    Every module asks for the positions of as many tokens as it receives. They are counted from 0, or from the end of
+    the cache. The mask of the call has a column per frame or sample. It shows which tokens are padding only if there
+    are as many tokens as columns.
+
+    Args:
+        expected: the number of tokens that convolutions make of this input, in an encoder with a fixed input; 0 if
+            unknown.
+    """
+
+    expected: int = 0
+
+    def by_slots(self, length: int) -> ForwardState:
+        """The state of a module with `length` tokens."""
+        end = length if self.offset is None or not isinstance(self.offset, int) else self.offset + length
+        mask, given = self.attention_mask, self.position_ids
+        return ForwardState(
+            length,
+            offset=self.offset,
+            position_ids=None if given is None or given.shape[-1] != length else given,
+            attention_mask=None if mask is None or mask.shape[-1] != end else mask,
+            cache_object=self.cache_object,
+            cache_changed=self.cache_changed,
+            memo=self.memo,
+        )
+
+
 def one_axis(position_ids: Tensor) -> Tensor:
     """`(batch, query_len)` from `(axes, batch, query_len)`; all axes of M-RoPE are equal for text.
 
@@ -149,6 +186,38 @@ def one_axis(position_ids: Tensor) -> Tensor:
             )
         return position_ids[0]
     return position_ids if position_ids.dim() == 2 else position_ids.reshape(1, -1)
+
+
+def places_in_sequence(
+    position_ids: Tensor, cache: Any, offset: int | Tensor | None, padding: Tensor | None
+) -> Tensor | None:
+    """The places of the new tokens in the sequence, for schemes with one axis.
+
+    The patches of an image share one time, and the text after an image continues from its longest side. Time is
+    therefore no place in the sequence. A row with an image has the places of the mask or the slots. A row without one
+    has the positions that were passed.
+
+    Args:
+        position_ids: `(axes, batch, query_len)`; with four axes, the first is the place in the sequence.
+        cache: the cache of the call, or `None`.
+        offset: number of cached tokens.
+        padding: `(batch, key_len)`, 1 at real tokens, or `None`.
+
+    Returns:
+        `(batch, query_len)`, or `None` for the places of the mask or the slots in every row.
+    """
+    if position_ids.shape[0] > AXES:
+        return position_ids[0]
+    if isinstance(offset, int) and offset == 0:
+        length = position_ids.shape[-1]
+        counted = torch.arange(length, device=position_ids.device).expand(position_ids.shape[1:])
+        if padding is not None and padding.shape[1] >= length:
+            counted = counted_tokens(padding.to(position_ids.device))[:, :length]
+        is_text = (position_ids == position_ids[:1]).all(0).all(-1, keepdim=True)
+        return position_ids[0].where(is_text, counted)
+    known = recorded(cache)
+    # After an image, all axes of a new token are equal, but shifted against its place in the sequence.
+    return None if known is None or known.ids is None else position_ids[0]
 
 
 def _requires_grad(value: Any) -> bool:

@@ -3,19 +3,44 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.forward_state import ForwardState
-from hf_posenc.patching.call.grid_places import in_raster, merged, of_images, of_padded_images, packed, selected
+from hf_posenc.patching.call.grid_places import (
+    in_raster,
+    merged,
+    of_images,
+    of_padded_images,
+    packed,
+    places_of_images,
+    selected,
+)
+from hf_posenc.patching.find.grids import FoundGrid
 from hf_posenc.schemes.parts import Part
 from hf_posenc.schemes.positions import Positions
 
 Sizes = tuple[int, ...]
+#: `(images, 2)`: the rows and columns of each image of a padded batch of patches.
+_SIZES = "spatial_shapes"
+#: `(images, rows, columns)`: true at the patches of each image of a padded batch.
+_SHOWN = "patch_attention_mask"
+#: `(images, 3)`: the frames, rows and columns of images that are packed in one row.
+_PACKED = "grid_thw"
+#: `(images, 2)`: the rows and columns of images that are packed in one row, each in raster order.
+_PACKED_SIZES = "target_sizes"
+#: A mask of patches that may be dropped: true where a patch is hidden.
+_HIDDEN = "bool_masked_pos"
+#: The function with which a model computes the `(patches, 2)` rows and columns of packed images, in the order in which
+#: it merges patches.
+_PLACES = "get_vision_position_ids"
 
 
 @dataclass
@@ -73,16 +98,13 @@ class GridState(ForwardState):
         if window is not None and math.prod(window) == length:
             tokens.grid = window
         elif self.coordinates is not None and self.coordinates.shape[-1] == length:
-            tokens.given = packed(self.coordinates, self.memo)
-            tokens.position_ids = tokens.given.ids
+            tokens.place(packed(self.coordinates, self.memo))
         elif self.coordinates is not None and self.coordinates.shape[-1] == 4 * length:
             coarse = merged(self.coordinates)
             if coarse.shape[-1] == length:
-                tokens.given = packed(coarse, {})
-                tokens.position_ids = tokens.given.ids
+                tokens.place(packed(coarse, {}))
         elif self.shown_patches is not None and self.shown_patches[0].numel() == length:
-            tokens.given = of_padded_images(self.shown_patches, self.memo)
-            tokens.position_ids = tokens.given.ids
+            tokens.place(of_padded_images(self.shown_patches, self.memo))
         elif self.sizes is not None:
             tokens.given = of_images(self.sizes, length, self.memo)
         elif self.grid is not None:
@@ -99,8 +121,7 @@ class GridState(ForwardState):
             before = length - kept.shape[1] - self.suffix_tokens
             whole = in_raster(grid, before + math.prod(grid) + self.suffix_tokens, self.suffix_tokens, kept.device)
             class_tokens = torch.arange(before, device=kept.device).expand(kept.shape[0], -1)
-            tokens.given = selected(whole, torch.cat([class_tokens, kept + before], dim=1), self.memo)
-            tokens.position_ids = tokens.given.ids
+            tokens.place(selected(whole, torch.cat([class_tokens, kept + before], dim=1), self.memo))
         elif others >= self.suffix_tokens:
             tokens.grid, tokens.suffix_tokens = grid, self.suffix_tokens
 
@@ -121,6 +142,10 @@ class GridTokens(ForwardState):
     suffix_tokens: int = 0
     given: Positions | None = None
     numbered: bool = False
+
+    def place(self, given: Positions) -> None:
+        """Gives the tokens these positions."""
+        self.given, self.position_ids = given, given.ids
 
     def _resolve(self, device: torch.device) -> Positions:
         if self.given is not None:
@@ -145,12 +170,40 @@ class GridTokens(ForwardState):
 
     def part(self, start: int, length: int, device: torch.device) -> GridTokens:
         """The positions of `length` of the tokens."""
-        return self._of(torch.arange(start, start + length, device=device))
+        return self.in_order(torch.arange(start, start + length, device=device))
 
     def in_order(self, numbers: Tensor) -> GridTokens:
         """The positions of the tokens in the order of their numbers, `(length,)`."""
-        return self._of(numbers)
+        found = selected(self.positions(numbers.device), numbers.unsqueeze(0), self.memo)
+        return GridTokens(len(numbers), memo=self.memo, given=found, position_ids=found.ids)
 
-    def _of(self, indices: Tensor) -> GridTokens:
-        found = selected(self.positions(indices.device), indices.unsqueeze(0), self.memo)
-        return GridTokens(len(indices), memo=self.memo, given=found, position_ids=found.ids)
+
+def grid_state(stack: nn.Module, grid: FoundGrid, arguments: Mapping[str, Any]) -> GridState:
+    """The state of a call, as far as its arguments show the grids."""
+    state = GridState(-1, suffix_tokens=grid.suffix_tokens)
+    given = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    state.grid = _of_pixels(stack.config, given)
+    if _SIZES in given:
+        state.sizes = given[_SIZES].long()
+    if _SHOWN in given and given[_SHOWN].dim() == 3 and not given[_SHOWN].all():
+        state.shown_patches = given[_SHOWN].bool()
+    state.hidden_patches = given.get(_HIDDEN)
+    if _PACKED_SIZES in given:
+        state.coordinates = places_of_images(given[_PACKED_SIZES])
+    places = inspect.unwrap(type(stack).forward).__globals__.get(_PLACES)
+    if _PACKED in given and places is not None:
+        # A stack whose patches are merged after it has them row by row, whatever its config says.
+        merge = getattr(stack, "spatial_merge_size", 1)
+        state.coordinates = places(given[_PACKED], merge).T.unsqueeze(1).long()
+    return state
+
+
+def _of_pixels(config: Any, given: Mapping[str, Tensor]) -> tuple[int, ...] | None:
+    """The grid of whole images, until the projection shows it, and for stacks without a known projection."""
+    pixels = next((value for value in given.values() if value.dim() in (4, 5)), None)
+    patch = getattr(config, "patch_size", None)
+    if pixels is None or patch is None:
+        return None
+    sides = (patch, patch) if isinstance(patch, int) else tuple(patch)[-2:]
+    rows, columns = (int(size) // int(side) for size, side in zip(pixels.shape[-2:], sides, strict=True))
+    return (rows, columns) if rows and columns else None

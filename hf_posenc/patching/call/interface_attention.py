@@ -57,7 +57,6 @@ class InterfaceAttention(AttentionSite):
         module: the attention module.
         runtime: the runtime of its stack.
         encoding: the scheme's parts at this layer.
-        drop_native_bias: whether to drop the `position_bias` that the model computes itself.
         operand_factors: of `Architecture`.
     """
 
@@ -66,13 +65,10 @@ class InterfaceAttention(AttentionSite):
         module: nn.Module,
         runtime: StackRuntime,
         encoding: LayerEncoding,
-        *,
-        drop_native_bias: bool,
         operand_factors: Callable[[nn.Module], tuple[float, float]] | None = None,
     ) -> None:
         super().__init__(module, runtime, encoding)
         self.operand_factors = None if operand_factors is None else operand_factors(module)
-        self.drop_native_bias = drop_native_bias
         self.may_only_rotate = _POSITION_BIAS not in names_used(type(module).forward)
         self.calls: PerThread[LayerCall] = PerThread()
         #: Number of rotations so far in the rotary-only forward.
@@ -183,8 +179,7 @@ class InterfaceAttention(AttentionSite):
             self.require_mapped_pages(call)
         query, key = self.map_before_kernel(call, query, key)
         call.writes_pages = paged
-        if self.drop_native_bias:
-            kwargs.pop(_POSITION_BIAS, None)
+        kwargs.pop(_POSITION_BIAS, None)
         if kwargs.get("scaling") is None and query.shape[-1] != self.encoding.head_dim:
             # The map has widened the heads, and a kernel derives its default scaling from their width.
             kwargs["scaling"] = self._scaling
@@ -324,13 +319,13 @@ class _FastRotary(_RotaryReplacement):
         site = self.site
         if site.encoding.query_key_map is not None:
             site.rotations += 1
-            if first.dim() == 3:
+            packed = first.dim() == 3
+            if packed:
                 first, second = with_batch(first, second)
-                state = site.in_order(site.state_for(first.shape[time_axis]), self.rotary, args, kwargs)
-                first, second = site.apply_map(state, first, second, time_axis)
-                return without_batch(first if second is None else (first, second))
             state = site.in_order(site.state_for(first.shape[time_axis]), self.rotary, args, kwargs)
             first, second = site.apply_map(state, first, second, time_axis)
+            if packed:
+                return without_batch(first if second is None else (first, second))
         return first if second is None else (first, second)
 
 

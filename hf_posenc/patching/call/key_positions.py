@@ -47,8 +47,7 @@ def regularity(state: ForwardState, device: torch.device) -> Regularity:
     Raises:
         UnsupportedError: if the positions of cached tokens cannot be determined.
     """
-    found: Regularity = state.shared("regularity", lambda: _compute_regularity(state, device))
-    return found
+    return state.shared("regularity", lambda: _compute_regularity(state, device))
 
 
 def key_positions(state: ForwardState, first_slot: int | Tensor, key_length: int, device: torch.device) -> Positions:
@@ -74,8 +73,7 @@ def key_positions(state: ForwardState, first_slot: int | Tensor, key_length: int
             ids = ids.where(_real_at(state, slots, ids), -1)
         return Positions(ids, own.lengths, memo=state.memo)
 
-    keys: Positions = state.shared("keys", resolve, key_length)
-    return keys
+    return state.shared("keys", resolve, key_length)
 
 
 def all_positions_below(state: ForwardState, end: int, device: torch.device) -> bool:
@@ -96,8 +94,7 @@ def all_positions_below(state: ForwardState, end: int, device: torch.device) -> 
             return state.offset + state.query_length <= end
         return bool((state.positions(device).ids < end).all())
 
-    found: bool = state.shared(("all stand before", end), look)
-    return found
+    return state.shared(("all stand before", end), look)
 
 
 def slot_distances_are_exact(
@@ -130,8 +127,7 @@ def slot_distances_are_exact(
         even = _has_even_spacing_where(visible, state, first_slot, key_length, device)
         return even if compiling else bool(even)
 
-    compared: bool | Tensor = compare() if compiling else state.shared("even", compare, key_length, mask=mask)
-    return compared
+    return compare() if compiling else state.shared("even", compare, key_length, mask=mask)
 
 
 def positions_never_decrease(state: ForwardState, keys: Positions, first_slot: int | Tensor, restarts: bool) -> bool:
@@ -156,7 +152,7 @@ def positions_never_decrease(state: ForwardState, keys: Positions, first_slot: i
 def _compute_regularity(state: ForwardState, device: torch.device) -> Regularity:
     own, offset, mask = state.positions(device).ids, state.offset, _usable_mask(state)
     differs = None if state.position_ids is None else _differs_from_expected(state, own)
-    holes = None if mask is None else ~_has_even_spacing(counted_tokens(mask.to(device)), 0)
+    holes = None if mask is None else ~_has_even_spacing(counted_tokens(mask.to(device)))
     if device.type == "meta":
         return Regularity(irregular=False, even=True)
     known = None if isinstance(offset, int) and offset == 0 else recorded(state.cache_object)
@@ -183,7 +179,7 @@ def _compute_regularity(state: ForwardState, device: torch.device) -> Regularity
     slots = torch.arange(cached + state.query_length, device=device)
     ids = _ids_at(state, slots, own, irregular=True)
     record(state.cache_object, CachedPositions(len(slots), ids))
-    return Regularity(irregular=True, even=bool(_has_even_spacing(ids, 0, _real_at(state, slots, ids))))
+    return Regularity(irregular=True, even=bool(_has_even_spacing(ids, _real_at(state, slots, ids))))
 
 
 def _compiled(state: ForwardState, own: Tensor, differs: Tensor | None, holes: Tensor | None) -> Regularity:
@@ -192,17 +188,13 @@ def _compiled(state: ForwardState, own: Tensor, differs: Tensor | None, holes: T
     if _cache_is_empty(state):
         record(state.cache_object, CachedPositions(state.query_length, unknown=differs))
         slots = torch.arange(state.query_length, device=own.device)
-        return Regularity(irregular=True, even=_has_even_spacing(own, 0, _real_at(state, slots, own)))
+        return Regularity(irregular=True, even=_has_even_spacing(own, _real_at(state, slots, own)))
     torch._assert_async(~differs, _UNKNOWN_POSITIONS)
     return Regularity(irregular=False, even=~differs if holes is None else ~holes)
 
 
 def _recorded_length(state: ForwardState, known: CachedPositions | None) -> int:
-    """The number of cached tokens, after checking that the positions of all of them are known.
-
-    Raises:
-        UnsupportedError: if they are not.
-    """
+    """The number of cached tokens, after checking that the positions of all of them are known."""
     if state.offset is None:
         raise UnsupportedError(_UNKNOWN_POSITIONS)
     cached = int(state.offset)
@@ -297,9 +289,9 @@ def _real_at(state: ForwardState, slots: Tensor, ids: Tensor) -> Tensor:
     return _expected_ids(state, slots, ids) >= 0
 
 
-def _has_even_spacing(ids: Tensor, first_slot: int, real: Tensor | None = None) -> Tensor:
+def _has_even_spacing(ids: Tensor, real: Tensor | None = None) -> Tensor:
     """Whether the real tokens of every row are as far apart as their slots; by default, those with `ids >= 0`."""
-    shift = ids - torch.arange(first_slot, first_slot + ids.shape[1], device=ids.device)
+    shift = ids - torch.arange(ids.shape[1], device=ids.device)
     real = ids >= 0 if real is None else real
     most, least = shift.where(real, -_FARTHEST).amax(-1), shift.where(real, _FARTHEST).amin(-1)
     return (most <= least).all()

@@ -13,7 +13,7 @@ from hf_posenc.patching.call.forward_state import ForwardState
 from hf_posenc.patching.call.grid_state import GridTokens
 from hf_posenc.patching.call.split_parts import HeadShard
 from hf_posenc.schemes.features import feature_counts
-from hf_posenc.schemes.parts import LogitBias, LogitScale, PairwiseBias, QueryKeyMap
+from hf_posenc.schemes.parts import LogitBias, LogitScale, PairwiseBias, Part, QueryKeyMap
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
 
 
@@ -48,7 +48,9 @@ class LayerEncoding:
 
     def __post_init__(self) -> None:
         # Computed once, because every layer reads these in every call.
-        bias = self.logit_bias
+        bias, parts = self.logit_bias, (self.query_key_map, self.logit_bias, self.logit_scale)
+        #: Those that are not `None`.
+        self.parts: list[Part] = [part for part in parts if part is not None]
         own, shared = feature_counts(bias)
         #: Number of heads for which the bias caches features next to the keys.
         self.feature_heads = self.num_key_value_heads if shared else self.num_heads
@@ -83,8 +85,7 @@ class LayerEncoding:
     @property
     def has_parameters(self) -> bool:
         """Whether a part has parameters."""
-        parts = (self.query_key_map, self.logit_bias, self.logit_scale)
-        return any(part is not None and next(part.parameters(), None) is not None for part in parts)
+        return any(next(part.parameters(), None) is not None for part in self.parts)
 
 
 def _rotation_before_cache(summands: Sequence[LogitBias]) -> ContextualRotation | None:

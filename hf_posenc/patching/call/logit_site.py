@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_posenc.attention.blockwise import without_autocast
 from hf_posenc.attention.distances import distance_form, first_key_slot
-from hf_posenc.attention.forms import BiasForm, DistanceForm, RowsForm, SeparableForm, sum_of_forms
+from hf_posenc.attention.forms import BiasForm, RowsForm, SeparableForm, sum_of_forms
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.decoding_memo import cached_row
 from hf_posenc.patching.call.forward_state import ForwardState
@@ -43,8 +43,7 @@ class LogitSite(PlacedForward):
     """
 
     def __init__(self, module: nn.Module, runtime: StackRuntime, encoding: LayerEncoding) -> None:
-        self.module = module
-        self.runtime = runtime
+        super().__init__(module, runtime)
         self.encoding = encoding
 
     def check_head_count(self, query: Tensor) -> None:
@@ -63,9 +62,7 @@ class LogitSite(PlacedForward):
         Raises:
             UnsupportedError: if their numbers differ and the scheme has a part in the layers.
         """
-        encoding = self.encoding
-        parts = (encoding.query_key_map, encoding.logit_bias, encoding.logit_scale)
-        if queries != keys and any(part is not None for part in parts):
+        if queries != keys and self.encoding.parts:
             raise UnsupportedError(
                 f"{type(self.module).__name__} pools its patches before attention ({queries} queries, {keys} keys), so "
                 "queries and keys have no common places on a grid. Use an additive scheme, or 'none'."
@@ -184,16 +181,15 @@ class LogitSite(PlacedForward):
             # With a batch size of 1 and without a mask, flash kernels are told where packed documents begin.
             restarts = mask is None and query.shape[0] == 1
             return self._form_of_positions(bias, state, query_length, key_length, device, folds, restarts)
-        form: DistanceForm = state.shared(
+        return state.shared(
             ("bias", id(bias)),
             lambda: (
-                (query_length == 1 and cached_row(bias, state, key_length, device))
+                (cached_row(bias, state, key_length, device) if query_length == 1 else None)
                 or distance_form(bias, offset, query_length, key_length, device)
             ),
             query_length,
             key_length,
         )
-        return form
 
     def _form_of_positions(
         self,
@@ -267,11 +263,7 @@ class LogitSite(PlacedForward):
         )
 
     def _require_oldest_keys(self, key_start: int | Tensor) -> None:
-        """Refuses a cache that has dropped its oldest keys.
-
-        Raises:
-            UnsupportedError: in that case.
-        """
+        """Refuses a cache that has dropped its oldest keys."""
         message = (
             f"{type(self.encoding.logit_bias).__name__} combines features of neighbouring tokens, but the cache of "
             "this sliding-window layer has dropped the tokens before its first key. Use use_cache=False, or give the "
@@ -292,8 +284,7 @@ class LogitSite(PlacedForward):
             factor: Tensor = logit_scale(state.positions(device))
             return factor
 
-        result: Tensor = state.shared(("scale", id(logit_scale)), compute)
-        return result
+        return state.shared(("scale", id(logit_scale)), compute)
 
     def scaled(self, state: ForwardState, query: Tensor) -> Tensor:
         """The query times its scale, `(batch, heads, query_len, width)`."""

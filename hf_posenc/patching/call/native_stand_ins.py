@@ -4,31 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_posenc.patching.call.placed_forward import PlacedForward
 
 
 class ZeroOutput(PlacedForward):
-    """Stands in for the `forward` of a linear layer.
-
-    Args:
-        module: the layer.
-    """
-
-    def __init__(self, module: nn.Linear | nn.Module) -> None:
-        self.module = module
+    """Stands in for the `forward` of a linear layer, or of a network that ends with one."""
 
     def __call__(self, inputs: Tensor) -> Any:
         """Returns zeros `(..., out_features)`."""
         if self.retired:
             return self.stock(inputs)
-        return inputs.new_zeros(()).expand(*inputs.shape[:-1], self.module.out_features)
+        width = getattr(self.module, "out_features", None) or [*self.module.parameters()][-1].shape[0]
+        return inputs.new_zeros(()).expand(*inputs.shape[:-1], width)
 
 
-class UnchangedInput:
-    """Stands in for a method `(hidden_states, phases)` that rotates hidden states."""
+def zero_bias_of(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    """Stands in for the forward of a module whose output is a bias: a zero `(1, 1, 1, 1)`, which fits any scores."""
+    weight = next(module.parameters())
+    return torch.zeros(1, 1, 1, 1, dtype=weight.dtype, device=weight.device)
 
-    def __call__(self, hidden_states: Tensor, *phases: Any) -> Tensor:
-        """Returns `hidden_states`."""
-        return hidden_states
+
+def unrotated(heads: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Stands in for a method that rotates its first argument, and returns it unchanged."""
+    return heads

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.forward_state import ForwardState
-from hf_posenc.patching.find.forward_code import parameter_names
+from hf_posenc.patching.find.forward_code import parameters_of
 
 PREFIX = "paged|"
 #: Arguments in which continuous batching describes the requests to an attention function.
@@ -115,7 +115,7 @@ def read_pages(key: Tensor, value: Tensor, layer: int, kwargs: dict[str, Any]) -
     cache = kwargs.get("cache")
     if cache is None:
         return key, value
-    if "kwargs" in parameter_names(type(cache).update):
+    if "kwargs" in parameters_of(type(cache).update):
         keys, values = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=kwargs)
     else:
         indices = {name: kwargs[name] for name in ("read_index", "write_index")}
@@ -140,12 +140,7 @@ def requests_of(state: ForwardState, key_length: int, mask: Tensor | None, kwarg
         mask: `(1, 1, all queries, all keys)`, the additive mask of the call, or `None`.
         kwargs: arguments of the attention function.
     """
-
-    def group() -> list[Requests]:
-        return _group(state, key_length, mask, kwargs)
-
-    found: list[Requests] = state.shared("requests", group, key_length, mask=mask)
-    return found
+    return state.shared("requests", lambda: _group(state, key_length, mask, kwargs), key_length, mask=mask)
 
 
 def _group(state: ForwardState, key_length: int, mask: Tensor | None, kwargs: Mapping[str, Any]) -> list[Requests]:

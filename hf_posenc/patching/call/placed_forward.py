@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from hf_posenc.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from hf_posenc.patching.call.runtime import StackRuntime
 
 
 class PlacedForward:
@@ -16,20 +19,27 @@ class PlacedForward:
     A tool that wraps the forward of a patched module keeps a reference to this object. Removing the scheme marks the
     object as retired, and such a wrapper then runs the stock forward.
 
-    Attributes:
+    Args:
         module: the module.
+        runtime: the runtime of its stack, if the forward needs it.
+
+    Attributes:
         inner: a forward that was set on the instance before, or `None` for the forward of its class.
         retired: whether the scheme has been removed.
     """
 
-    module: Any
+    runtime: StackRuntime
     inner: Any = None
     retired = False
 
+    def __init__(self, module: Any, runtime: Any = None) -> None:
+        self.module = module
+        self.runtime = runtime
+
     def __deepcopy__(self, memo: dict[int, Any]) -> PlacedForward:
         """Copies the forward with its module. In the copy of a single layer, it shares the scheme of its stack."""
-        runtime = getattr(self, "runtime", None)
-        if runtime is not None and runtime.watch is not None and id(runtime.watch.stack) not in memo:
+        watch = getattr(self.runtime, "watch", None)
+        if watch is not None and id(watch.stack) not in memo:
             shared = (getattr(self, name, None) for name in ("runtime", "encoding", "additive"))
             memo.update({id(value): value for value in shared if value is not None})
         clone = type(self).__new__(type(self))

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from hf_posenc.patching.call.placed_forward import PlacedForward
 from hf_posenc.patching.call.runtime import StackRuntime
-from hf_posenc.patching.call.scores_attention import ScoresAttention
 
 #: Maximum number of placeholders that are stored for one rotary module.
 _MAX_PLACEHOLDERS = 64
@@ -28,8 +27,7 @@ class RotaryModuleSite(PlacedForward):
     """
 
     def __init__(self, module: nn.Module, runtime: StackRuntime, *, unused: bool) -> None:
-        self.module = module
-        self.runtime = runtime
+        super().__init__(module, runtime)
         self.unused = unused
         #: Whether the phases of no rotation are returned: another module rotates queries with them (PEFT's prompts).
         self.neutral = False
@@ -96,14 +94,3 @@ def _placeholder(phases: Any) -> Any:
         return None
     with torch.inference_mode(False):
         return torch.full((), torch.nan, dtype=phases.dtype, device=phases.device).expand(phases.shape)
-
-
-class RotaryMethodSite:
-    """Stands in for an attention method `(phases, query, key)` that rotates both."""
-
-    def __init__(self, site: ScoresAttention) -> None:
-        self.site = site
-
-    def __call__(self, phases: Any, query: Tensor, key: Tensor) -> Any:
-        """`query` and `key` are `(batch, heads, query_len, head_dim)`."""
-        return self.site.rotate_pair(query, key)

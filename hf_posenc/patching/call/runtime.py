@@ -7,7 +7,7 @@ replaced on the instance, and provides the `ForwardState` of the call in progres
 from __future__ import annotations
 
 import types
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,43 +17,26 @@ from hf_posenc.patching.call.cache_scheme import check_cached_scheme, mark_cache
 from hf_posenc.patching.call.cached_positions import has_given_positions, matches_keys, remember_keys
 from hf_posenc.patching.call.caches import cache_among, cached_length, first_cache
 from hf_posenc.patching.call.context_parallel import refuse_context_parallel
-from hf_posenc.patching.call.forward_state import ForwardState, one_axis
-from hf_posenc.patching.call.grid_arguments import grid_state
-from hf_posenc.patching.call.multimodal_positions import AXES, places_in_sequence
+from hf_posenc.patching.call.forward_state import AXES, UNKNOWN, ForwardState, SeriesState, one_axis, places_in_sequence
+from hf_posenc.patching.call.grid_state import grid_state
 from hf_posenc.patching.call.padding import padding_mask
 from hf_posenc.patching.call.per_thread import PerThread
 from hf_posenc.patching.call.placed_forward import PlacedForward
 from hf_posenc.patching.call.recomputation import Recomputation
-from hf_posenc.patching.call.series_state import UNKNOWN, SeriesState
+from hf_posenc.patching.call.replicas import refuse_unsynchronised
 from hf_posenc.patching.call.slot_buffers import SlotBuffers
 from hf_posenc.patching.find.forward_code import named_arguments
-from hf_posenc.patching.find.grids.found import FoundGrid
-from hf_posenc.patching.find.series.found import given_features
+from hf_posenc.patching.find.grids import FoundGrid
+from hf_posenc.patching.find.series import given_features
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.positions import exporting
 
+if TYPE_CHECKING:
+    from hf_posenc.patching.place.continuous_batching import PagesCheck
+    from hf_posenc.patching.place.stack_record import StackRecord
+
 #: Arguments of a stack with one row per token.
 _TOKENS = ("input_ids", "inputs_embeds", "input", "hidden_states")
-
-
-class Check(Protocol):
-    """A check that a stack makes before every call."""
-
-    def check(self) -> None:
-        """Raises an error if the call cannot be correct."""
-
-
-class Watch(Check, Protocol):
-    """A check of a stack."""
-
-    stack: Any
-
-
-class PagesCheck(Protocol):
-    """A check that a stack makes before every call of continuous batching."""
-
-    def check(self, cache: Any) -> None:
-        """Raises an error if the pages of the call's cache do not suit the scheme."""
 
 
 class StackRuntime:
@@ -85,12 +68,11 @@ class StackRuntime:
         self.needs_all_tokens = ""
         self.slots = SlotBuffers()
         #: Checks that every module of the stack still carries its replacement; set while the scheme is in place.
-        self.watch: Watch | None = None
+        self.watch: StackRecord | None = None
         #: Checks the pages of continuous batching; set while the scheme is in place.
         self.pages: PagesCheck | None = None
-        #: Checks that a wrapper around the model has the scheme's parameters; set while a scheme with parameters is in
-        #: place.
-        self.replicas: Check | None = None
+        #: The parts, if they have parameters that a wrapper around the model must have; set while they are in place.
+        self.replicas: nn.Module | None = None
 
     def batch_first(self, hidden_states: Tensor) -> Tensor:
         """Permutes the hidden states of this architecture's layers to `(batch, length, hidden)`."""
@@ -112,8 +94,7 @@ class StackRuntime:
         """
         state = self.states.top
         if isinstance(state, SeriesState) and state.query_length == UNKNOWN:
-            known: ForwardState = state.shared("own tokens", lambda: state.by_slots(query_length), query_length)
-            return known
+            return state.shared("own tokens", lambda: state.by_slots(query_length), query_length)
         if state is not None:
             return state
         if torch.compiler.is_compiling():
@@ -143,8 +124,7 @@ class StackForward(PlacedForward):
     """
 
     def __init__(self, stack: nn.Module, runtime: StackRuntime, inner: Any) -> None:
-        self.module = stack
-        self.runtime = runtime
+        super().__init__(stack, runtime)
         self.inner = inner
 
     @property
@@ -179,7 +159,7 @@ class StackForward(PlacedForward):
         if self.runtime.watch is not None:
             self.runtime.watch.check()
         if self.runtime.replicas is not None:
-            self.runtime.replicas.check()
+            refuse_unsynchronised(self.runtime.replicas)
         calls = self.runtime.states.own()
         depth = len(calls)
         try:
@@ -305,11 +285,7 @@ class StackForward(PlacedForward):
 
 
 def _for_every_token(position_ids: Tensor, tokens: Tensor | None) -> Tensor:
-    """Position ids `(batch or 1, query_len)`. A single position is that of all tokens, as in stock models.
-
-    Raises:
-        ValueError: if their number is not that of the tokens.
-    """
+    """Position ids `(batch or 1, query_len)`. A single position is that of all tokens, as in stock models."""
     if tokens is None or exporting():
         return position_ids
     rows, length = position_ids.shape

@@ -13,13 +13,12 @@ from hf_posenc.attention.scores import Factor, ScoresMode
 from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.cache_update import CacheUpdateHook
 from hf_posenc.patching.call.caches import cache_of_call
-from hf_posenc.patching.call.grid.silenced import with_zero_tables
 from hf_posenc.patching.call.layer_call import LayerCall, LayerEncoding
 from hf_posenc.patching.call.per_thread import PerThread
 from hf_posenc.patching.call.runtime import StackRuntime
-from hf_posenc.patching.find.forward_code import in_decorators, rebind, rotary_names
+from hf_posenc.patching.call.view import view_of
+from hf_posenc.patching.find.forward_code import in_decorators, rebind, rotary_names, unknown_seam
 from hf_posenc.patching.find.rotary_call import rotary_call
-from hf_posenc.patching.find.seams import unknown_seam
 from hf_posenc.schemes.parts import QueryKeyMap
 
 
@@ -70,11 +69,10 @@ class ScoresAttention(AttentionSite):
             rotated = self.encoding.rotates_by_input
             return self.bias(call, *seen[0], scaling, query_factor, key_factor, rotated=rotated).dense()
 
-        parts = (self.encoding.query_key_map, self.encoding.logit_bias, self.encoding.logit_scale)
         adds_bias = self.encoding.logit_bias is not None and not self.encoding.only_rotates_by_input
         mode = ScoresMode(
             self.encoding.head_dim,
-            pair_map if any(part is not None for part in parts) else None,
+            pair_map if self.encoding.parts else None,
             bias if adds_bias else None,
         )
         function = in_decorators(type(self.module).forward, self._rebind(forward, call))
@@ -97,7 +95,9 @@ class ScoresAttention(AttentionSite):
 
     def _subject(self) -> Any:
         """The module itself, or a view of it in which its tables of relative biases are zero."""
-        return with_zero_tables(self.module, self.zero_tables) if self.zero_tables else self.module
+        if not self.zero_tables:
+            return self.module
+        return view_of(self.module, {name: _zeros_in_place_of(name) for name in self.zero_tables})
 
     def _without_native_bias(
         self, forward: types.FunctionType, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -134,8 +134,12 @@ class ScoresAttention(AttentionSite):
 
         return rotate
 
-    def rotate_pair(self, query: Tensor, key: Tensor) -> Any:
-        """Maps a query and a key `(batch, heads, query_len, head_dim)` that the module passes to its rotary method."""
+    def rotate_pair(self, phases: Any, query: Tensor, key: Tensor) -> Any:
+        """Stands in for the rotary method of the module. `query`, `key` are `(batch, heads, query_len, head_dim)`."""
         call = self.calls.top
         assert call is not None
         return self.rotate_tensors(call, query, key, 2)
+
+
+def _zeros_in_place_of(name: str) -> property:
+    return property(lambda view: torch.zeros_like(view._parameters[name]))

@@ -83,12 +83,7 @@ class _SummedGradient(torch.autograd.Function):
 
 
 class _SplitPart(Part, Generic[PartType]):
-    """Base class of parts that are restricted to the heads of one process.
-
-    Args:
-        inner: the part for all heads.
-        shard: the heads of this process.
-    """
+    """Base class of parts that are restricted to the heads of one process. `inner` is the part for all heads."""
 
     def __init__(self, inner: PartType, shard: HeadShard) -> None:
         super().__init__()

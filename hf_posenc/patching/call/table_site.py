@@ -17,7 +17,7 @@ from hf_posenc.patching.call.forward_state import ForwardState, one_axis
 from hf_posenc.patching.call.length_checks import check_cache, in_dtype, refuse_negative
 from hf_posenc.patching.call.placed_forward import PlacedForward
 from hf_posenc.patching.call.runtime import StackRuntime
-from hf_posenc.patching.call.view import view_of
+from hf_posenc.patching.call.view import Viewed
 from hf_posenc.patching.find.forward_code import names_used
 from hf_posenc.patching.find.tables import WEIGHT_NAMES, table_origin, table_weight
 from hf_posenc.schemes.parts import AdditiveEncoding
@@ -39,8 +39,7 @@ class TableSite(PlacedForward):
     """
 
     def __init__(self, module: nn.Module, runtime: StackRuntime, additive: AdditiveEncoding | None) -> None:
-        self.module = module
-        self.runtime = runtime
+        super().__init__(module, runtime)
         self.additive = additive
         self.origin = table_origin(module)
         self._numbered: nn.Module | None = None
@@ -113,7 +112,7 @@ class TableSite(PlacedForward):
         return state.with_lengths(ids)
 
 
-class TableOwner(PlacedForward):
+class TableOwner(Viewed, PlacedForward):
     """Stands in for the `forward` of a module that compares the length of its input with the rows of its table.
 
     The module runs its own forward with another `self`, in which the table has as many rows as any input. CLIP's text
@@ -125,20 +124,18 @@ class TableOwner(PlacedForward):
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
-        self.module = module
+        super().__init__(module)
         self.name = name
-        self._view: Any = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_view": None}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's own forward."""
         if self.retired:
             return self.stock(*args, **kwargs)
-        if self._view is None:
-            self._view = view_of(self.module, {self.name: property(lambda _: _LongTable(self.module, self.name))})
-        return type(self.module).forward(self._view, *args, **kwargs)
+        return type(self.module).forward(self.view, *args, **kwargs)
+
+    def replaced(self) -> dict[str, Any]:
+        """The table."""
+        return {self.name: property(lambda _: _LongTable(self.module, self.name))}
 
     @staticmethod
     def reads_rows(owner: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Views of a module: another `self` for its own forward, in which some attributes have other values."""
+"""Views: another `self` for the own forward of a module, and other objects with some attributes changed."""
 
 from __future__ import annotations
 
@@ -24,3 +24,37 @@ def view_of(module: nn.Module, replaced: Mapping[str, Any]) -> Any:
     view = view_kind.__new__(view_kind)
     object.__setattr__(view, "__dict__", module.__dict__)
     return view
+
+
+class Viewed:
+    """Base class of what runs the forward of `module` as a view, which is made once and in no copy."""
+
+    module: Any
+    _view: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_view": None}
+
+    @property
+    def view(self) -> Any:
+        """The module with the `replaced` properties and methods."""
+        if self._view is None:
+            self._view = view_of(self.module, self.replaced())
+        return self._view
+
+    def replaced(self) -> dict[str, Any]:
+        """Properties and methods of the view's class."""
+        raise NotImplementedError
+
+
+class WithOverrides:
+    """A proxy that overrides some attributes of an object. Assignments go to the object."""
+
+    def __init__(self, target: Any, **changed: Any) -> None:
+        self.__dict__.update(changed, _target=target)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_target"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._target, name, value)

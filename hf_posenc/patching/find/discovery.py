@@ -13,8 +13,15 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.architectures import Architecture, architecture_of
-from hf_posenc.patching.find.forward_code import INTERFACE, is_of_transformers, names_used, rotary_names
-from hf_posenc.patching.find.grids.found import find_grid, window_of
+from hf_posenc.patching.find.forward_code import (
+    INTERFACE,
+    is_of_transformers,
+    names_used,
+    parameters_of,
+    rotary_names,
+    unknown_seam,
+)
+from hf_posenc.patching.find.grids import find_grid, window_of
 from hf_posenc.patching.find.model_parts import (
     PartOwner,
     check_part,
@@ -26,8 +33,7 @@ from hf_posenc.patching.find.model_parts import (
     takes_pixels,
 )
 from hf_posenc.patching.find.relative import find_relative
-from hf_posenc.patching.find.seams import unknown_seam
-from hf_posenc.patching.find.series.found import find_series
+from hf_posenc.patching.find.series import find_series
 from hf_posenc.patching.find.sites import AddedModule, FoundAttention, FoundModule, Stack
 from hf_posenc.patching.find.tables import table_weight
 
@@ -39,6 +45,8 @@ _CAUSAL_CALL = {"create_causal_mask", "is_causal"}
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 _HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "num_q_heads", "encoder_attention_heads")
 _HEAD_DIMS = ("qk_head_dim", "head_dim", "attention_head_size", "key_value_proj_dim", "head_size", "dim_head", "d_head")
+#: Config attributes for the width of embeddings.
+WIDTHS = ("hidden_size", "d_model", "n_embd", "emb_dim", "dim")
 
 
 def find_stacks(model: PreTrainedModel, parts: Collection[str] | None = None) -> list[Stack]:
@@ -140,11 +148,13 @@ def _read_stack(owner: PartOwner, name: str, architecture: Architecture) -> Stac
             stack.attentions.append(_read_attention(place, candidate, module, len(stack.attentions), architecture))
     _refuse_other_attention(stack, modules)
     if stack.attentions and (reads_pixels(module) or reads_spectrogram(module.config)):
-        stack.grid = find_grid(_in_definition_order(module), module.config, _suffix_tokens(architecture, module.config))
+        suffix = architecture.suffix_tokens
+        suffix = suffix(module.config) if callable(suffix) else suffix
+        stack.grid = find_grid(_in_definition_order(module), module.config, suffix)
     for place, candidate in modules:
         if stack.grid is None and _is_table(place, candidate, module, architecture):
             stack.tables.append(FoundModule(place, candidate))
-        elif "Rotary" in type(candidate).__name__ and "position_ids" in _parameters(candidate):
+        elif "Rotary" in type(candidate).__name__ and "position_ids" in parameters_of(type(candidate).forward):
             stack.rotaries.append(FoundModule(place, candidate))
     if stack.attentions and stack.grid is None and reads_features(module):
         stack.series = find_series(module, modules, [found.path for found in stack.tables])
@@ -345,14 +355,14 @@ def _is_cross_attention(path: str, module: nn.Module) -> bool:
 def _head_shape(module: nn.Module, config: Any, architecture: Architecture) -> tuple[int, int]:
     if architecture.head_shape is not None:
         return architecture.head_shape(module, config)
-    num_heads = _first_int(module, _HEADS) or _first_int(config, _HEADS)
+    num_heads = first_int(module, _HEADS) or first_int(config, _HEADS)
     if not num_heads:
         raise unknown_seam(
             f"{type(module).__name__} has no known attribute for its number of heads (tried {', '.join(_HEADS)})."
         )
-    head_dim = _first_int(module, _HEAD_DIMS) or _first_int(config, ("head_dim", "d_kv"))
+    head_dim = first_int(module, _HEAD_DIMS) or first_int(config, ("head_dim", "d_kv"))
     if not head_dim:
-        head_dim = int(_first_int(config, ("hidden_size", "d_model", "n_embd", "emb_dim", "dim"))) // num_heads
+        head_dim = int(first_int(config, WIDTHS)) // num_heads
     return num_heads, head_dim
 
 
@@ -360,23 +370,16 @@ def _key_value_heads(module: nn.Module, num_heads: int, architecture: Architectu
     """The number of key heads that the attention function receives; MLA expands its keys before."""
     if architecture.key_value_heads is not None:
         return architecture.key_value_heads(module)
-    groups = _first_int(module, ("num_key_value_groups", "num_queries_per_kv"))
+    groups = first_int(module, ("num_key_value_groups", "num_queries_per_kv"))
     if groups:
         return num_heads // groups
-    return _first_int(module, ("num_key_value_heads", "num_kv_heads")) or num_heads
+    return first_int(module, ("num_key_value_heads", "num_kv_heads")) or num_heads
 
 
-def _first_int(holder: Any, names: tuple[str, ...]) -> int:
-    for name in names:
-        value = getattr(holder, name, None)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    return 0
-
-
-def _suffix_tokens(architecture: Architecture, config: Any) -> int:
-    declared = architecture.suffix_tokens
-    return declared(config) if callable(declared) else declared
+def first_int(holder: Any, names: tuple[str, ...], default: int = 0) -> int:
+    """The first of some attributes that is an integer."""
+    found = (getattr(holder, name, None) for name in names)
+    return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), default)
 
 
 def _first_layer(stack: nn.Module, attention_path: str, projection: nn.Module | None) -> nn.Module | None:
@@ -405,7 +408,7 @@ def _hidden_size(stack: PreTrainedModel, found: Stack) -> int:
         return int(found.grid.projection.out_channels)
     if found.series is not None and found.series.parameters:
         return int(found.series.parameters[0].weight.shape[1])
-    return _first_int(stack.config, ("hidden_size", "d_model", "n_embd", "emb_dim", "dim"))
+    return first_int(stack.config, WIDTHS)
 
 
 def _names(owners: list[PartOwner], model: PreTrainedModel) -> list[str]:
@@ -423,10 +426,6 @@ def _name(path: str, base: str) -> str:
     if path == base:
         return "model"
     return path.removeprefix(f"{base}.").replace(".", "_") or "head"
-
-
-def _parameters(module: nn.Module) -> Any:
-    return inspect.signature(type(module).forward).parameters
 
 
 def natural_order(path: str) -> list[tuple[int, Any]]:

@@ -17,7 +17,7 @@ import base64
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -198,18 +198,13 @@ def _differing_values(pairs: Mapping[str, tuple[Sample, Sample]]) -> list[str]:
     return differing
 
 
-class _ParameterLocation:
-    """The location of a parameter of a base model.
+class _Place(NamedTuple):
+    """A parameter of a base model, its name in the state dict of the model, and what holds it."""
 
-    Args:
-        path: its name in the state dict of the model.
-        module: the module that holds it.
-        attribute: its name in this module.
-    """
-
-    def __init__(self, path: str, module: nn.Module, attribute: str) -> None:
-        self.path, self.module, self.attribute = path, module, attribute
-        self.parameter: Tensor = module._parameters[attribute]  # type: ignore[assignment]
+    parameter: Tensor
+    path: str
+    module: nn.Module
+    attribute: str
 
     def tensor(self, state: Mapping[str, Tensor] | None, read_offloaded: bool = True) -> Tensor | None:
         """Its values; `None` if it is quantised, or not available in this process."""
@@ -221,17 +216,17 @@ class _ParameterLocation:
         return tensor.detach()
 
 
-def _base_parameters(model: PreTrainedModel) -> dict[str, _ParameterLocation]:
+def _base_parameters(model: PreTrainedModel) -> dict[str, _Place]:
     """The parameters of the base model that PEFT does not own, by name."""
     base = model.base_model
     prefix = next((f"{name}." for name, module in model.named_modules() if module is base and name), "")
     # PEFT can train and save the biases of layers that it does not wrap.
-    skipped = "bias" if touched_by_peft(base) else None
+    skips_biases = touched_by_peft(base)
     return {
-        f"{path}{attribute}": _ParameterLocation(f"{prefix}{path}{attribute}", module, attribute)
+        f"{path}{attribute}": _Place(parameter, f"{prefix}{path}{attribute}", module, attribute)
         for path, module in _own_modules(base, "")
         for attribute, parameter in module._parameters.items()
-        if parameter is not None and not (skipped and skipped in attribute)
+        if parameter is not None and not (skips_biases and "bias" in attribute)
     }
 
 

@@ -1,4 +1,4 @@
-"""Inspecting the code of a forward: names and parameters; and copying it with other globals."""
+"""Reading the code of a forward: its names and parameters; copying it with other globals; and code that is unknown."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
+import transformers
 from torch import nn
+
+from hf_posenc.errors import UnsupportedError
 
 #: The global name of transformers' attention interface in modeling modules.
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"
@@ -66,12 +69,6 @@ def parameters_of(forward: Any) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(forward).parameters
 
 
-@functools.lru_cache(maxsize=256)
-def parameter_names(forward: Any) -> tuple[str, ...]:
-    """The names of a method's parameters, without `self`."""
-    return tuple(inspect.signature(forward).parameters)[1:]
-
-
 def named_arguments(stack: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Returns all arguments of a call of a module by name."""
     if not args:
@@ -105,3 +102,11 @@ def in_decorators(decorated: Any, rebound: types.FunctionType) -> types.Function
     )
     outer.__kwdefaults__ = decorated.__kwdefaults__
     return outer
+
+
+def unknown_seam(found: str) -> UnsupportedError:
+    """Returns the error for a name, a signature or a shape that discovery does not know, given what was found."""
+    return UnsupportedError(
+        f"{found} It was read in transformers {transformers.__version__}, which may differ from the versions that "
+        "hf_posenc was tested with. Declare the architecture with hf_posenc.register_architecture, or use one of these."
+    )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.find.seams import unknown_seam
+from hf_posenc.patching.find.forward_code import unknown_seam
 
 #: Names of arguments with complex phases.
 COMPLEX_NAMES = ("freqs_cis", "freqs_ci")

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from hf_posenc.patching.find.grids.found import FoundGrid
+from hf_posenc.patching.find.grids import FoundGrid
 from hf_posenc.patching.find.relative import RelativeMechanism
-from hf_posenc.patching.find.series.found import FoundSeries
+from hf_posenc.patching.find.series import FoundSeries
 
 if TYPE_CHECKING:
     from hf_posenc.patching.find.architectures import Architecture

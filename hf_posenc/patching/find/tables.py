@@ -1,7 +1,11 @@
-"""The weight of a position table, and the row of the first token."""
+"""Position tables: their weights, and the row of the first token."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 #: Attributes that hold the weight of a position table.
@@ -27,3 +31,48 @@ def table_origin(module: nn.Module) -> int:
         return offset
     padding_idx = getattr(module, "padding_idx", None)
     return 0 if padding_idx is None else int(padding_idx) + 1
+
+
+@dataclass
+class OwnedTable:
+    """A table with a row per token that the module which owns it adds to its input: a parameter, tensor or embedding.
+
+    Args:
+        path: path of the module below the stack; empty for the stack itself.
+        module: the module that owns the table and adds it.
+        name: attribute that holds the table.
+        prefix_rows: number of rows before those of the input, for class tokens.
+    """
+
+    path: str
+    module: Any
+    name: str
+    prefix_rows: int
+
+    @property
+    def full_name(self) -> str:
+        """Path of the table below the stack."""
+        return f"{self.path}.{self.name}".lstrip(".")
+
+    @property
+    def value(self) -> Any:
+        """The parameter, tensor or embedding that holds the table."""
+        return getattr(self.module, self.name)
+
+    @property
+    def weight(self) -> Tensor:
+        """The table, `(rows, hidden)`."""
+        weight = table_weight(self.value) if isinstance(self.value, nn.Module) else self.value
+        assert isinstance(weight, Tensor)
+        return weight.reshape(-1, weight.shape[-1])
+
+    def in_order_of_tokens(self, others: int) -> Tensor:
+        """The table with the rows of all tokens without a place first, `(rows, hidden)`.
+
+        Args:
+            others: number of tokens without a place.
+        """
+        weight, behind = self.weight, others - self.prefix_rows
+        if behind <= 0:
+            return weight
+        return torch.cat([weight[: self.prefix_rows], weight[-behind:], weight[self.prefix_rows : -behind]])

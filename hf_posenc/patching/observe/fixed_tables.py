@@ -12,13 +12,22 @@ from hf_posenc.patching.find.offloading import onload_weights
 from hf_posenc.patching.find.sites import FixedTable, Stack
 from hf_posenc.schemes import SinusoidalConfig
 from hf_posenc.schemes.additive.sinusoidal import LAYOUTS
-from hf_posenc.schemes.config import BuildContext
+from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.parts import AdditiveEncoding
 from hf_posenc.schemes.positions import Positions
 
 #: Rows computed at a time. CTRL's table has 50,000 rows of width 1280.
 _ROWS = 4096
 #: Allowed error of an angle per position. Angles computed in float32 have an error of about 5e-8 times the position.
 _ANGLE_ERROR = 2e-7
+
+
+def vectors_of(config: SchemeConfig, width: int) -> AdditiveEncoding | None:
+    """The additive part of a scheme; `None` if it cannot be built for vectors of this width."""
+    try:
+        return config.build(BuildContext(hidden_size=width, num_heads=1, head_dim=width)).additive
+    except (ValueError, PositionEncodingError):
+        return None
 
 
 def reproduces(
@@ -33,12 +42,9 @@ def reproduces(
         rounding: allowed difference, in addition to 1e-4.
         angle_error: additional allowed difference, multiplied by the position.
     """
-    context = BuildContext(hidden_size=rows.shape[1], num_heads=1, head_dim=rows.shape[1])
-    try:
-        additive = config.build(context).additive
-    except (ValueError, PositionEncodingError):
+    additive = vectors_of(config, rows.shape[1])
+    if additive is None:
         return False
-    assert additive is not None
     for start in range(origin, rows.shape[0], _ROWS):
         found = rows[start : start + _ROWS].detach().float()
         ids = torch.arange(start - origin, start - origin + found.shape[0], device=rows.device).unsqueeze(0)

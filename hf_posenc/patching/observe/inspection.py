@@ -9,11 +9,10 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import PositionEncodingError
 from hf_posenc.patching.find.discovery import find_stacks, model_parts
-from hf_posenc.patching.find.grids.biases import FoundBias
-from hf_posenc.patching.find.grids.found import GridTable
+from hf_posenc.patching.find.grids import FoundBias
 from hf_posenc.patching.find.layer_context import native_pairing, native_rotary_dim
 from hf_posenc.patching.find.sites import Stack
-from hf_posenc.patching.find.tables import table_origin, table_weight
+from hf_posenc.patching.find.tables import OwnedTable, table_origin, table_weight
 from hf_posenc.patching.observe.native_scheme import native_scheme
 from hf_posenc.patching.place.lengths import native_length
 from hf_posenc.patching.place.transaction import Transaction
@@ -197,7 +196,7 @@ def _grid_biases(biases: list[FoundBias]) -> list[str]:
     return [f"{alike[0]}" + (f", and {len(alike) - 1} more" if len(alike) > 1 else "") for alike in kinds.values()]
 
 
-def _grid_table(table: GridTable) -> str:
+def _grid_table(table: OwnedTable) -> str:
     rows, columns = table.weight.shape
     first = f", first patch in row {table.prefix_rows}" if table.prefix_rows else ""
     return f"{table.full_name} ({type(table.module).__name__}): {rows} x {columns}, over the patches{first}"

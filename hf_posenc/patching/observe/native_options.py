@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.patching.find.rotary_axes import AXES, number_of_axes
+from hf_posenc.patching.find.rotary_spectra import AXES, number_of_axes
 from hf_posenc.patching.find.sites import FoundModule, Stack
 from hf_posenc.schemes import MRopeConfig
 from hf_posenc.schemes.arrangement.native import asked_scalings, names_native, with_native
@@ -50,7 +50,6 @@ def resolve_native(
                 f"NativeConfig.scaling replaces the scaling that this model was trained with ({replaced.pop()}), so "
                 "that texts within its length are read differently, too. Its factor and original_max_positions refer "
                 "to the rotation without any scaling.",
-                UserWarning,
                 stacklevel=5,
             )
     return resolved

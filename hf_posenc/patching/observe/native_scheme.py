@@ -6,24 +6,20 @@ import dataclasses
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import PositionEncodingError, UnsupportedError
 from hf_posenc.patching.find.layer_context import build_context
-from hf_posenc.patching.find.rotary_axes import frequencies_by_axis
 from hf_posenc.patching.find.rotary_functions import looks_phases_up, pairing, rotary_output
-from hf_posenc.patching.find.rotary_spectra import describes, phases_of, spectra_of
+from hf_posenc.patching.find.rotary_spectra import describes, frequencies_by_axis, phases_of, spectra_of
+from hf_posenc.patching.find.series import VectorModule
 from hf_posenc.patching.find.sites import FoundAttention, FoundModule, Stack
 from hf_posenc.patching.find.tables import table_origin, table_weight
 from hf_posenc.patching.observe.causality import refuse_misread_causality
 from hf_posenc.patching.observe.fixed_tables import check_fixed_tables, sinusoids_like
-from hf_posenc.patching.observe.grids.native_biases import grid_bias_scheme
-from hf_posenc.patching.observe.grids.native_rotations import grid_rotation_scheme
-from hf_posenc.patching.observe.grids.native_tables import grid_table_scheme
 from hf_posenc.patching.observe.hidden_positions import refuse_hidden_positions
-from hf_posenc.patching.observe.multimodal_rotations import multimodal_scheme
-from hf_posenc.patching.observe.native_series import series_schemes
+from hf_posenc.patching.observe.native_grids import grid_bias_scheme, grid_rotation_scheme, grid_table_scheme
 from hf_posenc.patching.observe.rotations import Rotation, observe_rotations
 from hf_posenc.patching.observe.verify_native import verify_native
 from hf_posenc.patching.place.transaction import Transaction
@@ -31,12 +27,20 @@ from hf_posenc.preserve import ordinary_context
 from hf_posenc.schemes import (
     ComposedConfig,
     LearnedConfig,
+    MRopeConfig,
     NoneConfig,
     RopeConfig,
     ScheduleConfig,
     from_rope_parameters,
 )
 from hf_posenc.schemes.config import SchemeConfig
+from hf_posenc.schemes.rotary.mrope import AXES
+from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
+
+#: Number of positions at which sinusoids are compared with their formula.
+_COMPARED = 512
+#: Relative error of a frequency that is computed from the cosine and the sine of its angle in float32.
+_TOLERANCE = 1e-5
 
 
 @ordinary_context()
@@ -94,7 +98,7 @@ def _stack_scheme(stack: Stack, rotations: dict[str, Rotation]) -> SchemeConfig:
         raise _several_tables(stack, [table.path for table in stack.tables])
     additive = [_table_scheme(table, stack) for table in stack.tables]
     if stack.series is not None:
-        additive.extend(series_schemes(stack))
+        additive.extend(_series_schemes(stack))
     layers = {attention.layer: _rotation_scheme(stack, attention, rotations) for attention in stack.attentions}
     distinct = set(layers.values())
     if len(distinct) == 1:
@@ -165,6 +169,32 @@ def _table_scheme(table: FoundModule, stack: Stack) -> SchemeConfig:
     return LearnedConfig(num_positions=weight.shape[0] - origin, offset=origin)
 
 
+def _series_schemes(stack: Stack) -> list[SchemeConfig]:
+    """The schemes that have the same vectors as the architecture."""
+    assert stack.series is not None
+    found = [_of_vectors(one, stack) for one in stack.series.vectors]
+    return [*found, *(LearnedConfig(num_positions=table.weight.shape[0]) for table in stack.series.parameters)]
+
+
+def _of_vectors(found: VectorModule, stack: Stack) -> SchemeConfig:
+    owner = f"{found.path} ({type(found.module).__name__}) of this {type(stack.module).__name__}"
+    if found.kind == "convolution":
+        raise UnsupportedError(
+            f"{owner} computes its positions with a convolution over neighbouring embeddings. They depend on the "
+            "content of the sequence, so no scheme of this library describes them. Any scheme can replace them, and "
+            "unpatch_model restores them."
+        )
+    with torch.no_grad():
+        rows = found.module(seq_length=_COMPARED)[0].float()
+    formula = sinusoids_like(rows)
+    if formula is not None:
+        return formula
+    raise UnsupportedError(
+        f"{owner} computes sinusoids that follow no formula of this library. Any scheme can replace them, and "
+        "unpatch_model restores them."
+    )
+
+
 def _rotation_scheme(stack: Stack, attention: FoundAttention, rotations: dict[str, Rotation]) -> SchemeConfig:
     if attention.relative is not None and attention.relative.scheme is None:
         raise UnsupportedError(
@@ -217,7 +247,7 @@ def _rotary_config(
     parameters = _parameters_of(source, layer_type)
     by_axis = frequencies_by_axis(rotary, layer_type, layout)
     if by_axis is not None:
-        return multimodal_scheme(by_axis, parameters, layout, stack)
+        return _multimodal_scheme(by_axis, parameters, layout, stack)
     spectra = spectra_of(rotary, layer_type, parameters, rotation.phases.real)
     config = _from_parameters(source, parameters, width, layout)
     if config is not None and describes(config, spectra, context):
@@ -238,6 +268,35 @@ def _rotary_config(
         "on the length of the sequence. No scheme describes such a module. Changes of the config after the module was "
         "built, or after its first run, do not reach its buffers: build the model from the config that you want."
     )
+
+
+def _multimodal_scheme(by_axis: Tensor, parameters: Any, layout: str, stack: Stack) -> SchemeConfig:
+    """The scheme with the frequencies `by_axis`, `(3, pairs)` float32 in radians per position on each axis."""
+    axes = by_axis.abs().argmax(0)
+    spectrum = by_axis.gather(0, axes.unsqueeze(0)).squeeze(0)
+    known = parameters if isinstance(parameters, dict) else {}
+    scaled = known.get("rope_type", "default") not in ("default", "mrope")
+    if scaled or not torch.equal((by_axis != 0).sum(0), torch.ones_like(axes)):
+        raise UnsupportedError(
+            f"{type(stack.module).__name__} rotates pairs with positions on three axes in a way that no scheme of this "
+            f"library describes (rope_type {known.get('rope_type')!r}). Any scheme can replace it, and unpatch_model "
+            "restores it."
+        )
+    pairs, theta = len(axes), known.get("rope_theta")
+    stated: dict[str, Any] = {"rotary_dim": 2 * pairs, "layout": layout}
+    if theta and torch.allclose(spectrum, rope_inverse_frequencies(theta, 2 * pairs), rtol=_TOLERANCE, atol=0.0):
+        stated["theta"] = float(theta)
+    else:
+        stated["inverse_frequencies"] = tuple(spectrum.tolist())
+    sections = tuple(int((axes == axis).sum()) for axis in range(len(AXES)))
+    for interleaved in (False, True):
+        config = MRopeConfig(sections=sections, interleaved=interleaved, **stated)
+        try:
+            if torch.equal(config.axis_of_pair(pairs), axes):
+                return config
+        except ValueError:
+            continue  # These sections cannot be interleaved.
+    return MRopeConfig(axes=tuple(axes.tolist()), **stated)
 
 
 def _parameters_of(config: Any, layer_type: str | None) -> Any:

@@ -11,11 +11,11 @@ import types
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.forward_code import rebind
-from hf_posenc.patching.find.rotary_call import COMPLEX_NAMES
+from hf_posenc.patching.find.rotary_call import rotary_call
 from hf_posenc.patching.find.sites import FoundAttention, Stack
 from hf_posenc.patching.observe.short_runs import is_runnable, run_briefly
 from hf_posenc.patching.place.journal import Journal
@@ -75,12 +75,10 @@ def _recorder(attention: FoundAttention, path: str, seen: dict[str, Rotation]) -
 
 
 def _recording(function: Any, path: str, seen: dict[str, Rotation]) -> Any:
-    target = function.forward if isinstance(function, nn.Module) else function
-    signature = inspect.signature(target)
+    rotary = rotary_call(function)
 
     def record(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs).arguments
-        phases = next((given[name] for name in ("cos", *COMPLEX_NAMES) if name in given), None)
+        phases = rotary.phases(args, kwargs)
         if isinstance(phases, Tensor):
             seen.setdefault(path, Rotation(function, phases.detach()))
         return function(*args, **kwargs)

@@ -17,8 +17,7 @@ from hf_posenc.patching.find.architectures.declaration import architecture_of
 from hf_posenc.patching.find.forward_code import forward_parameters
 from hf_posenc.patching.find.model_parts import reads_features, reads_pixels
 from hf_posenc.patching.find.sites import Stack
-from hf_posenc.patching.observe.images import pixels
-from hf_posenc.patching.observe.series import cross_attention_width, embeddings, series
+from hf_posenc.patching.observe.example_inputs import cross_attention_width, embeddings, pixels, series
 from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.preserve import without_trace
 

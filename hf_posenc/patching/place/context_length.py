@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.discovery import model_parts
-from hf_posenc.patching.find.model_parts import VISION, check_part, default_part
+from hf_posenc.patching.find.model_parts import VISION
 from hf_posenc.patching.place.config_lengths import is_length
-from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding
+from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, named_part
 from hf_posenc.patching.place.lengths import lengths_of, set_length
 from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.schemes.labels import scheme_label
@@ -115,7 +115,7 @@ def _patch_first(target: PreTrainedModel, part: str | None) -> str:
         return (
             'Call patch_model(model, scheme) first. patch_model(model, "native") keeps the encoding of a rotary model.'
         )
-    own = default_part(target, parts) if part is None else check_part(part, parts, target)
+    own = named_part(target, part)
     return (
         f"Call patch_model(model, scheme, part={own!r}) first, and pass the same part= here. This model has the parts "
         f"{', '.join(map(repr, parts))}."
@@ -124,7 +124,7 @@ def _patch_first(target: PreTrainedModel, part: str | None) -> str:
 
 def _refuse_other_parts(encoding: PositionEncoding, target: PreTrainedModel, part: str | None) -> None:
     """Refuses a part on whose context length the scheme has no effect."""
-    main = default_part(target, model_parts(target)) if part is None else part
+    main = named_part(target, part)
     if main == VISION:
         raise UnsupportedError(
             f"The {main} part of {type(target).__name__} reads images, so it has no context length in tokens. The "
@@ -154,6 +154,5 @@ def _warn_if_extrapolating(encoding: PositionEncoding, model: PreTrainedModel, l
             "model encounters angles that it was not trained on. Scalings for longer sequences are YarnScaling, "
             "NtkScaling, LinearScaling, DynamicScaling and LongRopeScaling, for example RopeConfig(theta=..., "
             f"scaling=YarnScaling(factor={length / (native or known):g}, original_max_positions={native or known})).",
-            UserWarning,
             stacklevel=3,
         )

@@ -16,7 +16,7 @@ from hf_posenc.patching.call.attention_site import AttentionSite
 from hf_posenc.patching.call.placed_forward import forward_on_instance
 from hf_posenc.patching.find.discovery import model_parts
 from hf_posenc.patching.find.model_parts import check_part, default_part
-from hf_posenc.patching.find.rotary_axes import reads_axes
+from hf_posenc.patching.find.rotary_spectra import reads_axes
 from hf_posenc.patching.find.sites import AddedModule, Stack
 from hf_posenc.patching.find.tables import table_origin
 from hf_posenc.patching.place.config_lengths import Lengths

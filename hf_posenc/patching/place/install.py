@@ -2,29 +2,45 @@
 
 from __future__ import annotations
 
+import functools
+
 from torch import nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.call.additive_site import AddToHiddenStates
-from hf_posenc.patching.call.grid.rotary_site import GridRotarySite
+from hf_posenc.patching.call.attention_site import AttentionSite
+from hf_posenc.patching.call.grid_sites import GridRotarySite, ProjectionSite
+from hf_posenc.patching.call.grid_tables import GridTableSite
 from hf_posenc.patching.call.interface_attention import InterfaceAttention
 from hf_posenc.patching.call.layer_call import LayerEncoding
-from hf_posenc.patching.call.native_stand_ins import UnchangedInput, ZeroOutput
-from hf_posenc.patching.call.placed_forward import PlacedForward
-from hf_posenc.patching.call.replicas import RefuseReplicas, ReplicasCheck
-from hf_posenc.patching.call.rotary_site import RotaryMethodSite, RotaryModuleSite
+from hf_posenc.patching.call.native_stand_ins import ZeroOutput, unrotated, zero_bias_of
+from hf_posenc.patching.call.placed_forward import PlacedForward, forward_on_instance
+from hf_posenc.patching.call.replicas import refuse_replicas
+from hf_posenc.patching.call.rotary_site import RotaryModuleSite
 from hf_posenc.patching.call.runtime import StackForward, StackRuntime
 from hf_posenc.patching.call.scores_attention import ScoresAttention
+from hf_posenc.patching.call.series_sites import ConvolutionSite, InputView, LengthSite, ParameterSite
 from hf_posenc.patching.call.table_site import TableOwner, TableSite
 from hf_posenc.patching.find.architectures import Architecture
+from hf_posenc.patching.find.architectures.silencers import freeze_all
+from hf_posenc.patching.find.grids import FoundBias
 from hf_posenc.patching.find.sites import FoundAttention, Stack
-from hf_posenc.patching.place.install_grid import install_grid
-from hf_posenc.patching.place.install_series import install_series
+from hf_posenc.patching.find.tables import OwnedTable
 from hf_posenc.patching.place.journal import Journal
+from hf_posenc.patching.place.raster_order import TWO_DIMENSIONAL, order_readers
 from hf_posenc.patching.place.record import SchemeRecord
 from hf_posenc.patching.place.report import StackReport
 from hf_posenc.patching.place.stack_encoding import StackEncoding
 from hf_posenc.patching.place.stack_record import StackRecord
+
+_DESCRIPTIONS = {
+    "convolution": "convolution over neighbours in place of positions",
+    "sinusoids": "sinusoids of positions",
+}
+_NEIGHBOURS = (
+    "convolutions mix neighbouring frames before or between the layers of attention, so the order of the input still "
+    "shows without positions"
+)
 
 
 def install_stack(stack: Stack, encoding: StackEncoding, record: SchemeRecord) -> StackReport:
@@ -47,9 +63,9 @@ def install_stack(stack: Stack, encoding: StackEncoding, record: SchemeRecord) -
     runtime = encoding.runtime
     runtime.watch = record.stacks[stack.name] = StackRecord(stack, encoding, journal, record.stacks.get(stack.name))
     if next(encoding.parameters(), None) is not None:
-        runtime.replicas = ReplicasCheck(encoding)
+        runtime.replicas = encoding
     journal.wrap_forward(stack.module, lambda inner: StackForward(stack.module, runtime, inner))
-    journal.set(stack.module, "_replicate_for_data_parallel", RefuseReplicas())
+    journal.set(stack.module, "_replicate_for_data_parallel", refuse_replicas)
     if architecture.silence is not None:
         architecture.silence(stack, journal)
     if stack.mechanism:
@@ -70,9 +86,9 @@ def install_stack(stack: Stack, encoding: StackEncoding, record: SchemeRecord) -
         if encoding.additive is not None:
             report.placed.append(f"additive: {table.path}")
     if stack.grid is not None:
-        install_grid(stack, encoding, journal, report)
+        _install_grid(stack, encoding, journal, report)
     if stack.series is not None:
-        install_series(stack, encoding, journal, report)
+        _install_series(stack, encoding, journal, report)
     if encoding.additive is not None and not _has_place_for_vectors(stack):
         if stack.first_layer is None:
             raise UnsupportedError(
@@ -97,13 +113,12 @@ def _silence_relative(attention: FoundAttention, journal: Journal) -> None:
     if relative.projection is not None:
         journal.set_forward(relative.projection, ZeroOutput(relative.projection))
     if relative.method is not None:
-        journal.replace(attention.module, relative.method, UnchangedInput())
+        journal.replace(attention.module, relative.method, unrotated)
     for name in relative.names:
         if name in attention.module._parameters:
             journal.freeze(attention.module, name)
         else:
-            for own in getattr(attention.module, name)._parameters:
-                journal.freeze(getattr(attention.module, name), own)
+            freeze_all(journal, getattr(attention.module, name))
 
 
 def _has_place_for_vectors(stack: Stack) -> bool:
@@ -130,21 +145,109 @@ def _install_attention(
 ) -> None:
     module, runtime = attention.module, encoding.runtime
     if attention.uses_interface:
-        found = InterfaceAttention(
-            module, runtime, layer, drop_native_bias=True, operand_factors=architecture.operand_factors
-        )
-        found.window = attention.window
-        journal.set_forward(module, found)
+        site: AttentionSite = InterfaceAttention(module, runtime, layer, architecture.operand_factors)
     else:
-        site = ScoresAttention(module, runtime, layer, architecture.bias_arguments)
-        site.window = attention.window
-        journal.set_forward(module, site)
+        site = scores = ScoresAttention(module, runtime, layer, architecture.bias_arguments)
         if architecture.rotary_method:
-            journal.replace(module, architecture.rotary_method, RotaryMethodSite(site))
+            journal.replace(module, architecture.rotary_method, scores.rotate_pair)
             report.replaced.append(f"{attention.path}: {architecture.rotary_method}")
+    site.window = attention.window
+    journal.set_forward(module, site)
     report.replaced.extend(f"{attention.path}: {name}" for name in attention.rotary_functions)
     if attention.relative is not None:
         _silence_relative(attention, journal)
     for name in ("query_key_map", "logit_bias", "logit_scale"):
         if getattr(layer, name) is not None:
             report.placed.append(f"{name}: {attention.path}")
+
+
+def _install_grid(stack: Stack, encoding: StackEncoding, journal: Journal, report: StackReport) -> None:
+    """Records the grid of every call, and puts the vectors of the scheme in place of the tables over the grid."""
+    grid, runtime = stack.grid, encoding.runtime
+    assert grid is not None
+    if grid.projection is not None:
+        journal.set_forward(grid.projection, ProjectionSite(grid.projection, runtime))
+    for first in grid.sites():
+        own = [table for table in grid.tables if table.module is first.module]
+        site = GridTableSite(first.module, own, grid.tables[0], runtime, encoding.additive)
+        if first.module is stack.module:
+            runtime.tables = site
+        else:
+            journal.set_forward(first.module, site)
+        for table in own:
+            _freeze_table(table, journal)
+            report.replaced.append(f"{table.full_name}: position table ({type(table.module).__name__})")
+    in_order = order_readers(encoding.acting_parts())
+    if in_order:
+        report.positions = f"patches are numbered row by row for {' and '.join(in_order)}. {TWO_DIMENSIONAL}"
+    elif next(encoding.acting_parts(), None) is not None:
+        report.positions = "rows and columns of patches"
+    if _mixes_patches(stack):
+        report.kept.append("convolutions between its layers read neighbouring patches")
+    for bias in grid.biases:
+        _silence_bias(bias, journal)
+        report.replaced.append(str(bias))
+    if encoding.additive is not None and grid.tables:
+        report.placed.append(f"additive: {grid.tables[0].full_name}")
+
+
+def _mixes_patches(stack: Stack) -> bool:
+    """Whether a convolution of the first layer reads several patches."""
+    modules = () if stack.first_layer is None else stack.first_layer.modules()
+    return any(isinstance(module, nn.Conv2d) and module.kernel_size[-1] > 1 for module in modules)
+
+
+def _silence_bias(bias: FoundBias, journal: Journal) -> None:
+    module, name = bias.module, bias.name
+    if bias.kind == "module":
+        journal.set(module, "forward", functools.partial(zero_bias_of, module))
+        freeze_all(journal, module)
+    elif bias.kind == "network":
+        network = getattr(module, name)
+        journal.set_forward(network, ZeroOutput(network))
+        freeze_all(journal, network)
+    elif bias.kind == "flag":
+        journal.set(module, name, False)
+        for own in module._parameters:
+            if "rel_pos" in own:
+                journal.freeze(module, own)
+    elif bias.kind == "rotation":
+        journal.set(module, name, unrotated)
+    else:
+        site = forward_on_instance(module)
+        assert isinstance(site, ScoresAttention)
+        site.zero_tables = [name]
+        journal.freeze(module, name)
+
+
+def _freeze_table(table: OwnedTable, journal: Journal) -> None:
+    if isinstance(table.value, nn.Module):
+        freeze_all(journal, table.value)
+    elif table.name in table.module._parameters:
+        journal.freeze(table.module, table.name)
+
+
+def _install_series(stack: Stack, encoding: StackEncoding, journal: Journal, report: StackReport) -> None:
+    """Puts the vectors of the scheme in place of those of the architecture. The first module gets them."""
+    series, runtime = stack.series, encoding.runtime
+    assert series is not None
+    additive = None if stack.tables else encoding.additive
+    if series.fixed_input is not None:
+        runtime.input_view = InputView(stack.module, series.fixed_input, runtime)
+    for found in series.vectors:
+        site = ConvolutionSite if found.kind == "convolution" else LengthSite
+        journal.set_forward(found.module, site(found, runtime, additive))
+        freeze_all(journal, found.module)
+        report.replaced.append(f"{found.path}: {_DESCRIPTIONS[found.kind]} ({type(found.module).__name__})")
+        if additive is not None:
+            report.placed.append(f"additive: {found.path}")
+        additive = None
+    for table in series.parameters:
+        journal.set_forward(table.module, ParameterSite(table, runtime, additive))
+        _freeze_table(table, journal)
+        report.replaced.append(f"{table.full_name}: position table ({type(table.module).__name__})")
+        if additive is not None:
+            report.placed.append(f"additive: {table.full_name}")
+        additive = None
+    if series.mixes_neighbours:
+        report.kept.append(_NEIGHBOURS)

@@ -208,10 +208,8 @@ def _write(
         encoding.record.other_lengths[part] = written
     if encoding.report is not None:
         others = [f"{name}: {other}" for name, other in encoding.record.other_lengths.items()]
-        own = (
-            [str(encoding.lengths)] if encoding.lengths is not None and (encoding.lengths.native or not others) else []
-        )
-        encoding.report.context = "; ".join([*own, *others])
+        shows_own = encoding.lengths is not None and (encoding.lengths.native or not others)
+        encoding.report.context = "; ".join([str(encoding.lengths), *others] if shows_own else others)
     refresh_names(encoding)
 
 

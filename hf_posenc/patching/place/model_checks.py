@@ -54,11 +54,7 @@ def _refuse_part(model: PreTrainedModel) -> None:
 
 
 def _refuse_recomputed_queries(model: nn.Module) -> None:
-    """Refuses a model with adaption prompts whose queries are rotated.
-
-    Raises:
-        UnsupportedError: with the reason.
-    """
+    """Refuses a model with adaption prompts whose queries are rotated."""
     for module in model.modules():
         kind = type(module)
         if (kind.__module__, kind.__name__) == ("peft.tuners.adaption_prompt.layer", "AdaptedAttention"):

@@ -77,11 +77,7 @@ def _indices(layers: Any) -> list[int]:
 
 
 def _check_all_occur(config: SchemeConfig, stacks: list[Stack]) -> None:
-    """Refuses an arrangement with a scheme that no layer would use.
-
-    Raises:
-        ValueError: naming this scheme and the available layers.
-    """
+    """Refuses an arrangement with a scheme that no layer would use."""
     if not isinstance(config, LayeredConfig) or isinstance(config, ScheduleConfig):
         return
     attentions = [attention for stack in stacks for attention in stack.attentions]

@@ -2,104 +2,73 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.architectures import example_inputs
-from hf_posenc.patching.find.architectures.declaration import Architecture, register_architecture
-from hf_posenc.patching.find.architectures.silencers import ZeroBias
+from hf_posenc.patching.find.architectures.declaration import (
+    Architecture,
+    refused_if,
+    register_architecture,
+    undescribed,
+)
+from hf_posenc.patching.find.architectures.silencers import freeze_all, zero_bias
 from hf_posenc.patching.find.sites import Stack
-from hf_posenc.schemes.config import SchemeConfig
 
 if TYPE_CHECKING:
     from hf_posenc.patching.place.journal import Journal
 
 
-class PlainHeads:
-    """Stands in for WavLM's call of torch's attention, which adds the gated bias where no scheme can act.
+def plain_heads(
+    module: Any, hidden_states: Tensor, attention_mask: Tensor | None, bias: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Stands in for WavLM's call of torch's attention, which adds the gated `bias` where no scheme can act.
 
     Args:
         module: the attention module.
+        hidden_states: `(batch, length, hidden)`.
+        attention_mask: `(batch, length)`, 1 at real tokens.
+        bias: the gated bias, which is not added.
+
+    Returns:
+        `(batch, length, hidden)` and the weights `(batch, heads, length, length)`.
     """
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-
-    def __call__(self, hidden_states: Tensor, attention_mask: Tensor | None, bias: Tensor) -> tuple[Tensor, Tensor]:
-        """Attention without a bias.
-
-        Args:
-            hidden_states: `(batch, length, hidden)`.
-            attention_mask: `(batch, length)`, 1 at real tokens.
-            bias: the gated bias, which is not added.
-
-        Returns:
-            `(batch, length, hidden)` and the weights `(batch, heads, length, length)`.
-        """
-        module = self.module
-        query, key, value = (
-            projection(hidden_states).unflatten(-1, (module.num_heads, module.head_dim)).transpose(1, 2)
-            for projection in (module.q_proj, module.k_proj, module.v_proj)
-        )
-        scores = torch.matmul(query * module.scaling, key.transpose(2, 3))
-        if attention_mask is not None:
-            scores = scores.masked_fill(attention_mask.ne(1)[:, None, None], torch.finfo(scores.dtype).min)
-        weights = torch.nn.functional.softmax(scores, dim=-1)
-        dropped = torch.nn.functional.dropout(weights, p=module.dropout, training=module.training)
-        attended = torch.matmul(dropped, value).transpose(1, 2).flatten(2)
-        return module.out_proj(attended), weights
+    query, key, value = (
+        projection(hidden_states).unflatten(-1, (module.num_heads, module.head_dim)).transpose(1, 2)
+        for projection in (module.q_proj, module.k_proj, module.v_proj)
+    )
+    scores = torch.matmul(query * module.scaling, key.transpose(2, 3))
+    if attention_mask is not None:
+        scores = scores.masked_fill(attention_mask.ne(1)[:, None, None], torch.finfo(scores.dtype).min)
+    weights = torch.nn.functional.softmax(scores, dim=-1)
+    dropped = torch.nn.functional.dropout(weights, p=module.dropout, training=module.training)
+    attended = torch.matmul(dropped, value).transpose(1, 2).flatten(2)
+    return module.out_proj(attended), weights
 
 
-class NoHeadBias:
-    """Stands in for WavLM's `compute_bias(query_length, key_length)`.
-
-    Args:
-        module: the attention module.
-    """
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-
-    def __call__(self, query_length: int, key_length: int) -> Tensor:
-        """Returns zeros `(heads, query_len, key_len)`."""
-        weight: Tensor = self.module.rel_attn_embed.weight
-        return weight.new_zeros(()).expand(self.module.num_heads, query_length, key_length)
+def no_head_bias(module: Any, query_length: int, key_length: int) -> Tensor:
+    """Stands in for WavLM's `compute_bias`: zeros `(heads, query_len, key_len)`."""
+    return module.rel_attn_embed.weight.new_zeros(()).expand(module.num_heads, query_length, key_length)
 
 
 def _silence_wavlm(stack: Stack, patches: Journal) -> None:
     for attention in stack.attentions:
         module = attention.module
-        patches.replace(module, "torch_multi_head_self_attention", PlainHeads(module))
+        patches.replace(module, "torch_multi_head_self_attention", functools.partial(plain_heads, module))
         patches.freeze(module, "gru_rel_pos_const")
-        for name in module.gru_rel_pos_linear._parameters:
-            patches.freeze(module.gru_rel_pos_linear, name)
+        freeze_all(patches, module.gru_rel_pos_linear)
         if hasattr(module, "rel_attn_embed"):
-            patches.replace(module, "compute_bias", NoHeadBias(module))
+            patches.replace(module, "compute_bias", functools.partial(no_head_bias, module))
             patches.freeze(module.rel_attn_embed, "weight")
-
-
-def _wavlm_native(stack: Stack) -> SchemeConfig | None:
-    raise UnsupportedError(
-        "WavLM multiplies a relative bias with a gate that each token computes from its input, and computes further "
-        "positions with a convolution over neighbouring embeddings. No scheme of this library does this. Any scheme "
-        "can replace both, and unpatch_model restores them."
-    )
 
 
 def _silence_canary(stack: Stack, patches: Journal) -> None:
     # A single column broadcasts in the addition, and a million rows are enough for any sequence.
     table = stack.module.pos_emb
     patches.set_buffer(table, "positional_embedding", table.positional_embedding.new_zeros(1 << 20, 1))
-
-
-def _canary_native(stack: Stack) -> SchemeConfig | None:
-    raise UnsupportedError(
-        "Canary's decoder adds sinusoids divided by the root of their width, and then normalises the sum. No scheme of "
-        "this library has that scale. Any scheme can replace them, and unpatch_model restores them."
-    )
 
 
 def _silence_vits(stack: Stack, patches: Journal) -> None:
@@ -110,43 +79,10 @@ def _silence_vits(stack: Stack, patches: Journal) -> None:
             patches.freeze(attention.module, "emb_rel_v")
 
 
-def _vits_native(stack: Stack) -> SchemeConfig | None:
-    raise UnsupportedError(
-        "VITS adds learned vectors per distance to its keys and to its values. No scheme of this library changes "
-        "values. Any scheme can replace both, and unpatch_model restores them."
-    )
-
-
 def _silence_phi4(stack: Stack, patches: Journal) -> None:
     layer = stack.module.relative_attention_bias_layer
-    patches.set_forward(layer, ZeroBias())
+    patches.set_forward(layer, zero_bias)
     patches.freeze(layer.bias_values, "weight")
-
-
-def _phi4_native(stack: Stack) -> SchemeConfig | None:
-    raise UnsupportedError(
-        "The audio encoder of Phi-4 adds a learned bias per distance and head, with one table for all layers. The "
-        "schemes of this library group distances, or compute the bias from the query. Any scheme can replace it, and "
-        "unpatch_model restores it."
-    )
-
-
-def _probabilistic_attention(config: Any) -> str | None:
-    if config.attention_type != "prob":
-        return None
-    return (
-        "its ProbSparse attention computes logits for a sample of the queries only. It can be patched with "
-        "attention_type='full'."
-    )
-
-
-def _channel_attention(config: Any) -> str | None:
-    if not config.channel_attention:
-        return None
-    return (
-        "with `channel_attention=True` the same attention module compares time steps and then channels, which have no "
-        "order. It can be patched with channel_attention=False."
-    )
 
 
 def declare_audio_architectures() -> None:
@@ -179,31 +115,66 @@ def declare_audio_architectures() -> None:
         ),
     ):
         register_architecture(*names, architecture=Architecture(unsupported=reason))
-    register_architecture("informer", architecture=Architecture(unsupported=_probabilistic_attention))
+    probabilistic = refused_if(
+        lambda config: config.attention_type == "prob",
+        "its ProbSparse attention computes logits for a sample of the queries only. It can be patched with "
+        "attention_type='full'.",
+    )
+    register_architecture("informer", architecture=Architecture(unsupported=probabilistic))
     register_architecture(
         "semantic", "coarse_acoustics", "fine_acoustics", architecture=Architecture(tables=("position_embeds_layer",))
     )
     register_architecture(
         "vits",
-        architecture=Architecture(mechanism="relative keys and values", silence=_silence_vits, native=_vits_native),
+        architecture=Architecture(
+            mechanism="relative keys and values",
+            silence=_silence_vits,
+            native=undescribed(
+                "VITS adds learned vectors per distance to its keys and to its values. No scheme of this library "
+                "changes values. Any scheme can replace both, and unpatch_model restores them."
+            ),
+        ),
     )
     register_architecture(
         "phi4_multimodal_audio",
-        architecture=Architecture(mechanism="relative bias", silence=_silence_phi4, native=_phi4_native),
+        architecture=Architecture(
+            mechanism="relative bias",
+            silence=_silence_phi4,
+            native=undescribed(
+                "The audio encoder of Phi-4 adds a learned bias per distance and head, with one table for all layers. "
+                "The schemes of this library group distances, or compute the bias from the query. Any scheme can "
+                "replace it, and unpatch_model restores it."
+            ),
+        ),
     )
-    register_architecture("cohere_asr", architecture=Architecture(tables=("pos_emb",)))
     register_architecture(
         "canary_decoder",
-        architecture=Architecture(mechanism="sinusoidal table", silence=_silence_canary, native=_canary_native),
+        architecture=Architecture(
+            mechanism="sinusoidal table",
+            silence=_silence_canary,
+            native=undescribed(
+                "Canary's decoder adds sinusoids divided by the root of their width, and then normalises the sum. No "
+                "scheme of this library has that scale. Any scheme can replace them, and unpatch_model restores them."
+            ),
+        ),
     )
-    register_architecture("patchtst", architecture=Architecture(unsupported=_channel_attention))
+    of_channels = refused_if(
+        lambda config: config.channel_attention,
+        "with `channel_attention=True` the same attention module compares time steps and then channels, which have no "
+        "order. It can be patched with channel_attention=False.",
+    )
+    register_architecture("patchtst", architecture=Architecture(unsupported=of_channels))
     register_architecture(
         "wavlm",
         architecture=Architecture(
             mechanism="gated relative bias",
             attention_classes=("WavLMAttention",),
             silence=_silence_wavlm,
-            native=_wavlm_native,
+            native=undescribed(
+                "WavLM multiplies a relative bias with a gate that each token computes from its input, and computes "
+                "further positions with a convolution over neighbouring embeddings. No scheme of this library does "
+                "this. Any scheme can replace both, and unpatch_model restores them."
+            ),
         ),
     )
     between = (

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.architectures.declaration import Architecture, register_architecture
-from hf_posenc.patching.find.architectures.silencers import NoBias
+from hf_posenc.patching.find.architectures.silencers import freeze_all, no_bias
 from hf_posenc.patching.find.offloading import onload_weights
 from hf_posenc.patching.find.sites import FoundAttention, Stack
 from hf_posenc.patching.find.tables import table_origin
@@ -32,19 +32,16 @@ def _is_first_version(module: Any) -> bool:
 def _silence(stack: Stack, patches: Journal) -> None:
     for attention in stack.attentions:
         first = _is_first_version(attention.module)
-        patches.replace(attention.module, "disentangled_att_bias" if first else "disentangled_attention_bias", NoBias())
-        for name in _PROJECTIONS:
-            _freeze(getattr(attention.module, name, None), patches)
+        patches.replace(attention.module, "disentangled_att_bias" if first else "disentangled_attention_bias", no_bias)
+        _freeze(attention.module, _PROJECTIONS, patches)
     for encoder in stack.module.modules():
         if hasattr(encoder, "get_rel_embedding"):
-            _freeze(getattr(encoder, "rel_embeddings", None), patches)
-            _freeze(getattr(encoder, "LayerNorm", None), patches)
+            _freeze(encoder, ("rel_embeddings", "LayerNorm"), patches)
 
 
-def _freeze(unused: nn.Module | None, patches: Journal) -> None:
-    for module in () if unused is None else unused.modules():
-        for name in module._parameters:
-            patches.freeze(module, name)
+def _freeze(owner: nn.Module, names: tuple[str, ...], patches: Journal) -> None:
+    for unused in filter(None, (getattr(owner, name, None) for name in names)):
+        freeze_all(patches, unused)
 
 
 def _terms(module: Any) -> list[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from hf_posenc.errors import UnsupportedError
 from hf_posenc.extensions import import_named_modules
 from hf_posenc.schemes.config import SchemeConfig
 
@@ -78,7 +79,7 @@ class Architecture:
     fixed_tables: Callable[[Stack], list[FixedTable]] | None = None
     bias_table: Callable[[Stack, FoundAttention], Tensor | None] | None = None
     logit_terms: Callable[[nn.Module], int] | None = None
-    operand_factors: Callable[[nn.Module], tuple[float, float]] | None = None
+    operand_factors: Callable[[Any], tuple[float, float]] | None = None
     kept: tuple[str, ...] = field(default_factory=tuple)
     fixed_length: str | None = None
     suffix_tokens: int | Callable[[Any], int] = 0
@@ -92,6 +93,20 @@ class Architecture:
     def refusal(self, config: Any) -> str | None:
         """Why this config is refused, or `None`."""
         return self.unsupported(config) if callable(self.unsupported) else self.unsupported
+
+
+def refused_if(applies: Callable[[Any], bool], reason: str) -> Callable[[Any], str | None]:
+    """The `unsupported` of an architecture that some configs make unsuited."""
+    return lambda config: reason if applies(config) else None
+
+
+def undescribed(reason: str) -> Callable[[Stack], SchemeConfig | None]:
+    """The `native` of a mechanism that no scheme describes."""
+
+    def native(stack: Stack) -> SchemeConfig | None:
+        raise UnsupportedError(reason)
+
+    return native
 
 
 _ARCHITECTURES: dict[str, Architecture] = {}

@@ -13,17 +13,23 @@ from torch import Tensor
 
 #: Rows and columns of patches. All spatial merges divide it.
 _SIDE = 4
-#: Frames of a spectrogram and samples of a wave, enough for a few tokens after convolutions.
-_FRAMES = 128
-_SAMPLES = 6480
+#: Frames of a spectrogram and samples of a wave, enough for 16 tokens after the usual convolutions.
+FRAMES = 128
+SAMPLES = 6480
 
 
-def _numbers(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+def numbers(*shape: int) -> Tensor:
+    """Normally distributed numbers, the same in every call."""
+    return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
 
 
 def _tokens(count: int) -> Tensor:
     return torch.arange(5, 5 + count).unsqueeze(0)
+
+
+def _codes(tokens: int, streams: int) -> Tensor:
+    """`(1, tokens, streams)`: a code of each stream for every token."""
+    return (torch.arange(tokens).unsqueeze(1) + torch.arange(streams)).unsqueeze(0) % 16
 
 
 def _image_sides(config: Any) -> tuple[int, int]:
@@ -42,26 +48,23 @@ def _grid_of_patches() -> Tensor:
 
 def tokens_of_codebooks(module: Any, tokens: int) -> dict[str, Any]:
     """CSM: a token is one code of each codebook."""
-    codes = torch.arange(tokens).unsqueeze(1) + torch.arange(module.config.num_codebooks)
-    return {"input_ids": codes.unsqueeze(0) % 16, "use_cache": False}
+    return {"input_ids": _codes(tokens, module.config.num_codebooks), "use_cache": False}
 
 
 def tokens_of_codebooks_and_a_word(module: Any, tokens: int) -> dict[str, Any]:
     """Kyutai's speech to text: a word stands before the codes."""
-    codes = torch.arange(tokens).unsqueeze(1) + torch.arange(module.config.num_codebooks + 1)
-    return {"input_ids": codes.unsqueeze(0) % 16, "use_cache": False}
+    return {"input_ids": _codes(tokens, module.config.num_codebooks + 1), "use_cache": False}
 
 
 def text_and_channels(module: Any, tokens: int) -> dict[str, Any]:
     """Dia: text for the encoder, and one code of each channel for the decoder."""
-    channels = module.config.decoder_config.num_channels
-    codes = torch.arange(tokens).unsqueeze(1) + torch.arange(channels)
-    return {"input_ids": _tokens(tokens), "decoder_input_ids": codes.unsqueeze(0) % 16, "use_cache": False}
+    codes = _codes(tokens, module.config.decoder_config.num_channels)
+    return {"input_ids": _tokens(tokens), "decoder_input_ids": codes, "use_cache": False}
 
 
 def tokens_at_a_time(module: Any, tokens: int) -> dict[str, Any]:
     """The text model of Voxtral Realtime: an embedding of the delay of the transcript."""
-    return {"input_ids": _tokens(tokens), "t_cond": _numbers(1, module.config.hidden_size), "use_cache": False}
+    return {"input_ids": _tokens(tokens), "t_cond": numbers(1, module.config.hidden_size), "use_cache": False}
 
 
 def tokens_about_an_image(module: Any, tokens: int) -> dict[str, Any]:
@@ -69,7 +72,7 @@ def tokens_about_an_image(module: Any, tokens: int) -> dict[str, Any]:
     width = module.config.vision_config.embed_dim
     return {
         "input_ids": _tokens(tokens),
-        "image_encoder_embeddings": _numbers(1, 1, _SIDE, width),
+        "image_encoder_embeddings": numbers(1, 1, _SIDE, width),
         "image_attention_mask": torch.ones(1, tokens, 1, dtype=torch.int64),
         "use_cache": False,
     }
@@ -93,27 +96,27 @@ def image_and_prompt(module: Any, tokens: int) -> dict[str, Any]:
     config = module.config
     height, width = _image_sides(config)
     # The image size of the config is that of both images, one above the other.
-    image = _numbers(1, config.num_channels, height // 2, width)
+    image = numbers(1, config.num_channels, height // 2, width)
     return {"pixel_values": image, "prompt_pixel_values": image.flip(3), "prompt_masks": image.flip(2)}
 
 
 def frames_of_a_video(module: Any, tokens: int) -> dict[str, Any]:
     """X-CLIP's vision model: frames in place of a batch of images."""
     config = module.config
-    return {"pixel_values": _numbers(config.num_frames, config.num_channels, *_image_sides(config))}
+    return {"pixel_values": numbers(config.num_frames, config.num_channels, *_image_sides(config))}
 
 
 def short_video(module: Any, tokens: int) -> dict[str, Any]:
     """VidEoMT: two frames."""
     config = module.config
-    return {"pixel_values_videos": _numbers(1, 2, config.num_channels, *_image_sides(config))}
+    return {"pixel_values_videos": numbers(1, 2, config.num_channels, *_image_sides(config))}
 
 
 def cut_patches(module: Any, tokens: int) -> dict[str, Any]:
     """Kimi: the pixels of every patch, as an image of its own."""
     size = module.config.patch_size
     rows, columns = (size, size) if isinstance(size, int) else size
-    return {"pixel_values": _numbers(_SIDE * _SIDE, 3, rows, columns), "grid_thw": _grid_of_patches()}
+    return {"pixel_values": numbers(_SIDE * _SIDE, 3, rows, columns), "grid_thw": _grid_of_patches()}
 
 
 def cut_patches_of_a_batch(module: Any, tokens: int) -> dict[str, Any]:
@@ -121,7 +124,7 @@ def cut_patches_of_a_batch(module: Any, tokens: int) -> dict[str, Any]:
     config = module.config
     size = config.patch_size
     return {
-        "pixel_values": _numbers(1, _SIDE * _SIDE, config.num_channels, size, size),
+        "pixel_values": numbers(1, _SIDE * _SIDE, config.num_channels, size, size),
         "grid_thw": _grid_of_patches(),
     }
 
@@ -130,14 +133,14 @@ def flat_patches(module: Any, tokens: int) -> dict[str, Any]:
     """Muse: the pixels of every patch and of its frames in one row."""
     config = module.config
     values = config.patch_temporal * 3 * config.patch_size**2
-    return {"pixel_values": _numbers(_SIDE * _SIDE, values), "grid_thw": _grid_of_patches()}
+    return {"pixel_values": numbers(_SIDE * _SIDE, values), "grid_thw": _grid_of_patches()}
 
 
 def patches_in_a_row(module: Any, tokens: int) -> dict[str, Any]:
     """MiniCPM-V and MiniCPM-OCR: all patches side by side in one strip."""
     config = module.config
     return {
-        "pixel_values": _numbers(1, config.num_channels, config.patch_size, config.patch_size * _SIDE * _SIDE),
+        "pixel_values": numbers(1, config.num_channels, config.patch_size, config.patch_size * _SIDE * _SIDE),
         "target_sizes": torch.tensor([[_SIDE, _SIDE]]),
     }
 
@@ -147,9 +150,9 @@ def patches_in_a_row(module: Any, tokens: int) -> dict[str, Any]:
 
 def wave_with_a_channel(module: Any, tokens: int) -> dict[str, Any]:
     """PE Audio: `(batch, channels, samples)`."""
-    return {"input_values": _numbers(1, 1, _SAMPLES)}
+    return {"input_values": numbers(1, 1, SAMPLES)}
 
 
 def spectrogram_with_bins_first(module: Any, tokens: int) -> dict[str, Any]:
     """Voxtral Realtime: `(batch, bins, frames)`."""
-    return {"input_features": _numbers(1, module.config.num_mel_bins, _FRAMES)}
+    return {"input_features": numbers(1, module.config.num_mel_bins, FRAMES)}

@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from hf_posenc.patching.place.journal import Journal
 
 
-class ZeroBias:
-    """Replaces a method that computes a bias. Returns a zero that broadcasts against any scores."""
-
-    def __init__(self, dimensions: int = 4) -> None:
-        self.dimensions = dimensions
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Returns a zero `(1, ..., 1)` on the device of the first tensor among the arguments."""
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        device = tensors[0].device if tensors else kwargs.get("device")
-        dtype = tensors[0].dtype if tensors and tensors[0].is_floating_point() else torch.get_default_dtype()
-        return torch.zeros((1,) * self.dimensions, device=device, dtype=kwargs.get("dtype", dtype))
+def zero_bias(*args: Any, **kwargs: Any) -> Tensor:
+    """Replaces a method that computes a bias: a zero `(1, 1, 1, 1)` on the device of the first tensor of a call."""
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    device = tensors[0].device if tensors else kwargs.get("device")
+    dtype = tensors[0].dtype if tensors and tensors[0].is_floating_point() else torch.get_default_dtype()
+    return torch.zeros(1, 1, 1, 1, device=device, dtype=kwargs.get("dtype", dtype))
 
 
-class NoBias:
+def no_bias(*args: Any, **kwargs: Any) -> None:
     """Replaces a method whose result is added to the scores only if it is not `None`."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Returns `None`."""
+
+def zero_relative_shift(scores: Tensor, klen: int = -1) -> Tensor:
+    """Replaces XLNet's `rel_shift_bnij`: the position term of the scores is zeros `(batch, heads, query_len, klen)`."""
+    return scores.new_zeros(*scores.shape[:3], klen)
 
 
-class ZeroRelativeShift:
-    """Replaces XLNet's `rel_shift_bnij(scores, klen)`, so that the position term of the scores is zero."""
-
-    def __call__(self, scores: Tensor, klen: int = -1) -> Tensor:
-        """Returns zeros `(batch, heads, query_len, klen)`."""
-        return scores.new_zeros(*scores.shape[:3], klen)
+def freeze_all(patches: Journal, unused: nn.Module) -> None:
+    """Freezes all weights of a module."""
+    for module in unused.modules():
+        for name in module._parameters:
+            patches.freeze(module, name)

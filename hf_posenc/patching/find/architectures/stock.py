@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching.find.architectures import example_inputs
-from hf_posenc.patching.find.architectures.declaration import Architecture, register_architecture
-from hf_posenc.patching.find.architectures.silencers import (
-    ZeroBias,
-    ZeroRelativeShift,
-)
+from hf_posenc.patching.find.architectures.declaration import Architecture, refused_if, register_architecture
+from hf_posenc.patching.find.architectures.silencers import freeze_all, zero_bias, zero_relative_shift
 from hf_posenc.patching.find.sites import FixedTable, FoundAttention, Stack
 from hf_posenc.schemes import AlibiConfig, ComposedConfig, LearnedConfig, RopeConfig, SinusoidalConfig, T5Config
 from hf_posenc.schemes.config import SchemeConfig
@@ -31,13 +27,13 @@ def _silence_relative_table(stack: Stack, patches: Journal) -> None:
     for attention in stack.attentions:
         table = getattr(attention.module, "relative_attention_bias", None)
         if table is not None:
-            patches.replace(attention.module, "compute_bias", ZeroBias())
+            patches.replace(attention.module, "compute_bias", zero_bias)
             patches.freeze(table, "weight")
 
 
 def _silence_mpnet(stack: Stack, patches: Journal) -> None:
     encoder = stack.module.encoder
-    patches.replace(encoder, "compute_position_bias", ZeroBias())
+    patches.replace(encoder, "compute_position_bias", zero_bias)
     patches.freeze(encoder.relative_attention_bias, "weight")
 
 
@@ -48,13 +44,9 @@ def _silence_ctrl(stack: Stack, patches: Journal) -> None:
 
 def _silence_xlnet(stack: Stack, patches: Journal) -> None:
     for attention in stack.attentions:
-        patches.replace(attention.module, "rel_shift_bnij", ZeroRelativeShift())
+        patches.replace(attention.module, "rel_shift_bnij", zero_relative_shift)
         patches.freeze(attention.module, "r")
         patches.freeze(attention.module, "r_r_bias")
-
-
-def _silence_cpmant(stack: Stack, patches: Journal) -> None:
-    patches.freeze(stack.module.position_bias, "relative_attention_bias")
 
 
 def _relative_table(stack: Stack) -> SchemeConfig:
@@ -76,32 +68,12 @@ def _relative_bias_table(stack: Stack, attention: FoundAttention) -> Tensor | No
     return None
 
 
-def _mpnet_bias_table(stack: Stack, attention: FoundAttention) -> Tensor | None:
-    return stack.module.encoder.relative_attention_bias.weight
-
-
 def _mpnet_native(stack: Stack) -> SchemeConfig:
     table = stack.tables[0].module
     buckets = stack.config.relative_attention_num_buckets
     offset = int(table.padding_idx) + 1
     learned = LearnedConfig(num_positions=table.weight.shape[0] - offset, offset=offset)
     return ComposedConfig(parts=(learned, T5Config(num_buckets=buckets, max_distance=128, bidirectional=True)))
-
-
-def _ctrl_native(stack: Stack) -> SchemeConfig:
-    return SinusoidalConfig(layout="concatenated")
-
-
-def _ctrl_tables(stack: Stack) -> list[FixedTable]:
-    return [(stack.module, "pos_encoding")]
-
-
-def _roformer_native(stack: Stack) -> SchemeConfig:
-    return RopeConfig(theta=10_000.0, layout="interleaved")
-
-
-def _roformer_tables(stack: Stack) -> list[FixedTable]:
-    return [(stack.module.encoder.embed_positions, "weight")]
 
 
 def _gptj_native(stack: Stack) -> SchemeConfig:
@@ -138,55 +110,13 @@ def _falcon_native(stack: Stack) -> SchemeConfig | None:
 def _silence_inkling(stack: Stack, patches: Journal) -> None:
     """Freezes the bias projections. The patched attention already drops the `position_bias` that the layers pass."""
     biases = (one for found in stack.attentions for one in found.module.children() if "Relative" in type(one).__name__)
-    for module in itertools.chain.from_iterable(bias.modules() for bias in biases):
-        for name in module._parameters:
-            patches.freeze(module, name)
-
-
-def _dory_refusal(config: Any) -> str | None:
-    if config.recurrent_kv_cache_mode == "per_loop":
-        return None
-    return (
-        "with `recurrent_kv_cache_mode='last_loop'` its earlier loops join their keys with those that the last loop "
-        "has cached, so a scheme cannot change what is cached. It can be patched with 'per_loop'."
-    )
-
-
-def _big_bird_refusal(config: Any) -> str | None:
-    return (
-        None
-        if config.attention_type == "original_full"
-        else f"{_NO_SCORES} It can be patched with attention_type='original_full'."
-    )
-
-
-def _bigbird_pegasus_refusal(config: Any) -> str | None:
-    if config.attention_type == "original_full" or not config.is_encoder_decoder:
-        return None
-    return f"in its encoder, {_NO_SCORES} It can be patched with attention_type='original_full'."
-
-
-def _roformer_refusal(config: Any) -> str | None:
-    if not getattr(config, "rotary_value", False):
-        return None
-    return "with `rotary_value=True` it rotates values too, which no scheme of this library does."
-
-
-def _xlnet_heads(module: nn.Module, config: Any) -> tuple[int, int]:
-    return config.n_head, config.d_head
+    for bias in biases:
+        freeze_all(patches, bias)
 
 
 def _convbert_heads(module: nn.Module, config: Any) -> tuple[int, int]:
     # Attention computes only some of the heads; a convolution replaces the others.
     return module.num_attention_heads, module.attention_head_size  # type: ignore[return-value]
-
-
-def _scaled_queries(module: Any) -> tuple[float, float]:
-    return module.attention_head_size**-0.5, 1.0
-
-
-def _scaled_heads(module: Any) -> tuple[float, float]:
-    return module.scaling, module.scaling
 
 
 def declare_stock_architectures() -> None:
@@ -236,13 +166,19 @@ def declare_stock_architectures() -> None:
     register_architecture(
         "mpnet",
         architecture=Architecture(
-            mechanism="T5 relative bias", silence=_silence_mpnet, native=_mpnet_native, bias_table=_mpnet_bias_table
+            mechanism="T5 relative bias",
+            silence=_silence_mpnet,
+            native=_mpnet_native,
+            bias_table=lambda stack, attention: stack.module.encoder.relative_attention_bias.weight,
         ),
     )
     register_architecture(
         "ctrl",
         architecture=Architecture(
-            mechanism="sinusoidal table", silence=_silence_ctrl, native=_ctrl_native, fixed_tables=_ctrl_tables
+            mechanism="sinusoidal table",
+            silence=_silence_ctrl,
+            native=lambda stack: SinusoidalConfig(layout="concatenated"),
+            fixed_tables=lambda stack: [(stack.module, "pos_encoding")],
         ),
     )
     register_architecture(
@@ -257,12 +193,15 @@ def declare_stock_architectures() -> None:
     register_architecture(
         "roformer",
         architecture=Architecture(
-            unsupported=_roformer_refusal,
+            unsupported=refused_if(
+                lambda config: getattr(config, "rotary_value", False),
+                "with `rotary_value=True` it rotates values too, which no scheme of this library does.",
+            ),
             table_is_rotary=True,
             rotary_method="apply_rotary_position_embeddings",
             pairing="interleaved",
-            native=_roformer_native,
-            fixed_tables=_roformer_tables,
+            native=lambda stack: RopeConfig(theta=10_000.0, layout="interleaved"),
+            fixed_tables=lambda stack: [(stack.module.encoder.embed_positions, "weight")],
             fixed_length="every forward looks up its positions in a sinusoidal table of this length",
         ),
     )
@@ -272,7 +211,7 @@ def declare_stock_architectures() -> None:
             time_major=True,
             mechanism="Transformer-XL bias",
             silence=_silence_xlnet,
-            head_shape=_xlnet_heads,
+            head_shape=lambda module, config: (config.n_head, config.d_head),
             causal=lambda config: config.attn_type == "uni",
         ),
     )
@@ -281,7 +220,7 @@ def declare_stock_architectures() -> None:
         architecture=Architecture(
             mechanism="segment position bias",
             bias_arguments=("position_bias",),
-            silence=_silence_cpmant,
+            silence=lambda stack, patches: patches.freeze(stack.module.position_bias, "relative_attention_bias"),
             kept=("its prompt tokens precede left padding, so distances between prompt and text include the padding",),
         ),
     )
@@ -294,8 +233,14 @@ def declare_stock_architectures() -> None:
             key_value_heads=_falcon_key_heads,
         ),
     )
-    register_architecture("big_bird", architecture=Architecture(unsupported=_big_bird_refusal))
-    register_architecture("bigbird_pegasus", architecture=Architecture(unsupported=_bigbird_pegasus_refusal))
+    remedy = "It can be patched with attention_type='original_full'."
+    sparse = refused_if(lambda config: config.attention_type != "original_full", f"{_NO_SCORES} {remedy}")
+    register_architecture("big_bird", architecture=Architecture(unsupported=sparse))
+    sparse = refused_if(
+        lambda config: config.attention_type != "original_full" and config.is_encoder_decoder,
+        f"in its encoder, {_NO_SCORES} {remedy}",
+    )
+    register_architecture("bigbird_pegasus", architecture=Architecture(unsupported=sparse))
     temperature = "queries are scaled by a slow function of their position"
     register_architecture(
         "beam", "llama4_text", "ministral3", "mistral4", architecture=Architecture(kept=(temperature,))
@@ -308,9 +253,19 @@ def declare_stock_architectures() -> None:
         # Each token also attends to its own states in earlier blocks of layers.
         classes = (f"{prefix}SlidingAttention", f"{prefix}FullAttention")
         register_architecture(name, architecture=dataclasses.replace(inkling, attention_classes=classes))
-    register_architecture("dory", architecture=Architecture(unsupported=_dory_refusal))
-    register_architecture("esm", architecture=Architecture(operand_factors=_scaled_queries))
-    register_architecture("openai_privacy_filter", architecture=Architecture(operand_factors=_scaled_heads))
+    joins_loops = refused_if(
+        lambda config: config.recurrent_kv_cache_mode != "per_loop",
+        "with `recurrent_kv_cache_mode='last_loop'` its earlier loops join their keys with those that the last loop "
+        "has cached, so a scheme cannot change what is cached. It can be patched with 'per_loop'.",
+    )
+    register_architecture("dory", architecture=Architecture(unsupported=joins_loops))
+    register_architecture(
+        "esm", architecture=Architecture(operand_factors=lambda module: (module.attention_head_size**-0.5, 1.0))
+    )
+    register_architecture(
+        "openai_privacy_filter",
+        architecture=Architecture(operand_factors=lambda module: (module.scaling, module.scaling)),
+    )
     register_architecture("xlm", architecture=Architecture(causal=lambda config: config.causal))
     register_architecture("squeezebert", architecture=Architecture(channels_first=True))
     register_architecture("convbert", architecture=Architecture(head_shape=_convbert_heads))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hf_posenc.patching.find.architectures import example_inputs
 from hf_posenc.patching.find.architectures.declaration import Architecture, register_architecture
 
@@ -46,7 +44,9 @@ def declare_vision_architectures() -> None:
     register_architecture("lightglue", "superglue", "efficientloftr", architecture=Architecture(unsupported=_KEYPOINTS))
     register_architecture("gemma4_vision", architecture=Architecture(unsupported=_OWN_COORDINATES))
     register_architecture("llama4_vision_model", architecture=Architecture(suffix_tokens=1))
-    register_architecture("yolos", architecture=Architecture(suffix_tokens=_detection_tokens))
+    register_architecture(
+        "yolos", architecture=Architecture(suffix_tokens=lambda config: int(config.num_detection_tokens))
+    )
     register_architecture("videomae", architecture=Architecture(left_alone=_MASKED_DECODER))
     register_architecture("vjepa2", architecture=Architecture(left_alone=_PREDICTOR))
     register_architecture("hiera", "sam2_hiera_det_model", architecture=Architecture(additive_only=_POOLS))
@@ -63,7 +63,3 @@ def declare_vision_architectures() -> None:
         (example_inputs.flat_patches, ("muse_glimmer_vision", "muse_spark_vision")),
     ):
         register_architecture(*names, architecture=Architecture(example_inputs=given))
-
-
-def _detection_tokens(config: Any) -> int:
-    return int(config.num_detection_tokens)

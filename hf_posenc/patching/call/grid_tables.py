@@ -8,8 +8,7 @@ follows the table (norms, dropout, masking of patches) is therefore as in the st
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,10 +19,10 @@ from hf_posenc.patching.call.grid_state import GridState
 from hf_posenc.patching.call.length_checks import check_cache
 from hf_posenc.patching.call.placed_forward import PlacedForward
 from hf_posenc.patching.call.runtime import StackRuntime
-from hf_posenc.patching.call.view import view_of
+from hf_posenc.patching.call.view import Viewed
 from hf_posenc.patching.find.forward_code import forward_parameters, names_used
-from hf_posenc.patching.find.grids.found import GridTable
 from hf_posenc.patching.find.offloading import onload_weights
+from hf_posenc.patching.find.tables import OwnedTable
 from hf_posenc.schemes.parts import AdditiveEncoding
 
 #: Methods that return the table for the grid of a call.
@@ -39,7 +38,7 @@ _RESIZING = "resize_positional_embeddings"
 _MASKING = "random_masking"
 
 
-class GridTableSite(PlacedForward):
+class GridTableSite(Viewed, PlacedForward):
     """Stands in for the `forward` of a module that owns position tables over a grid.
 
     Args:
@@ -53,22 +52,17 @@ class GridTableSite(PlacedForward):
     def __init__(
         self,
         module: nn.Module,
-        tables: Sequence[GridTable],
-        main: GridTable,
+        tables: Sequence[OwnedTable],
+        main: OwnedTable,
         runtime: StackRuntime,
         additive: AdditiveEncoding | None,
     ) -> None:
-        self.module = module
+        super().__init__(module, runtime)
         self.prefix_rows = {table.name: table.prefix_rows for table in tables}
         self.main = main.name if main.module is module else None
-        self.runtime = runtime
         self.additive = additive
         #: Whether the module reads its table at other places than the patches, and adds the result last.
         self.resamples = bool(_RESAMPLING & names_used(type(module).forward)) and len(self.prefix_rows) == 1
-        self._view: Any = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_view": None}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's own forward with the vectors of the scheme as its table."""
@@ -87,12 +81,49 @@ class GridTableSite(PlacedForward):
         vectors = self._encoded(output.shape[-2], output.device).to(output.dtype)
         return output + vectors.view(-1, *output.shape[1:]) if output.dim() == 3 else output + vectors[0]
 
-    @property
-    def view(self) -> Any:
-        """The module with other tables. It shares the attributes of the module, later changes included."""
-        if self._view is None:
-            self._view = _view_of(self)
-        return self._view
+    def replaced(self) -> dict[str, Any]:
+        """The tables, and the methods that resize them or drop patches."""
+        module, main = self.module, self.main
+        replaced: dict[str, Any] = {name: self._in_place_of(name) for name in self.prefix_rows}
+        if main is not None and self.stands_in(main):
+            for name in _INTERPOLATIONS:
+                if hasattr(module, name):
+                    replaced[name] = lambda view, *args, **kwargs: self.vectors(main)
+            if hasattr(module, _RESIZING):
+                replaced[_RESIZING] = lambda view, *sizes, max_length=None: self._resized(main, max_length)
+        if hasattr(module, _MASKING):
+            replaced[_MASKING] = lambda view, *args, **kwargs: self._noting_kept(*args, **kwargs)
+        return replaced
+
+    def _in_place_of(self, name: str) -> property:
+        if isinstance(getattr(self.module, name), nn.Module):
+            return property(lambda view: _EmbeddingView(self, name))
+        return property(lambda view: self._in_shape_of(name))
+
+    def _resized(self, name: str, max_length: int | None) -> Tensor:
+        """The vectors in place of a resized table: padded to `max_length`, or `(tokens, hidden)` of packed images."""
+        vectors = self.vectors(name, max_length)
+        return vectors.squeeze(0) if max_length is None else vectors
+
+    def _noting_kept(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's own `random_masking`, and records which patches it keeps."""
+        shown, mask, restoring = getattr(self.module, _MASKING)(*args, **kwargs)
+        state = self.runtime.state
+        if isinstance(state, GridState):
+            state.kept = restoring.argsort(dim=1)[:, : shown.shape[1]]
+        return shown, mask, restoring
+
+    def _in_shape_of(self, name: str) -> Tensor:
+        """The vectors in the number of dimensions of the table: some tables are `(1, rows, columns, hidden)`."""
+        vectors, table = self.vectors(name), self.native(name)
+        if not self.stands_in(name):
+            return vectors
+        if table.dim() == 4:
+            state = self.runtime.state
+            assert isinstance(state, GridState)
+            assert state.grid is not None
+            return vectors.reshape(1, *state.grid[-2:], -1)
+        return vectors if table.dim() == 3 else vectors.squeeze(0)
 
     def vectors(self, name: str, length: int | None = None) -> Tensor:
         """`(batch or 1, prefix rows + patches, hidden)`: what stands in for a table in this call.
@@ -160,63 +191,3 @@ class _EmbeddingView:
         """`(rows, hidden)`: zeros, or the stock table, which only determines the arguments of a replaced method."""
         table = self.site.native(self.name)
         return table if self.site.stands_in(self.name) else torch.zeros_like(table)
-
-
-def _view_of(site: GridTableSite) -> Any:
-    module, main = site.module, site.main
-    replaced: dict[str, Any] = {name: _table_property(site, name) for name in site.prefix_rows}
-    if main is not None and site.stands_in(main):
-        for name in _INTERPOLATIONS:
-            if hasattr(module, name):
-                replaced[name] = _method(functools.partial(_interpolated, site, main))
-        if hasattr(module, _RESIZING):
-            replaced[_RESIZING] = _method(functools.partial(_resized, site, main))
-    if hasattr(module, _MASKING):
-        replaced[_MASKING] = _method(functools.partial(_noting_kept, site))
-    return view_of(module, replaced)
-
-
-def _table_property(site: GridTableSite, name: str) -> property:
-    if isinstance(getattr(site.module, name), nn.Module):
-        return property(lambda view: _EmbeddingView(site, name))
-    return property(lambda view: _in_shape_of(site, name))
-
-
-def _method(function: Callable[..., Any]) -> Callable[..., Any]:
-    def call(view: Any, *args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    return call
-
-
-def _interpolated(site: GridTableSite, name: str, *args: Any, **kwargs: Any) -> Tensor:
-    """The vectors in place of an interpolated table."""
-    return site.vectors(name)
-
-
-def _resized(site: GridTableSite, name: str, *sizes: Any, max_length: int | None = None) -> Tensor:
-    """The vectors in place of a resized table: padded to `max_length`, or `(tokens, hidden)` of packed images."""
-    vectors = site.vectors(name, max_length)
-    return vectors.squeeze(0) if max_length is None else vectors
-
-
-def _noting_kept(site: GridTableSite, sequence: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Runs the module's own `random_masking`, and records which patches it keeps."""
-    shown, mask, restoring = getattr(site.module, _MASKING)(sequence, *args, **kwargs)
-    state = site.runtime.state
-    if isinstance(state, GridState):
-        state.kept = restoring.argsort(dim=1)[:, : shown.shape[1]]
-    return shown, mask, restoring
-
-
-def _in_shape_of(site: GridTableSite, name: str) -> Tensor:
-    """The vectors in the number of dimensions of the table: some tables are `(1, rows, columns, hidden)`."""
-    vectors, table = site.vectors(name), site.native(name)
-    if not site.stands_in(name):
-        return vectors
-    if table.dim() == 4:
-        state = site.runtime.state
-        assert isinstance(state, GridState)
-        assert state.grid is not None
-        return vectors.reshape(1, *state.grid[-2:], -1)
-    return vectors if table.dim() == 3 else vectors.squeeze(0)

@@ -1,4 +1,4 @@
-"""The patch projection and the position tables of a stack whose input is pixels."""
+"""The grid of a stack whose input is pixels: its patch projection, its tables, and the biases of its attention."""
 
 from __future__ import annotations
 
@@ -6,67 +6,78 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
-from hf_posenc.patching.find.grids.biases import FoundBias, find_biases
 from hf_posenc.patching.find.model_parts import reads_spectrogram
-from hf_posenc.patching.find.tables import table_weight
+from hf_posenc.patching.find.tables import OwnedTable
 
 _TABLE = re.compile(
     r"^(absolute_|decoder_)?pos(ition(al)?)?_(embed(ding)?s?|encodings?)(_vlm|_table|_window)?$"
     r"|^time_(position_)?embeddings$|^mid_position_embeddings$"
 )
+#: - "module": a module whose output is the bias (Swin, BEiT).
+#: - "table": a parameter of the attention module, which looks it up itself (Donut, MaskFormer).
+#: - "network": a network of the displacement (Swin v2).
+#: - "flag": an attribute that turns the bias on (SAM's decomposed table, ViTDet).
+#: - "rotation": a method of the attention module that rotates one tensor at a time (V-JEPA 2).
+BiasKind = Literal["module", "table", "network", "flag", "rotation"]
+
+_BIAS_TABLE = "relative_position_bias_table"
+_ATTRIBUTES: dict[str, BiasKind] = {
+    _BIAS_TABLE: "table",
+    "continuous_position_bias_mlp": "network",
+    "use_rel_pos": "flag",
+    "use_relative_position_embeddings": "flag",
+    "apply_rotary_embeddings": "rotation",
+}
+_NAMES: dict[BiasKind, str] = {
+    "module": "bias table over displacements",
+    "table": "bias table over displacements",
+    "network": "bias network of displacements",
+    "flag": "decomposed bias tables",
+    "rotation": "rotation",
+}
 
 
 @dataclass
-class GridTable:
-    """A table with a row per patch: a parameter, a tensor or an embedding that a module adds to its patches.
+class FoundBias:
+    """One native mechanism in the attention of a grid.
 
     Args:
-        path: path of the module below the stack; empty for the stack itself.
-        module: the module that owns the table and adds it.
-        name: attribute that holds the table.
-        prefix_rows: number of rows before those of the patches, for class tokens.
+        path: path of the module below the stack.
+        module: the module.
+        name: the attribute that holds the mechanism; empty for the module itself.
+        kind: how it is disabled.
     """
 
     path: str
     module: Any
     name: str
-    prefix_rows: int
+    kind: BiasKind
 
     @property
-    def full_name(self) -> str:
-        """Path of the table below the stack."""
-        return f"{self.path}.{self.name}".lstrip(".")
+    def table(self) -> Tensor | None:
+        """The `(displacements, heads)` table of the bias; `None` for other mechanisms."""
+        found = getattr(self.module, _BIAS_TABLE, None)
+        return found if self.kind in ("module", "table") and isinstance(found, Tensor) else None
 
     @property
-    def value(self) -> Any:
-        """The parameter, tensor or embedding that holds the table."""
-        return getattr(self.module, self.name)
+    def window(self) -> tuple[int, int] | None:
+        """The sizes of the window that the table is for."""
+        size = getattr(self.module, "window_size", None)
+        if isinstance(size, int):
+            return size, size
+        return (int(size[0]), int(size[1])) if isinstance(size, tuple | list) else None
 
-    @property
-    def requires_grad(self) -> bool:
-        """Whether the table is trained."""
-        return bool(self.weight.requires_grad)
+    def acts_on(self, attention_path: str) -> bool:
+        """Whether the bias is that of an attention module: inside it, beside it, or above it."""
+        owner = self.path.rpartition(".")[0] if self.kind == "module" else self.path
+        return not owner or f"{attention_path}.".startswith(f"{owner}.") or self.path.startswith(f"{attention_path}.")
 
-    def in_order_of_tokens(self, others: int) -> Tensor:
-        """The table with the rows of all tokens without a place first, `(rows, hidden)`.
-
-        Args:
-            others: number of tokens without a place.
-        """
-        weight, behind = self.weight, others - self.prefix_rows
-        if behind <= 0:
-            return weight
-        return torch.cat([weight[: self.prefix_rows], weight[-behind:], weight[self.prefix_rows : -behind]])
-
-    @property
-    def weight(self) -> Tensor:
-        """The table, `(rows, hidden)`."""
-        return table_rows(getattr(self.module, self.name))
+    def __str__(self) -> str:
+        return f"{self.path}: {_NAMES[self.kind]}"
 
 
 @dataclass
@@ -74,7 +85,6 @@ class FoundGrid:
     """What discovery knows about the grid of a stack.
 
     Args:
-        projection_path: path of the patch projection below the stack.
         projection: the convolution whose output has a place per patch; `None` if there is none.
         native: sizes of the grid for an image of the size in the config, or `None` if it is unknown.
         tables: the position tables over the grid.
@@ -82,28 +92,15 @@ class FoundGrid:
         biases: native mechanisms in its attention layers.
     """
 
-    projection_path: str = ""
     projection: Any = None
     native: tuple[int, ...] | None = None
-    tables: list[GridTable] = field(default_factory=list)
+    tables: list[OwnedTable] = field(default_factory=list)
     suffix_tokens: int = 0
     biases: list[FoundBias] = field(default_factory=list)
 
-    @property
-    def native_patches(self) -> int:
-        """Number of patches of an image of the size in the config; 0 if it is unknown."""
-        return 0 if self.native is None else math.prod(self.native)
-
-    def sites(self) -> list[GridTable]:
+    def sites(self) -> list[OwnedTable]:
         """One table of every module whose forward an additive scheme replaces."""
         return list({id(table.module): table for table in self.tables}.values())
-
-
-def table_rows(value: Any) -> Tensor:
-    """The `(rows, hidden)` tensor of a table."""
-    weight = table_weight(value) if isinstance(value, nn.Module) else value
-    assert isinstance(weight, Tensor)
-    return weight.reshape(-1, weight.shape[-1])
 
 
 def find_grid(modules: Iterable[tuple[str, nn.Module]], config: Any, suffix_tokens: int = 0) -> FoundGrid:
@@ -114,18 +111,36 @@ def find_grid(modules: Iterable[tuple[str, nn.Module]], config: Any, suffix_toke
         config: the config of the stack.
         suffix_tokens: as in `FoundGrid`.
     """
-    grid = FoundGrid(suffix_tokens=suffix_tokens)
     own = list(modules)
-    for path, module in own:
-        if _is_projection(module, config):
-            grid.projection_path, grid.projection = path, module
-            break
-    grid.native = _native_sizes(grid.projection, config)
+    projection: Any = next((module for _, module in own if _is_projection(module, config)), None)
+    grid = FoundGrid(projection, _native_sizes(projection, config), suffix_tokens=suffix_tokens)
     others = 0 if grid.native is None else math.prod(grid.native) + suffix_tokens
     for path, module in own:
         grid.tables.extend(_tables_of(path, module, others))
     grid.biases = find_biases(own)
     return grid
+
+
+def find_biases(modules: Iterable[tuple[str, nn.Module]]) -> list[FoundBias]:
+    """The native mechanisms of modules, by path."""
+    found = []
+    for path, module in modules:
+        if type(module).__name__.endswith("RelativePositionBias"):
+            found.append(FoundBias(path, module, "", "module"))
+            continue
+        for name, kind in _ATTRIBUTES.items():
+            if _is_set(getattr(module, name, None)) and not _is_config(name, module):
+                found.append(FoundBias(path, module, name, kind))
+    return found
+
+
+def _is_set(value: Any) -> bool:
+    return value is not None and value is not False
+
+
+def _is_config(name: str, module: nn.Module) -> bool:
+    """Whether the attribute only repeats a setting: modules without parameters of their own have no bias."""
+    return _ATTRIBUTES[name] == "flag" and not any("rel_pos" in own for own in module._parameters)
 
 
 def window_of(attention: nn.Module, config: Any) -> tuple[int, ...] | None:
@@ -134,7 +149,7 @@ def window_of(attention: nn.Module, config: Any) -> tuple[int, ...] | None:
     The module of a bias states the sizes of its table. In a model without windows, they are not those of a window.
     """
     for module in attention.modules():
-        if hasattr(module, "relative_position_bias_table") and not hasattr(config, "window_size"):
+        if hasattr(module, _BIAS_TABLE) and not hasattr(config, "window_size"):
             continue
         size = getattr(module, "window_size", None)
         if isinstance(size, int) and not isinstance(size, bool) and size > 0:
@@ -182,7 +197,7 @@ def _native_sizes(projection: nn.Conv2d | nn.Conv3d | None, config: Any) -> tupl
     return tuple(one // step for one, step in zip(pixels, tuple(steps)[-len(pixels) :], strict=True))
 
 
-def _tables_of(path: str, module: nn.Module, others: int) -> list[GridTable]:
+def _tables_of(path: str, module: nn.Module, others: int) -> list[OwnedTable]:
     """The tables of a module; `others` is the number of rows of patches and of tokens after them, if it is known."""
     found = []
     for name in [*module._parameters, *module._buffers, *module._modules, *module.__dict__]:
@@ -190,6 +205,7 @@ def _tables_of(path: str, module: nn.Module, others: int) -> list[GridTable]:
         if not _TABLE.match(name):
             continue
         if isinstance(value, nn.Embedding) or (isinstance(value, Tensor) and value.dim() in (2, 3, 4)):
-            rows = table_rows(value).shape[0]
-            found.append(GridTable(path, module, name, max(rows - others, 0) if others else 0))
+            table = OwnedTable(path, module, name, 0)
+            table.prefix_rows = max(table.weight.shape[0] - others, 0) if others else 0
+            found.append(table)
     return found

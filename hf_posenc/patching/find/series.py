@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc.patching.find.forward_code import forward_parameters, names_used
 from hf_posenc.patching.find.model_parts import FEATURES
+from hf_posenc.patching.find.tables import OwnedTable
 
 _CONVOLUTION = re.compile(r"(^|\.)pos(ition(al)?)?_conv(_embed(ding)?s?)?$")
 _FUNCTION = re.compile(r"(^|\.)pos(ition(al)?)?_emb(ed(ding)?s?)?$")
@@ -32,48 +33,13 @@ class VectorModule:
         module: the module.
         kind: "convolution" if it computes the vectors from neighbouring embeddings, "sinusoids" if it computes them
             from the length.
+        stride: number of embeddings per vector of a convolution.
     """
 
     path: str
     module: Any
     kind: Kind
-
-    @property
-    def stride(self) -> int:
-        """Number of embeddings per vector of a convolution."""
-        found = [module for module in self.module.modules() if isinstance(module, nn.Conv1d)]
-        return int(found[0].stride[0]) if found else 1
-
-
-@dataclass
-class ParameterTable:
-    """A parameter with a row per token that a module adds to its input.
-
-    Args:
-        path: path of the module below the stack.
-        module: the module that owns the parameter.
-        name: attribute that holds the parameter.
-    """
-
-    path: str
-    module: Any
-    name: str
-
-    @property
-    def full_name(self) -> str:
-        """Path of the parameter below the stack."""
-        return f"{self.path}.{self.name}"
-
-    @property
-    def weight(self) -> Tensor:
-        """The table, `(rows, hidden)`."""
-        weight: Tensor = getattr(self.module, self.name)
-        return weight.reshape(-1, weight.shape[-1])
-
-    @property
-    def extra_rows(self) -> int:
-        """Number of rows before those of the input, for a class token."""
-        return int(getattr(self.module, "cls_token", None) is not None)
+    stride: int
 
 
 @dataclass
@@ -81,12 +47,10 @@ class FixedInput:
     """The properties of an encoder that accepts one number of frames only, as many as its table has rows for.
 
     Args:
-        argument: the argument with the features, `(batch, features, frames)`.
         table: attribute of the stack that holds its position table.
         convolutions: the convolutions between the features and the tokens, in order.
     """
 
-    argument: str
     table: str
     convolutions: tuple[nn.Conv1d, ...]
 
@@ -110,7 +74,7 @@ class FoundSeries:
     """
 
     vectors: list[VectorModule] = field(default_factory=list)
-    parameters: list[ParameterTable] = field(default_factory=list)
+    parameters: list[OwnedTable] = field(default_factory=list)
     fixed_input: FixedInput | None = None
     mixes_neighbours: bool = False
 
@@ -132,10 +96,12 @@ def find_series(stack: PreTrainedModel, modules: Iterable[tuple[str, nn.Module]]
     for path, module in modules:
         kind = _kind_of(path, module)
         if kind is not None and _is_called(stack, path):
-            found.vectors.append(VectorModule(path, module, kind))
+            strides = [int(one.stride[0]) for one in module.modules() if isinstance(one, nn.Conv1d)]
+            found.vectors.append(VectorModule(path, module, kind, stride=strides[0] if strides else 1))
         for name, parameter in module._parameters.items():
             if parameter is not None and _PARAMETER.match(name) and parameter.dim() in (2, 3):
-                found.parameters.append(ParameterTable(path, module, name))
+                class_tokens = int(getattr(module, "cls_token", None) is not None)
+                found.parameters.append(OwnedTable(path, module, name, class_tokens))
     of_positions = {id(one) for found_module in found.vectors for one in found_module.module.modules()}
     found.mixes_neighbours = any(
         isinstance(one, nn.Conv1d | nn.Conv2d) and max(one.kernel_size) > 1 and id(one) not in of_positions
@@ -162,10 +128,8 @@ def _fixed_input(stack: PreTrainedModel, tables: list[str]) -> FixedInput | None
     """Recognises an encoder with a table and convolutions of its own whose forward adds the whole table."""
     own = [name for name in tables if "." not in name]
     convolutions = tuple(child for child in stack.children() if isinstance(child, nn.Conv1d))
-    argument = next((name for name in FEATURES if name in forward_parameters(type(stack))), None)
-    if len(own) != 1 or not convolutions or argument is None or not hasattr(stack.config, SOURCE_LENGTH):
-        return None
-    return FixedInput(argument, own[0], convolutions)
+    known = hasattr(stack.config, SOURCE_LENGTH) and not forward_parameters(type(stack)).keys().isdisjoint(FEATURES)
+    return FixedInput(own[0], convolutions) if known and convolutions and len(own) == 1 else None
 
 
 def given_features(arguments: dict[str, Any]) -> Tensor | None:

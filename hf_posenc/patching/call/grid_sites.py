@@ -1,15 +1,27 @@
-"""Rotary modules of stacks whose input is pixels: the coordinates that the model passes to them."""
+"""Modules of a stack whose input is pixels that show the grid of a call: patch projections and rotary modules."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
-from hf_posenc.patching.call.grid.numbers import numbered
 from hf_posenc.patching.call.grid_state import GridState
 from hf_posenc.patching.call.placed_forward import PlacedForward
-from hf_posenc.patching.call.runtime import StackRuntime
+
+
+class ProjectionSite(PlacedForward):
+    """Stands in for the `forward` of a patch projection and records the sizes of the grid."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the output of the projection, `(batch, hidden, [frames,] rows, columns)`."""
+        output = self.stock(*args, **kwargs)
+        state = self.runtime.state
+        if not self.retired and isinstance(state, GridState):
+            # Patches that were cut out before are projected one by one, which shows no grid.
+            state.grid = tuple(output.shape[2:]) if output.shape[2:].numel() > 1 else None
+        return output
 
 
 class GridRotarySite(PlacedForward):
@@ -18,15 +30,7 @@ class GridRotarySite(PlacedForward):
     Some models bring their patches into another order after the phases are computed, for attention in windows. No layer
     uses the phases of the module while a scheme is in place, so they are replaced by the number of each token. What a
     layer receives then shows the order of its tokens.
-
-    Args:
-        module: the rotary module.
-        runtime: the runtime of its stack.
     """
-
-    def __init__(self, module: nn.Module, runtime: StackRuntime) -> None:
-        self.module = module
-        self.runtime = runtime
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Returns numbers in the shape of the phases, `(tokens, width)` each."""
@@ -50,3 +54,17 @@ def _axes_first(position_ids: Tensor) -> Tensor | None:
     if position_ids.shape[1] in (2, 3):
         return position_ids.T
     return position_ids if position_ids.shape[0] in (2, 3) else None
+
+
+def numbered(phases: Any) -> Any:
+    """Numbers in the shape of phases, `(tokens, width)`: every value of a token is its number."""
+    if isinstance(phases, tuple):
+        return tuple(map(numbered, phases))
+    numbers = torch.arange(phases.shape[-2], device=phases.device, dtype=torch.float32)
+    return numbers.unsqueeze(-1).expand(phases.shape)
+
+
+def numbers_in(phases: Any) -> Tensor:
+    """`(length,)` int64: the numbers of the tokens of a layer, from the phases that it received."""
+    values: Tensor = phases[0] if isinstance(phases, tuple) else phases
+    return values[..., 0].reshape(-1).long()

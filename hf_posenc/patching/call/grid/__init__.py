@@ -1,1 +1,0 @@
-"""The grid of patches in the calls of a stack whose input is pixels."""

@@ -1,1 +1,0 @@
-"""Calls of stacks whose input is a series of features."""

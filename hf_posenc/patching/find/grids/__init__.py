@@ -1,1 +1,0 @@
-"""Where a stack whose input is pixels gets the grid of its patches, and its tables over that grid."""

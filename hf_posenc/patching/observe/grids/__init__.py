@@ -1,1 +1,0 @@
-"""The native scheme of a stack whose input is pixels."""
