@@ -12,6 +12,7 @@ from hf_posenc.errors import UnknownNameError, UnsupportedError
 from hf_posenc.schemes.limits import check_shape_of_json
 from hf_posenc.schemes.option_types import as_declared, check_declared
 from hf_posenc.schemes.parts import SchemeParts
+from hf_posenc.schemes.validation import check_options
 
 ConfigType = TypeVar("ConfigType")
 
@@ -84,6 +85,9 @@ class SchemeConfig:
         named = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
         object.__setattr__(config, "_given", frozenset([*named[: len(arguments)], *options]))
         return config
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
     def gave(self, option: str) -> bool:
         """Whether an option was passed to the constructor, even if with its default value."""
@@ -181,6 +185,9 @@ class SubConfig:
         super().__init_subclass__(**kwargs)
         if cls.type:
             SubConfig._types[cls.type] = cls
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary: `{"type": type, **options}`."""

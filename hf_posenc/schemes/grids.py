@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_posenc.schemes.positions import AttentionPairs, Positions
-from hf_posenc.schemes.validation import check_integer, check_integers
 
 
 @dataclass(frozen=True)
@@ -124,21 +122,3 @@ def entries_of_pairs(table: Tensor, index: Tensor) -> Tensor:
 def share_of_axes(pairs: int, axes: int) -> list[int]:
     """Returns how many of `pairs` each axis gets; those that do not divide evenly go to the first axes."""
     return [len(range(axis, pairs, axes)) for axis in range(axes)]
-
-
-def check_axes(config: Any) -> None:
-    """Checks that `config.axes` is 1, 2 or 3.
-
-    Raises:
-        ValueError: for any other value.
-    """
-    check_integer(config, "axes", minimum=1, maximum=3)
-
-
-def check_grid(config: Any, *, least: int = 1, most: int = 2) -> None:
-    """Checks that `config.grid` is a sequence of `least` to `most` positive integers, and stores it as a tuple.
-
-    Raises:
-        ValueError: for any other value.
-    """
-    check_integers(config, "grid", minimum=1, least=least, most=most)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from hf_posenc.schemes.grids import Places
 from hf_posenc.schemes.positions import Positions
-from hf_posenc.schemes.validation import check_boolean, check_choice
 
 #: "none" refuses grids that are larger than the table.
 INTERPOLATIONS = ("bicubic", "bilinear", "nearest", "none")
@@ -36,13 +35,9 @@ class Resizing:
         """Checks the options of a config.
 
         Raises:
-            UnknownNameError: for an unknown interpolation.
             ValueError: for options that do not fit together.
         """
         name = type(config).__name__
-        check_choice(config, "interpolation", INTERPOLATIONS)
-        check_boolean(config, "antialias")
-        check_boolean(config, "align_corners")
         smooth = self.interpolation in ("bicubic", "bilinear")
         if not smooth and (self.antialias or self.align_corners):
             raise ValueError(

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.device_constant import DeviceConstant
-from hf_posenc.schemes.grids import check_axes, places, share_of_axes
+from hf_posenc.schemes.grids import places, share_of_axes
 from hf_posenc.schemes.parts import AdditiveEncoding, SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import check_base, check_boolean, check_choice, check_integer, check_strength
+from hf_posenc.schemes.validation import check_base, check_strength, option
 
 #: The orders of sines and cosines.
 LAYOUTS = ("interleaved", "concatenated", "cosines_first")
@@ -144,22 +144,16 @@ class SinusoidalConfig(SchemeConfig):
 
     name: ClassVar[str] = "sinusoidal"
 
-    frequencies: str = "vaswani"
-    layout: str = "interleaved"
-    base: float = 10000.0
-    scale: float = 1.0
-    offset: int = 0
-    axes: int = 1
-    columns_first: bool = False
+    frequencies: str = option("vaswani", choices=("vaswani", "tensor2tensor"))
+    layout: str = option("interleaved", choices=LAYOUTS)
+    base: float = option(10000.0, check_base)
+    scale: float = option(1.0, check_strength)
+    offset: int = option(0, minimum=0)
+    axes: int = option(1, minimum=1, maximum=3)
+    columns_first: bool = option(False)
 
     def __post_init__(self) -> None:
-        check_choice(self, "frequencies", ("vaswani", "tensor2tensor"))
-        check_choice(self, "layout", LAYOUTS)
-        check_base(self, "base")
-        check_strength(self, "scale")
-        check_integer(self, "offset", minimum=0)
-        check_axes(self)
-        check_boolean(self, "columns_first")
+        super().__post_init__()
         if self.columns_first and self.axes == 1:
             raise ValueError(
                 "SinusoidalConfig.columns_first is True, but with axes=1 there are no columns. Leave it out, or give "

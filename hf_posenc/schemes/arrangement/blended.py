@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
@@ -32,7 +32,7 @@ from hf_posenc.schemes.positions import AttentionPairs, Positions
 from hf_posenc.schemes.reach import Reach, shortest
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.rope import RopeConfig, RotaryMap
-from hf_posenc.schemes.validation import check_number
+from hf_posenc.schemes.validation import option
 
 
 class BlendedPart(OuterPart[PartType]):
@@ -236,16 +236,15 @@ class BlendedConfig(OuterConfig):
     merges_children: ClassVar[bool] = True
     shares_children: ClassVar[bool] = False
 
-    old: SchemeConfig = field(default_factory=RopeConfig)
-    new: SchemeConfig = field(default_factory=NoneConfig)
-    strength: float = 0.0
+    old: SchemeConfig = option(RopeConfig, nested_scheme)
+    new: SchemeConfig = option(NoneConfig, nested_scheme)
+    strength: float = option(0.0, minimum=0, maximum=1)
 
     def __post_init__(self) -> None:
-        for option in ("old", "new"):
-            nested_scheme(self, option)
-            if isinstance(getattr(self, option), BlendedConfig):
-                raise ValueError(f"BlendedConfig.{option} is a blend itself; only two schemes can be blended.")
-        check_number(self, "strength", minimum=0, maximum=1)
+        super().__post_init__()
+        for name, config in self.children().items():
+            if isinstance(config, BlendedConfig):
+                raise ValueError(f"BlendedConfig.{name} is a blend itself; only two schemes can be blended.")
 
     def merge(self, built: Sequence[SchemeParts]) -> SchemeParts:
         """Interpolates the parts of the two schemes.
@@ -254,8 +253,8 @@ class BlendedConfig(OuterConfig):
             UnsupportedError: if a rotation of one of them does not support scaled positions.
         """
         old, new = built
-        for option, parts in (("old", old), ("new", new)):
-            _refuse_unblendable(f"BlendedConfig.{option}", getattr(self, option), parts)
+        for (name, config), parts in zip(self.children().items(), built, strict=True):
+            _refuse_unblendable(f"BlendedConfig.{name}", config, parts)
         strength = float(self.strength)
         biases = (old.logit_bias, new.logit_bias)
         of_distance = all(bias is None or isinstance(bias, DistanceBias) for bias in biases)

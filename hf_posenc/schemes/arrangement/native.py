@@ -13,6 +13,7 @@ from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.rope import STATED_BY_FREQUENCIES
 from hf_posenc.schemes.rotary.scaling import RopeScaling, check_scaling
+from hf_posenc.schemes.validation import option
 
 #: Types of layers that see a limited number of tokens, however long the text is.
 _WINDOWED = ("sliding_attention", "chunked_attention")
@@ -43,10 +44,7 @@ class NativeConfig(SchemeConfig):
     name: ClassVar[str] = "native"
     combinator: ClassVar[bool] = True
 
-    scaling: RopeScaling | None = None
-
-    def __post_init__(self) -> None:
-        check_scaling(self)
+    scaling: RopeScaling | None = option(None, check_scaling)
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Always raises an error, because the native scheme is unknown without a model.

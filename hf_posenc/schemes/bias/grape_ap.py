@@ -16,7 +16,7 @@ from hf_posenc.schemes.parts import PairwiseBias
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.rotation_kernel import apply_rotation, rotation_factors
-from hf_posenc.schemes.validation import check_integer
+from hf_posenc.schemes.validation import option
 
 _LAYOUT = "half_reversed"
 
@@ -101,9 +101,9 @@ class GrapeApConfig(SchemeConfig):
         "later keys, but this model is bidirectional and attends to them. Use 'grape' or 'alibi'."
     )
 
-    width: int = 8
+    width: int = option(8, minimum=2, maximum=LARGEST_WIDTH)
 
     def __post_init__(self) -> None:
-        check_integer(self, "width", minimum=2, maximum=LARGEST_WIDTH)
+        super().__post_init__()
         if self.width % 2:
             raise ValueError(f"GrapeApConfig.width is {self.width}; expected an even number, because pairs are turned.")

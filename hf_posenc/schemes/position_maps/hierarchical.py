@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -17,7 +17,7 @@ from hf_posenc.schemes.position_maps.mapped import PositionMap, map_parts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.rope import RopeConfig
-from hf_posenc.schemes.validation import check_integer, check_integers
+from hf_posenc.schemes.validation import option
 
 #: The cost of a forward grows with the number of separators.
 _MOST_SEPARATORS = 256
@@ -145,18 +145,14 @@ class HierarchicalConfig(SchemeConfig):
 
     name: ClassVar[str] = "hierarchical"
 
-    within: SchemeConfig = field(default_factory=SinusoidalConfig)
-    segment: SchemeConfig = field(default_factory=RopeConfig)
-    segment_length: int = 64
-    separators: tuple[int, ...] = ()
-    max_segment_length: int = 1024
+    within: SchemeConfig = option(SinusoidalConfig, nested_scheme)
+    segment: SchemeConfig = option(RopeConfig, nested_scheme)
+    segment_length: int = option(64, minimum=1)
+    separators: tuple[int, ...] = option((), minimum=0, most=_MOST_SEPARATORS)
+    max_segment_length: int = option(1024, minimum=1)
 
     def __post_init__(self) -> None:
-        nested_scheme(self, "within")
-        nested_scheme(self, "segment")
-        check_integer(self, "segment_length", minimum=1)
-        check_integer(self, "max_segment_length", minimum=1)
-        check_integers(self, "separators", minimum=0, most=_MOST_SEPARATORS)
+        super().__post_init__()
         if self.separators and self.segment_length != type(self).segment_length:
             raise ValueError(
                 f"HierarchicalConfig has both separators={self.separators} and segment_length={self.segment_length}, "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -27,6 +27,7 @@ from hf_posenc.schemes.parts import (
 from hf_posenc.schemes.positions import AttentionPairs, Positions
 from hf_posenc.schemes.reach import shortest
 from hf_posenc.schemes.rotary.rope import RopeConfig
+from hf_posenc.schemes.validation import option
 
 
 class PositionMap(Part):
@@ -195,10 +196,7 @@ class PositionMapConfig(OuterConfig):
         inner: the scheme that gets the mapped positions: a config, a name, or the dictionary of a config.
     """
 
-    inner: SchemeConfig = field(default_factory=RopeConfig)
-
-    def __post_init__(self) -> None:
-        nested_scheme(self, "inner")
+    inner: SchemeConfig = option(RopeConfig, nested_scheme)
 
     def position_map(self) -> PositionMap:
         """Returns a new map."""

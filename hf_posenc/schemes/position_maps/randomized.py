@@ -22,7 +22,7 @@ from hf_posenc.schemes.position_maps.mapped import MappedEncoding, PositionMap, 
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.reach import Reach
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import check_choice, check_integer, whole_positions
+from hf_posenc.schemes.validation import option, whole_positions
 
 
 class RandomizedMap(PositionMap):
@@ -158,15 +158,9 @@ class RandomizedConfig(PositionMapConfig):
 
     name: ClassVar[str] = "randomized"
 
-    max_position: int = 2048
-    kind: str = "integer"
-    evaluation: str = "identity"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_integer(self, "max_position", minimum=1, maximum=MOST_ROWS)
-        check_choice(self, "kind", ("integer", "float"))
-        check_choice(self, "evaluation", ("identity", "random"))
+    max_position: int = option(2048, minimum=1, maximum=MOST_ROWS)
+    kind: str = option("integer", choices=("integer", "float"))
+    evaluation: str = option("identity", choices=("identity", "random"))
 
     def position_map(self) -> RandomizedMap:
         """Returns a new map."""

@@ -17,7 +17,7 @@ from hf_posenc.schemes.projection import projected
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.rope import per_head
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
-from hf_posenc.schemes.validation import check_base, check_choice
+from hf_posenc.schemes.validation import check_base, option
 
 
 class PopeMap(QueryKeyMap):
@@ -108,9 +108,5 @@ class PopeConfig(SchemeConfig):
     per_layer: ClassVar[bool] = True
     part_class = PopeMap
 
-    theta: float = 10000.0
-    initial_delta: str = "zero"
-
-    def __post_init__(self) -> None:
-        check_base(self, "theta")
-        check_choice(self, "initial_delta", ("zero", "uniform"))
+    theta: float = option(10000.0, check_base)
+    initial_delta: str = option("zero", choices=("zero", "uniform"))

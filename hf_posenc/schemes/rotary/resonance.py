@@ -8,11 +8,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
-from hf_posenc.schemes.parts import SchemeParts
+from hf_posenc.schemes.config import BuildContext
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.rotary.rope import RopeConfig, check_rotary_options
+from hf_posenc.schemes.rotary.rope import RopeConfig, RotaryConfig, RotaryMap
 from hf_posenc.schemes.rotary.scaling import RopeScaling, check_scaling, rope_inverse_frequencies
+from hf_posenc.schemes.validation import option
 
 
 def resonant(inverse_frequencies: Tensor) -> Tensor:
@@ -31,10 +31,10 @@ class ResonanceScaling(RopeScaling):
 
     type: ClassVar[str] = "resonance"
 
-    scaling: RopeScaling | None = None
+    scaling: RopeScaling | None = option(None, check_scaling)
 
     def __post_init__(self) -> None:
-        check_scaling(self)
+        super().__post_init__()
         if isinstance(self.scaling, ResonanceScaling):
             # Integer wavelengths do not change.
             object.__setattr__(self, "scaling", self.scaling.scaling)
@@ -73,7 +73,7 @@ class ResonanceScaling(RopeScaling):
 
 @register_scheme
 @dataclass(frozen=True)
-class ResonanceConfig(SchemeConfig):
+class ResonanceConfig(RotaryConfig):
     """RoPE in which every pair has an integer wavelength (Resonance RoPE, arXiv:2403.00071, section 4.1).
 
     Pair `m`, of `w[m]` radians per position in RoPE or after a scaling, turns by::
@@ -95,17 +95,9 @@ class ResonanceConfig(SchemeConfig):
     theta: float = 10000.0
     rotary_dim: int | None = None
     layout: str = "auto"
-    scaling: RopeScaling | None = None
+    scaling: RopeScaling | None = option(None, check_scaling)
 
-    def __post_init__(self) -> None:
-        check_rotary_options(self)
-        check_scaling(self)
-
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Builds a query-key map.
-
-        Raises:
-            ValueError: if the rotary width is odd, or does not fit the head or the scaling.
-        """
+    def rotation(self, context: BuildContext) -> RotaryMap:
+        """The rotation of the equivalent `RopeConfig`."""
         scaling = ResonanceScaling(self.scaling)
-        return RopeConfig(self.theta, self.rotary_dim, layout=self.layout, scaling=scaling).build(context)
+        return RopeConfig(self.theta, self.rotary_dim, layout=self.layout, scaling=scaling).rotation(context)
