@@ -78,6 +78,8 @@ class SchemeConfig:
     part_class: ClassVar[type[Any] | None] = None
     #: Why `part_class` is refused in a bidirectional model; empty if it is not.
     causal_only: ClassVar[str] = ""
+    #: What it is instead, if it has no parts of its own and cannot be built; empty if it can.
+    without_parts: ClassVar[str] = ""
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
         """Records which options the caller passed, to distinguish them from defaults."""
@@ -146,8 +148,11 @@ class SchemeConfig:
 
         Raises:
             UnsupportedError: in a bidirectional model, for a scheme that is not defined for later keys.
-            ValueError: if an option is not possible in this layer (for example an odd rotary width).
+            ValueError: if an option is not possible in this layer (for example an odd rotary width), or if the config
+                only says which schemes to build.
         """
+        if self.without_parts:
+            raise ValueError(f"The scheme {self.name!r} {self.without_parts}")
         if self.merges_children:
             return self.merge([child.build(context) for child in self.children().values()])
         if self.part_class is None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.limits import MOST_LAYERS, shown
 from hf_posenc.schemes.none import NoneConfig
-from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.registry import as_scheme, register_scheme
 from hf_posenc.schemes.rotary.rope import RopeConfig
 from hf_posenc.schemes.validation import option
@@ -22,6 +21,10 @@ class LayeredConfig(SchemeConfig):
     """
 
     combinator: ClassVar[bool] = True
+    without_parts: ClassVar[str] = (
+        "has no parts itself; it defines the scheme of each layer. Build the scheme of each layer instead "
+        "(`for_layer`)."
+    )
 
     def for_layer(self, layer: int, layer_type: str | None = None) -> SchemeConfig:
         """The scheme of one layer.
@@ -34,17 +37,6 @@ class LayeredConfig(SchemeConfig):
             ValueError: if this config does not define a scheme for the layer.
         """
         raise NotImplementedError
-
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Always raises an error, because the scheme of each layer is built separately.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(
-            f"Scheme {self.name!r} has no parts itself; it defines the scheme of each layer. Build the scheme of each "
-            "layer instead (`for_layer`)."
-        )
 
 
 def check_not_layered(owner: str, config: object) -> None:

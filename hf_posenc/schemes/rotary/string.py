@@ -47,29 +47,21 @@ class RotationInBasis(QueryKeyMap):
 
     def map_query(self, query: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
         """`(batch, heads, query_len, head_dim)` -> the same shape and dtype."""
-        return self._map(query, phases)
+        basis = self.basis().to(query.dtype)
+        if basis.shape[0] > 1:
+            basis = basis.repeat_interleave(query.shape[1] // basis.shape[0], dim=0)
+        changed = query[..., : self.rotary_dim] @ basis.transpose(-1, -2)
+        if self.rotary_dim < query.shape[-1]:
+            changed = torch.cat((changed, query[..., self.rotary_dim :]), dim=-1)
+        return self.rotation.rotate(changed.to(query.dtype), *phases)
 
     def map_key(self, key: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
         """`(batch, key_value_heads, query_len, head_dim)` -> the same shape and dtype."""
-        return self._map(key, phases)
-
-    def _map(self, x: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
-        basis = self.basis().to(x.dtype)
-        if basis.shape[0] > 1:
-            basis = basis.repeat_interleave(x.shape[1] // basis.shape[0], dim=0)
-        changed = x[..., : self.rotary_dim] @ basis.transpose(-1, -2)
-        if self.rotary_dim < x.shape[-1]:
-            changed = torch.cat((changed, x[..., self.rotary_dim :]), dim=-1)
-        return self.rotation.rotate(changed.to(x.dtype), *phases)
+        return self.map_query(key, phases)
 
 
 class CayleyMap(RotationInBasis):
-    """A rotation in a basis learned as the Cayley transform of an antisymmetric matrix.
-
-    Args:
-        rotation: the rotation of queries and keys in that basis.
-        num_key_heads: number of key heads if every key head has a separate basis; `None` for one basis.
-    """
+    """A rotation in a basis learned as the Cayley transform of an antisymmetric matrix."""
 
     def __init__(self, rotation: RotaryMap, num_key_heads: int | None) -> None:
         super().__init__(rotation, num_key_heads)
