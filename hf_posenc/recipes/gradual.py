@@ -28,7 +28,7 @@ from hf_posenc.patching.place.scheme_per_layer import schedule
 from hf_posenc.patching.place.stack_encoding import StackEncoding
 from hf_posenc.schemes import LayeredConfig, ScheduleConfig
 from hf_posenc.schemes.arrangement.blended import BlendedConfig, BlendedPart
-from hf_posenc.schemes.arrangement.of_parts import PartsConfig, of_parts
+from hf_posenc.schemes.arrangement.of_parts import PartsConfig
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.registry import SchemeLike, as_scheme
 
@@ -166,10 +166,9 @@ def _blend_of(target: PreTrainedModel) -> PositionEncoding:
 
 
 def _blends_in(config: SchemeConfig) -> list[BlendedConfig]:
-    if isinstance(config, PartsConfig):
-        return [blend for scheme in config.schemes for blend in _blends_in(scheme)]
-    layers = config.layers if isinstance(config, ScheduleConfig) else (config,)
-    return [layer for layer in layers if isinstance(layer, BlendedConfig)]
+    if isinstance(config, PartsConfig | ScheduleConfig):
+        return [blend for child in config.children().values() for blend in _blends_in(child)]
+    return [config] if isinstance(config, BlendedConfig) else []
 
 
 def _blend(old: SchemeConfig, new: SchemeConfig, stacks: list[Stack]) -> SchemeConfig:
@@ -188,10 +187,9 @@ def _blend(old: SchemeConfig, new: SchemeConfig, stacks: list[Stack]) -> SchemeC
 
 
 def _with_strength(config: SchemeConfig, strength: float) -> SchemeConfig:
-    if isinstance(config, ScheduleConfig):
-        return dataclasses.replace(config, layers=tuple(_with_strength(layer, strength) for layer in config.layers))
-    if isinstance(config, PartsConfig):
-        return of_parts({part: _with_strength(scheme, strength) for part, scheme in config.by_part().items()})
+    if isinstance(config, PartsConfig | ScheduleConfig):
+        changed = {place: _with_strength(child, strength) for place, child in config.children().items()}
+        return config.with_children(changed)
     return dataclasses.replace(config, strength=float(strength)) if isinstance(config, BlendedConfig) else config
 
 

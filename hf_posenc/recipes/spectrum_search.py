@@ -19,9 +19,9 @@ from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.patching.place.model_checks import unwrapped
 from hf_posenc.preserve import evaluation_mode
 from hf_posenc.recipes.initialization.logits import layers_of
-from hf_posenc.recipes.restore import restore_encoding
 from hf_posenc.recipes.spectrum_candidates import CandidateSpace, SpectrumCandidate
 from hf_posenc.recipes.spectrum_objective import objective, with_needles
+from hf_posenc.recipes.swap import restore_encoding
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.rotary.rope import STATED_BY_FREQUENCIES, RopeConfig
 

@@ -163,9 +163,7 @@ class SchemeConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary: `{"scheme": name, **options}`; nested configs are dictionaries too."""
-        return {"scheme": self.name} | {
-            field.name: _encode(getattr(self, field.name)) for field in dataclasses.fields(self)
-        }
+        return {"scheme": self.name} | _options(self)
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> Self:
@@ -196,9 +194,7 @@ class SubConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary: `{"type": type, **options}`."""
-        return {"type": self.type} | {
-            field.name: _encode(getattr(self, field.name)) for field in dataclasses.fields(self)
-        }
+        return {"type": self.type} | _options(self)
 
     @staticmethod
     def from_dict(entry: dict[str, Any]) -> SubConfig:
@@ -296,6 +292,10 @@ def required_options(cls: builtins.type[Any]) -> list[str]:
 def constructor_example(cls: builtins.type[Any]) -> str:
     """An example call of a config class, with dots for required options: `LinearScaling(factor=...)`."""
     return f"{cls.__name__}({', '.join(f'{name}=...' for name in required_options(cls))})"
+
+
+def _options(config: SchemeConfig | SubConfig) -> dict[str, Any]:
+    return {field.name: _encode(getattr(config, field.name)) for field in dataclasses.fields(config)}
 
 
 def _encode(value: Any) -> Any:

@@ -106,8 +106,10 @@ def check_strength(config: object, field: str) -> None:
         raise ValueError(_message(config, field, value, f"at least {SMALLEST_FACTOR} in magnitude"))
 
 
-def check_integer(config: object, field: str, *, minimum: int | None = None, maximum: int = LARGEST_LENGTH) -> None:
-    """Checks that a field is an `int` (not a `bool`) within `[minimum, maximum]`.
+def check_integer(
+    config: object, field: str, *, minimum: int | None = None, maximum: int = LARGEST_LENGTH, even: str = ""
+) -> None:
+    """Checks that a field is an `int` (not a `bool`) within `[minimum, maximum]`, and even if `even` says why.
 
     Raises:
         ValueError: for any other value.
@@ -115,6 +117,8 @@ def check_integer(config: object, field: str, *, minimum: int | None = None, max
     value = getattr(config, field)
     if not isinstance(value, int) or not _is_number(value, minimum, None, maximum):
         raise ValueError(_message(config, field, value, "an integer" + _range_words(minimum, None, maximum)))
+    if even and value % 2:
+        raise ValueError(_message(config, field, value, f"an even number, because {even}"))
 
 
 def check_integers(config: object, field: str, *, minimum: int, least: int = 0, most: int = MOST_NUMBERS) -> None:

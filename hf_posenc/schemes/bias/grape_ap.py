@@ -101,9 +101,4 @@ class GrapeApConfig(SchemeConfig):
         "later keys, but this model is bidirectional and attends to them. Use 'grape' or 'alibi'."
     )
 
-    width: int = option(8, minimum=2, maximum=LARGEST_WIDTH)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.width % 2:
-            raise ValueError(f"GrapeApConfig.width is {self.width}; expected an even number, because pairs are turned.")
+    width: int = option(8, minimum=2, maximum=LARGEST_WIDTH, even="pairs are turned")

@@ -57,13 +57,5 @@ class SandwichConfig(SchemeConfig):
     name: ClassVar[str] = "sandwich"
     part_class = SandwichBias
 
-    width: int = option(128, minimum=2, maximum=LARGEST_WIDTH)
+    width: int = option(128, minimum=2, maximum=LARGEST_WIDTH, even="each cosine is paired with a sine")
     base: float = option(10000.0, check_base)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.width % 2:
-            raise ValueError(
-                f"SandwichConfig.width is {self.width}; expected an even number, because each cosine is paired with a "
-                "sine."
-            )

@@ -28,11 +28,7 @@ class AffineMap(PositionMap):
         self.factor = int(factor) if float(factor).is_integer() else factor
         self.offset = offset
         self.keeps_distances = self.factor == 1
-
-    @property
-    def gives_real_positions(self) -> bool:
-        """Whether the factor is not an integer."""
-        return not isinstance(self.factor, int)
+        self.gives_real_positions = not isinstance(self.factor, int)
 
     def last_position(self, last: int) -> int:
         """`factor * last + offset`, rounded down."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.additive.sinusoidal import SinusoidalConfig
 from hf_posenc.schemes.arrangement.schedule import nested_scheme
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.config import BuildContext, OuterConfig, SchemeConfig
 from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.position_maps.mapped import PositionMap, map_parts
 from hf_posenc.schemes.positions import Positions
@@ -117,7 +117,7 @@ class SeparatedSegments(_Segments):
 
 @register_scheme
 @dataclass(frozen=True)
-class HierarchicalConfig(SchemeConfig):
+class HierarchicalConfig(OuterConfig):
     """Encodes the position within a segment and the position of the segment separately (BiPE, arXiv:2401.16421).
 
     Segments have `segment_length` tokens, or end with a separator token::
@@ -158,16 +158,6 @@ class HierarchicalConfig(SchemeConfig):
                 f"HierarchicalConfig has both separators={self.separators} and segment_length={self.segment_length}, "
                 "which both define where segments end; give only one."
             )
-
-    @property
-    def per_layer(self) -> bool:  # type: ignore[override]
-        """Whether the segment scheme needs its own copy in every layer."""
-        return self.segment.per_layer
-
-    @property
-    def invisible_under_layer_norm(self) -> bool:
-        """Whether a LayerNorm removes the additive scheme."""
-        return getattr(self.within, "invisible_under_layer_norm", False)
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds both schemes, each with its own position map.

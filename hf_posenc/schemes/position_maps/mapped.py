@@ -35,11 +35,8 @@ class PositionMap(Part):
 
     #: Whether all distances stay the same, so that a distance bias does not change.
     keeps_distances: bool = False
-
-    @property
-    def gives_real_positions(self) -> bool:
-        """Whether it may map integers to real numbers."""
-        return False
+    #: Whether it may map integers to real numbers.
+    gives_real_positions: bool = False
 
     def last_position(self, last: int) -> int | None:
         """The greatest new position of tokens at positions up to `last`; `None` if unknown."""

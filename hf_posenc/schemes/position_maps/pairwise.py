@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import cast
+from typing import ClassVar, cast
 
 from torch import Tensor
 
@@ -94,12 +94,9 @@ class FarPositionsConfig(PositionMapConfig):
         inner: the scheme that gets the changed positions.
     """
 
+    #: Whether far positions may be non-integers.
+    gives_real_positions: ClassVar[bool] = False
     window: int
-
-    @property
-    def gives_real_positions(self) -> bool:
-        """Whether far positions may be non-integers."""
-        return False
 
     def query(self, ids: Tensor) -> Tensor:
         """Returns the positions of queries for far keys, in the shape of `ids`."""

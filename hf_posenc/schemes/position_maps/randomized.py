@@ -43,7 +43,7 @@ class RandomizedMap(PositionMap):
     def __init__(self, max_position: int, real: bool, always: bool) -> None:
         super().__init__()
         self.max_position = max_position
-        self.real = real
+        self.real = self.gives_real_positions = real
         self.always = always
         self.length_reach = Reach(
             max_position,
@@ -54,11 +54,6 @@ class RandomizedMap(PositionMap):
     def draws(self) -> bool:
         """Whether positions are currently random."""
         return self.training or self.always
-
-    @property
-    def gives_real_positions(self) -> bool:
-        """Whether real numbers are drawn, either now or in training."""
-        return self.real
 
     def last_position(self, last: int) -> int:
         """Returns the last position that can be drawn."""

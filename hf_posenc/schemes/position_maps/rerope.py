@@ -41,7 +41,7 @@ class ReRopeConfig(FarPositionsConfig):
     factor: float | None = option(None, minimum=1)
 
     @property
-    def gives_real_positions(self) -> bool:
+    def gives_real_positions(self) -> bool:  # type: ignore[override]
         """Whether positions are divided by a factor."""
         return self.factor not in (None, 1)
 

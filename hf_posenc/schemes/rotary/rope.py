@@ -31,6 +31,8 @@ STATED_BY_FREQUENCIES = (
     "model.to(torch.bfloat16) for example, reads like this too: load it with from_pretrained(dtype=...) or build it "
     "with from_config(config, dtype=...) instead, or patch it with 'rope' and its theta."
 )
+#: Why a rotary width is even.
+IN_PAIRS = "dimensions are rotated in pairs"
 ROPE_LAYOUTS = ("auto", "half", "half_reversed", "interleaved")
 
 
@@ -166,7 +168,7 @@ class RotaryConfig(SchemeConfig):
     def __post_init__(self) -> None:
         check_base(self, "theta")
         if self.rotary_dim is not None:
-            check_rotary_dim(self, "rotary_dim")
+            check_integer(self, "rotary_dim", minimum=2, even=IN_PAIRS)
         check_choice(self, "layout", ROPE_LAYOUTS)
         super().__post_init__()
 
@@ -293,36 +295,6 @@ class RopeConfig(RotaryConfig):
                 f"RopeConfig has {len(inverse_frequencies)} inverse_frequencies, which rotate {width} "
                 f"dimensions. Omit partial_rotary_factor, and omit rotary_dim or set it to {width}."
             )
-
-
-def per_head(phase: Tensor, heads: int) -> Tensor:
-    """Reshapes a phase to a factor of queries or keys: `(batch or 1, heads or 1, query_len, width)`.
-
-    Args:
-        phase: `(batch or 1, query_len, width)`, the same for all heads, or `(batch or 1, query_len, key_value_heads,
-            width)`. Queries use the phase of their key head, so that logits can be relative.
-        heads: number of heads of the queries or keys.
-    """
-    if phase.ndim == 3:
-        return phase.unsqueeze(1)
-    phase = phase.transpose(1, 2)
-    groups = heads // phase.shape[1]
-    return phase if groups == 1 else phase.repeat_interleave(groups, dim=1)
-
-
-def check_rotary_dim(config: object, field: str) -> None:
-    """Checks that a field is a positive even integer.
-
-    Raises:
-        ValueError: for any other value.
-    """
-    check_integer(config, field, minimum=2)
-    value = getattr(config, field)
-    if value % 2:
-        raise ValueError(
-            f"{type(config).__name__}.{field} is {value}; expected an even number, because dimensions are rotated in "
-            "pairs."
-        )
 
 
 def resolve_rotary_dim(config: SchemeConfig, rotary_dim: int | None, context: BuildContext) -> int:

@@ -16,7 +16,7 @@ from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.nd_frequencies import axial_frequencies, golden_frequencies, random_rotation
-from hf_posenc.schemes.rotary.rope import ROPE_LAYOUTS, RotaryMap, check_rotary_dim, resolve_rotary_dim
+from hf_posenc.schemes.rotary.rope import IN_PAIRS, ROPE_LAYOUTS, RotaryMap, resolve_rotary_dim
 from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors
 from hf_posenc.schemes.validation import check_base, option
 
@@ -235,7 +235,7 @@ class RopeNdConfig(SchemeConfig):
     assignment: str = option("block", choices=ASSIGNMENTS)
     per_head: bool = option(True)
     num_prefix_tokens: int = option(0, minimum=0)
-    rotary_dim: int | None = option(None, check_rotary_dim)
+    rotary_dim: int | None = option(None, minimum=2, even=IN_PAIRS)
     layout: str = option("auto", choices=ND_LAYOUTS)
     coordinates: str = option("index", choices=("index", "normalized"))
     origin: int = option(0, minimum=0)
