@@ -105,11 +105,9 @@ class SchemeConfig:
         found: dict[str, SchemeConfig] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, SchemeConfig):
-                found[field.name] = value
-            elif isinstance(value, tuple):
-                items = enumerate(value)
-                found |= {f"{field.name}[{i}]": item for i, item in items if isinstance(item, SchemeConfig)}
+            items = enumerate(value) if isinstance(value, tuple) else ()
+            places = {field.name: value} | {f"{field.name}[{index}]": item for index, item in items}
+            found |= {place: item for place, item in places.items() if isinstance(item, SchemeConfig)}
         return found
 
     def with_children(self, children: Mapping[str, SchemeConfig]) -> Self:

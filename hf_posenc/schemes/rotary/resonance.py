@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_posenc.schemes.config import BuildContext
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.rope import RopeConfig, RotaryConfig, RotaryMap
-from hf_posenc.schemes.rotary.scaling import RopeScaling, check_scaling, rope_inverse_frequencies
+from hf_posenc.schemes.rotary.scaling import RopeScaling, check_scaling
 from hf_posenc.schemes.validation import option
 
 
@@ -40,35 +40,35 @@ class ResonanceScaling(RopeScaling):
             object.__setattr__(self, "scaling", self.scaling.scaling)
 
     @property
+    def _inner(self) -> RopeScaling:
+        return self.scaling or RopeScaling()
+
+    @property
     def length_dependent(self) -> bool:  # type: ignore[override]
         """Whether the frequencies depend on the length of the sequence."""
-        return self.scaling is not None and self.scaling.length_dependent
+        return self._inner.length_dependent
 
     def constants(self, theta: float, rotary_dim: int) -> Tensor:
         """Returns the rounded spectrum, or the constants of a length-dependent scaling."""
-        if self.scaling is None:
-            return resonant(rope_inverse_frequencies(theta, rotary_dim))
-        constants = self.scaling.constants(theta, rotary_dim)
+        constants = self._inner.constants(theta, rotary_dim)
         return constants if self.length_dependent else resonant(constants)
 
     def at_lengths(self, constants: Tensor, theta: float, rotary_dim: int, lengths: Tensor) -> Tensor:
         """Broadcasts to `(*lengths.shape, d/2)`."""
-        if self.scaling is None or not self.length_dependent:
-            return constants
-        return resonant(self.scaling.at_lengths(constants, theta, rotary_dim, lengths))
+        found = self._inner.at_lengths(constants, theta, rotary_dim, lengths)
+        return resonant(found) if self.length_dependent else found
 
     def attention_scaling(self, max_positions: int | None = None) -> float:
         """Returns the attention scaling of the inner scaling."""
-        return 1.0 if self.scaling is None else self.scaling.attention_scaling(max_positions)
+        return self._inner.attention_scaling(max_positions)
 
     def made_for(self, native_length: int | None) -> int | None:
         """Returns the length that the inner scaling is made for."""
-        return None if self.scaling is None else self.scaling.made_for(native_length)
+        return self._inner.made_for(native_length)
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
         """Applies the check of the inner scaling."""
-        if self.scaling is not None:
-            self.scaling.check_cache(cached_length, total_length)
+        self._inner.check_cache(cached_length, total_length)
 
 
 @register_scheme

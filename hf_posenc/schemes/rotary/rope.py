@@ -248,21 +248,18 @@ class RopeConfig(RotaryConfig):
         rotary_dim = self._rotary_dim(context)
         if self.inverse_frequencies is not None:
             return torch.tensor(self.inverse_frequencies, dtype=torch.float32, device="cpu")
-        if self.scaling is not None:
-            return self.scaling.constants(self.theta, rotary_dim)
-        return rope_inverse_frequencies(self.theta, rotary_dim)
+        return (self.scaling or RopeScaling()).constants(self.theta, rotary_dim)
 
     def rotation(self, context: BuildContext) -> RotaryMap:
         """The rotation, with the length that the scaling is made for."""
-        rotary_dim, factor = self._rotary_dim(context), self.attention_scaling
+        scaling, rotary_dim, factor = self.scaling or RopeScaling(), self._rotary_dim(context), self.attention_scaling
         if factor is None:
-            factor = 1.0 if self.scaling is None else self.scaling.attention_scaling(context.max_positions)
-        if self.scaling is None or not self.scaling.length_dependent:
-            rotation = RotaryMap(self.frequencies(context), self.layout, factor)
+            factor = scaling.attention_scaling(context.max_positions)
+        if scaling.length_dependent:
+            rotation: RotaryMap = LengthDependentRotaryMap(scaling, self.theta, rotary_dim, self.layout, factor)
         else:
-            rotation = LengthDependentRotaryMap(self.scaling, self.theta, rotary_dim, self.layout, factor)
-        if self.scaling is not None:
-            rotation.length_reach = Reach(made_for=self.scaling.made_for(context.max_positions))
+            rotation = RotaryMap(self.frequencies(context), self.layout, factor)
+        rotation.length_reach = Reach(made_for=scaling.made_for(context.max_positions))
         return rotation
 
     def _rotary_dim(self, context: BuildContext) -> int:

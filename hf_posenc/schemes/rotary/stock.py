@@ -140,7 +140,7 @@ def _scaling(rope_type: str, parameters: Mapping[str, Any], max_positions: int |
     # Some of Llama 3 have defaults here.
     for name in list(stock) if kind is Llama3Scaling else required_options(kind):
         if stock[name] is None:
-            instead = ", and the model has no max_position_embeddings to take instead" * (name.startswith("original"))
+            instead = ", and the model has no max_position_embeddings to take instead" if "original" in name else ""
             raise UnsupportedError(
                 f"rope_parameters of type {rope_type!r} lack {_stock_options(kind)[name]!r}{instead}."
             )
@@ -165,8 +165,7 @@ def _scaling_parameters(scaling: RopeScaling, theta: float, rotary_dim: int, con
 
 
 def _set_attention_factor(parameters: dict[str, Any], config: RopeConfig, context: BuildContext) -> None:
-    own = 1.0 if config.scaling is None else config.scaling.attention_scaling(context.max_positions)
-    if config.attention_scaling == own:
+    if config.attention_scaling == (config.scaling or RopeScaling()).attention_scaling(context.max_positions):
         return
     if parameters["rope_type"] not in ("yarn", "longrope"):
         raise UnsupportedError(

@@ -26,7 +26,10 @@ def rope_inverse_frequencies(theta: float, rotary_dim: int) -> Tensor:
 
 @dataclass(frozen=True)
 class RopeScaling(SubConfig):
-    """Base class of all scalings. A scaling that does not depend on the length only overrides `constants`."""
+    """Base class of all scalings. A scaling that does not depend on the length only overrides `constants`.
+
+    The base class itself stands for no scaling.
+    """
 
     #: Whether the frequencies depend on the length of the sequence.
     length_dependent: ClassVar[bool] = False
@@ -37,7 +40,9 @@ class RopeScaling(SubConfig):
         Raises:
             ValueError: if the scaling is not defined for this `theta` and `rotary_dim`.
         """
-        raise NotImplementedError
+        if type(self) is not RopeScaling:
+            raise NotImplementedError
+        return rope_inverse_frequencies(theta, rotary_dim)
 
     def at_lengths(self, constants: Tensor, theta: float, rotary_dim: int, lengths: Tensor) -> Tensor:
         """Returns the inverse frequencies for sequences of the given lengths.
