@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from hf_posenc.recipes import Distillation, GradualSwapCallback, PerturbedSelfDistillation, Swap, swap_scheme
-from hf_posenc.recipes.initialization.tables import TABLE_EXTENSIONS
+from hf_posenc.recipes.initialization.parts import TABLE_EXTENSIONS
 from hf_posenc.recipes.perturbed_positions import SHIFTS
 from hf_posenc.recipes.swap import INITIALIZATIONS
 from training.errors import SettingsError

@@ -28,7 +28,7 @@ from hf_posenc.patching.place.scheme_per_layer import schedule
 from hf_posenc.patching.place.stack_encoding import StackEncoding
 from hf_posenc.schemes import LayeredConfig, ScheduleConfig
 from hf_posenc.schemes.arrangement.blended import BlendedConfig, BlendedPart
-from hf_posenc.schemes.arrangement.of_parts import PartsConfig, of_parts
+from hf_posenc.schemes.arrangement.of_parts import PartsConfig
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.registry import SchemeLike, as_scheme
 
@@ -59,13 +59,13 @@ def begin_blend(model: nn.Module, scheme: SchemeLike, *, part: str | None = None
         )
     part = named_part(target, part)
     in_force = scheme_in_part(previous, part)
-    placed = [] if previous is None or in_force is None else _parts_of(stacks_in_part(previous, part))
+    placed = [] if previous is None or in_force is None else places_of_parts(stacks_in_part(previous, part))
     old = native_scheme(target, part=part) if in_force is None else in_force
     patch_model(target, _blend(old, as_scheme(scheme), find_stacks(target, [part])), part=part)
     encoding = current_encoding(target)
     assert encoding is not None
     if placed:
-        for before, after in zip(placed, _parts_of(stacks_in_part(encoding, part)), strict=True):
+        for before, after in zip(placed, places_of_parts(stacks_in_part(encoding, part)), strict=True):
             if before is not None:
                 after.old.load_state_dict(before.state_dict())
     freeze_old(encoding)
@@ -87,7 +87,7 @@ def set_blend_strength(model: nn.Module, strength: float) -> None:
     """
     encoding = _blend_of(unwrapped(model))
     config = _with_strength(encoding.config, strength)
-    for part in _parts_of(encoding.stacks):
+    for part in places_of_parts(encoding.stacks):
         if isinstance(part, BlendedPart):
             part.strength = float(strength)
     encoding.record.scheme = config
@@ -113,12 +113,12 @@ def finish_blend(model: nn.Module) -> None:
             "the model. Train to strength 1 first, or call set_blend_strength(model, 1.0) to skip the rest."
         )
     part, config = _blended_part(encoding, target)
-    blended = _parts_of(stacks_in_part(encoding, part))
+    blended = places_of_parts(stacks_in_part(encoding, part))
     trained = [place.new if isinstance(place, BlendedPart) else None for place in blended]
     patch_model(target, new_scheme(config), part=part)
     plain = current_encoding(target)
     assert plain is not None
-    for source, place in zip(trained, _parts_of(stacks_in_part(plain, part)), strict=True):
+    for source, place in zip(trained, places_of_parts(stacks_in_part(plain, part)), strict=True):
         for name, module in [] if source is None else source.named_modules():
             place.get_submodule(name)._parameters.update(module._parameters)
 
@@ -133,12 +133,12 @@ def new_scheme(config: SchemeConfig) -> SchemeConfig:
 
 def freeze_old(encoding: PositionEncoding) -> None:
     """Freezes the parameters of the old scheme in the blends of an encoding."""
-    for part in _parts_of(encoding.stacks):
+    for part in places_of_parts(encoding.stacks):
         if isinstance(part, BlendedPart) and part.old is not None:
             part.old.requires_grad_(False)
 
 
-def _parts_of(stacks: Mapping[str, StackEncoding]) -> list[Any]:
+def places_of_parts(stacks: Mapping[str, StackEncoding]) -> list[Any]:
     """Every place of a part of a scheme in some stacks of a model, in order; `None` for an empty place."""
     found: list[Any] = []
     for stack in stacks.values():
@@ -166,10 +166,9 @@ def _blend_of(target: PreTrainedModel) -> PositionEncoding:
 
 
 def _blends_in(config: SchemeConfig) -> list[BlendedConfig]:
-    if isinstance(config, PartsConfig):
-        return [blend for scheme in config.schemes for blend in _blends_in(scheme)]
-    layers = config.layers if isinstance(config, ScheduleConfig) else (config,)
-    return [layer for layer in layers if isinstance(layer, BlendedConfig)]
+    if isinstance(config, PartsConfig | ScheduleConfig):
+        return [blend for child in config.children().values() for blend in _blends_in(child)]
+    return [config] if isinstance(config, BlendedConfig) else []
 
 
 def _blend(old: SchemeConfig, new: SchemeConfig, stacks: list[Stack]) -> SchemeConfig:
@@ -188,10 +187,9 @@ def _blend(old: SchemeConfig, new: SchemeConfig, stacks: list[Stack]) -> SchemeC
 
 
 def _with_strength(config: SchemeConfig, strength: float) -> SchemeConfig:
-    if isinstance(config, ScheduleConfig):
-        return dataclasses.replace(config, layers=tuple(_with_strength(layer, strength) for layer in config.layers))
-    if isinstance(config, PartsConfig):
-        return of_parts({part: _with_strength(scheme, strength) for part, scheme in config.by_part().items()})
+    if isinstance(config, PartsConfig | ScheduleConfig):
+        changed = {place: _with_strength(child, strength) for place, child in config.children().items()}
+        return config.with_children(changed)
     return dataclasses.replace(config, strength=float(strength)) if isinstance(config, BlendedConfig) else config
 
 

@@ -55,14 +55,11 @@ def perturbed_positions(
         SequenceLengthError: for documents that leave no room for a skip below `limit`.
         UnknownNameError: for an unknown shift.
     """
-    if shift not in SHIFTS:
-        raise UnknownNameError("shift", shift, SHIFTS)
+    _check_options("", shift, largest_skip)
     if positions.dim() != 2 or positions.is_floating_point():
         raise ValueError(
             f"positions are {positions.dtype} of shape {tuple(positions.shape)}; expected integers, (batch, length)."
         )
-    if largest_skip is not None and largest_skip < 1:
-        raise ValueError(f"largest_skip is {largest_skip}; expected 1 or more.")
     batch, length = positions.shape
     real = torch.ones_like(positions, dtype=torch.bool) if real is None else real
     slots = torch.arange(length, device=positions.device).expand_as(positions)
@@ -87,6 +84,13 @@ def perturbed_positions(
         skip = 1 + (amount * largest).long()
         moved = positions + skip * (inner >= (boundary * size).long())
     return moved.where(real, positions)
+
+
+def _check_options(owner: str, shift: str, largest_skip: int | None) -> None:
+    if shift not in SHIFTS:
+        raise UnknownNameError("shift", shift, SHIFTS)
+    if largest_skip is not None and largest_skip < 1:
+        raise ValueError(f"{owner}largest_skip is {largest_skip!r}; expected 1 or more.")
 
 
 def _refuse_full(positions: Tensor, room: Tensor, real: Tensor, limit: int) -> None:
@@ -156,10 +160,7 @@ class PerturbedSelfDistillation:
     ) -> None:
         if not 0 < weight < math.inf:
             raise ValueError(f"PerturbedSelfDistillation.weight is {weight!r}; expected a number greater than 0.")
-        if shift not in SHIFTS:
-            raise UnknownNameError("shift", shift, SHIFTS)
-        if largest_skip is not None and largest_skip < 1:
-            raise ValueError(f"PerturbedSelfDistillation.largest_skip is {largest_skip!r}; expected 1 or more.")
+        _check_options("PerturbedSelfDistillation.", shift, largest_skip)
         self.views = PositionViews(model)
         if shift == "cyclic":
             self.views.refuse_wrapping()

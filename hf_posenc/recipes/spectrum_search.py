@@ -17,11 +17,11 @@ from hf_posenc.patching.find.discovery import find_stacks
 from hf_posenc.patching.find.model_parts import TEXT
 from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.patching.place.model_checks import unwrapped
+from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.preserve import evaluation_mode
-from hf_posenc.recipes.initialization.logits import layers_of
-from hf_posenc.recipes.restore import restore_encoding
 from hf_posenc.recipes.spectrum_candidates import CandidateSpace, SpectrumCandidate
 from hf_posenc.recipes.spectrum_objective import objective, with_needles
+from hf_posenc.recipes.swap import restore_encoding
 from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.rotary.rope import STATED_BY_FREQUENCIES, RopeConfig
 
@@ -165,14 +165,9 @@ def _plain_rope(model: PreTrainedModel) -> RopeConfig:
 
 def _rotary_dim(model: PreTrainedModel, scheme: RopeConfig) -> int:
     """How many dimensions of a head the scheme rotates in this model."""
-    before = current_encoding(model)
-    try:
-        patch_model(model, scheme)
-        encoding = current_encoding(model)
-        assert encoding is not None
-        found: set[int] = {getattr(layer.query_key_map, "rotary_dim", 0) for layer in layers_of(encoding, TEXT)}
-    finally:
-        restore_encoding(model, before)
+    planned = Transaction(model).plan_alone(scheme, find_stacks(model, [TEXT]))
+    layers = [layer for stack in planned.stacks.values() for layer in stack.layers]
+    found: set[int] = {getattr(layer.query_key_map, "rotary_dim", 0) for layer in layers}
     if len(found) != 1:
         raise UnsupportedError(
             f"The layers of {type(model).__name__} rotate {sorted(map(str, found))} dimensions; the search needs one "

@@ -14,13 +14,12 @@ from transformers import PreTrainedModel
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.patching import native_scheme, patch_model
 from hf_posenc.patching.find.model_parts import TEXT
-from hf_posenc.patching.place.encoding import current_encoding, named_part, scheme_in_part
+from hf_posenc.patching.place.encoding import PositionEncoding, current_encoding, named_part, scheme_in_part
 from hf_posenc.patching.place.model_checks import unwrapped
+from hf_posenc.patching.place.transaction import Transaction
 from hf_posenc.recipes.gradual import begin_blend, new_scheme
 from hf_posenc.recipes.initialization.model import fit_encoding
-from hf_posenc.recipes.initialization.parts import Fit
-from hf_posenc.recipes.initialization.tables import TABLE_EXTENSIONS
-from hf_posenc.recipes.restore import restore_encoding
+from hf_posenc.recipes.initialization.parts import TABLE_EXTENSIONS, Fit
 from hf_posenc.schemes import get_scheme
 from hf_posenc.schemes.arrangement.of_parts import PartsConfig
 from hf_posenc.schemes.config import SchemeConfig
@@ -202,3 +201,15 @@ def _carried_options(scheme: SchemeLike, options: dict[str, Any], old: SchemeCon
         return {}
     names = {field.name for field in dataclasses.fields(get_scheme(scheme))}
     return {"theta": theta} if "theta" in names else {}
+
+
+def restore_encoding(model: PreTrainedModel, before: PositionEncoding | None) -> None:
+    """Gives a model the encoding that it had.
+
+    Args:
+        model: is changed in place.
+        before: what `current_encoding` returned; `None` for a model that was not patched.
+    """
+    if current_encoding(model) is not before:
+        transaction = Transaction(model)
+        transaction.undo() if before is None else transaction.install(before)

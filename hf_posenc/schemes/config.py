@@ -12,6 +12,7 @@ from hf_posenc.errors import UnknownNameError, UnsupportedError
 from hf_posenc.schemes.limits import check_shape_of_json
 from hf_posenc.schemes.option_types import as_declared, check_declared
 from hf_posenc.schemes.parts import SchemeParts
+from hf_posenc.schemes.validation import check_options
 
 ConfigType = TypeVar("ConfigType")
 
@@ -77,6 +78,8 @@ class SchemeConfig:
     part_class: ClassVar[type[Any] | None] = None
     #: Why `part_class` is refused in a bidirectional model; empty if it is not.
     causal_only: ClassVar[str] = ""
+    #: What it is instead, if it has no parts of its own and cannot be built; empty if it can.
+    without_parts: ClassVar[str] = ""
 
     def __new__(cls, *arguments: Any, **options: Any) -> Self:
         """Records which options the caller passed, to distinguish them from defaults."""
@@ -84,6 +87,9 @@ class SchemeConfig:
         named = [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
         object.__setattr__(config, "_given", frozenset([*named[: len(arguments)], *options]))
         return config
+
+    def __post_init__(self) -> None:
+        check_options(self)
 
     def gave(self, option: str) -> bool:
         """Whether an option was passed to the constructor, even if with its default value."""
@@ -99,11 +105,9 @@ class SchemeConfig:
         found: dict[str, SchemeConfig] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, SchemeConfig):
-                found[field.name] = value
-            elif isinstance(value, tuple):
-                items = enumerate(value)
-                found |= {f"{field.name}[{i}]": item for i, item in items if isinstance(item, SchemeConfig)}
+            items = enumerate(value) if isinstance(value, tuple) else ()
+            places = {field.name: value} | {f"{field.name}[{index}]": item for index, item in items}
+            found |= {place: item for place, item in places.items() if isinstance(item, SchemeConfig)}
         return found
 
     def with_children(self, children: Mapping[str, SchemeConfig]) -> Self:
@@ -142,8 +146,11 @@ class SchemeConfig:
 
         Raises:
             UnsupportedError: in a bidirectional model, for a scheme that is not defined for later keys.
-            ValueError: if an option is not possible in this layer (for example an odd rotary width).
+            ValueError: if an option is not possible in this layer (for example an odd rotary width), or if the config
+                only says which schemes to build.
         """
+        if self.without_parts:
+            raise ValueError(f"The scheme {self.name!r} {self.without_parts}")
         if self.merges_children:
             return self.merge([child.build(context) for child in self.children().values()])
         if self.part_class is None:
@@ -154,9 +161,7 @@ class SchemeConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary: `{"scheme": name, **options}`; nested configs are dictionaries too."""
-        return {"scheme": self.name} | {
-            field.name: _encode(getattr(self, field.name)) for field in dataclasses.fields(self)
-        }
+        return {"scheme": self.name} | _options(self)
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> Self:
@@ -182,11 +187,12 @@ class SubConfig:
         if cls.type:
             SubConfig._types[cls.type] = cls
 
+    def __post_init__(self) -> None:
+        check_options(self)
+
     def to_dict(self) -> dict[str, Any]:
         """A JSON-ready dictionary: `{"type": type, **options}`."""
-        return {"type": self.type} | {
-            field.name: _encode(getattr(self, field.name)) for field in dataclasses.fields(self)
-        }
+        return {"type": self.type} | _options(self)
 
     @staticmethod
     def from_dict(entry: dict[str, Any]) -> SubConfig:
@@ -284,6 +290,10 @@ def required_options(cls: builtins.type[Any]) -> list[str]:
 def constructor_example(cls: builtins.type[Any]) -> str:
     """An example call of a config class, with dots for required options: `LinearScaling(factor=...)`."""
     return f"{cls.__name__}({', '.join(f'{name}=...' for name in required_options(cls))})"
+
+
+def _options(config: SchemeConfig | SubConfig) -> dict[str, Any]:
+    return {field.name: _encode(getattr(config, field.name)) for field in dataclasses.fields(config)}
 
 
 def _encode(value: Any) -> Any:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_posenc.schemes.positions import AttentionPairs, Positions
-from hf_posenc.schemes.validation import check_integer, check_integers
 
 
 @dataclass(frozen=True)
@@ -44,9 +42,16 @@ def places(
     Raises:
         ValueError: if the coordinates have another number of axes, or if there are none and `grid` is `None`.
     """
-    given = given_coordinates(positions, axes, scheme)
-    if given is not None:
-        return Places(given, positions.extents, positions.placed)
+    coordinates = positions.coordinates
+    if coordinates is not None:
+        found = coordinates.shape[0]
+        if found != axes:
+            raise ValueError(
+                f"The positions of this call have {found} axes, but the scheme {scheme!r} was built for {axes}. Give "
+                f"it {found} axes: `axes={found}` (alibi, sinusoidal, t5), a `grid` of {found - 1} sizes (rope_nd) or "
+                f"of {found} (swin, learned). 'mrope' is for time, height and width in the text part of a model."
+            )
+        return Places(coordinates, positions.extents, positions.placed)
     if grid is None:
         raise ValueError(
             f"The scheme {scheme!r} has {axes} axes, and this model passed no coordinates for its tokens, only their "
@@ -73,23 +78,6 @@ def grid_coordinates(ids: Tensor, grid: tuple[int, ...], num_prefix_tokens: int 
         coordinates.append(left % size)
         left = torch.div(left, size, rounding_mode="floor")
     return torch.stack([left, *reversed(coordinates)])
-
-
-def given_coordinates(positions: Positions, axes: int, scheme: str) -> Tensor | None:
-    """Returns the coordinates that the caller passed, `(axes, batch or 1, length)`, or `None`.
-
-    Raises:
-        ValueError: if the caller passed another number of axes.
-    """
-    coordinates = positions.coordinates
-    if coordinates is not None and coordinates.shape[0] != axes:
-        found = coordinates.shape[0]
-        raise ValueError(
-            f"The positions of this call have {found} axes, but the scheme {scheme!r} was built for {axes}. Give it "
-            f"{found} axes: `axes={found}` (alibi, sinusoidal, t5), a `grid` of {found - 1} sizes (rope_nd) or of "
-            f"{found} (swin, learned). 'mrope' is for time, height and width in the text part of a model."
-        )
-    return coordinates
 
 
 def distances_by_axis(where: Places, pairs: AttentionPairs) -> Tensor:
@@ -124,21 +112,3 @@ def entries_of_pairs(table: Tensor, index: Tensor) -> Tensor:
 def share_of_axes(pairs: int, axes: int) -> list[int]:
     """Returns how many of `pairs` each axis gets; those that do not divide evenly go to the first axes."""
     return [len(range(axis, pairs, axes)) for axis in range(axes)]
-
-
-def check_axes(config: Any) -> None:
-    """Checks that `config.axes` is 1, 2 or 3.
-
-    Raises:
-        ValueError: for any other value.
-    """
-    check_integer(config, "axes", minimum=1, maximum=3)
-
-
-def check_grid(config: Any, *, least: int = 1, most: int = 2) -> None:
-    """Checks that `config.grid` is a sequence of `least` to `most` positive integers, and stores it as a tuple.
-
-    Raises:
-        ValueError: for any other value.
-    """
-    check_integers(config, "grid", minimum=1, least=least, most=most)

@@ -48,7 +48,7 @@ def positional_logits(
         features = parts.logit_bias.key_features(hidden_states)
     slots = torch.arange(query.shape[-2], device=query.device)
     pairs = AttentionPairs(query, key, slots, positions, scaling, hidden_states, features, query_factor, key_factor)
-    logits = query @ pairs.expanded_key.transpose(-1, -2) * scaling
+    logits = pairs.products * scaling
     if parts.logit_bias is not None:
         logits = logits + pairwise_bias(parts.logit_bias, pairs).to(logits.dtype)
     if parts.logit_scale is not None:

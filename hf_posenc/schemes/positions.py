@@ -92,14 +92,9 @@ class Positions:
 
     def first(self, count: int) -> Positions:
         """The positions of the first `count` tokens; lengths are still those of the whole sequences."""
-        return dataclasses.replace(
-            self,
-            ids=self.ids[:, :count],
-            coordinates=None if self.coordinates is None else self.coordinates[..., :count],
-            token_ids=None if self.token_ids is None else self.token_ids[:, :count],
-            extents=None if self.extents is None else self.extents[..., :count],
-            placed=None if self.placed is None else self.placed[:, :count],
-        )
+        of_tokens = {name: getattr(self, name) for name in ("ids", "coordinates", "token_ids", "extents", "placed")}
+        kept = {name: value[..., :count] for name, value in of_tokens.items() if value is not None}
+        return dataclasses.replace(self, **kept)
 
 
 @dataclass(frozen=True)
@@ -200,6 +195,11 @@ class AttentionPairs:
         """`(batch, heads, key_len, width)`: the keys, repeated for every query head that reads them."""
         groups = self.query.shape[1] // self.key.shape[1]
         return self.key if groups == 1 else self.key.repeat_interleave(groups, dim=1)
+
+    @property
+    def products(self) -> Tensor:
+        """`(batch, heads, query_len, key_len)`: the inner products of queries and keys, without any factor."""
+        return self.query @ self.expanded_key.transpose(-1, -2)
 
 
 def integer_range(start: int, length: int, device: torch.device | str | None = None) -> Tensor:

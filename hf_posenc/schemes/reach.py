@@ -7,9 +7,10 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from hf_posenc.schemes.validation import check_positions_below
+from hf_posenc.errors import SequenceLengthError
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,20 @@ class Reach:
     def check(self, ids: Tensor) -> None:
         """Raises an error if a position exceeds the limit.
 
+        The check reads values, so it is skipped when there are none (compilation, graph capture, the meta device).
+
         Raises:
             SequenceLengthError: naming the length found, the limit and the remedy.
         """
-        if self.length is not None:
-            check_positions_below(ids, self.length, self.remedy)
+        if self.length is None or torch.compiler.is_compiling() or ids.is_meta or ids.numel() == 0:
+            return
+        if ids.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        length = int(ids.max()) + 1
+        if length > self.length:
+            raise SequenceLengthError(
+                f"A sequence of length {length} is longer than the {self.length} positions {self.remedy}"
+            )
 
     def under(self, last_position: Callable[[int], int | None]) -> Reach:
         """Returns the reach of this part if its positions are mapped.

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from hf_posenc.schemes.grids import Places
 from hf_posenc.schemes.positions import Positions
-from hf_posenc.schemes.validation import check_boolean, check_choice
 
 #: "none" refuses grids that are larger than the table.
 INTERPOLATIONS = ("bicubic", "bilinear", "nearest", "none")
@@ -36,13 +35,9 @@ class Resizing:
         """Checks the options of a config.
 
         Raises:
-            UnknownNameError: for an unknown interpolation.
             ValueError: for options that do not fit together.
         """
         name = type(config).__name__
-        check_choice(config, "interpolation", INTERPOLATIONS)
-        check_boolean(config, "antialias")
-        check_boolean(config, "align_corners")
         smooth = self.interpolation in ("bicubic", "bilinear")
         if not smooth and (self.antialias or self.align_corners):
             raise ValueError(
@@ -62,9 +57,7 @@ class Resizing:
         if size == old:
             return table
         planes = table.float().movedim(-1, 0)
-        if len(old) == 2:
-            return self._interpolated(planes.unsqueeze(0), size)[0].movedim(0, -1).to(table.dtype)
-        if self.interpolation == "bicubic":
+        if len(old) == 3 and self.interpolation == "bicubic":
             if size[0] != old[0]:
                 raise ValueError(
                     f"A table for {old[0]} frames cannot be resized to {size[0]} frames bicubically, which is defined "
@@ -83,44 +76,28 @@ class Resizing:
         )
 
 
-@dataclass(frozen=True)
-class GridsOfCall:
-    """The different grids of one call.
-
-    Args:
-        sizes: of each grid, in tokens.
-        index: `(batch or 1, length)` int64, the grid of each token; `None` if there is a single grid.
+def _grids_of_call(positions: Positions, where: Places) -> tuple[list[tuple[int, ...]], Tensor | None]:
+    """The sizes of the different grids of a call in tokens, none if they are unknown, and the grid of each token,
+    `(batch or 1, length)` int64 or `None` if there is a single one. Reads the sizes once per forward call.
     """
-
-    sizes: list[tuple[int, ...]]
-    index: Tensor | None
-
-
-def grids_of_call(positions: Positions, where: Places) -> GridsOfCall | None:
-    """Returns the grids of a call, or `None` if their sizes are unknown. Reads the sizes once per forward call."""
     if positions.grid is not None and positions.coordinates is not None:
-        return GridsOfCall([positions.grid], None)
+        return [positions.grid], None
     extents = where.extents
     if extents is None:
-        return None
+        return [], None
 
-    def look() -> GridsOfCall:
+    def look() -> tuple[list[tuple[int, ...]], Tensor | None]:
         columns, index = extents.flatten(1).unique(dim=1, return_inverse=True)
-        sizes = [tuple(size) for size in columns.T.tolist()]
         # Tokens without a place may have an empty grid; they never look at it.
-        sizes = [tuple(max(one, 1) for one in size) for size in sizes]
-        return GridsOfCall(sizes, None if len(sizes) == 1 else index.view(extents.shape[1:]))
+        sizes = [tuple(max(one, 1) for one in size) for size in columns.T.tolist()]
+        return sizes, None if len(sizes) == 1 else index.view(extents.shape[1:])
 
     return positions.remembered("grids", look, extents)
 
 
-def check_fit(grids: GridsOfCall, grid: tuple[int, ...], scheme: str) -> None:
-    """Refuses grids that are larger than a table which is not resized.
-
-    Raises:
-        ValueError: naming the sizes and the remedies.
-    """
-    for size in grids.sizes:
+def _check_fit(sizes: list[tuple[int, ...]], grid: tuple[int, ...], scheme: str) -> None:
+    """Refuses grids that are larger than a table which is not resized."""
+    for size in sizes:
         if any(one > limit for one, limit in zip(size, grid, strict=True)):
             raise ValueError(
                 f"The tokens of this call fill a grid of {by(size)}, larger than the {by(grid)} places of the scheme "
@@ -162,19 +139,18 @@ def tables_of_call(
     Raises:
         ValueError: for a grid that the table cannot be resized to.
     """
-    grids = grids_of_call(positions, where)
-    if grids is None:
+    grids, index = _grids_of_call(positions, where)
+    if not grids:
         return table.flatten(0, -2), torch.tensor(table.shape[:-1], device=table.device).view(-1, 1, 1), None
     if resizing.interpolation == "none":
-        check_fit(grids, grid, scheme)
-        grids = GridsOfCall(grids.sizes[:1], None)
-        tables = [table]
+        _check_fit(grids, grid, scheme)
+        tables, index = [table], None
     else:
-        tables = [resizing.resized(table, size_of_table(size)) for size in grids.sizes]
+        tables = [resizing.resized(table, size_of_table(size)) for size in grids]
     sizes = torch.tensor([one.shape[:-1] for one in tables], device=table.device).T
     rows = [one.flatten(0, -2) for one in tables]
-    if grids.index is None:
+    if index is None:
         return rows[0], sizes.unsqueeze(-1), None
     counts = [0, *(math.prod(one.shape[:-1]) for one in tables)]
     starts = torch.tensor(counts[:-1], device=table.device).cumsum(0)
-    return torch.cat(rows), sizes[:, grids.index], starts[grids.index]
+    return torch.cat(rows), sizes[:, index], starts[index]

@@ -1,16 +1,17 @@
-"""Checks for config constructors. Each error names the field, the value found and what is expected."""
+"""The options of configs and the checks of their values. Each error names the field, the value and what is expected."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from hf_posenc.errors import SequenceLengthError, UnknownNameError
+from hf_posenc.errors import UnknownNameError
 from hf_posenc.schemes.limits import LARGEST_FACTOR, LARGEST_LENGTH, MOST_NUMBERS, SMALLEST_FACTOR, shown
-from hf_posenc.schemes.option_types import EXACT_INTEGERS
+from hf_posenc.schemes.option_types import EXACT_INTEGERS, kind_of
 
 #: With a smaller base, the product of a frequency and a 64-bit position can overflow float32.
 SMALLEST_BASE = 1e-18
@@ -20,6 +21,51 @@ LARGEST_BASE = 1e30
 LARGEST_FREQUENCY = 1e18
 
 
+def option(default: Any, check: Callable[..., None] | None = None, **limits: Any) -> Any:
+    """A field of a config whose value is checked when a config is constructed.
+
+    Args:
+        default: of the field. A class is called for the default of each config.
+        check: called with the config, the name of the field and the limits, unless the value is `None` and the field
+            allows this. By default, the check for the declared type, as in `check_options`.
+        **limits: arguments of the check.
+    """
+    made = {"default_factory": default} if isinstance(default, type) else {"default": default}
+    return dataclasses.field(**made, metadata=checked(check, **limits))
+
+
+def checked(check: Callable[..., None] | None = None, **limits: Any) -> dict[str, Any]:
+    """The metadata of a field without a default, `dataclasses.field(metadata=checked(...))`; arguments as `option`."""
+    return {"check": check, "limits": limits}
+
+
+def check_options(config: object) -> None:
+    """Checks the fields of a config that are declared with `option`, in their order.
+
+    Raises:
+        ValueError: naming the first field that has another type, or a value out of range.
+    """
+    config_class: Any = type(config)
+    for name, optional, check in _checks(config_class):
+        if not (optional and getattr(config, name) is None):
+            check(config, name)
+
+
+@functools.cache
+def _checks(config_class: Any) -> list[tuple[str, bool, Callable[..., None]]]:
+    """The fields to check, whether they may be `None`, and their checks."""
+    declared: dict[str, dataclasses.Field[Any]] = {}
+    for owner in reversed(config_class.__mro__):  # A subclass may change the default of a field.
+        fields = vars(owner).get("__dataclass_fields__", {})
+        declared |= {name: field for name, field in fields.items() if "check" in field.metadata}
+    found: list[tuple[str, bool, Callable[..., None]]] = []
+    for name, field in declared.items():
+        kind, *others = kind_of(field).split(" | ")
+        check = functools.partial(field.metadata["check"] or _CHECKS[kind], **field.metadata["limits"])
+        found.append((name, "None" in others, check))
+    return found
+
+
 def check_number(
     config: object,
     field: str,
@@ -27,7 +73,6 @@ def check_number(
     minimum: float | None = None,
     above: float | None = None,
     maximum: float = LARGEST_FACTOR,
-    optional: bool = False,
 ) -> None:
     """Checks that a field is an `int` or `float` (not a `bool`) within `[minimum, maximum]` and greater than `above`.
 
@@ -38,8 +83,6 @@ def check_number(
         ValueError: for any other value.
     """
     value = getattr(config, field)
-    if value is None and optional:
-        return
     if minimum is None and above is None:
         minimum = -maximum
     if not _is_number(value, minimum, above, maximum):
@@ -64,23 +107,18 @@ def check_strength(config: object, field: str) -> None:
 
 
 def check_integer(
-    config: object,
-    field: str,
-    *,
-    minimum: int | None = None,
-    maximum: int = LARGEST_LENGTH,
-    optional: bool = False,
+    config: object, field: str, *, minimum: int | None = None, maximum: int = LARGEST_LENGTH, even: str = ""
 ) -> None:
-    """Checks that a field is an `int` (not a `bool`) within `[minimum, maximum]`.
+    """Checks that a field is an `int` (not a `bool`) within `[minimum, maximum]`, and even if `even` says why.
 
     Raises:
         ValueError: for any other value.
     """
     value = getattr(config, field)
-    if value is None and optional:
-        return
     if not isinstance(value, int) or not _is_number(value, minimum, None, maximum):
         raise ValueError(_message(config, field, value, "an integer" + _range_words(minimum, None, maximum)))
+    if even and value % 2:
+        raise ValueError(_message(config, field, value, f"an even number, because {even}"))
 
 
 def check_integers(config: object, field: str, *, minimum: int, least: int = 0, most: int = MOST_NUMBERS) -> None:
@@ -108,29 +146,28 @@ def check_integers(config: object, field: str, *, minimum: int, least: int = 0, 
     object.__setattr__(config, field, tuple(value))
 
 
-def check_base(config: object, field: str, *, optional: bool = False) -> None:
+def check_base(config: object, field: str) -> None:
     """Checks that a field is a positive base whose frequencies are representable in float32 at every position.
 
     Raises:
         ValueError: for any other value.
     """
-    check_number(config, field, above=0, maximum=LARGEST_BASE, optional=optional)
+    check_number(config, field, above=0, maximum=LARGEST_BASE)
     value = getattr(config, field)
-    if value is not None and value < SMALLEST_BASE:
+    if value < SMALLEST_BASE:
         expected = f"at least {SMALLEST_BASE}, so that positions times its frequencies are finite in float32"
         raise ValueError(_message(config, field, value, expected))
 
 
 def check_boolean(config: object, field: str, *, optional: bool = False) -> None:
-    """Checks that a field is `True` or `False`, or `None` if `optional`.
+    """Checks that a field is `True` or `False`; the error adds `None` if it is `optional`.
 
     Raises:
         ValueError: for any other value.
     """
     value = getattr(config, field)
-    if isinstance(value, bool) or (value is None and optional):
-        return
-    raise ValueError(_message(config, field, value, "True or False" + (" or None" if optional else "")))
+    if not isinstance(value, bool):
+        raise ValueError(_message(config, field, value, "True or False" + (" or None" if optional else "")))
 
 
 def check_choice(config: object, field: str, choices: Iterable[str]) -> None:
@@ -161,23 +198,6 @@ def check_numbers(config: object, field: str, *, minimum: float, maximum: float 
         expected = f"a non-empty sequence of at most {MOST_NUMBERS} finite numbers, each"
         raise ValueError(_message(config, field, value, expected + _range_words(minimum, None, maximum)))
     object.__setattr__(config, field, tuple(value))
-
-
-def check_positions_below(ids: Tensor, limit: int, remedy: str) -> None:
-    """Raises an error if a position is `limit` or greater.
-
-    The check reads values, so it is skipped when there are none (compilation, graph capture, the meta device).
-
-    Raises:
-        SequenceLengthError: naming the length found, the limit and the remedy.
-    """
-    if torch.compiler.is_compiling() or ids.is_meta or ids.numel() == 0:
-        return
-    if ids.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
-    length = int(ids.max()) + 1
-    if length > limit:
-        raise SequenceLengthError(f"A sequence of length {length} is longer than the {limit} positions {remedy}")
 
 
 def whole_positions(ids: Tensor, scheme: str) -> Tensor:
@@ -213,3 +233,14 @@ def _range_words(minimum: float | None, above: float | None, maximum: float) -> 
 
 def _message(config: object, field: str, value: Any, expected: str) -> str:
     return f"{type(config).__name__}.{field} is {shown(value)}; expected {expected}."
+
+
+#: By the first type that a field declares.
+_CHECKS: dict[str, Callable[..., None]] = {
+    "int": check_integer,
+    "float": check_number,
+    "bool": check_boolean,
+    "str": check_choice,
+    "tuple[int, ...]": check_integers,
+    "tuple[float, ...]": check_numbers,
+}

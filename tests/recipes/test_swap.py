@@ -14,8 +14,7 @@ from hf_posenc import UnsupportedError, patch_model
 from hf_posenc.patching.place.encoding import current_encoding
 from hf_posenc.recipes import finish_blend, set_blend_strength, swap_scheme
 from hf_posenc.recipes.initialization.logits import mean_logits, recorded_heads
-from hf_posenc.recipes.initialization.parts import fit_bias
-from hf_posenc.recipes.initialization.tables import TABLE_EXTENSIONS, extended_rows
+from hf_posenc.recipes.initialization.parts import TABLE_EXTENSIONS, extended_rows, fit_bias
 from hf_posenc.schemes import (
     AlibiConfig,
     KerpleConfig,

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc.patching.call.layer_call import LayerEncoding
 from hf_posenc.patching.place.encoding import PositionEncoding, stacks_in_part
 from hf_posenc.patching.place.transaction import Transaction
+from hf_posenc.recipes.gradual import places_of_parts
 from hf_posenc.recipes.initialization.logits import layers_of, mean_logits, readers_of, recorded_heads
 from hf_posenc.recipes.initialization.parts import (
     Fit,
@@ -73,8 +74,7 @@ def fit_encoding(
             old_scale = old_layers[layers[0]].logit_scale
             fits.append(fit_scale(scale, old_scale, length, f"logit_scale of {_layers(layers)}"))
     biases = [(bias, layers) for bias, layers in _shared(new_layers, "logit_bias") if is_fittable_bias(bias)]
-    acts = any(part is not None for layer in old_layers for part in _parts(layer))
-    if biases and readers and (acts or _adds(old, part)):
+    if biases and readers and any(place is not None for place in places_of_parts(old_stacks)):
         sample = _checked(sample).to(next(model.parameters()).device)
         targets = _bias_targets(model, old, new, sample, part)
         for bias, layers in biases:
@@ -86,10 +86,6 @@ def fit_encoding(
 def _new(part: Any) -> Any:
     """The part itself, or the new one of a blend."""
     return part.new if isinstance(part, BlendedPart) else part
-
-
-def _parts(layer: LayerEncoding) -> list[Any]:
-    return [layer.query_key_map, layer.logit_bias, layer.logit_scale]
 
 
 def _adds(encoding: PositionEncoding, part: str) -> bool:
@@ -152,7 +148,7 @@ def _bias_targets(
         before = recorded_heads(model, old, sample, part)
     after = _heads_without_bias(model, new, sample, part) if _adds(old, part) else before
     return [
-        mean_logits(SchemeParts(None, *_parts(layer)), heads, layer.causal)
+        mean_logits(SchemeParts(None, layer.query_key_map, layer.logit_bias, layer.logit_scale), heads, layer.causal)
         - mean_logits(SchemeParts(None, _new(own.query_key_map), None, _new(own.logit_scale)), unbiased, layer.causal)
         for layer, heads, own, unbiased in zip(layers_of(old, part), before, layers_of(new, part), after, strict=True)
     ]
@@ -164,9 +160,7 @@ def _heads_without_bias(
     """Records the heads of layers under the new scheme, without its biases."""
     layers = layers_of(new, part)
     biases = [layer.logit_bias for layer in layers]
-    parts: list[nn.Module | None] = [stack.additive for stack in stacks_in_part(new, part).values()]
-    parts += [one for layer in layers for one in (layer.query_key_map, layer.logit_scale)]
-    blends = [one for one in parts if isinstance(one, BlendedPart)]
+    blends = [place for place in places_of_parts(stacks_in_part(new, part)) if isinstance(place, BlendedPart)]
     strengths = [blend.strength for blend in blends]
     try:
         for blend in blends:

@@ -13,7 +13,7 @@ from hf_posenc.schemes.parts import AdditiveEncoding
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.reach import Reach
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import check_integer, check_strength, whole_positions
+from hf_posenc.schemes.validation import check_strength, option, whole_positions
 
 _DEFAULT_MAX_POSITIONS = 2048
 _MOST_BITS = 62
@@ -81,9 +81,5 @@ class BinaryConfig(SchemeConfig):
     name: ClassVar[str] = "binary"
     part_class = BinaryEncoding
 
-    bits: int | None = None
-    scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_integer(self, "bits", minimum=1, maximum=_MOST_BITS, optional=True)
-        check_strength(self, "scale")
+    bits: int | None = option(None, minimum=1, maximum=_MOST_BITS)
+    scale: float = option(1.0, check_strength)

@@ -15,7 +15,7 @@ from hf_posenc.schemes.device_constant import DeviceConstant
 from hf_posenc.schemes.parts import AdditiveEncoding
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import check_boolean, check_choice, check_integer, check_strength
+from hf_posenc.schemes.validation import check_strength, option
 
 _DIRECTIONS = ("ones", "random", "one_hot", "learned")
 _RANDOM_DIRECTION_SEED = 20241125
@@ -84,10 +84,6 @@ class _AlongDirectionConfig(SchemeConfig):
     scale: float
     direction: str
 
-    def __post_init__(self) -> None:
-        check_strength(self, "scale")
-        check_choice(self, "direction", _DIRECTIONS)
-
     @property
     def invisible_under_layer_norm(self) -> bool:
         """Whether a LayerNorm removes this encoding exactly."""
@@ -116,8 +112,8 @@ class IntegerConfig(_AlongDirectionConfig):
     name: ClassVar[str] = "integer"
     part_class = DirectionEncoding
 
-    scale: float = 1.0
-    direction: str = "ones"
+    scale: float = option(1.0, check_strength)
+    direction: str = option("ones", choices=_DIRECTIONS)
 
 
 @register_scheme
@@ -142,15 +138,10 @@ class NormalizedIntegerConfig(_AlongDirectionConfig):
     name: ClassVar[str] = "normalized_integer"
     part_class = NormalizedEncoding
 
-    length: int | None = None
-    subtract_one: bool = False
-    scale: float = 1.0
-    direction: str = "ones"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_integer(self, "length", minimum=1, optional=True)
-        check_boolean(self, "subtract_one")
+    length: int | None = option(None, minimum=1)
+    subtract_one: bool = option(False)
+    scale: float = option(1.0, check_strength)
+    direction: str = option("ones", choices=_DIRECTIONS)
 
 
 def _fixed_direction(direction: str, hidden_size: int) -> Tensor:

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.additive.learned_grid import LearnedGridEncoding
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
-from hf_posenc.schemes.grids import check_grid
 from hf_posenc.schemes.limits import MOST_ROWS, rows_of_table
 from hf_posenc.schemes.parts import AdditiveEncoding
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.reach import Reach
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.resizing import Resizing
-from hf_posenc.schemes.validation import check_choice, check_integer, whole_positions
+from hf_posenc.schemes.resizing import INTERPOLATIONS, Resizing
+from hf_posenc.schemes.validation import option, whole_positions
 from hf_posenc.schemes.weights import NormalWeights
 
 
@@ -140,22 +139,17 @@ class LearnedConfig(SchemeConfig):
 
     name: ClassVar[str] = "learned"
 
-    num_positions: int | None = None
-    offset: int = 0
-    extension: str = "error"
-    grid: tuple[int, ...] | None = None
-    num_prefix_tokens: int = 0
-    interpolation: str = "bicubic"
-    antialias: bool = False
-    align_corners: bool = False
+    num_positions: int | None = option(None, minimum=1, maximum=MOST_ROWS)
+    offset: int = option(0, minimum=0, maximum=MOST_ROWS)
+    extension: str = option("error", choices=("error", "interpolate"))
+    grid: tuple[int, ...] | None = option(None, minimum=1, least=2, most=3)
+    num_prefix_tokens: int = option(0, minimum=0, maximum=MOST_ROWS)
+    interpolation: str = option("bicubic", choices=INTERPOLATIONS)
+    antialias: bool = option(False)
+    align_corners: bool = option(False)
 
     def __post_init__(self) -> None:
-        check_integer(self, "num_positions", minimum=1, maximum=MOST_ROWS, optional=True)
-        check_integer(self, "offset", minimum=0, maximum=MOST_ROWS)
-        check_choice(self, "extension", ("error", "interpolate"))
-        check_integer(self, "num_prefix_tokens", minimum=0, maximum=MOST_ROWS)
-        if self.grid is not None:
-            check_grid(self, least=2, most=3)
+        super().__post_init__()
         self.resizing.check(self, 0 if self.grid is None else len(self.grid))
         if self.grid is not None:
             self._check_against_grid(
@@ -171,11 +165,11 @@ class LearnedConfig(SchemeConfig):
             self._check_against_grid(options, "is for a table over a grid")
 
     def _check_against_grid(self, options: tuple[str, ...], purpose: str) -> None:
-        for option in options:
-            value = getattr(self, option)
-            if value != getattr(type(self), option):
+        for name in options:
+            value = getattr(self, name)
+            if value != getattr(type(self), name):
                 raise ValueError(
-                    f"LearnedConfig.{option} is {value!r}, which {purpose}, but grid is {self.grid}. Leave one of them "
+                    f"LearnedConfig.{name} is {value!r}, which {purpose}, but grid is {self.grid}. Leave one of them "
                     "out."
                 )
 

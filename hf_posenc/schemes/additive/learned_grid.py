@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.config import BuildContext
-from hf_posenc.schemes.grids import Places, given_coordinates, places
+from hf_posenc.schemes.grids import Places, places
 from hf_posenc.schemes.parts import AdditiveEncoding
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.reach import Reach
@@ -56,7 +56,7 @@ class LearnedGridEncoding(NormalWeights, AdditiveEncoding):
                 positions that are not integers.
         """
         whole_positions(positions.ids, "learned")
-        if given_coordinates(positions, self.axes, "learned") is None:
+        if positions.coordinates is None:
             self.length_reach.check(positions.ids)
         where = places(positions, self.axes, "learned", self.grid[1:], self.num_prefix_tokens)
         vectors = self._of_places(positions, where)

@@ -9,13 +9,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.schemes.bias.relative_tables import angles_of_turns, turn_frequencies
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.device_constant import DeviceConstant
-from hf_posenc.schemes.grids import check_axes, places, share_of_axes
+from hf_posenc.schemes.grids import places, share_of_axes
 from hf_posenc.schemes.parts import AdditiveEncoding, SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import check_base, check_boolean, check_choice, check_integer, check_strength
+from hf_posenc.schemes.validation import check_base, check_strength, option
 
 #: The orders of sines and cosines.
 LAYOUTS = ("interleaved", "concatenated", "cosines_first")
@@ -41,16 +42,12 @@ class SinusoidalEncoding(AdditiveEncoding):
 
     def vectors(self, positions: Tensor) -> Tensor:
         """Returns `(*positions.shape, hidden)` in float32."""
-        device = positions.device
         ids = positions + self.config.offset
         if self.config.frequencies == "vaswani":
-            # Full turns are removed in float64, because float32 angles are off by 1e-4 at position 4096.
-            where = torch.device("cpu") if device.type == "mps" else device
-            turns = ids.to(where).unsqueeze(-1).double() * self._frequencies.on(where)
-            angles = ((turns - turns.round()).float() * (2 * math.pi)).to(device)
+            angles = angles_of_turns(ids, self._frequencies)
         else:
             # The models with these frequencies compute angles in float32. This reproduces them bit for bit.
-            angles = ids.unsqueeze(-1).float() * self._frequencies.on(device)
+            angles = ids.unsqueeze(-1).float() * self._frequencies.on(ids.device)
         sines, cosines = angles.sin(), angles.cos()
         vectors = self._lay_out(sines, cosines[..., : self.hidden_size // 2])
         return vectors if self.config.scale == 1.0 else vectors * self.config.scale
@@ -60,10 +57,10 @@ class SinusoidalEncoding(AdditiveEncoding):
         if self.config.layout != "interleaved":
             parts = (sines, cosines) if self.config.layout == "concatenated" else (cosines, sines)
             vectors = torch.cat(parts, dim=-1)
-            return torch.nn.functional.pad(vectors, (0, self.hidden_size - vectors.shape[-1]))
-        count = cosines.shape[-1]
-        paired = torch.stack((sines[..., :count], cosines), dim=-1).flatten(-2)
-        vectors = torch.cat((paired, sines[..., count:]), dim=-1)
+        else:
+            count = cosines.shape[-1]
+            paired = torch.stack((sines[..., :count], cosines), dim=-1).flatten(-2)
+            vectors = torch.cat((paired, sines[..., count:]), dim=-1)
         return torch.nn.functional.pad(vectors, (0, self.hidden_size - vectors.shape[-1]))
 
 
@@ -144,22 +141,16 @@ class SinusoidalConfig(SchemeConfig):
 
     name: ClassVar[str] = "sinusoidal"
 
-    frequencies: str = "vaswani"
-    layout: str = "interleaved"
-    base: float = 10000.0
-    scale: float = 1.0
-    offset: int = 0
-    axes: int = 1
-    columns_first: bool = False
+    frequencies: str = option("vaswani", choices=("vaswani", "tensor2tensor"))
+    layout: str = option("interleaved", choices=LAYOUTS)
+    base: float = option(10000.0, check_base)
+    scale: float = option(1.0, check_strength)
+    offset: int = option(0, minimum=0)
+    axes: int = option(1, minimum=1, maximum=3)
+    columns_first: bool = option(False)
 
     def __post_init__(self) -> None:
-        check_choice(self, "frequencies", ("vaswani", "tensor2tensor"))
-        check_choice(self, "layout", LAYOUTS)
-        check_base(self, "base")
-        check_strength(self, "scale")
-        check_integer(self, "offset", minimum=0)
-        check_axes(self)
-        check_boolean(self, "columns_first")
+        super().__post_init__()
         if self.columns_first and self.axes == 1:
             raise ValueError(
                 "SinusoidalConfig.columns_first is True, but with axes=1 there are no columns. Leave it out, or give "
@@ -185,8 +176,7 @@ class SinusoidalConfig(SchemeConfig):
 def _frequencies(hidden_size: int, config: SinusoidalConfig) -> Tensor:
     """Returns turns per position in float64 ("vaswani"), or radians per position in float32 ("tensor2tensor")."""
     if config.frequencies == "vaswani":
-        exponents = torch.arange(0, hidden_size, 2, dtype=torch.float64, device="cpu") / hidden_size
-        return config.base**-exponents / (2 * math.pi)
+        return turn_frequencies(hidden_size, config.base)
     half = hidden_size // 2
     step = math.log(config.base) / (half - 1)
     return torch.exp(torch.arange(half, dtype=torch.int64, device="cpu").to(torch.float32) * -step)

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
@@ -32,7 +32,7 @@ from hf_posenc.schemes.positions import AttentionPairs, Positions
 from hf_posenc.schemes.reach import Reach, shortest
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.rope import RopeConfig, RotaryMap
-from hf_posenc.schemes.validation import check_number
+from hf_posenc.schemes.validation import option
 
 
 class BlendedPart(OuterPart[PartType]):
@@ -51,9 +51,7 @@ class BlendedPart(OuterPart[PartType]):
         self.new = new
         self.strength = strength
         declare_together(self, self.members())
-        # At strength 1, an old part without a counterpart is still called, to determine the shape of the result.
-        acting = self.weighted() or [(part, 0.0) for part in self.members()]
-        self.length_reach = shortest(self._reached(part, weight) for part, weight in acting)
+        self.length_reach = shortest(self._reached(part, weight) for part, weight in self._called())
 
     def members(self) -> list[PartType]:
         """The parts that are not missing, the old one first."""
@@ -77,15 +75,21 @@ class BlendedPart(OuterPart[PartType]):
             found.append((self.new, self.strength))
         return found
 
+    def _called(self) -> list[tuple[PartType, float]]:
+        """As `weighted`. At strength 1, an old part alone is called too, because zeros need the shape of its result."""
+        return self.weighted() or [(part, 0.0) for part in self.members()]
+
+    def blended(self, value: Callable[[PartType], Tensor]) -> Tensor:
+        """The weighted sum of the values of the parts."""
+        return weighted_sum((value(part), weight) for part, weight in self._called())
+
 
 class BlendedEncoding(BlendedPart[AdditiveEncoding], AdditiveEncoding):
     """`(1 - s) * old + s * new`."""
 
     def forward(self, positions: Positions) -> Tensor:
         """Returns `(batch or 1, length, hidden)`."""
-        # Strength 1 without a new part: zeros of the same shape.
-        parts = self.weighted() or [(part, 0.0) for part in self.members()]
-        return weighted_sum((part(positions), weight) for part, weight in parts)
+        return self.blended(lambda part: part(positions))
 
 
 class BlendedMap(BlendedPart[QueryKeyMap], QueryKeyMap):
@@ -136,18 +140,7 @@ class BlendedMap(BlendedPart[QueryKeyMap], QueryKeyMap):
         return [phases[start:end] for start, end in itertools.pairwise(ends)]
 
 
-class _BlendedBias(BlendedPart[LogitBias], LogitBias):
-    """`(1 - s) * old + s * new` of two biases."""
-
-    def blended(self, value: Callable[[LogitBias], Tensor]) -> Tensor:
-        """The weighted sum of the values of the biases."""
-        parts = self.weighted()
-        if not parts:  # Strength 1 without a new bias: zeros of the same shape.
-            return value(self.members()[0]).detach() * 0.0
-        return weighted_sum((value(part), weight) for part, weight in parts)
-
-
-class BlendedDistanceBias(_BlendedBias, DistanceBias):
+class BlendedDistanceBias(BlendedPart[LogitBias], DistanceBias):
     """`(1 - s) * old + s * new` of two functions of distance."""
 
     def forward(self, distance: Tensor) -> Tensor:
@@ -155,7 +148,7 @@ class BlendedDistanceBias(_BlendedBias, DistanceBias):
         return self.blended(lambda part: part(distance))
 
 
-class BlendedPairwiseBias(_BlendedBias, PairwiseBias):
+class BlendedPairwiseBias(BlendedPart[LogitBias], PairwiseBias):
     """`(1 - s) * old + s * new` of two biases, at least one of which is not a distance bias."""
 
     def key_features(self, hidden_states: Tensor) -> Tensor:
@@ -236,16 +229,15 @@ class BlendedConfig(OuterConfig):
     merges_children: ClassVar[bool] = True
     shares_children: ClassVar[bool] = False
 
-    old: SchemeConfig = field(default_factory=RopeConfig)
-    new: SchemeConfig = field(default_factory=NoneConfig)
-    strength: float = 0.0
+    old: SchemeConfig = option(RopeConfig, nested_scheme)
+    new: SchemeConfig = option(NoneConfig, nested_scheme)
+    strength: float = option(0.0, minimum=0, maximum=1)
 
     def __post_init__(self) -> None:
-        for option in ("old", "new"):
-            nested_scheme(self, option)
-            if isinstance(getattr(self, option), BlendedConfig):
-                raise ValueError(f"BlendedConfig.{option} is a blend itself; only two schemes can be blended.")
-        check_number(self, "strength", minimum=0, maximum=1)
+        super().__post_init__()
+        for name, config in self.children().items():
+            if isinstance(config, BlendedConfig):
+                raise ValueError(f"BlendedConfig.{name} is a blend itself; only two schemes can be blended.")
 
     def merge(self, built: Sequence[SchemeParts]) -> SchemeParts:
         """Interpolates the parts of the two schemes.
@@ -254,8 +246,8 @@ class BlendedConfig(OuterConfig):
             UnsupportedError: if a rotation of one of them does not support scaled positions.
         """
         old, new = built
-        for option, parts in (("old", old), ("new", new)):
-            _refuse_unblendable(f"BlendedConfig.{option}", getattr(self, option), parts)
+        for (name, config), parts in zip(self.children().items(), built, strict=True):
+            _refuse_unblendable(f"BlendedConfig.{name}", config, parts)
         strength = float(self.strength)
         biases = (old.logit_bias, new.logit_bias)
         of_distance = all(bias is None or isinstance(bias, DistanceBias) for bias in biases)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self, cast
 
@@ -146,17 +146,29 @@ class ComposedConfig(OuterConfig):
         biases = [parts.logit_bias for parts in built if parts.logit_bias is not None]
         maps = [parts.query_key_map for parts in built if parts.query_key_map is not None]
         scales = [parts.logit_scale for parts in built if parts.logit_scale is not None]
+
+        def named(rule: Callable[[SchemeParts], bool]) -> list[str]:
+            return [config.name for config, parts in zip(self.parts, built, strict=True) if rule(parts)]
+
         if len(maps) > 1:
-            rotating = [
-                part.name for part, parts in zip(self.parts, built, strict=True) if parts.query_key_map is not None
-            ]
+            rotating = named(lambda parts: parts.query_key_map is not None)
             raise ValueError(
                 f"ComposedConfig.parts contains {len(maps)} schemes that map queries and keys ({', '.join(rotating)}), "
                 "whose order would matter; keep only one of them."
             )
-        _refuse_two_corrections(self.parts, built)
-        if maps and maps[0].width_factor != 1:
-            _refuse_head_readers(self.parts, built)
+        # The sum of two changes of the logits is not both changes.
+        correcting = named(lambda parts: getattr(parts.logit_bias, "replaces_logits", False))
+        if len(correcting) > 1:
+            raise ValueError(
+                f"ComposedConfig.parts contains {' and '.join(correcting)}, which both replace the logits that queries "
+                "and keys give. Keep only one of them, or give them to different layers."
+            )
+        reading = named(lambda parts: getattr(parts.logit_bias, "reads_heads", False))
+        if maps and maps[0].width_factor != 1 and reading:
+            raise ValueError(
+                f"ComposedConfig.parts contains {reading[0]!r}, which reads queries or keys of the original width, and "
+                "a map that changes this width; keep only one of them."
+            )
         return SchemeParts(
             additive=SummedEncoding(additive) if len(additive) > 1 else next(iter(additive), None),
             query_key_map=maps[0] if maps else None,
@@ -179,27 +191,3 @@ def _compose_inside(layered: LayeredConfig, others: tuple[SchemeConfig, ...]) ->
         f"the scheme of a single layer. Compose inside its layers instead, for example {example}, and likewise in its "
         "other layers if needed."
     )
-
-
-def _refuse_two_corrections(configs: tuple[SchemeConfig, ...], built: Sequence[SchemeParts]) -> None:
-    """Refuses two biases that each replace the logits of the layer: the sum of two changes is not both changes."""
-    found = [
-        config.name
-        for config, parts in zip(configs, built, strict=True)
-        if isinstance(parts.logit_bias, PairwiseBias) and parts.logit_bias.replaces_logits
-    ]
-    if len(found) > 1:
-        raise ValueError(
-            f"ComposedConfig.parts contains {' and '.join(found)}, which both replace the logits that queries and keys "
-            "give. Keep only one of them, or give them to different layers."
-        )
-
-
-def _refuse_head_readers(configs: tuple[SchemeConfig, ...], built: Sequence[SchemeParts]) -> None:
-    """Refuses a bias that reads heads in combination with a map that changes their width."""
-    for config, parts in zip(configs, built, strict=True):
-        if isinstance(parts.logit_bias, PairwiseBias) and parts.logit_bias.reads_heads:
-            raise ValueError(
-                f"ComposedConfig.parts contains {config.name!r}, which reads queries or keys of the original width, "
-                "and a map that changes this width; keep only one of them."
-            )

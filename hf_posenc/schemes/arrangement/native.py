@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hf_posenc.schemes.arrangement.schedule import LayeredConfig, ScheduleConfig
-from hf_posenc.schemes.config import BuildContext, SchemeConfig, walk
-from hf_posenc.schemes.parts import SchemeParts
+from hf_posenc.schemes.config import SchemeConfig, walk
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.rope import STATED_BY_FREQUENCIES
 from hf_posenc.schemes.rotary.scaling import RopeScaling, check_scaling
+from hf_posenc.schemes.validation import option
 
 #: Types of layers that see a limited number of tokens, however long the text is.
 _WINDOWED = ("sliding_attention", "chunked_attention")
@@ -42,22 +42,12 @@ class NativeConfig(SchemeConfig):
 
     name: ClassVar[str] = "native"
     combinator: ClassVar[bool] = True
+    without_parts: ClassVar[str] = (
+        "stands for the native scheme of a model, which only patch_model(model, ...) can determine. Name the scheme, "
+        "or pass native_scheme(model)."
+    )
 
-    scaling: RopeScaling | None = None
-
-    def __post_init__(self) -> None:
-        check_scaling(self)
-
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Always raises an error, because the native scheme is unknown without a model.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(
-            "The scheme 'native' stands for the native scheme of a model, which only patch_model(model, ...) can "
-            "determine. Name the scheme, or pass native_scheme(model)."
-        )
+    scaling: RopeScaling | None = option(None, check_scaling)
 
 
 def names_native(config: SchemeConfig) -> bool:

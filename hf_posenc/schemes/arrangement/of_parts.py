@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.limits import shown
-from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.registry import as_scheme, register_scheme
 
 
@@ -30,6 +29,9 @@ class PartsConfig(SchemeConfig):
 
     name: ClassVar[str] = "parts"
     combinator: ClassVar[bool] = True
+    without_parts: ClassVar[str] = (
+        "has no parts itself; it defines the scheme of each part of a model. Build those instead (`by_part`)."
+    )
 
     names: tuple[str, ...] = ()
     schemes: tuple[SchemeConfig, ...] = ()
@@ -52,17 +54,6 @@ class PartsConfig(SchemeConfig):
     def by_part(self) -> dict[str, SchemeConfig]:
         """The schemes by name of the part."""
         return dict(zip(self.names, self.schemes, strict=True))
-
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Always raises an error, because the scheme of each part is built separately.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(
-            f"Scheme {self.name!r} has no parts itself; it defines the scheme of each part of a model. Build those "
-            "instead (`by_part`)."
-        )
 
 
 def of_parts(schemes: Mapping[str, SchemeConfig]) -> PartsConfig:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.config import SchemeConfig
 from hf_posenc.schemes.limits import MOST_LAYERS, shown
 from hf_posenc.schemes.none import NoneConfig
-from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.registry import as_scheme, register_scheme
 from hf_posenc.schemes.rotary.rope import RopeConfig
-from hf_posenc.schemes.validation import check_integer
+from hf_posenc.schemes.validation import option
 
 
 @dataclass(frozen=True)
@@ -22,6 +21,10 @@ class LayeredConfig(SchemeConfig):
     """
 
     combinator: ClassVar[bool] = True
+    without_parts: ClassVar[str] = (
+        "has no parts itself; it defines the scheme of each layer. Build the scheme of each layer instead "
+        "(`for_layer`)."
+    )
 
     def for_layer(self, layer: int, layer_type: str | None = None) -> SchemeConfig:
         """The scheme of one layer.
@@ -35,16 +38,27 @@ class LayeredConfig(SchemeConfig):
         """
         raise NotImplementedError
 
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Always raises an error, because the scheme of each layer is built separately.
 
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(
-            f"Scheme {self.name!r} has no parts itself; it defines the scheme of each layer. Build the scheme of each "
-            "layer instead (`for_layer`)."
-        )
+def check_not_layered(owner: str, config: object) -> None:
+    """Requires the config of a scheme for a single layer.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if not isinstance(config, SchemeConfig) or isinstance(config, LayeredConfig):
+        raise ValueError(f"{owner} must be the config of a scheme for one layer, got {shown(config)}.")
+
+
+def nested_scheme(config: SchemeConfig, option: str) -> None:
+    """Converts an option, in any form in which a scheme can be passed, to the config of a scheme for one layer.
+
+    Raises:
+        UnknownNameError: for an unknown scheme or an unknown option of it.
+        ValueError: for any other value, and for a scheme that differs between layers.
+    """
+    owner = f"{type(config).__name__}.{option}"
+    object.__setattr__(config, option, as_scheme(getattr(config, option), owner))
+    check_not_layered(owner, getattr(config, option))
 
 
 @register_scheme
@@ -103,14 +117,9 @@ class InterleavedConfig(LayeredConfig):
 
     name: ClassVar[str] = "interleaved"
 
-    inner: SchemeConfig = field(default_factory=RopeConfig)
-    other: SchemeConfig = field(default_factory=NoneConfig)
-    every: int = 4
-
-    def __post_init__(self) -> None:
-        nested_scheme(self, "inner")
-        nested_scheme(self, "other")
-        check_integer(self, "every", minimum=2, maximum=MOST_LAYERS)
+    inner: SchemeConfig = option(RopeConfig, nested_scheme)
+    other: SchemeConfig = option(NoneConfig, nested_scheme)
+    every: int = option(4, minimum=2, maximum=MOST_LAYERS)
 
     def for_layer(self, layer: int, layer_type: str | None = None) -> SchemeConfig:
         """`other` for every n-th layer, else `inner`."""
@@ -132,12 +141,8 @@ class LocalGlobalConfig(LayeredConfig):
 
     name: ClassVar[str] = "local_global"
 
-    local: SchemeConfig = field(default_factory=RopeConfig)
-    global_: SchemeConfig = field(default_factory=NoneConfig)
-
-    def __post_init__(self) -> None:
-        nested_scheme(self, "local")
-        nested_scheme(self, "global_")
+    local: SchemeConfig = option(RopeConfig, nested_scheme)
+    global_: SchemeConfig = option(NoneConfig, nested_scheme)
 
     def for_layer(self, layer: int, layer_type: str | None = None) -> SchemeConfig:
         """The scheme for the layer's type.
@@ -151,25 +156,3 @@ class LocalGlobalConfig(LayeredConfig):
                 "not alternate between a sliding window and full attention. Use InterleavedConfig or ScheduleConfig."
             )
         return self.global_ if layer_type == "full_attention" else self.local
-
-
-def check_not_layered(owner: str, config: object) -> None:
-    """Requires the config of a scheme for a single layer.
-
-    Raises:
-        ValueError: for anything else.
-    """
-    if not isinstance(config, SchemeConfig) or isinstance(config, LayeredConfig):
-        raise ValueError(f"{owner} must be the config of a scheme for one layer, got {shown(config)}.")
-
-
-def nested_scheme(config: SchemeConfig, option: str) -> None:
-    """Converts an option, in any form in which a scheme can be passed, to the config of a scheme for one layer.
-
-    Raises:
-        UnknownNameError: for an unknown scheme or an unknown option of it.
-        ValueError: for any other value, and for a scheme that differs between layers.
-    """
-    owner = f"{type(config).__name__}.{option}"
-    object.__setattr__(config, option, as_scheme(getattr(config, option), owner))
-    check_not_layered(owner, getattr(config, option))

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.device_constant import DeviceConstant
-from hf_posenc.schemes.grids import check_axes, distances_by_axis, places, zero_unless_both_placed
+from hf_posenc.schemes.grids import distances_by_axis, places, zero_unless_both_placed
 from hf_posenc.schemes.parts import DistanceBias, LogitBias, PairwiseBias, SchemeParts
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import check_boolean, check_choice
+from hf_posenc.schemes.validation import option
 
 #: Added to keys that a head of the asymmetric form must not see. Its exponential is zero relative to any visible key (a
 #: token always sees itself), but a row in which all keys have this value, such as a padding row, keeps a finite
@@ -158,14 +158,12 @@ class AlibiConfig(SchemeConfig):
 
     name: ClassVar[str] = "alibi"
 
-    variant: str = "auto"
-    learnable: bool = False
-    axes: int = 1
+    variant: str = option("auto", choices=("auto", "causal", "symmetric", "asymmetric"))
+    learnable: bool = option(False)
+    axes: int = option(1, minimum=1, maximum=3)
 
     def __post_init__(self) -> None:
-        check_choice(self, "variant", ("auto", "causal", "symmetric", "asymmetric"))
-        check_boolean(self, "learnable")
-        check_axes(self)
+        super().__post_init__()
         if self.axes > 1 and self.variant in ("causal", "asymmetric"):
             raise ValueError(
                 f"AlibiConfig.variant is {self.variant!r}, which is about earlier and later tokens, but on {self.axes} "

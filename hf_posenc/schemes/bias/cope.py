@@ -13,7 +13,7 @@ from hf_posenc.schemes.limits import MOST_DISTANCES
 from hf_posenc.schemes.parts import PairwiseBias
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import check_integer, check_number
+from hf_posenc.schemes.validation import option
 from hf_posenc.schemes.weights import NormalWeights
 
 
@@ -120,9 +120,5 @@ class CopeConfig(SchemeConfig):
         "model is bidirectional and attends to them. Use 'shaw' or 'transformer_xl'."
     )
 
-    num_positions: int = 64
-    initial_std: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_integer(self, "num_positions", minimum=2, maximum=MOST_DISTANCES)
-        check_number(self, "initial_std", minimum=0)
+    num_positions: int = option(64, minimum=2, maximum=MOST_DISTANCES)
+    initial_std: float = option(0.0, minimum=0)

@@ -16,7 +16,7 @@ from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.scale.constant import ConstantScale
-from hf_posenc.schemes.validation import check_choice, check_integer
+from hf_posenc.schemes.validation import check_integer, option
 from hf_posenc.schemes.weights import NormalWeights
 
 BOTH_TERMS = "c2p|p2c"
@@ -144,13 +144,12 @@ class DisentangledConfig(SchemeConfig):
     name: ClassVar[str] = "disentangled"
     per_layer: ClassVar[bool] = True
 
-    terms: str = BOTH_TERMS
+    terms: str = option(BOTH_TERMS, choices=(BOTH_TERMS, "c2p", "p2c"))
     max_distance: int = 512
-    buckets: int | None = None
+    buckets: int | None = option(None, minimum=2, maximum=MOST_DISTANCES)
 
     def __post_init__(self) -> None:
-        check_choice(self, "terms", (BOTH_TERMS, "c2p", "p2c"))
-        check_integer(self, "buckets", minimum=2, maximum=MOST_DISTANCES, optional=True)
+        super().__post_init__()
         most = MOST_DISTANCES if self.buckets is None else LARGEST_LENGTH
         check_integer(self, "max_distance", minimum=1, maximum=most)
         if self.buckets is not None and self.max_distance <= self.buckets // 2 + 1:

@@ -14,7 +14,7 @@ from hf_posenc.schemes.limits import LARGEST_LENGTH, LARGEST_WIDTH, SMALLEST_FAC
 from hf_posenc.schemes.parts import PairwiseBias
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import check_boolean, check_integer, check_number
+from hf_posenc.schemes.validation import option
 
 #: The smallest value that float32 does not round away when added to a compressed distance.
 _SMALLEST_EPSILON = 1e-12
@@ -143,15 +143,8 @@ class FireConfig(SharedConfig):
     name: ClassVar[str] = "fire"
     part_class = FireBias
 
-    width: int = 32
-    initial_c: float = 0.1
-    initial_threshold: float = 512.0
-    epsilon: float = 1e-6
-    shared: bool = False
-
-    def __post_init__(self) -> None:
-        check_integer(self, "width", minimum=1, maximum=LARGEST_WIDTH)
-        check_number(self, "initial_c", minimum=SMALLEST_FACTOR)
-        check_number(self, "initial_threshold", minimum=SMALLEST_FACTOR, maximum=LARGEST_LENGTH)
-        check_number(self, "epsilon", minimum=_SMALLEST_EPSILON, maximum=1.0)
-        check_boolean(self, "shared")
+    width: int = option(32, minimum=1, maximum=LARGEST_WIDTH)
+    initial_c: float = option(0.1, minimum=SMALLEST_FACTOR)
+    initial_threshold: float = option(512.0, minimum=SMALLEST_FACTOR, maximum=LARGEST_LENGTH)
+    epsilon: float = option(1e-6, minimum=_SMALLEST_EPSILON, maximum=1.0)
+    shared: bool = option(False)

@@ -14,7 +14,7 @@ from hf_posenc.schemes.limits import LARGEST_LENGTH
 from hf_posenc.schemes.parts import DistanceBias, LogitBias, SeparableBias
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import check_choice, check_number, check_numbers
+from hf_posenc.schemes.validation import check_numbers, option
 
 
 def minus_log_sigmoid(logits: Tensor) -> Tensor:
@@ -130,16 +130,14 @@ class ForgetGateConfig(SchemeConfig):
         "for later keys, but this model is bidirectional and attends to them. Use 'alibi' or 'grape'."
     )
 
-    gate: str = "content"
-    initial_bias: float = 0.0
-    decay_times: tuple[float, float] | None = None
+    gate: str = option("content", choices=("content", "bias_only"))
+    initial_bias: float = option(0.0)
+    decay_times: tuple[float, float] | None = option(None, check_numbers, minimum=0.1, maximum=LARGEST_LENGTH)
 
     def __post_init__(self) -> None:
-        check_choice(self, "gate", ("content", "bias_only"))
-        check_number(self, "initial_bias")
+        super().__post_init__()
         if self.decay_times is None:
             return
-        check_numbers(self, "decay_times", minimum=0.1, maximum=LARGEST_LENGTH)
         if len(self.decay_times) != 2 or self.decay_times[0] > self.decay_times[1]:
             raise ValueError(
                 f"ForgetGateConfig.decay_times is {self.decay_times!r}; expected two times, the shortest first and the "

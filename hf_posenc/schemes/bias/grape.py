@@ -16,7 +16,7 @@ from hf_posenc.schemes.limits import SMALLEST_FACTOR
 from hf_posenc.schemes.parts import PairwiseBias
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import check_boolean, check_choice, check_number
+from hf_posenc.schemes.validation import option
 
 #: The parameters of the gates.
 _DIRECTIONS = {"key": "direction", "query": "query_direction"}
@@ -103,12 +103,7 @@ class GrapeConfig(SchemeConfig):
     per_layer: ClassVar[bool] = True
     part_class = GrapeBias
 
-    initial_rate: float = 1.0
-    normalize: bool = True
-    gates: str = "key"
-
-    def __post_init__(self) -> None:
-        check_choice(self, "gates", ("key", "query", "both"))
-        # Beyond 700 the inverse of softplus overflows.
-        check_number(self, "initial_rate", minimum=SMALLEST_FACTOR, maximum=100)
-        check_boolean(self, "normalize")
+    # Beyond 700 the inverse of softplus overflows.
+    initial_rate: float = option(1.0, minimum=SMALLEST_FACTOR, maximum=100)
+    normalize: bool = option(True)
+    gates: str = option("key", choices=("key", "query", "both"))

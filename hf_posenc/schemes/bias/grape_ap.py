@@ -16,12 +16,13 @@ from hf_posenc.schemes.parts import PairwiseBias
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.rotation_kernel import apply_rotation, rotation_factors
-from hf_posenc.schemes.validation import check_integer
+from hf_posenc.schemes.validation import option
+from hf_posenc.schemes.weights import NormalWeights
 
 _LAYOUT = "half_reversed"
 
 
-class GrapeApBias(PairwiseBias):
+class GrapeApBias(NormalWeights, PairwiseBias):
     """A sum of penalties over all tokens after a key, up to the query. Each compares one of them with the query."""
 
     reads_later_keys = False
@@ -31,12 +32,9 @@ class GrapeApBias(PairwiseBias):
         num_heads = context.num_heads
         self.num_features = config.width
         self._slopes = DeviceConstant(torch.tensor(alibi_slopes(num_heads), dtype=torch.float32, device="cpu"))
+        self.initializer_range = 0.5 * context.input_size**-0.5  # As in the official code.
         self.projection = nn.Parameter(torch.empty(num_heads, config.width, context.input_size))
         self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Draws every entry from N(0, 0.5 / sqrt(hidden)), as the official code does."""
-        nn.init.normal_(self.projection, std=0.5 * self.projection.shape[-1] ** -0.5)
 
     def key_features(self, hidden_states: Tensor) -> Tensor:
         """Returns the vector of each token, scaled to a mean square of 1: `(batch, heads, length, width)` float32."""
@@ -101,9 +99,4 @@ class GrapeApConfig(SchemeConfig):
         "later keys, but this model is bidirectional and attends to them. Use 'grape' or 'alibi'."
     )
 
-    width: int = 8
-
-    def __post_init__(self) -> None:
-        check_integer(self, "width", minimum=2, maximum=LARGEST_WIDTH)
-        if self.width % 2:
-            raise ValueError(f"GrapeApConfig.width is {self.width}; expected an even number, because pairs are turned.")
+    width: int = option(8, minimum=2, maximum=LARGEST_WIDTH, even="pairs are turned")

@@ -13,7 +13,7 @@ from hf_posenc.schemes.limits import SMALLEST_FACTOR
 from hf_posenc.schemes.parts import DistanceBias
 from hf_posenc.schemes.projection import projected
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import check_boolean, check_choice, check_number
+from hf_posenc.schemes.validation import option
 
 #: Up to this exponent `-|d|**p` is conditionally positive definite, which the paper requires.
 LARGEST_EXPONENT = 2.0
@@ -81,16 +81,13 @@ class KerpleConfig(SharedConfig):
     name: ClassVar[str] = "kerple"
     part_class = KerpleBias
 
-    variant: str = "log"
-    exponent: float | None = None
-    minimum: float = 0.01
-    shared: bool = True
+    variant: str = option("log", choices=("log", "power"))
+    exponent: float | None = option(None, minimum=SMALLEST_FACTOR, maximum=LARGEST_EXPONENT)
+    minimum: float = option(0.01, minimum=SMALLEST_FACTOR, maximum=1.0)
+    shared: bool = option(True)
 
     def __post_init__(self) -> None:
-        check_choice(self, "variant", ("log", "power"))
-        check_number(self, "exponent", minimum=SMALLEST_FACTOR, maximum=LARGEST_EXPONENT, optional=True)
-        check_number(self, "minimum", minimum=SMALLEST_FACTOR, maximum=1.0)
-        check_boolean(self, "shared")
+        super().__post_init__()
         if self.exponent is not None and self.variant != "power":
             raise ValueError(
                 f"KerpleConfig.exponent is {self.exponent}, but variant {self.variant!r} has no exponent. "

@@ -14,7 +14,7 @@ from hf_posenc.schemes.limits import LARGEST_WIDTH, MOST_DISTANCES
 from hf_posenc.schemes.parts import PairwiseBias
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import check_integer
+from hf_posenc.schemes.validation import option
 from hf_posenc.schemes.weights import NormalWeights
 
 
@@ -88,9 +88,5 @@ class LowRankRelativeConfig(SchemeConfig):
         "keys would have no positions. Use 'shaw' or 'transformer_xl'."
     )
 
-    rank: int = 16
-    window: int = 1024
-
-    def __post_init__(self) -> None:
-        check_integer(self, "rank", minimum=1, maximum=LARGEST_WIDTH)
-        check_integer(self, "window", minimum=1, maximum=MOST_DISTANCES)
+    rank: int = option(16, minimum=1, maximum=LARGEST_WIDTH)
+    window: int = option(1024, minimum=1, maximum=MOST_DISTANCES)

@@ -115,18 +115,18 @@ def turn_frequencies(width: int, base: float) -> Tensor:
     return base**-exponents / (2 * math.pi)
 
 
-def sinusoidal_vectors(positions: Tensor, frequencies: DeviceConstant) -> Tensor:
-    """`(*positions.shape, width)` float32: all sines, then all cosines, of the angle at each position.
-
-    Args:
-        positions: or distances, whole or real.
-        frequencies: of `turn_frequencies`.
-    """
+def angles_of_turns(positions: Tensor, frequencies: DeviceConstant) -> Tensor:
+    """`(*positions.shape, width / 2)` float32: angles at positions or distances, for those of `turn_frequencies`."""
     # Full turns are removed in float64 (which the mps device lacks), because float32 angles are off by 1e-4 at position
     # 4096.
     where = torch.device("cpu") if positions.device.type == "mps" else positions.device
     turns = positions.to(where).unsqueeze(-1).double() * frequencies.on(where)
-    angles = ((turns - turns.round()).float() * (2 * math.pi)).to(positions.device)
+    return ((turns - turns.round()).float() * (2 * math.pi)).to(positions.device)
+
+
+def sinusoidal_vectors(positions: Tensor, frequencies: DeviceConstant) -> Tensor:
+    """`(*positions.shape, width)` float32: all sines, then all cosines, of `angles_of_turns`."""
+    angles = angles_of_turns(positions, frequencies)
     return torch.cat((angles.sin(), angles.cos()), dim=-1)
 
 

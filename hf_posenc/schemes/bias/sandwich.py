@@ -13,7 +13,7 @@ from hf_posenc.schemes.device_constant import DeviceConstant
 from hf_posenc.schemes.limits import LARGEST_WIDTH
 from hf_posenc.schemes.parts import DistanceBias
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import check_base, check_integer
+from hf_posenc.schemes.validation import check_base, option
 
 
 class SandwichBias(DistanceBias):
@@ -57,14 +57,5 @@ class SandwichConfig(SchemeConfig):
     name: ClassVar[str] = "sandwich"
     part_class = SandwichBias
 
-    width: int = 128
-    base: float = 10000.0
-
-    def __post_init__(self) -> None:
-        check_integer(self, "width", minimum=2, maximum=LARGEST_WIDTH)
-        check_base(self, "base")
-        if self.width % 2:
-            raise ValueError(
-                f"SandwichConfig.width is {self.width}; expected an even number, because each cosine is paired with a "
-                "sine."
-            )
+    width: int = option(128, minimum=2, maximum=LARGEST_WIDTH, even="each cosine is paired with a sine")
+    base: float = option(10000.0, check_base)

@@ -21,7 +21,7 @@ from hf_posenc.schemes.limits import MOST_DISTANCES
 from hf_posenc.schemes.parts import PairwiseBias, SchemeParts
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import check_boolean, check_choice, check_integer
+from hf_posenc.schemes.validation import option
 from hf_posenc.schemes.weights import NativeTable
 
 #: The clipping distance of the paper's base model.
@@ -109,16 +109,13 @@ class ShawConfig(SchemeConfig):
     name: ClassVar[str] = "shaw"
     per_layer: ClassVar[bool] = True
 
-    table: str = "learned"
-    max_distance: int | None = None
-    max_distance_ahead: int | None = None
-    per_head: bool = False
+    table: str = option("learned", choices=("learned", "sinusoidal", "wavelet"))
+    max_distance: int | None = option(None, minimum=1, maximum=MOST_DISTANCES)
+    max_distance_ahead: int | None = option(None, minimum=0, maximum=MOST_DISTANCES)
+    per_head: bool = option(False)
 
     def __post_init__(self) -> None:
-        check_choice(self, "table", ("learned", "sinusoidal", "wavelet"))
-        check_integer(self, "max_distance", minimum=1, maximum=MOST_DISTANCES, optional=True)
-        check_integer(self, "max_distance_ahead", minimum=0, maximum=MOST_DISTANCES, optional=True)
-        check_boolean(self, "per_head")
+        super().__post_init__()
         if self.table != "learned":
             for option in ("max_distance", "max_distance_ahead", "per_head"):
                 value = getattr(self, option)

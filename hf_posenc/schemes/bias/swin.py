@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.schemes.config import BuildContext, SharedConfig
-from hf_posenc.schemes.grids import Places, check_grid, distances_by_axis, entries_of_pairs, places
+from hf_posenc.schemes.grids import Places, distances_by_axis, entries_of_pairs, places
 from hf_posenc.schemes.limits import MOST_ROWS
 from hf_posenc.schemes.parts import PairwiseBias
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.resizing import INTERPOLATIONS, Resizing, tables_of_call
-from hf_posenc.schemes.validation import check_boolean, check_choice, check_integer, whole_positions
+from hf_posenc.schemes.validation import option, whole_positions
 from hf_posenc.schemes.weights import NativeTable
 
 #: Entries of BEiT for pairs with a token without a place: that token as the query, as the key, and as both.
@@ -112,18 +112,14 @@ class SwinConfig(SharedConfig):
     name: ClassVar[str] = "swin"
     part_class = SwinBias
 
-    grid: tuple[int, ...] = (14, 14)
-    class_entries: bool = False
-    num_prefix_tokens: int = 0
-    interpolation: str = "bilinear"
-    shared: bool = False
+    grid: tuple[int, ...] = option((14, 14), minimum=1, least=2, most=3)
+    class_entries: bool = option(False)
+    num_prefix_tokens: int = option(0, minimum=0)
+    interpolation: str = option("bilinear", choices=INTERPOLATIONS)
+    shared: bool = option(False)
 
     def __post_init__(self) -> None:
-        check_grid(self, least=2, most=3)
-        check_boolean(self, "class_entries")
-        check_integer(self, "num_prefix_tokens", minimum=0)
-        check_choice(self, "interpolation", INTERPOLATIONS)
-        check_boolean(self, "shared")
+        super().__post_init__()
         if displacements(self.grid) > MOST_ROWS:
             raise ValueError(
                 f"SwinConfig.grid is {self.grid}, which has {displacements(self.grid)} displacements; a table has at "

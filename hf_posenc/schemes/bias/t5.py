@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.config import BuildContext, SharedConfig
 from hf_posenc.schemes.grids import (
-    check_axes,
     distances_by_axis,
     entries_of_pairs,
     places,
@@ -23,7 +22,7 @@ from hf_posenc.schemes.limits import MOST_DISTANCES
 from hf_posenc.schemes.parts import DistanceBias, PairwiseBias, SchemeParts
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import check_boolean, check_choice, check_integer, whole_positions
+from hf_posenc.schemes.validation import option, whole_positions
 from hf_posenc.schemes.weights import NativeTable, NormalWeights
 
 #: Up to this `max_distance`, the buckets of all distances along an axis are computed, and not those of all pairs.
@@ -161,20 +160,15 @@ class T5Config(SharedConfig):
 
     name: ClassVar[str] = "t5"
 
-    num_buckets: int = 32
-    max_distance: int = 128
-    bidirectional: bool | None = None
-    shared: bool = True
-    initialization: str = "model"
-    axes: int = 1
+    num_buckets: int = option(32, minimum=2, maximum=MOST_DISTANCES)
+    max_distance: int = option(128, minimum=2)
+    bidirectional: bool | None = option(None, optional=True)
+    shared: bool = option(True)
+    initialization: str = option("model", choices=("model", "t5"))
+    axes: int = option(1, minimum=1, maximum=3)
 
     def __post_init__(self) -> None:
-        check_choice(self, "initialization", ("model", "t5"))
-        check_integer(self, "num_buckets", minimum=2, maximum=MOST_DISTANCES)
-        check_integer(self, "max_distance", minimum=2)
-        check_boolean(self, "bidirectional", optional=True)
-        check_boolean(self, "shared")
-        check_axes(self)
+        super().__post_init__()
         if self.axes > 1 and self.bidirectional is False:
             raise ValueError(
                 f"T5Config.bidirectional is False, but on {self.axes} axes no token is earlier than another. Leave it "

@@ -12,7 +12,7 @@ from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.limits import LARGEST_WIDTH
 from hf_posenc.schemes.parts import DistanceBias
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import check_integer
+from hf_posenc.schemes.validation import option
 
 
 class TisaBias(DistanceBias):
@@ -64,7 +64,4 @@ class TisaConfig(SchemeConfig):
     per_layer: ClassVar[bool] = True
     part_class = TisaBias
 
-    num_kernels: int = 5
-
-    def __post_init__(self) -> None:
-        check_integer(self, "num_kernels", minimum=1, maximum=LARGEST_WIDTH)
+    num_kernels: int = option(5, minimum=1, maximum=LARGEST_WIDTH)

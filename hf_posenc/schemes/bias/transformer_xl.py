@@ -21,7 +21,7 @@ from hf_posenc.schemes.limits import MOST_DISTANCES
 from hf_posenc.schemes.parts import PairwiseBias
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import check_base, check_integer
+from hf_posenc.schemes.validation import check_base, option
 from hf_posenc.schemes.weights import NormalWeights
 
 
@@ -128,9 +128,5 @@ class TransformerXLConfig(SchemeConfig):
     per_layer: ClassVar[bool] = True
     part_class = TransformerXLBias
 
-    base: float = 10000.0
-    clamp_length: int | None = None
-
-    def __post_init__(self) -> None:
-        check_base(self, "base")
-        check_integer(self, "clamp_length", minimum=1, maximum=MOST_DISTANCES, optional=True)
+    base: float = option(10000.0, check_base)
+    clamp_length: int | None = option(None, minimum=1, maximum=MOST_DISTANCES)

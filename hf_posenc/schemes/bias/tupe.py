@@ -16,7 +16,7 @@ from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.reach import Reach
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.scale.constant import ConstantScale
-from hf_posenc.schemes.validation import check_boolean, check_integer, whole_positions
+from hf_posenc.schemes.validation import option, whole_positions
 
 #: Row 0 of the table stands for every pair whose query is the first token, row 1 for those whose key it is.
 _FIRST_ROW = 1
@@ -118,13 +118,8 @@ class TupeConfig(SchemeConfig):
 
     name: ClassVar[str] = "tupe"
 
-    num_positions: int | None = None
-    reset_first: bool | None = None
-
-    def __post_init__(self) -> None:
-        check_integer(self, "num_positions", minimum=1, maximum=MOST_ROWS, optional=True)
-        if self.reset_first is not None:
-            check_boolean(self, "reset_first")
+    num_positions: int | None = option(None, minimum=1, maximum=MOST_ROWS)
+    reset_first: bool | None = option(None, optional=True)
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds a logit bias and a logit scale.

@@ -15,7 +15,7 @@ from hf_posenc.schemes.device_constant import DeviceConstant
 from hf_posenc.schemes.parts import PairwiseBias
 from hf_posenc.schemes.positions import AttentionPairs
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import check_integer
+from hf_posenc.schemes.validation import option
 
 
 class WaveletBias(PairwiseBias):
@@ -95,7 +95,4 @@ class WaveletConfig(SchemeConfig):
     name: ClassVar[str] = "wavelet"
     part_class = WaveletBias
 
-    num_scales: int = 8
-
-    def __post_init__(self) -> None:
-        check_integer(self, "num_scales", minimum=1, maximum=12)
+    num_scales: int = option(8, minimum=1, maximum=12)

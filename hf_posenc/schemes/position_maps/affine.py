@@ -12,7 +12,7 @@ from hf_posenc.schemes.limits import SMALLEST_FACTOR
 from hf_posenc.schemes.position_maps.mapped import PositionMap, PositionMapConfig
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import check_integer, check_number
+from hf_posenc.schemes.validation import option
 
 
 class AffineMap(PositionMap):
@@ -28,11 +28,7 @@ class AffineMap(PositionMap):
         self.factor = int(factor) if float(factor).is_integer() else factor
         self.offset = offset
         self.keeps_distances = self.factor == 1
-
-    @property
-    def gives_real_positions(self) -> bool:
-        """Whether the factor is not an integer."""
-        return not isinstance(self.factor, int)
+        self.gives_real_positions = not isinstance(self.factor, int)
 
     def last_position(self, last: int) -> int:
         """`factor * last + offset`, rounded down."""
@@ -62,11 +58,7 @@ class PositionShiftConfig(PositionMapConfig):
 
     name: ClassVar[str] = "position_shift"
 
-    offset: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_integer(self, "offset", minimum=0)
+    offset: int = option(1, minimum=0)
 
     def position_map(self) -> AffineMap:
         """Returns a new map."""
@@ -93,11 +85,7 @@ class PositionScaleConfig(PositionMapConfig):
 
     name: ClassVar[str] = "position_scale"
 
-    factor: float = 0.5
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_number(self, "factor", minimum=SMALLEST_FACTOR)
+    factor: float = option(0.5, minimum=SMALLEST_FACTOR)
 
     def position_map(self) -> AffineMap:
         """Returns a new map."""

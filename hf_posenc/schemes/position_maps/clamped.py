@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_posenc.schemes.position_maps.mapped import PositionMap, PositionMapConfig
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import check_integer
+from hf_posenc.schemes.validation import option
 
 
 class ClampMap(PositionMap):
@@ -52,11 +52,7 @@ class PositionClampConfig(PositionMapConfig):
 
     name: ClassVar[str] = "position_clamp"
 
-    maximum: int = 1023
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_integer(self, "maximum", minimum=0)
+    maximum: int = option(1023, minimum=0)
 
     def position_map(self) -> ClampMap:
         """Returns a new map."""

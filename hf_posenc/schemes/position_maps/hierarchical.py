@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -11,13 +11,13 @@ from torch import Tensor
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.additive.sinusoidal import SinusoidalConfig
 from hf_posenc.schemes.arrangement.schedule import nested_scheme
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.config import BuildContext, OuterConfig, SchemeConfig
 from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.position_maps.mapped import PositionMap, map_parts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.rope import RopeConfig
-from hf_posenc.schemes.validation import check_integer, check_integers
+from hf_posenc.schemes.validation import option
 
 #: The cost of a forward grows with the number of separators.
 _MOST_SEPARATORS = 256
@@ -117,7 +117,7 @@ class SeparatedSegments(_Segments):
 
 @register_scheme
 @dataclass(frozen=True)
-class HierarchicalConfig(SchemeConfig):
+class HierarchicalConfig(OuterConfig):
     """Encodes the position within a segment and the position of the segment separately (BiPE, arXiv:2401.16421).
 
     Segments have `segment_length` tokens, or end with a separator token::
@@ -145,33 +145,19 @@ class HierarchicalConfig(SchemeConfig):
 
     name: ClassVar[str] = "hierarchical"
 
-    within: SchemeConfig = field(default_factory=SinusoidalConfig)
-    segment: SchemeConfig = field(default_factory=RopeConfig)
-    segment_length: int = 64
-    separators: tuple[int, ...] = ()
-    max_segment_length: int = 1024
+    within: SchemeConfig = option(SinusoidalConfig, nested_scheme)
+    segment: SchemeConfig = option(RopeConfig, nested_scheme)
+    segment_length: int = option(64, minimum=1)
+    separators: tuple[int, ...] = option((), minimum=0, most=_MOST_SEPARATORS)
+    max_segment_length: int = option(1024, minimum=1)
 
     def __post_init__(self) -> None:
-        nested_scheme(self, "within")
-        nested_scheme(self, "segment")
-        check_integer(self, "segment_length", minimum=1)
-        check_integer(self, "max_segment_length", minimum=1)
-        check_integers(self, "separators", minimum=0, most=_MOST_SEPARATORS)
+        super().__post_init__()
         if self.separators and self.segment_length != type(self).segment_length:
             raise ValueError(
                 f"HierarchicalConfig has both separators={self.separators} and segment_length={self.segment_length}, "
                 "which both define where segments end; give only one."
             )
-
-    @property
-    def per_layer(self) -> bool:  # type: ignore[override]
-        """Whether the segment scheme needs its own copy in every layer."""
-        return self.segment.per_layer
-
-    @property
-    def invisible_under_layer_norm(self) -> bool:
-        """Whether a LayerNorm removes the additive scheme."""
-        return getattr(self.within, "invisible_under_layer_norm", False)
 
     def build(self, context: BuildContext) -> SchemeParts:
         """Builds both schemes, each with its own position map.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -27,6 +27,7 @@ from hf_posenc.schemes.parts import (
 from hf_posenc.schemes.positions import AttentionPairs, Positions
 from hf_posenc.schemes.reach import shortest
 from hf_posenc.schemes.rotary.rope import RopeConfig
+from hf_posenc.schemes.validation import option
 
 
 class PositionMap(Part):
@@ -34,11 +35,8 @@ class PositionMap(Part):
 
     #: Whether all distances stay the same, so that a distance bias does not change.
     keeps_distances: bool = False
-
-    @property
-    def gives_real_positions(self) -> bool:
-        """Whether it may map integers to real numbers."""
-        return False
+    #: Whether it may map integers to real numbers.
+    gives_real_positions: bool = False
 
     def last_position(self, last: int) -> int | None:
         """The greatest new position of tokens at positions up to `last`; `None` if unknown."""
@@ -195,10 +193,7 @@ class PositionMapConfig(OuterConfig):
         inner: the scheme that gets the mapped positions: a config, a name, or the dictionary of a config.
     """
 
-    inner: SchemeConfig = field(default_factory=RopeConfig)
-
-    def __post_init__(self) -> None:
-        nested_scheme(self, "inner")
+    inner: SchemeConfig = option(RopeConfig, nested_scheme)
 
     def position_map(self) -> PositionMap:
         """Returns a new map."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import cast
+from typing import ClassVar, cast
 
-import torch
 from torch import Tensor
 
 from hf_posenc.errors import UnsupportedError
@@ -47,7 +46,8 @@ class FarRotation(PairwiseBias):
         query_ids, key_ids = pairs.query_positions, pairs.keys.ids
         far_query = self._turn(query, self.far.query(query_ids) - query_ids, pairs)
         far_key = self._turn(key, self.far.key(key_ids) - key_ids, pairs)
-        change = _products(pairs, far_query, far_key) - _products(pairs, query, key)
+        far = dataclasses.replace(pairs, query=far_query, key=far_key)
+        change = far.products - dataclasses.replace(pairs, query=query, key=key).products
         return (change * pairs.scaling).where(self.far.are_far(pairs).unsqueeze(1), 0.0)
 
     def _turn(self, heads: Tensor, steps: Tensor, pairs: AttentionPairs) -> Tensor:
@@ -94,12 +94,9 @@ class FarPositionsConfig(PositionMapConfig):
         inner: the scheme that gets the changed positions.
     """
 
+    #: Whether far positions may be non-integers.
+    gives_real_positions: ClassVar[bool] = False
     window: int
-
-    @property
-    def gives_real_positions(self) -> bool:
-        """Whether far positions may be non-integers."""
-        return False
 
     def query(self, ids: Tensor) -> Tensor:
         """Returns the positions of queries for far keys, in the shape of `ids`."""
@@ -161,9 +158,3 @@ def _check_follows(owner: str, scheme: SchemeConfig, parts: SchemeParts) -> None
         )
     if rotation is None and bias is None:
         raise ValueError(f"{owner}.inner is {scheme.name!r}, which encodes no distances. Use 'rope', 'alibi' or 't5'.")
-
-
-def _products(pairs: AttentionPairs, query: Tensor, key: Tensor) -> Tensor:
-    """`(batch, heads, query_len, key_len)`: the inner products of queries and the keys they read."""
-    expanded = dataclasses.replace(pairs, query=query, key=key).expanded_key
-    return torch.matmul(query, expanded.transpose(-1, -2))

@@ -22,7 +22,7 @@ from hf_posenc.schemes.position_maps.mapped import MappedEncoding, PositionMap, 
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.reach import Reach
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import check_choice, check_integer, whole_positions
+from hf_posenc.schemes.validation import option, whole_positions
 
 
 class RandomizedMap(PositionMap):
@@ -43,7 +43,7 @@ class RandomizedMap(PositionMap):
     def __init__(self, max_position: int, real: bool, always: bool) -> None:
         super().__init__()
         self.max_position = max_position
-        self.real = real
+        self.real = self.gives_real_positions = real
         self.always = always
         self.length_reach = Reach(
             max_position,
@@ -54,11 +54,6 @@ class RandomizedMap(PositionMap):
     def draws(self) -> bool:
         """Whether positions are currently random."""
         return self.training or self.always
-
-    @property
-    def gives_real_positions(self) -> bool:
-        """Whether real numbers are drawn, either now or in training."""
-        return self.real
 
     def last_position(self, last: int) -> int:
         """Returns the last position that can be drawn."""
@@ -158,15 +153,9 @@ class RandomizedConfig(PositionMapConfig):
 
     name: ClassVar[str] = "randomized"
 
-    max_position: int = 2048
-    kind: str = "integer"
-    evaluation: str = "identity"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_integer(self, "max_position", minimum=1, maximum=MOST_ROWS)
-        check_choice(self, "kind", ("integer", "float"))
-        check_choice(self, "evaluation", ("identity", "random"))
+    max_position: int = option(2048, minimum=1, maximum=MOST_ROWS)
+    kind: str = option("integer", choices=("integer", "float"))
+    evaluation: str = option("identity", choices=("identity", "random"))
 
     def position_map(self) -> RandomizedMap:
         """Returns a new map."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_posenc.schemes.position_maps.pairwise import FarPositionsConfig
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import check_integer, check_number
+from hf_posenc.schemes.validation import option
 
 
 @register_scheme
@@ -37,16 +37,11 @@ class ReRopeConfig(FarPositionsConfig):
 
     name: ClassVar[str] = "rerope"
 
-    window: int = 512
-    factor: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_integer(self, "window", minimum=1)
-        check_number(self, "factor", minimum=1, optional=True)
+    window: int = option(512, minimum=1)
+    factor: float | None = option(None, minimum=1)
 
     @property
-    def gives_real_positions(self) -> bool:
+    def gives_real_positions(self) -> bool:  # type: ignore[override]
         """Whether positions are divided by a factor."""
         return self.factor not in (None, 1)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_posenc.schemes.position_maps.pairwise import FarPositionsConfig
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.validation import check_integer
+from hf_posenc.schemes.validation import option
 
 
 @register_scheme
@@ -37,13 +37,8 @@ class SelfExtendConfig(FarPositionsConfig):
 
     name: ClassVar[str] = "self_extend"
 
-    group: int = 8
-    window: int = 1024
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_integer(self, "group", minimum=1)
-        check_integer(self, "window", minimum=1)
+    group: int = option(8, minimum=1)
+    window: int = option(1024, minimum=1)
 
     def query(self, ids: Tensor) -> Tensor:
         """Returns `floor(i / group) + window - floor(window / group)`."""

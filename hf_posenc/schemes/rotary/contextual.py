@@ -114,7 +114,7 @@ class ContextualRotation(PairwiseBias):
         before = dataclasses.replace(pairs, query=pairs.query.float(), key=pairs.key.float())
         query, key = self.rotated(before)
         after = dataclasses.replace(pairs, query=query, key=key)
-        return (_products(after) - _products(before)) * pairs.scaling
+        return (after.products - before.products) * pairs.scaling
 
 
 class ContextualPlaces(ContextualRotation):
@@ -155,8 +155,3 @@ class ContextualPlaces(ContextualRotation):
         """Returns the places times the frequencies, `(batch, key_value_heads, key_len, rotary_dim / 2)` float32."""
         places = self.places(features.squeeze(-1), keys)
         return places.unsqueeze(-1) * self.rotation.inverse_frequencies(keys.lengths)
-
-
-def _products(pairs: AttentionPairs) -> Tensor:
-    """`(batch, heads, query_len, key_len)`: the inner products of queries and keys."""
-    return pairs.query @ pairs.expanded_key.transpose(-1, -2)

@@ -10,14 +10,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.config import BuildContext
 from hf_posenc.schemes.device_constant import DeviceConstant
-from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.rotary.hope import check_floor_options, floored_inverse_frequencies
-from hf_posenc.schemes.rotary.rope import RotaryMap, check_rotary_options, resolve_rotary_dim
-from hf_posenc.schemes.validation import check_boolean, check_choice, check_integer, check_number
+from hf_posenc.schemes.rotary.hope import SHORTEST_LENGTH, FlooredRotaryConfig
+from hf_posenc.schemes.rotary.rope import RotaryMap
+from hf_posenc.schemes.validation import option
 
 #: Smaller sums of shares are refused, because dividing by the sum would make a pair many times longer.
 SMALLEST_SUM = 0.1
@@ -136,7 +135,7 @@ def _full_precision_product(own: Tensor, mix: Tensor) -> Tensor:
 
 @register_scheme
 @dataclass(frozen=True)
-class FopeConfig(SchemeConfig):
+class FopeConfig(FlooredRotaryConfig):
     """Rotates each pair by a Fourier series instead of one frequency (FoPE, arXiv:2412.17739, section 4, appendix B).
 
     Pairs too slow to complete a turn in training do not rotate, as in `hope`. For every other pair `m` of key head `h`,
@@ -183,36 +182,27 @@ class FopeConfig(SchemeConfig):
     name: ClassVar[str] = "fope"
 
     theta: float = 10000.0
-    training_length: int | None = None
-    gain: float = 0.3
-    seed: int = 0
-    learnable: bool = False
+    training_length: int | None = option(None, minimum=SHORTEST_LENGTH)
+    gain: float = option(0.3, minimum=0, maximum=100)
+    seed: int = option(0, minimum=0, maximum=2**63 - 1)
+    learnable: bool = option(False)
     rotary_dim: int | None = None
     layout: str = "auto"
-    variant: str = "listing"
-
-    def __post_init__(self) -> None:
-        check_rotary_options(self)
-        check_floor_options(self)
-        check_choice(self, "variant", ("listing", "released"))
-        check_number(self, "gain", minimum=0, maximum=100)
-        check_integer(self, "seed", minimum=0, maximum=2**63 - 1)
-        check_boolean(self, "learnable")
+    variant: str = option("listing", choices=("listing", "released"))
 
     @property
     def per_layer(self) -> bool:  # type: ignore[override]
         """Whether every layer has its own coefficients."""
         return self.learnable
 
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Builds a query-key map.
+    def rotation(self, context: BuildContext) -> FourierMap:
+        """The map of queries and keys.
 
         Raises:
-            ValueError: if there is no usable length, the rotary width is odd or does not fit the head, or the drawn
-                shares of a pair add up to less than `SMALLEST_SUM`.
+            ValueError: as `frequencies`, and if the drawn shares of a pair add up to less than `SMALLEST_SUM`.
         """
-        rotary_dim = resolve_rotary_dim(self, self.rotary_dim, context)
-        frequencies = floored_inverse_frequencies(self, rotary_dim, context)
+        frequencies = self.frequencies(context)
+        rotary_dim = 2 * len(frequencies)
         turning = sum(frequency > 0 for frequency in frequencies.tolist())
         released = self.variant == "released"
         mixed = min(turning, rotary_dim // 4) if released else turning
@@ -229,4 +219,4 @@ class FopeConfig(SchemeConfig):
                 f"{smallest:.3g}. They are divided by that sum, which must be at least {SMALLEST_SUM}. Give a smaller "
                 "gain or another seed."
             )
-        return SchemeParts(query_key_map=FourierMap(frequencies, self.layout, coefficients, self.learnable, released))
+        return FourierMap(frequencies, self.layout, coefficients, self.learnable, released)

@@ -9,15 +9,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.config import BuildContext
 from hf_posenc.schemes.limits import LARGEST_LENGTH, SMALLEST_FACTOR
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.contextual import ContextualPlaces
 from hf_posenc.schemes.rotary.learned_frequencies import LearnedFrequenciesMap
-from hf_posenc.schemes.rotary.rope import check_rotary_options, resolve_rotary_dim
-from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
-from hf_posenc.schemes.validation import check_boolean, check_number
+from hf_posenc.schemes.rotary.rope import RotaryConfig
+from hf_posenc.schemes.validation import option
 
 #: The official code initialises its gates with the inverse of softplus at 1e-3, and then applies a sigmoid to them.
 _INITIAL_BIAS = math.log(math.expm1(1e-3))
@@ -29,10 +28,7 @@ class GrapeMRotation(ContextualPlaces):
     no_weight_decay = frozenset({"bias"})
 
     def __init__(self, config: GrapeMConfig, context: BuildContext) -> None:
-        rotary_dim = resolve_rotary_dim(config, config.rotary_dim, context)
-        super().__init__(
-            LearnedFrequenciesMap(rope_inverse_frequencies(config.theta, rotary_dim), config.layout), context
-        )
+        super().__init__(LearnedFrequenciesMap(config.frequencies(context), config.layout), context)
         self.gate_scale = config.gate_scale
         self.initial_bias = config.initial_bias
         self.weight = nn.Parameter(torch.empty(context.key_heads if config.per_head else 1, context.input_size))
@@ -59,7 +55,7 @@ class GrapeMRotation(ContextualPlaces):
 
 @register_scheme
 @dataclass(frozen=True)
-class GrapeMConfig(SchemeConfig):
+class GrapeMConfig(RotaryConfig):
     """RoPE in which every token moves the following ones on by an increment that depends on its content (contextual
     GRAPE-M, arXiv:2512.07805, section 3).
 
@@ -88,14 +84,8 @@ class GrapeMConfig(SchemeConfig):
     part_class = GrapeMRotation
 
     theta: float = 10000.0
-    per_head: bool = False
-    gate_scale: float = 16.0
-    initial_bias: float = _INITIAL_BIAS
+    per_head: bool = option(False)
+    gate_scale: float = option(16.0, minimum=SMALLEST_FACTOR, maximum=LARGEST_LENGTH)
+    initial_bias: float = option(_INITIAL_BIAS)
     rotary_dim: int | None = None
     layout: str = "auto"
-
-    def __post_init__(self) -> None:
-        check_rotary_options(self)
-        check_boolean(self, "per_head")
-        check_number(self, "gate_scale", minimum=SMALLEST_FACTOR, maximum=LARGEST_LENGTH)
-        check_number(self, "initial_bias")

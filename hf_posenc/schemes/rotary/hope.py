@@ -4,61 +4,55 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
-from hf_posenc.schemes.parts import SchemeParts
+from hf_posenc.schemes.config import BuildContext
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.rotary.rope import RotaryMap, check_rotary_options, resolve_rotary_dim
-from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
-from hf_posenc.schemes.validation import LARGEST_BASE, check_integer, check_number
+from hf_posenc.schemes.rotary.rope import RotaryConfig
+from hf_posenc.schemes.validation import LARGEST_BASE, check_number, option
 
 #: The shortest length in which the fastest pair (one radian per position) completes a turn.
 SHORTEST_LENGTH = math.ceil(2 * math.pi)
 
 
-def check_floor_options(config: Any) -> None:
-    """Checks `training_length`, and that `theta` orders the pairs from fast to slow.
+class FlooredRotaryConfig(RotaryConfig):
+    """Base class of rotations that stop every pair too slow to complete a turn in training."""
 
-    Raises:
-        ValueError: for a value out of range.
-    """
-    check_number(config, "theta", minimum=1, maximum=LARGEST_BASE)
-    check_integer(config, "training_length", minimum=SHORTEST_LENGTH, optional=True)
+    training_length: int | None
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number(self, "theta", minimum=1, maximum=LARGEST_BASE)
 
-def floored_inverse_frequencies(config: Any, rotary_dim: int, context: BuildContext) -> Tensor:
-    """Returns RoPE's frequencies, `(rotary_dim / 2,)` float32, with zeros for pairs that complete no turn in training.
+    def frequencies(self, context: BuildContext) -> Tensor:
+        """Returns RoPE's frequencies, with zeros for pairs that complete no turn in training.
 
-    Args:
-        config: config with `theta` and `training_length`; `None` takes the model's own length.
-        rotary_dim: the rotary width.
-        context: the place in the model.
-
-    Raises:
-        ValueError: if neither the config nor the model specifies a length, or the model's length is too short.
-    """
-    name = type(config).__name__
-    length = config.training_length or context.max_positions
-    if length is None:
-        raise ValueError(
-            f"{name}.training_length is None and the model's config has no length. Give training_length=, the number "
-            "of tokens of a training sequence."
-        )
-    if length < SHORTEST_LENGTH:
-        raise ValueError(
-            f"{name}.training_length is None and the model's length is {length}, in which no pair completes a turn, "
-            f"so nothing would be rotated. Give training_length= of at least {SHORTEST_LENGTH}, or use 'none'."
-        )
-    frequencies = rope_inverse_frequencies(config.theta, rotary_dim)
-    return frequencies.masked_fill(frequencies < 2 * math.pi / length, 0.0)
+        Raises:
+            ValueError: as in `RotaryConfig`, and if neither the config nor the model specifies a length, or the model's
+                length is too short.
+        """
+        name = type(self).__name__
+        length = self.training_length or context.max_positions
+        if length is None:
+            raise ValueError(
+                f"{name}.training_length is None and the model's config has no length. Give training_length=, the "
+                "number of tokens of a training sequence."
+            )
+        if length < SHORTEST_LENGTH:
+            raise ValueError(
+                f"{name}.training_length is None and the model's length is {length}, in which no pair completes a "
+                f"turn, so nothing would be rotated. Give training_length= of at least {SHORTEST_LENGTH}, or use "
+                "'none'."
+            )
+        frequencies = super().frequencies(context)
+        return frequencies.masked_fill(frequencies < 2 * math.pi / length, 0.0)
 
 
 @register_scheme
 @dataclass(frozen=True)
-class HopeConfig(SchemeConfig):
+class HopeConfig(FlooredRotaryConfig):
     """RoPE that stops every pair too slow to complete a turn in training (HoPE, arXiv:2410.21216, section 5).
 
     Pair `m` turns by::
@@ -79,19 +73,6 @@ class HopeConfig(SchemeConfig):
     name: ClassVar[str] = "hope"
 
     theta: float = 10000.0
-    training_length: int | None = None
+    training_length: int | None = option(None, minimum=SHORTEST_LENGTH)
     rotary_dim: int | None = None
     layout: str = "auto"
-
-    def __post_init__(self) -> None:
-        check_rotary_options(self)
-        check_floor_options(self)
-
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Builds a query-key map.
-
-        Raises:
-            ValueError: if there is no usable length, or the rotary width is odd or does not fit the head.
-        """
-        rotary_dim = resolve_rotary_dim(self, self.rotary_dim, context)
-        return SchemeParts(query_key_map=RotaryMap(floored_inverse_frequencies(self, rotary_dim, context), self.layout))

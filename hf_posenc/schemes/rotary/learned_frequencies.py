@@ -8,12 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
-from hf_posenc.schemes.parts import SchemeParts
+from hf_posenc.schemes.config import BuildContext
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.rotary.rope import RotaryMap, check_rotary_options, resolve_rotary_dim
-from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
-from hf_posenc.schemes.validation import check_choice
+from hf_posenc.schemes.rotary.rope import RotaryConfig, RotaryMap
+from hf_posenc.schemes.validation import option
 
 
 class LearnedFrequenciesMap(RotaryMap):
@@ -45,7 +43,7 @@ class LearnedFrequenciesMap(RotaryMap):
 
 @register_scheme
 @dataclass(frozen=True)
-class LearnedRopeConfig(SchemeConfig):
+class LearnedRopeConfig(RotaryConfig):
     """RoPE with learned frequencies, initialised with RoPE's own (LeRoPE, arXiv:2607.10134).
 
     Pair `m` turns by::
@@ -71,26 +69,16 @@ class LearnedRopeConfig(SchemeConfig):
     name: ClassVar[str] = "learned_rope"
 
     theta: float = 10000.0
-    sharing: str = "model"
+    sharing: str = option("model", choices=("model", "layer", "head"))
     rotary_dim: int | None = None
     layout: str = "auto"
-
-    def __post_init__(self) -> None:
-        check_rotary_options(self)
-        check_choice(self, "sharing", ("model", "layer", "head"))
 
     @property
     def per_layer(self) -> bool:  # type: ignore[override]
         """Whether every layer has its own frequencies."""
         return self.sharing != "model"
 
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Builds a query-key map.
-
-        Raises:
-            ValueError: if the rotary width is odd or does not fit the head.
-        """
-        rotary_dim = resolve_rotary_dim(self, self.rotary_dim, context)
-        frequencies = rope_inverse_frequencies(self.theta, rotary_dim)
+    def rotation(self, context: BuildContext) -> LearnedFrequenciesMap:
+        """The rotation; raises as `frequencies`."""
         heads = context.key_heads if self.sharing == "head" else None
-        return SchemeParts(query_key_map=LearnedFrequenciesMap(frequencies, self.layout, heads))
+        return LearnedFrequenciesMap(self.frequencies(context), self.layout, heads)

@@ -9,15 +9,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.config import BuildContext
 from hf_posenc.schemes.grids import Places
-from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.rotary.rope import check_rotary_options, resolve_rotary_dim
+from hf_posenc.schemes.rotary.rope import RotaryConfig, resolve_rotary_dim
 from hf_posenc.schemes.rotary.rope_nd import CoordinateRotaryMap
-from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
-from hf_posenc.schemes.validation import LARGEST_FREQUENCY, check_boolean, check_integers, check_numbers
+from hf_posenc.schemes.validation import LARGEST_FREQUENCY, option
 
 AXES = ("time", "height", "width")
 
@@ -70,7 +68,7 @@ def reset_images(coordinates: Tensor, real: Tensor) -> Tensor:
 
 @register_scheme
 @dataclass(frozen=True)
-class MRopeConfig(SchemeConfig):
+class MRopeConfig(RotaryConfig):
     """RoPE with pairs for time, height and width (M-RoPE, Qwen2-VL, arXiv:2409.12191, section 2.1).
 
     A token at `(t, h, w)` turns pair `m` by::
@@ -114,35 +112,24 @@ class MRopeConfig(SchemeConfig):
     name: ClassVar[str] = "mrope"
 
     theta: float = 1_000_000.0
-    sections: tuple[int, ...] | None = None
-    interleaved: bool = False
+    sections: tuple[int, ...] | None = option(None, minimum=0, least=len(AXES), most=len(AXES))
+    interleaved: bool = option(False)
     rotary_dim: int | None = None
     layout: str = "auto"
-    by_head: bool = False
-    spatial_reset: bool = False
-    axes: tuple[int, ...] | None = None
-    inverse_frequencies: tuple[float, ...] | None = None
+    by_head: bool = option(False)
+    spatial_reset: bool = option(False)
+    axes: tuple[int, ...] | None = option(None, minimum=0, least=1)
+    inverse_frequencies: tuple[float, ...] | None = option(None, minimum=0, maximum=LARGEST_FREQUENCY)
 
     def __post_init__(self) -> None:
-        check_rotary_options(self)
-        check_boolean(self, "interleaved")
-        check_boolean(self, "by_head")
-        check_boolean(self, "spatial_reset")
+        super().__post_init__()
         if self.by_head and self.interleaved:
             raise ValueError(
                 "MRopeConfig has both by_head and interleaved: whole heads belong to an axis, so there are no pairs to "
                 "interleave. Give one of them."
             )
-        if self.sections is not None:
-            check_integers(self, "sections", minimum=0, least=len(AXES), most=len(AXES))
-        if self.inverse_frequencies is not None:
-            check_numbers(self, "inverse_frequencies", minimum=0, maximum=LARGEST_FREQUENCY)
-        if self.axes is not None:
-            self._check_axes()
-
-    def _check_axes(self) -> None:
-        check_integers(self, "axes", minimum=0, least=1)
-        assert self.axes is not None
+        if self.axes is None:
+            return
         if max(self.axes) >= len(AXES):
             raise ValueError(f"MRopeConfig.axes is {self.axes}; expected 0 (time), 1 (height) or 2 (width) per pair.")
         if self.sections is not None or self.interleaved or self.by_head:
@@ -151,25 +138,25 @@ class MRopeConfig(SchemeConfig):
                 "combined with it. Leave them out."
             )
 
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Builds a query-key map.
+    def rotation(self, context: BuildContext) -> MRopeMap:
+        """The map of queries and keys.
 
         Raises:
-            ValueError: if the rotary width is odd or does not fit the head, or the sections do not fit it.
+            ValueError: as `frequencies`, or if the sections do not fit the rotary width.
         """
-        rotary_dim = resolve_rotary_dim(self, self.rotary_dim, context)
-        spectrum = self._spectrum(rotary_dim)
+        spectrum = self.frequencies(context)
         if self.by_head:
             frequencies = self._of_heads(context.key_heads).unsqueeze(-1) * spectrum
         else:
-            axis = self.axis_of_pair(rotary_dim // 2)
+            axis = self.axis_of_pair(len(spectrum))
             frequencies = torch.nn.functional.one_hot(axis, len(AXES)).T.float() * spectrum
-        return SchemeParts(query_key_map=MRopeMap(frequencies, self.layout, self.spatial_reset))
+        return MRopeMap(frequencies, self.layout, self.spatial_reset)
 
-    def _spectrum(self, rotary_dim: int) -> Tensor:
-        """`(rotary_dim / 2,)` float32."""
+    def frequencies(self, context: BuildContext) -> Tensor:
+        """Those of the option, or of `theta`; raises as in `RotaryConfig`, or if the option has another number."""
         if self.inverse_frequencies is None:
-            return rope_inverse_frequencies(self.theta, rotary_dim)
+            return super().frequencies(context)
+        rotary_dim = resolve_rotary_dim(self, self.rotary_dim, context)
         if 2 * len(self.inverse_frequencies) != rotary_dim:
             raise ValueError(
                 f"MRopeConfig.inverse_frequencies has {len(self.inverse_frequencies)} frequencies, but {rotary_dim} "
@@ -207,19 +194,16 @@ class MRopeConfig(SchemeConfig):
         Raises:
             ValueError: if the options do not fit this number of pairs.
         """
-        return torch.tensor(self._axis_of_pair(pairs), device="cpu")
-
-    def _axis_of_pair(self, pairs: int) -> list[int]:
         if self.axes is not None:
             if len(self.axes) != pairs:
                 raise ValueError(
                     f"MRopeConfig.axes has the axes of {len(self.axes)} pairs, but {2 * pairs} rotated dimensions have "
                     f"{pairs}."
                 )
-            return list(self.axes)
+            return torch.tensor(self.axes, device="cpu")
         sections = self._sections_of_pairs(pairs)
         if not self.interleaved:
-            return [axis for axis, size in enumerate(sections) for _ in range(size)]
+            return torch.arange(len(AXES), device="cpu").repeat_interleave(torch.tensor(sections, device="cpu"))
         turns = [pair % len(AXES) for pair in range(sum(sections))]
         axes = [axis if pair < len(AXES) * sections[axis] else 0 for pair, axis in enumerate(turns)]
         for axis in (1, 2):
@@ -228,7 +212,7 @@ class MRopeConfig(SchemeConfig):
                     f"MRopeConfig.sections is {sections}, but interleaved in {sum(sections)} pairs {AXES[axis]} gets "
                     f"{axes.count(axis)} of its {sections[axis]}. Give height and width a third of the pairs or less."
                 )
-        return axes
+        return torch.tensor(axes, device="cpu")
 
 
 def default_sections(pairs: int, interleaved: bool) -> tuple[int, int, int]:

@@ -25,15 +25,9 @@ def axial_frequencies(theta: float, rotary_dim: int, axes: int, assignment: str)
     spectrum = rope_inverse_frequencies(theta, rotary_dim)
     start = 0
     for axis, columns in enumerate(owned):
-        block = slice(start, start + len(columns))
-        if assignment == "interleaved":
-            frequencies[axis, columns] = spectrum[columns]
-        elif assignment == "split":
-            frequencies[axis, block] = spectrum[columns]
-        elif assignment == "alternating":
-            frequencies[axis, columns] = rope_inverse_frequencies(theta, 2 * len(columns))
-        else:
-            frequencies[axis, block] = rope_inverse_frequencies(theta, 2 * len(columns))
+        place = slice(start, start + len(columns)) if assignment in ("block", "split") else columns
+        own = assignment in ("block", "alternating")
+        frequencies[axis, place] = rope_inverse_frequencies(theta, 2 * len(columns)) if own else spectrum[columns]
         start += len(columns)
     return frequencies
 

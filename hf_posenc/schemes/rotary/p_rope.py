@@ -8,12 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
-from hf_posenc.schemes.parts import SchemeParts
+from hf_posenc.schemes.config import BuildContext
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.rotary.rope import RotaryMap, check_rotary_options, resolve_rotary_dim
+from hf_posenc.schemes.rotary.rope import RotaryConfig, resolve_rotary_dim
 from hf_posenc.schemes.rotary.scaling import rope_exponents
-from hf_posenc.schemes.validation import check_number
+from hf_posenc.schemes.validation import option
 
 
 def p_rope_inverse_frequencies(theta: float, rotary_dim: int, fraction: float) -> Tensor:
@@ -29,7 +28,7 @@ def p_rope_inverse_frequencies(theta: float, rotary_dim: int, fraction: float) -
 
 @register_scheme
 @dataclass(frozen=True)
-class PRopeConfig(SchemeConfig):
+class PRopeConfig(RotaryConfig):
     """RoPE that keeps a fraction of its frequencies and stops the lowest ones (p-RoPE, arXiv:2410.06205, section 6).
 
     Pair m of a head is rotated, per position, by::
@@ -49,20 +48,11 @@ class PRopeConfig(SchemeConfig):
     name: ClassVar[str] = "p_rope"
 
     theta: float = 10000.0
-    fraction: float = 0.75
+    fraction: float = option(0.75, minimum=0, maximum=1)
     rotary_dim: int | None = None
     layout: str = "auto"
 
-    def __post_init__(self) -> None:
-        check_rotary_options(self)
-        check_number(self, "fraction", minimum=0, maximum=1)
-
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Builds a query-key map.
-
-        Raises:
-            ValueError: if the rotary width is odd or does not fit the head.
-        """
+    def frequencies(self, context: BuildContext) -> Tensor:
+        """RoPE's frequencies and zeros; raises as in `RotaryConfig`."""
         rotary_dim = resolve_rotary_dim(self, self.rotary_dim, context)
-        frequencies = p_rope_inverse_frequencies(self.theta, rotary_dim, self.fraction)
-        return SchemeParts(query_key_map=RotaryMap(frequencies, self.layout))
+        return p_rope_inverse_frequencies(self.theta, rotary_dim, self.fraction)

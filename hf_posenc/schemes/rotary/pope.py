@@ -15,9 +15,9 @@ from hf_posenc.schemes.parts import QueryKeyMap
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.projection import projected
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.rotary.rope import per_head
+from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors, with_heads_axis
 from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
-from hf_posenc.schemes.validation import check_base, check_choice
+from hf_posenc.schemes.validation import check_base, option
 
 
 class PopeMap(QueryKeyMap):
@@ -71,8 +71,9 @@ class PopeMap(QueryKeyMap):
 
 def _polar(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     magnitude = nn.functional.softplus(x.float())
-    cosine, sine = per_head(cosine, x.shape[1]), per_head(sine, x.shape[1])
-    return torch.cat((magnitude * cosine, magnitude * sine), dim=-1).to(x.dtype)
+    # Queries have the phase of their key head, so that logits are relative.
+    phases = (RotationFactors(with_heads_axis(phase), None).for_heads(x.shape[1]).own for phase in (cosine, sine))
+    return torch.cat([magnitude * phase for phase in phases], dim=-1).to(x.dtype)
 
 
 @register_scheme
@@ -108,9 +109,5 @@ class PopeConfig(SchemeConfig):
     per_layer: ClassVar[bool] = True
     part_class = PopeMap
 
-    theta: float = 10000.0
-    initial_delta: str = "zero"
-
-    def __post_init__(self) -> None:
-        check_base(self, "theta")
-        check_choice(self, "initial_delta", ("zero", "uniform"))
+    theta: float = option(10000.0, check_base)
+    initial_delta: str = option("zero", choices=("zero", "uniform"))

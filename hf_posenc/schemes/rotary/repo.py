@@ -8,14 +8,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.config import BuildContext
 from hf_posenc.schemes.limits import SMALLEST_FACTOR
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.contextual import ContextualPlaces
-from hf_posenc.schemes.rotary.rope import RotaryMap, check_rotary_options, resolve_rotary_dim
-from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
-from hf_posenc.schemes.validation import check_integer, check_number
+from hf_posenc.schemes.rotary.rope import RotaryConfig, RotaryMap
+from hf_posenc.schemes.validation import option
 from hf_posenc.schemes.weights import NormalWeights
 
 
@@ -25,8 +24,7 @@ class RepoRotation(NormalWeights, ContextualPlaces):
     angles_of_own_token = True
 
     def __init__(self, config: RepoConfig, context: BuildContext) -> None:
-        rotary_dim = resolve_rotary_dim(config, config.rotary_dim, context)
-        super().__init__(RotaryMap(rope_inverse_frequencies(config.theta, rotary_dim), config.layout), context)
+        super().__init__(RotaryMap(config.frequencies(context), config.layout), context)
         width = max(1, context.input_size // 8) if config.width is None else config.width
         self.initializer_range = config.initial_std
         self.gate = nn.Parameter(torch.empty(width, context.input_size))
@@ -49,7 +47,7 @@ class RepoRotation(NormalWeights, ContextualPlaces):
 
 @register_scheme
 @dataclass(frozen=True)
-class RepoConfig(SchemeConfig):
+class RepoConfig(RotaryConfig):
     """RoPE at real-valued positions that each layer predicts from its input (RePo, arXiv:2512.14391, section 3).
 
     For a token with the layer's input `x`, key head h has the position::
@@ -84,13 +82,7 @@ class RepoConfig(SchemeConfig):
     )
 
     theta: float = 10000.0
-    width: int | None = None
-    initial_std: float = 0.02
+    width: int | None = option(None, minimum=1, maximum=2**16)
+    initial_std: float = option(0.02, minimum=SMALLEST_FACTOR, maximum=100)
     rotary_dim: int | None = None
     layout: str = "auto"
-
-    def __post_init__(self) -> None:
-        check_rotary_options(self)
-        if self.width is not None:
-            check_integer(self, "width", minimum=1, maximum=2**16)
-        check_number(self, "initial_std", minimum=SMALLEST_FACTOR, maximum=100)

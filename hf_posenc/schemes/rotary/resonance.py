@@ -8,11 +8,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
-from hf_posenc.schemes.parts import SchemeParts
+from hf_posenc.schemes.config import BuildContext
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.rotary.rope import RopeConfig, check_rotary_options
-from hf_posenc.schemes.rotary.scaling import RopeScaling, check_scaling, rope_inverse_frequencies
+from hf_posenc.schemes.rotary.rope import RopeConfig, RotaryConfig, RotaryMap
+from hf_posenc.schemes.rotary.scaling import RopeScaling, check_scaling
+from hf_posenc.schemes.validation import option
 
 
 def resonant(inverse_frequencies: Tensor) -> Tensor:
@@ -31,49 +31,49 @@ class ResonanceScaling(RopeScaling):
 
     type: ClassVar[str] = "resonance"
 
-    scaling: RopeScaling | None = None
+    scaling: RopeScaling | None = option(None, check_scaling)
 
     def __post_init__(self) -> None:
-        check_scaling(self)
+        super().__post_init__()
         if isinstance(self.scaling, ResonanceScaling):
             # Integer wavelengths do not change.
             object.__setattr__(self, "scaling", self.scaling.scaling)
 
     @property
+    def _inner(self) -> RopeScaling:
+        return self.scaling or RopeScaling()
+
+    @property
     def length_dependent(self) -> bool:  # type: ignore[override]
         """Whether the frequencies depend on the length of the sequence."""
-        return self.scaling is not None and self.scaling.length_dependent
+        return self._inner.length_dependent
 
     def constants(self, theta: float, rotary_dim: int) -> Tensor:
         """Returns the rounded spectrum, or the constants of a length-dependent scaling."""
-        if self.scaling is None:
-            return resonant(rope_inverse_frequencies(theta, rotary_dim))
-        constants = self.scaling.constants(theta, rotary_dim)
+        constants = self._inner.constants(theta, rotary_dim)
         return constants if self.length_dependent else resonant(constants)
 
     def at_lengths(self, constants: Tensor, theta: float, rotary_dim: int, lengths: Tensor) -> Tensor:
         """Broadcasts to `(*lengths.shape, d/2)`."""
-        if self.scaling is None or not self.length_dependent:
-            return constants
-        return resonant(self.scaling.at_lengths(constants, theta, rotary_dim, lengths))
+        found = self._inner.at_lengths(constants, theta, rotary_dim, lengths)
+        return resonant(found) if self.length_dependent else found
 
     def attention_scaling(self, max_positions: int | None = None) -> float:
         """Returns the attention scaling of the inner scaling."""
-        return 1.0 if self.scaling is None else self.scaling.attention_scaling(max_positions)
+        return self._inner.attention_scaling(max_positions)
 
     def made_for(self, native_length: int | None) -> int | None:
         """Returns the length that the inner scaling is made for."""
-        return None if self.scaling is None else self.scaling.made_for(native_length)
+        return self._inner.made_for(native_length)
 
     def check_cache(self, cached_length: int, total_length: int) -> None:
         """Applies the check of the inner scaling."""
-        if self.scaling is not None:
-            self.scaling.check_cache(cached_length, total_length)
+        self._inner.check_cache(cached_length, total_length)
 
 
 @register_scheme
 @dataclass(frozen=True)
-class ResonanceConfig(SchemeConfig):
+class ResonanceConfig(RotaryConfig):
     """RoPE in which every pair has an integer wavelength (Resonance RoPE, arXiv:2403.00071, section 4.1).
 
     Pair `m`, of `w[m]` radians per position in RoPE or after a scaling, turns by::
@@ -95,17 +95,9 @@ class ResonanceConfig(SchemeConfig):
     theta: float = 10000.0
     rotary_dim: int | None = None
     layout: str = "auto"
-    scaling: RopeScaling | None = None
+    scaling: RopeScaling | None = option(None, check_scaling)
 
-    def __post_init__(self) -> None:
-        check_rotary_options(self)
-        check_scaling(self)
-
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Builds a query-key map.
-
-        Raises:
-            ValueError: if the rotary width is odd, or does not fit the head or the scaling.
-        """
+    def rotation(self, context: BuildContext) -> RotaryMap:
+        """The rotation of the equivalent `RopeConfig`."""
         scaling = ResonanceScaling(self.scaling)
-        return RopeConfig(self.theta, self.rotary_dim, layout=self.layout, scaling=scaling).build(context)
+        return RopeConfig(self.theta, self.rotary_dim, layout=self.layout, scaling=scaling).rotation(context)

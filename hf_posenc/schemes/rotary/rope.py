@@ -22,8 +22,7 @@ from hf_posenc.schemes.validation import (
     check_base,
     check_choice,
     check_integer,
-    check_number,
-    check_numbers,
+    option,
 )
 
 #: What to say of a rotation that cannot be scaled, after its name.
@@ -32,6 +31,8 @@ STATED_BY_FREQUENCIES = (
     "model.to(torch.bfloat16) for example, reads like this too: load it with from_pretrained(dtype=...) or build it "
     "with from_config(config, dtype=...) instead, or patch it with 'rope' and its theta."
 )
+#: Why a rotary width is even.
+IN_PAIRS = "dimensions are rotated in pairs"
 ROPE_LAYOUTS = ("auto", "half", "half_reversed", "interleaved")
 
 
@@ -157,9 +158,48 @@ class LengthDependentRotaryMap(RotaryMap):
         self.scaling.check_cache(cached_length, total_length)
 
 
+class RotaryConfig(SchemeConfig):
+    """Base class of configs of a rotation. Each declares these options itself, because their orders differ."""
+
+    theta: float
+    rotary_dim: int | None
+    layout: str
+
+    def __post_init__(self) -> None:
+        check_base(self, "theta")
+        if self.rotary_dim is not None:
+            check_integer(self, "rotary_dim", minimum=2, even=IN_PAIRS)
+        check_choice(self, "layout", ROPE_LAYOUTS)
+        super().__post_init__()
+
+    def frequencies(self, context: BuildContext) -> Tensor:
+        """The frequency of each pair, `(rotary_dim / 2,)` float32, in radians per position; by default those of RoPE.
+
+        Raises:
+            ValueError: if the rotary width is odd or does not fit the head, or the config needs a length and there is
+                none.
+        """
+        return rope_inverse_frequencies(self.theta, resolve_rotary_dim(self, self.rotary_dim, context))
+
+    def rotation(self, context: BuildContext) -> QueryKeyMap:
+        """The map of queries and keys; raises as `frequencies`."""
+        return RotaryMap(self.frequencies(context), self.layout)
+
+    def build(self, context: BuildContext) -> SchemeParts:
+        """Builds a query-key map, or the part of this scheme.
+
+        Raises:
+            UnsupportedError: in a bidirectional model, for a scheme that is not defined for later keys.
+            ValueError: if the rotary width is odd or does not fit the head, or other options do not fit this layer.
+        """
+        if self.part_class is not None:
+            return super().build(context)
+        return SchemeParts(query_key_map=self.rotation(context))
+
+
 @register_scheme
 @dataclass(frozen=True)
-class RopeConfig(SchemeConfig):
+class RopeConfig(RotaryConfig):
     """Rotates queries and keys by angles proportional to their position (RoPE, arXiv:2104.09864, eq. 34).
 
     For a query or key at position p, the pair of dimensions m, with values `(a, b)`, becomes::
@@ -187,50 +227,40 @@ class RopeConfig(SchemeConfig):
 
     theta: float = 10000.0
     rotary_dim: int | None = None
-    partial_rotary_factor: float | None = None
+    partial_rotary_factor: float | None = option(None, above=0, maximum=1)
     layout: str = "auto"
-    scaling: RopeScaling | None = None
-    inverse_frequencies: tuple[float, ...] | None = None
-    attention_scaling: float | None = None
+    scaling: RopeScaling | None = option(None, check_scaling)
+    inverse_frequencies: tuple[float, ...] | None = option(None, minimum=0, maximum=LARGEST_FREQUENCY)
+    attention_scaling: float | None = option(None, minimum=SMALLEST_FACTOR)
 
     def __post_init__(self) -> None:
-        check_rotary_options(self)
-        check_number(self, "partial_rotary_factor", above=0, maximum=1, optional=True)
-        check_number(self, "attention_scaling", minimum=SMALLEST_FACTOR, optional=True)
+        super().__post_init__()
         if self.rotary_dim is not None and self.partial_rotary_factor is not None:
             raise ValueError(
                 f"RopeConfig has both rotary_dim={self.rotary_dim} and "
                 f"partial_rotary_factor={self.partial_rotary_factor}, which both set the rotated width; give only one."
             )
-        check_scaling(self)
         if self.inverse_frequencies is not None:
-            self._check_inverse_frequencies()
+            self._check_inverse_frequencies(self.inverse_frequencies)
 
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Builds a query-key map.
-
-        Raises:
-            ValueError: if the rotary width is odd, or does not fit the head or the scaling.
-        """
+    def frequencies(self, context: BuildContext) -> Tensor:
+        """Those of the option, of the scaling, or of `theta`; `(2, rotary_dim / 2)` for two sets of factors."""
         rotary_dim = self._rotary_dim(context)
-        attention_scaling = self.attention_scaling
-        if attention_scaling is None:
-            attention_scaling = 1.0 if self.scaling is None else self.scaling.attention_scaling(context.max_positions)
-        rotation = self._rotation(rotary_dim, attention_scaling)
-        if self.scaling is not None:
-            rotation.length_reach = Reach(made_for=self.scaling.made_for(context.max_positions))
-        return SchemeParts(query_key_map=rotation)
-
-    def _rotation(self, rotary_dim: int, attention_scaling: float) -> RotaryMap:
-        if self.scaling is not None and self.scaling.length_dependent:
-            return LengthDependentRotaryMap(self.scaling, self.theta, rotary_dim, self.layout, attention_scaling)
         if self.inverse_frequencies is not None:
-            frequencies = torch.tensor(self.inverse_frequencies, dtype=torch.float32, device="cpu")
-        elif self.scaling is not None:
-            frequencies = self.scaling.constants(self.theta, rotary_dim)
+            return torch.tensor(self.inverse_frequencies, dtype=torch.float32, device="cpu")
+        return (self.scaling or RopeScaling()).constants(self.theta, rotary_dim)
+
+    def rotation(self, context: BuildContext) -> RotaryMap:
+        """The rotation, with the length that the scaling is made for."""
+        scaling, rotary_dim, factor = self.scaling or RopeScaling(), self._rotary_dim(context), self.attention_scaling
+        if factor is None:
+            factor = scaling.attention_scaling(context.max_positions)
+        if scaling.length_dependent:
+            rotation: RotaryMap = LengthDependentRotaryMap(scaling, self.theta, rotary_dim, self.layout, factor)
         else:
-            frequencies = rope_inverse_frequencies(self.theta, rotary_dim)
-        return RotaryMap(frequencies, self.layout, attention_scaling)
+            rotation = RotaryMap(self.frequencies(context), self.layout, factor)
+        rotation.length_reach = Reach(made_for=scaling.made_for(context.max_positions))
+        return rotation
 
     def _rotary_dim(self, context: BuildContext) -> int:
         rotary_dim = self.rotary_dim
@@ -245,9 +275,7 @@ class RopeConfig(SchemeConfig):
                 )
         return resolve_rotary_dim(self, rotary_dim, context)
 
-    def _check_inverse_frequencies(self) -> None:
-        check_numbers(self, "inverse_frequencies", minimum=0, maximum=LARGEST_FREQUENCY)
-        assert self.inverse_frequencies is not None
+    def _check_inverse_frequencies(self, inverse_frequencies: tuple[float, ...]) -> None:
         if self.scaling is not None:
             raise ValueError(
                 "RopeConfig has both inverse_frequencies and a scaling; explicit frequencies are not scaled. Give "
@@ -258,53 +286,12 @@ class RopeConfig(SchemeConfig):
                 f"RopeConfig has both inverse_frequencies and theta={self.theta}, which defines the frequencies too; "
                 "give only one of them."
             )
-        width = 2 * len(self.inverse_frequencies)
+        width = 2 * len(inverse_frequencies)
         if self.partial_rotary_factor is not None or self.rotary_dim not in (None, width):
             raise ValueError(
-                f"RopeConfig has {len(self.inverse_frequencies)} inverse_frequencies, which rotate {width} "
+                f"RopeConfig has {len(inverse_frequencies)} inverse_frequencies, which rotate {width} "
                 f"dimensions. Omit partial_rotary_factor, and omit rotary_dim or set it to {width}."
             )
-
-
-def per_head(phase: Tensor, heads: int) -> Tensor:
-    """Reshapes a phase to a factor of queries or keys: `(batch or 1, heads or 1, query_len, width)`.
-
-    Args:
-        phase: `(batch or 1, query_len, width)`, the same for all heads, or `(batch or 1, query_len, key_value_heads,
-            width)`. Queries use the phase of their key head, so that logits can be relative.
-        heads: number of heads of the queries or keys.
-    """
-    if phase.ndim == 3:
-        return phase.unsqueeze(1)
-    phase = phase.transpose(1, 2)
-    groups = heads // phase.shape[1]
-    return phase if groups == 1 else phase.repeat_interleave(groups, dim=1)
-
-
-def check_rotary_options(config: Any) -> None:
-    """Checks `theta`, `rotary_dim` and `layout`, the options of all rotary schemes.
-
-    Raises:
-        UnknownNameError: for an unknown layout.
-        ValueError: for a value out of range.
-    """
-    check_base(config, "theta")
-    check_rotary_dim(config)
-    check_choice(config, "layout", ROPE_LAYOUTS)
-
-
-def check_rotary_dim(config: Any) -> None:
-    """Checks that `config.rotary_dim` is `None` or a positive even integer.
-
-    Raises:
-        ValueError: for any other value.
-    """
-    check_integer(config, "rotary_dim", minimum=2, optional=True)
-    if config.rotary_dim is not None and config.rotary_dim % 2:
-        raise ValueError(
-            f"{type(config).__name__}.rotary_dim is {config.rotary_dim}; expected an even number, because dimensions "
-            "are rotated in pairs."
-        )
 
 
 def resolve_rotary_dim(config: SchemeConfig, rotary_dim: int | None, context: BuildContext) -> int:

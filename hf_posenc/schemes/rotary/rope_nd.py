@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.config import BuildContext, SchemeConfig
-from hf_posenc.schemes.grids import Places, check_grid, places
+from hf_posenc.schemes.grids import Places, places
 from hf_posenc.schemes.parts import SchemeParts
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.nd_frequencies import axial_frequencies, golden_frequencies, random_rotation
-from hf_posenc.schemes.rotary.rope import ROPE_LAYOUTS, RotaryMap, check_rotary_dim, resolve_rotary_dim
+from hf_posenc.schemes.rotary.rope import IN_PAIRS, ROPE_LAYOUTS, RotaryMap, resolve_rotary_dim
 from hf_posenc.schemes.rotary.rotation_kernel import RotationFactors
-from hf_posenc.schemes.validation import check_base, check_boolean, check_choice, check_integer
+from hf_posenc.schemes.validation import check_base, option
 
 ASSIGNMENTS = ("block", "split", "interleaved", "alternating", "golden", "mixed")
 #: "half_by_axis" pairs dimensions within the block of each axis.
@@ -230,28 +230,19 @@ class RopeNdConfig(SchemeConfig):
 
     name: ClassVar[str] = "rope_nd"
 
-    theta: float | None = None
-    grid: tuple[int, ...] = (14,)
-    assignment: str = "block"
-    per_head: bool = True
-    num_prefix_tokens: int = 0
-    rotary_dim: int | None = None
-    layout: str = "auto"
-    coordinates: str = "index"
-    origin: int = 0
-    columns_first: bool = False
+    theta: float | None = option(None, check_base)
+    grid: tuple[int, ...] = option((14,), minimum=1, least=1, most=2)
+    assignment: str = option("block", choices=ASSIGNMENTS)
+    per_head: bool = option(True)
+    num_prefix_tokens: int = option(0, minimum=0)
+    rotary_dim: int | None = option(None, minimum=2, even=IN_PAIRS)
+    layout: str = option("auto", choices=ND_LAYOUTS)
+    coordinates: str = option("index", choices=("index", "normalized"))
+    origin: int = option(0, minimum=0)
+    columns_first: bool = option(False)
 
     def __post_init__(self) -> None:
-        check_base(self, "theta", optional=True)
-        check_grid(self)
-        check_choice(self, "assignment", ASSIGNMENTS)
-        check_boolean(self, "per_head")
-        check_integer(self, "num_prefix_tokens", minimum=0)
-        check_rotary_dim(self)
-        check_choice(self, "layout", ND_LAYOUTS)
-        check_choice(self, "coordinates", ("index", "normalized"))
-        check_integer(self, "origin", minimum=0)
-        check_boolean(self, "columns_first")
+        super().__post_init__()
         if self.assignment not in ("mixed", "golden") and not self.per_head:
             raise ValueError(
                 f"RopeNdConfig.per_head is False, which shares frequencies between heads, but those of the "

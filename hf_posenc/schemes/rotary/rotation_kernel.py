@@ -66,7 +66,7 @@ def rotation_factors(cosine: Tensor, sine: Tensor, layout: str, dtype: torch.dty
         dtype: dtype of the heads. Cosine, sine and each product are rounded to it, so the result is bit-equal to the
             expression in transformers.
     """
-    cosine, sine = (_with_heads_axis(phase).to(dtype) for phase in (cosine, sine))
+    cosine, sine = (with_heads_axis(phase).to(dtype) for phase in (cosine, sine))
     if layout == "interleaved":
         if dtype in _COMPLEX_DTYPES and not traced():
             return RotationFactors(torch.complex(cosine[..., ::2], sine[..., ::2]), None)
@@ -174,7 +174,7 @@ def _is_complex(x: Tensor) -> bool:
     return last == 1 and x.storage_offset() % 2 == 0 and all(stride % 2 == 0 for stride in outer)
 
 
-def _with_heads_axis(phase: Tensor) -> Tensor:
+def with_heads_axis(phase: Tensor) -> Tensor:
     """Reshapes phases, with or without an axis of heads, to `(batch or 1, heads or 1, length, width)`."""
     return phase.unsqueeze(1) if phase.ndim == 3 else phase.transpose(1, 2)
 

@@ -9,15 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.config import BuildContext
 from hf_posenc.schemes.device_constant import DeviceConstant
 from hf_posenc.schemes.limits import LARGEST_WIDTH, SMALLEST_FACTOR
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.contextual import ContextualRotation
-from hf_posenc.schemes.rotary.rope import check_rotary_options, resolve_rotary_dim
-from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
-from hf_posenc.schemes.validation import check_boolean, check_integer, check_number
+from hf_posenc.schemes.rotary.rope import RotaryConfig
+from hf_posenc.schemes.validation import option
 
 
 class SelectiveRotation(ContextualRotation):
@@ -33,7 +32,7 @@ class SelectiveRotation(ContextualRotation):
                 f"selective_rope scales the share of each key head in the layer's input, but {input_size} numbers "
                 f"cannot be divided among {heads} key heads. Use 'grape_m'."
             )
-        frequencies = rope_inverse_frequencies(config.theta, resolve_rotary_dim(config, config.rotary_dim, context))
+        frequencies = config.frequencies(context)
         count = frequencies.shape[0]
         super().__init__(2 * count, config.layout, context)
         self.initial_std = config.initial_std
@@ -110,7 +109,7 @@ def _documents(ids: Tensor) -> Tensor:
 
 @register_scheme
 @dataclass(frozen=True)
-class SelectiveRopeConfig(SchemeConfig):
+class SelectiveRopeConfig(RotaryConfig):
     """RoPE with angles that are computed from the tokens and summed over them (Selective RoPE, arXiv:2511.17388,
     section 4).
 
@@ -152,16 +151,9 @@ class SelectiveRopeConfig(SchemeConfig):
     )
 
     theta: float = 500000.0
-    rank: int = 32
-    kernel_size: int = 4
-    gate: bool = False
-    initial_std: float = 0.02
+    rank: int = option(32, minimum=1, maximum=LARGEST_WIDTH)
+    kernel_size: int = option(4, minimum=1, maximum=64)
+    gate: bool = option(False)
+    initial_std: float = option(0.02, minimum=SMALLEST_FACTOR, maximum=100)
     rotary_dim: int | None = None
     layout: str = "auto"
-
-    def __post_init__(self) -> None:
-        check_rotary_options(self)
-        check_integer(self, "rank", minimum=1, maximum=LARGEST_WIDTH)
-        check_integer(self, "kernel_size", minimum=1, maximum=64)
-        check_boolean(self, "gate")
-        check_number(self, "initial_std", minimum=SMALLEST_FACTOR, maximum=100)

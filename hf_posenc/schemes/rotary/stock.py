@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hf_posenc.errors import UnsupportedError
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.config import BuildContext, SchemeConfig, required_options
 from hf_posenc.schemes.rotary.p_rope import PRopeConfig
 from hf_posenc.schemes.rotary.rope import RopeConfig, resolve_rotary_dim
 from hf_posenc.schemes.rotary.scaling import (
@@ -114,59 +114,37 @@ def from_rope_parameters(
 
 
 def _scaling(rope_type: str, parameters: Mapping[str, Any], max_positions: int | None) -> RopeScaling | None:
-    def required(key: str) -> Any:
-        if parameters.get(key) is None:
-            raise UnsupportedError(f"rope_parameters of type {rope_type!r} lack {key!r}.")
-        return parameters[key]
-
-    def original() -> int:
-        value = parameters.get("original_max_position_embeddings") or max_positions
-        if value is None:
+    if rope_type == "default":
+        return None
+    kind = next((one for one in _STOCK_SCALINGS if one.type == rope_type), None)
+    if kind is None:
+        raise UnsupportedError(
+            f"rope_parameters have the type {rope_type!r}; supported types are default, linear, dynamic, yarn, "
+            "longrope, llama3 and proportional."
+        )
+    original = parameters.get("original_max_position_embeddings") or max_positions
+    if kind is DynamicScaling:
+        if max_positions is None:
+            raise UnsupportedError("A stock 'dynamic' rope needs max_position_embeddings, which is not known.")
+        original = max_positions
+    stock = {name: parameters.get(key) for name, key in _stock_options(kind).items()}
+    if "original_max_positions" in stock:
+        stock["original_max_positions"] = None if original is None else int(original)
+    if kind is YarnScaling and original is not None:
+        # In transformers, a beta of zero means the default.
+        stock |= {"beta_fast": stock["beta_fast"] or None, "beta_slow": stock["beta_slow"] or None}
+        if stock["factor"] is None:
+            stock["factor"] = (max_positions or original) / original
+    if kind is LongRopeScaling and stock["factor"] is None and max_positions is not None and original is not None:
+        stock["factor"] = max(max_positions / original, 1.0)
+    # Some of Llama 3 have defaults here.
+    for name in list(stock) if kind is Llama3Scaling else required_options(kind):
+        if stock[name] is None:
+            instead = ", and the model has no max_position_embeddings to take instead" if "original" in name else ""
             raise UnsupportedError(
-                f"rope_parameters of type {rope_type!r} lack 'original_max_position_embeddings', and the model has no "
-                "max_position_embeddings to take instead."
+                f"rope_parameters of type {rope_type!r} lack {_stock_options(kind)[name]!r}{instead}."
             )
-        return int(value)
-
-    def given(*keys: str) -> dict[str, Any]:
-        return {key: parameters[key] for key in keys if parameters.get(key) is not None}
-
-    match rope_type:
-        case "default":
-            return None
-        case "linear":
-            return LinearScaling(required("factor"))
-        case "dynamic":
-            if max_positions is None:
-                raise UnsupportedError("A stock 'dynamic' rope needs max_position_embeddings, which is not known.")
-            return DynamicScaling(required("factor"), max_positions)
-        case "yarn":
-            factor = parameters.get("factor")
-            if factor is None:
-                factor = (max_positions or original()) / original()
-            # In transformers, a beta of zero means the default.
-            betas = {key: value for key, value in given("beta_fast", "beta_slow").items() if value}
-            options = given("attention_factor", "mscale", "mscale_all_dim", "truncate")
-            return YarnScaling(factor, original(), **betas, **options)
-        case "longrope":
-            factor = parameters.get("factor")
-            if factor is None and max_positions is not None:
-                factor = max(max_positions / original(), 1.0)
-            return LongRopeScaling(
-                tuple(required("short_factor")),
-                tuple(required("long_factor")),
-                original(),
-                factor=factor,
-                **given("attention_factor"),
-            )
-        case "llama3":
-            return Llama3Scaling(
-                required("factor"), required("low_freq_factor"), required("high_freq_factor"), original()
-            )
-    raise UnsupportedError(
-        f"rope_parameters have the type {rope_type!r}; supported types are default, linear, dynamic, yarn, longrope, "
-        "llama3 and proportional."
-    )
+    return kind(**{name: value for name, value in stock.items() if value is not None})
 
 
 def _scaling_parameters(scaling: RopeScaling, theta: float, rotary_dim: int, context: BuildContext) -> dict[str, Any]:
@@ -187,8 +165,7 @@ def _scaling_parameters(scaling: RopeScaling, theta: float, rotary_dim: int, con
 
 
 def _set_attention_factor(parameters: dict[str, Any], config: RopeConfig, context: BuildContext) -> None:
-    own = 1.0 if config.scaling is None else config.scaling.attention_scaling(context.max_positions)
-    if config.attention_scaling == own:
+    if config.attention_scaling == (config.scaling or RopeScaling()).attention_scaling(context.max_positions):
         return
     if parameters["rope_type"] not in ("yarn", "longrope"):
         raise UnsupportedError(

@@ -9,15 +9,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.config import BuildContext
 from hf_posenc.schemes.device_constant import DeviceConstant
-from hf_posenc.schemes.parts import QueryKeyMap, SchemeParts
+from hf_posenc.schemes.parts import QueryKeyMap
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.rotary.learned_frequencies import LearnedFrequenciesMap
-from hf_posenc.schemes.rotary.rope import RotaryMap, check_rotary_options, resolve_rotary_dim
-from hf_posenc.schemes.rotary.scaling import rope_inverse_frequencies
-from hf_posenc.schemes.validation import check_boolean, check_choice
+from hf_posenc.schemes.rotary.rope import RotaryConfig, RotaryMap
+from hf_posenc.schemes.validation import option
 
 
 class RotationInBasis(QueryKeyMap):
@@ -48,29 +47,21 @@ class RotationInBasis(QueryKeyMap):
 
     def map_query(self, query: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
         """`(batch, heads, query_len, head_dim)` -> the same shape and dtype."""
-        return self._map(query, phases)
+        basis = self.basis().to(query.dtype)
+        if basis.shape[0] > 1:
+            basis = basis.repeat_interleave(query.shape[1] // basis.shape[0], dim=0)
+        changed = query[..., : self.rotary_dim] @ basis.transpose(-1, -2)
+        if self.rotary_dim < query.shape[-1]:
+            changed = torch.cat((changed, query[..., self.rotary_dim :]), dim=-1)
+        return self.rotation.rotate(changed.to(query.dtype), *phases)
 
     def map_key(self, key: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
         """`(batch, key_value_heads, query_len, head_dim)` -> the same shape and dtype."""
-        return self._map(key, phases)
-
-    def _map(self, x: Tensor, phases: tuple[Tensor, ...]) -> Tensor:
-        basis = self.basis().to(x.dtype)
-        if basis.shape[0] > 1:
-            basis = basis.repeat_interleave(x.shape[1] // basis.shape[0], dim=0)
-        changed = x[..., : self.rotary_dim] @ basis.transpose(-1, -2)
-        if self.rotary_dim < x.shape[-1]:
-            changed = torch.cat((changed, x[..., self.rotary_dim :]), dim=-1)
-        return self.rotation.rotate(changed.to(x.dtype), *phases)
+        return self.map_query(key, phases)
 
 
 class CayleyMap(RotationInBasis):
-    """A rotation in a basis learned as the Cayley transform of an antisymmetric matrix.
-
-    Args:
-        rotation: the rotation of queries and keys in that basis.
-        num_key_heads: number of key heads if every key head has a separate basis; `None` for one basis.
-    """
+    """A rotation in a basis learned as the Cayley transform of an antisymmetric matrix."""
 
     def __init__(self, rotation: RotaryMap, num_key_heads: int | None) -> None:
         super().__init__(rotation, num_key_heads)
@@ -170,7 +161,7 @@ def real_fourier_basis(width: int) -> Tensor:
 
 @register_scheme
 @dataclass(frozen=True)
-class StringConfig(SchemeConfig):
+class StringConfig(RotaryConfig):
     """RoPE in a learned orthogonal basis, the most general relative rotation (STRING, arXiv:2502.02562, section 3).
 
     A query or key `x` at position `p` becomes, in the two forms of the paper::
@@ -200,18 +191,15 @@ class StringConfig(SchemeConfig):
     name: ClassVar[str] = "string"
     per_layer: ClassVar[bool] = True
 
-    variant: str = "cayley"
+    variant: str = option("cayley", choices=("cayley", "circulant"))
     theta: float = 10000.0
-    per_head: bool = True
-    learned_frequencies: bool = True
+    per_head: bool = option(True)
+    learned_frequencies: bool = option(True)
     rotary_dim: int | None = None
     layout: str = "auto"
 
     def __post_init__(self) -> None:
-        check_rotary_options(self)
-        check_choice(self, "variant", ("cayley", "circulant"))
-        check_boolean(self, "per_head")
-        check_boolean(self, "learned_frequencies")
+        super().__post_init__()
         if self.variant == "circulant" and not self.learned_frequencies:
             raise ValueError(
                 "StringConfig.learned_frequencies is False, but the variant 'circulant' learns only frequencies. Use "
@@ -228,23 +216,22 @@ class StringConfig(SchemeConfig):
         """Only "cayley" has pairs; "circulant" stays without a layout."""
         return self.variant == "cayley" and super().leaves_layout_open
 
-    def build(self, context: BuildContext) -> SchemeParts:
-        """Builds a query-key map.
+    def rotation(self, context: BuildContext) -> RotationInBasis:
+        """The map of queries and keys.
 
         Raises:
-            ValueError: if the rotary width is odd or does not fit the head, or is 2 for "circulant".
+            ValueError: as `frequencies`, or if the rotary width is 2 for "circulant".
         """
-        rotary_dim = resolve_rotary_dim(self, self.rotary_dim, context)
-        frequencies = rope_inverse_frequencies(self.theta, rotary_dim)
+        frequencies = self.frequencies(context)
         heads = context.key_heads if self.per_head else None
         if self.variant == "circulant":
-            if rotary_dim < 4:
+            if len(frequencies) < 2:
                 raise ValueError(
-                    f"StringConfig with the variant 'circulant' would map {rotary_dim} dimensions, but an "
-                    "antisymmetric circulant matrix of that size is zero. Give rotary_dim=4 or more."
+                    "StringConfig with the variant 'circulant' would map 2 dimensions, but an antisymmetric circulant "
+                    "matrix of that size is zero. Give rotary_dim=4 or more."
                 )
-            return SchemeParts(query_key_map=CirculantMap(CirculantRotation(frequencies, heads), heads))
+            return CirculantMap(CirculantRotation(frequencies, heads), heads)
         rotation = RotaryMap(frequencies, self.layout)
         if self.learned_frequencies:
             rotation = LearnedFrequenciesMap(frequencies, self.layout, heads)
-        return SchemeParts(query_key_map=CayleyMap(rotation, heads))
+        return CayleyMap(rotation, heads)

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import SequenceLengthError
-from hf_posenc.schemes.config import BuildContext, SchemeConfig
+from hf_posenc.schemes.config import BuildContext
 from hf_posenc.schemes.device_constant import DeviceConstant
 from hf_posenc.schemes.limits import LARGEST_LENGTH, SMALLEST_FACTOR
 from hf_posenc.schemes.positions import Positions, traced
 from hf_posenc.schemes.reach import Reach
 from hf_posenc.schemes.registry import register_scheme
-from hf_posenc.schemes.rotary.rope import RotaryMap, check_rotary_options, resolve_rotary_dim
-from hf_posenc.schemes.rotary.scaling import rope_exponents, rope_inverse_frequencies
-from hf_posenc.schemes.validation import check_number
+from hf_posenc.schemes.rotary.rope import RotaryConfig, RotaryMap
+from hf_posenc.schemes.rotary.scaling import rope_exponents
+from hf_posenc.schemes.validation import option
 
 #: Largest natural logarithm of a magnitude: float32 overflows at 88.7, and the product with the heads needs a margin.
 MAX_LOG_MAGNITUDE = 80.0
@@ -32,15 +32,14 @@ class XposMap(RotaryMap):
     symmetric = False
 
     def __init__(self, config: XposConfig, context: BuildContext) -> None:
-        rotary_dim = resolve_rotary_dim(config, config.rotary_dim, context)
-        super().__init__(rope_inverse_frequencies(config.theta, rotary_dim), config.layout)
+        super().__init__(config.frequencies(context), config.layout)
         self.origin = config.origin
         self.length_reach = Reach(
             math.floor(config.origin + config.reach),
             f"whose xPos magnitudes fit float32 around the origin {config.origin}. Give a larger scale_base or gamma, "
             "or move the origin.",
         )
-        zeta = (rope_exponents(rotary_dim) + config.gamma) / (1 + config.gamma)
+        zeta = (rope_exponents(self.rotary_dim) + config.gamma) / (1 + config.gamma)
         self._decay = DeviceConstant(zeta.log() / config.scale_base)
 
     def phases(self, positions: Positions) -> tuple[Tensor, ...]:
@@ -89,7 +88,7 @@ class XposMap(RotaryMap):
 
 @register_scheme
 @dataclass(frozen=True)
-class XposConfig(SchemeConfig):
+class XposConfig(RotaryConfig):
     """RoPE with logits that also decay with distance, each pair at its own rate (xPos, arXiv:2212.10554, section 2).
 
     Pair `m` of a query at position `p` and of a key at position `s` become::
@@ -130,17 +129,14 @@ class XposConfig(SchemeConfig):
     )
 
     theta: float = 10000.0
-    gamma: float = 0.4
-    scale_base: float = 512.0
-    origin: float = 0.0
+    gamma: float = option(0.4, minimum=SMALLEST_FACTOR, maximum=LARGEST_LENGTH)
+    scale_base: float = option(512.0, minimum=SMALLEST_FACTOR, maximum=LARGEST_LENGTH)
+    origin: float = option(0.0, minimum=0, maximum=LARGEST_LENGTH)
     rotary_dim: int | None = None
     layout: str = "interleaved"
 
     def __post_init__(self) -> None:
-        check_rotary_options(self)
-        check_number(self, "gamma", minimum=SMALLEST_FACTOR, maximum=LARGEST_LENGTH)
-        check_number(self, "scale_base", minimum=SMALLEST_FACTOR, maximum=LARGEST_LENGTH)
-        check_number(self, "origin", minimum=0, maximum=LARGEST_LENGTH)
+        super().__post_init__()
         if self.origin > self.reach:
             raise ValueError(
                 f"XposConfig.origin is {self.origin}; expected at most {math.floor(self.reach)}, because otherwise "

@@ -13,7 +13,7 @@ from hf_posenc.schemes.limits import SMALLEST_FACTOR
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.scale.visible_keys import VisibleKeysScale
-from hf_posenc.schemes.validation import check_integer, check_number
+from hf_posenc.schemes.validation import option
 
 
 class Llama4Scale(VisibleKeysScale):
@@ -57,11 +57,6 @@ class Llama4ScaleConfig(SchemeConfig):
     name: ClassVar[str] = "llama4_scale"
     part_class = Llama4Scale
 
-    attention_scale: float = 0.1
-    floor_scale: int = 8192
-    offset: int = 1
-
-    def __post_init__(self) -> None:
-        check_number(self, "attention_scale", minimum=SMALLEST_FACTOR)
-        check_integer(self, "floor_scale", minimum=1)
-        check_integer(self, "offset", minimum=0, maximum=1)
+    attention_scale: float = option(0.1, minimum=SMALLEST_FACTOR)
+    floor_scale: int = option(8192, minimum=1)
+    offset: int = option(1, minimum=0, maximum=1)

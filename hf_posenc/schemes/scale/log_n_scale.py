@@ -12,7 +12,7 @@ from hf_posenc.schemes.config import BuildContext, SchemeConfig
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.scale.visible_keys import VisibleKeysScale
-from hf_posenc.schemes.validation import check_boolean, check_integer
+from hf_posenc.schemes.validation import option
 
 
 class LogNScale(VisibleKeysScale):
@@ -66,9 +66,5 @@ class LogNScaleConfig(SchemeConfig):
     name: ClassVar[str] = "log_n_scale"
     part_class = LogNScale
 
-    training_length: int | None = None
-    clamp: bool = True
-
-    def __post_init__(self) -> None:
-        check_integer(self, "training_length", minimum=2, optional=True)
-        check_boolean(self, "clamp")
+    training_length: int | None = option(None, minimum=2)
+    clamp: bool = option(True)

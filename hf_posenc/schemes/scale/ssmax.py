@@ -14,7 +14,7 @@ from hf_posenc.schemes.limits import SMALLEST_FACTOR
 from hf_posenc.schemes.positions import Positions
 from hf_posenc.schemes.registry import register_scheme
 from hf_posenc.schemes.scale.visible_keys import VisibleKeysScale
-from hf_posenc.schemes.validation import check_boolean, check_integer, check_number
+from hf_posenc.schemes.validation import option
 
 
 def mean_log(length: int) -> float:
@@ -74,14 +74,12 @@ class SSMaxConfig(SchemeConfig):
     per_layer: ClassVar[bool] = True
     part_class = SSMaxScale
 
-    training_length: int = 1024
-    initial_scale: float | None = None
-    bias: bool = False
+    training_length: int = option(1024, minimum=2)
+    initial_scale: float | None = option(None, minimum=SMALLEST_FACTOR)
+    bias: bool = option(False)
 
     def __post_init__(self) -> None:
-        check_integer(self, "training_length", minimum=2)
-        check_number(self, "initial_scale", minimum=SMALLEST_FACTOR, optional=True)
-        check_boolean(self, "bias")
+        super().__post_init__()
         if self.initial_scale is not None and self.training_length != type(self).training_length:
             raise ValueError(
                 f"SSMaxConfig has both initial_scale={self.initial_scale} and training_length={self.training_length}, "

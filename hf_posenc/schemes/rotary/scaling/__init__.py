@@ -5,23 +5,18 @@ the rotary width, `m = 0 .. d/2 - 1` the pair, `s` the factor, `L` the original 
 """
 
 from hf_posenc.schemes.rotary.scaling.base import (
-    RopeScaling,
-    check_scaling,
-    rope_exponents,
-    rope_inverse_frequencies,
+    RopeScaling as RopeScaling,
+    check_scaling as check_scaling,
+    rope_exponents as rope_exponents,
+    rope_inverse_frequencies as rope_inverse_frequencies,
 )
-from hf_posenc.schemes.rotary.scaling.by_length import DynamicScaling, LongRopeScaling
-from hf_posenc.schemes.rotary.scaling.constant import LinearScaling, Llama3Scaling, NtkScaling, YarnScaling
-
-__all__ = [
-    "DynamicScaling",
-    "LinearScaling",
-    "Llama3Scaling",
-    "LongRopeScaling",
-    "NtkScaling",
-    "RopeScaling",
-    "YarnScaling",
-    "check_scaling",
-    "rope_exponents",
-    "rope_inverse_frequencies",
-]
+from hf_posenc.schemes.rotary.scaling.by_length import (
+    DynamicScaling as DynamicScaling,
+    LongRopeScaling as LongRopeScaling,
+)
+from hf_posenc.schemes.rotary.scaling.constant import (
+    LinearScaling as LinearScaling,
+    Llama3Scaling as Llama3Scaling,
+    NtkScaling as NtkScaling,
+    YarnScaling as YarnScaling,
+)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from hf_posenc.schemes.config import SubConfig, constructor_example, required_options
 from hf_posenc.schemes.limits import shown
-from hf_posenc.schemes.validation import check_number
+from hf_posenc.schemes.validation import checked
 
 
 def rope_exponents(rotary_dim: int) -> Tensor:
@@ -26,7 +26,10 @@ def rope_inverse_frequencies(theta: float, rotary_dim: int) -> Tensor:
 
 @dataclass(frozen=True)
 class RopeScaling(SubConfig):
-    """Base class of all scalings. A scaling that does not depend on the length only overrides `constants`."""
+    """Base class of all scalings. A scaling that does not depend on the length only overrides `constants`.
+
+    The base class itself stands for no scaling.
+    """
 
     #: Whether the frequencies depend on the length of the sequence.
     length_dependent: ClassVar[bool] = False
@@ -37,7 +40,9 @@ class RopeScaling(SubConfig):
         Raises:
             ValueError: if the scaling is not defined for this `theta` and `rotary_dim`.
         """
-        raise NotImplementedError
+        if type(self) is not RopeScaling:
+            raise NotImplementedError
+        return rope_inverse_frequencies(theta, rotary_dim)
 
     def at_lengths(self, constants: Tensor, theta: float, rotary_dim: int, lengths: Tensor) -> Tensor:
         """Returns the inverse frequencies for sequences of the given lengths.
@@ -93,10 +98,7 @@ class Factor:
         factor: `s`, how many times longer the context becomes, at least 1.
     """
 
-    factor: float
-
-    def __post_init__(self) -> None:
-        check_number(self, "factor", minimum=1)
+    factor: float = field(metadata=checked(minimum=1))
 
     def made_for(self, native_length: int | None) -> int | None:
         """Returns `s` times the original length, or times the model's own length if the scaling has none."""
@@ -104,9 +106,8 @@ class Factor:
         return None if original is None else math.floor(self.factor * original)
 
 
-def check_scaling(config: Any) -> None:
-    """Checks that `config.scaling` is a `RopeScaling`, its dictionary, the type of one without required options, or
-    `None`.
+def check_scaling(config: object, field: str) -> None:
+    """Checks that a field is a `RopeScaling`, its dictionary, or the type of one without required options.
 
     A type or a dictionary is replaced by the corresponding scaling.
 
@@ -114,7 +115,7 @@ def check_scaling(config: Any) -> None:
         UnknownNameError: for an unknown type.
         ValueError: for any other value.
     """
-    option, scaling = f"{type(config).__name__}.scaling", config.scaling
+    option, scaling = f"{type(config).__name__}.{field}", getattr(config, field)
     if isinstance(scaling, str):
         found = RopeScaling.type_named(scaling)
         if required_options(found):
@@ -123,7 +124,7 @@ def check_scaling(config: Any) -> None:
                 f"{constructor_example(found)}, or a dictionary such as {_dictionary_example(found)}."
             )
         scaling = found()
-        object.__setattr__(config, "scaling", scaling)
+        object.__setattr__(config, field, scaling)
     if isinstance(scaling, dict) and {"rope_type", "rope_theta", "original_max_position_embeddings"} & set(scaling):
         raise ValueError(
             f"{option} is {shown(scaling)}, which are rope_parameters in the format of transformers. "
@@ -132,8 +133,8 @@ def check_scaling(config: Any) -> None:
         )
     if isinstance(scaling, dict) and "type" in scaling:
         scaling = SubConfig.from_dict(scaling)
-        object.__setattr__(config, "scaling", scaling)
-    if scaling is not None and not isinstance(scaling, RopeScaling):
+        object.__setattr__(config, field, scaling)
+    if not isinstance(scaling, RopeScaling):
         raise ValueError(
             f"{option} is {shown(scaling)}; expected a scaling such as YarnScaling(factor=4.0, "
             "original_max_positions=2048), or None."

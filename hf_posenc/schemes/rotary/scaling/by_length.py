@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -13,7 +13,7 @@ from hf_posenc.errors import UnsupportedError
 from hf_posenc.schemes.limits import SMALLEST_FACTOR
 from hf_posenc.schemes.rotary.scaling.base import Factor, RopeScaling, rope_exponents
 from hf_posenc.schemes.rotary.scaling.constant import ntk_exponent
-from hf_posenc.schemes.validation import check_integer, check_number, check_numbers
+from hf_posenc.schemes.validation import checked, option
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,7 @@ class DynamicScaling(Factor, RopeScaling):
     type: ClassVar[str] = "dynamic"
     length_dependent: ClassVar[bool] = True
 
-    original_max_positions: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_integer(self, "original_max_positions", minimum=1)
+    original_max_positions: int = field(metadata=checked(minimum=1))
 
     def constants(self, theta: float, rotary_dim: int) -> Tensor:
         """Returns the exponents `2m / d`."""
@@ -82,18 +78,14 @@ class LongRopeScaling(RopeScaling):
     type: ClassVar[str] = "longrope"
     length_dependent: ClassVar[bool] = True
 
-    short_factor: tuple[float, ...]
-    long_factor: tuple[float, ...]
-    original_max_positions: int
-    factor: float | None = None
-    attention_factor: float | None = None
+    short_factor: tuple[float, ...] = field(metadata=checked(minimum=SMALLEST_FACTOR))
+    long_factor: tuple[float, ...] = field(metadata=checked(minimum=SMALLEST_FACTOR))
+    original_max_positions: int = field(metadata=checked(minimum=2))
+    factor: float | None = option(None, minimum=1)
+    attention_factor: float | None = option(None, minimum=SMALLEST_FACTOR)
 
     def __post_init__(self) -> None:
-        check_numbers(self, "short_factor", minimum=SMALLEST_FACTOR)
-        check_numbers(self, "long_factor", minimum=SMALLEST_FACTOR)
-        check_integer(self, "original_max_positions", minimum=2)
-        check_number(self, "factor", minimum=1, optional=True)
-        check_number(self, "attention_factor", minimum=SMALLEST_FACTOR, optional=True)
+        super().__post_init__()
         if len(self.short_factor) != len(self.long_factor):
             raise ValueError(
                 f"LongRopeScaling has {len(self.short_factor)} short factors and {len(self.long_factor)} long ones; "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_posenc.schemes.limits import SMALLEST_FACTOR
 from hf_posenc.schemes.rotary.scaling.base import Factor, RopeScaling, rope_exponents, rope_inverse_frequencies
-from hf_posenc.schemes.validation import check_boolean, check_integer, check_number
+from hf_posenc.schemes.validation import checked, option
 
 
 @dataclass(frozen=True)
@@ -74,23 +74,16 @@ class YarnScaling(Factor, RopeScaling):
 
     type: ClassVar[str] = "yarn"
 
-    original_max_positions: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
+    original_max_positions: int = field(metadata=checked(minimum=1))
+    beta_fast: float = option(32.0, minimum=SMALLEST_FACTOR)
+    beta_slow: float = option(1.0, minimum=SMALLEST_FACTOR)
+    attention_factor: float | None = option(None, minimum=SMALLEST_FACTOR)
+    mscale: float | None = option(None, minimum=0)
+    mscale_all_dim: float | None = option(None, minimum=0)
+    truncate: bool = option(True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_integer(self, "original_max_positions", minimum=1)
-        check_number(self, "beta_fast", minimum=SMALLEST_FACTOR)
-        check_number(self, "beta_slow", minimum=SMALLEST_FACTOR)
-        check_number(self, "attention_factor", minimum=SMALLEST_FACTOR, optional=True)
-        check_number(self, "mscale", minimum=0, optional=True)
-        check_number(self, "mscale_all_dim", minimum=0, optional=True)
-        check_boolean(self, "truncate")
         if self.beta_fast <= self.beta_slow:
             raise ValueError(
                 f"YarnScaling.beta_fast is {self.beta_fast}; expected more than beta_slow={self.beta_slow}: pairs that "
@@ -146,15 +139,12 @@ class Llama3Scaling(Factor, RopeScaling):
 
     type: ClassVar[str] = "llama3"
 
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_positions: int = 8192
+    low_freq_factor: float = option(1.0, minimum=SMALLEST_FACTOR)
+    high_freq_factor: float = option(4.0, minimum=SMALLEST_FACTOR)
+    original_max_positions: int = option(8192, minimum=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number(self, "low_freq_factor", minimum=SMALLEST_FACTOR)
-        check_number(self, "high_freq_factor", minimum=SMALLEST_FACTOR)
-        check_integer(self, "original_max_positions", minimum=1)
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 f"Llama3Scaling.high_freq_factor is {self.high_freq_factor}; expected more than "
