@@ -15,7 +15,7 @@ from benchmarks.peers import PEER_GROUPS
 from benchmarks.subjects import DECODE_BATCH, PHASES, SMOLLM2_LEVEL, VISION_LEVELS, Setting, image_side
 from benchmarks.timing import MIN_ROUNDS, Pace
 from hf_posenc import UnknownNameError, get_scheme, list_schemes
-from hf_posenc.cli.options import parse_scheme
+from hf_posenc.cli.catalogue import parse_scheme
 from hf_posenc.errors import UsageError
 
 _QUICK: dict[str, Any] = {

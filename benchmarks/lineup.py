@@ -34,7 +34,7 @@ from benchmarks.subjects import (
     image_side,
 )
 from hf_posenc import BuildContext, DistanceBias, PositionEncodingError, SchemeConfig, patch_model
-from hf_posenc.cli.options import parse_scheme
+from hf_posenc.cli.catalogue import parse_scheme
 from hf_posenc.schemes import as_scheme
 
 #: One attention call; a small Llama; a small BERT.

@@ -48,16 +48,10 @@ _HOMES = {
     "hf_posenc.export.export_model": ("export_model",),
     "hf_posenc.export.records": ("ExportReport",),
     "hf_posenc.patching": (
-        "Architecture",
-        "accept_cache",
-        "extend_context",
-        "inspect_model",
-        "native_scheme",
-        "patch_model",
-        "register_architecture",
-        "unpatch_model",
+        "Architecture", "accept_cache", "extend_context", "inspect_model", "native_scheme", "patch_model",
+        "register_architecture", "unpatch_model",
     ),
-}
+}  # fmt: skip
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _SUBPACKAGES = ("metrics", "plots", "recipes", "schemes")
 

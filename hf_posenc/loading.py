@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,6 @@ _ARCHITECTURE_PREFIX = "hf_posenc."
 _ADAPTERS = "adapter_config.json"
 _COMMON_LOADERS = ("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForMaskedLM")
 _VAGUE_LOADERS = ("AutoModelForMultimodalLM", "AutoModelForPreTraining", "AutoModelForTextEncoding")
-
-
-def load_config(model: str) -> Any:
-    """Loads the config of a hub id or local folder.
-
-    Raises:
-        UsageError: if there is none.
-    """
-    return _load("AutoConfig", model)
 
 
 def auto_class(config: Any) -> Any:
@@ -52,9 +44,7 @@ def auto_class(config: Any) -> Any:
 def load_model(model: str, *, config_only: bool = False) -> Any:
     """Loads the model of a hub id or local folder, in evaluation mode.
 
-    Args:
-        model: hub id or local folder.
-        config_only: whether to build it from its config, with random weights.
+    With `config_only`, it is built from its config, with random weights.
 
     Raises:
         UsageError: if it cannot be found.
@@ -75,13 +65,9 @@ def refuse_adapters(model: str, remedy: str) -> None:
 
 
 def load_with_adapters(adapters: str) -> tuple[Any, str]:
-    """Loads PEFT adapters around the base model that they name, in evaluation mode.
+    """Loads the PEFT adapters of a folder around the base model that they name, in evaluation mode.
 
-    Args:
-        adapters: local folder.
-
-    Returns:
-        The PEFT model, and the hub id or folder of its base model.
+    Returns the PEFT model, and the hub id or folder of its base model.
 
     Raises:
         UsageError: if the folder has no adapters, or PEFT is not installed.
@@ -94,24 +80,6 @@ def load_with_adapters(adapters: str) -> tuple[Any, str]:
         raise UsageError(f"{adapters} holds PEFT adapters, and peft is not installed: pip install peft.") from error
     base = PeftConfig.from_pretrained(adapters).base_model_name_or_path
     return PeftModel.from_pretrained(load_model(base), adapters).eval(), base
-
-
-def load_tokenizer(model: str) -> Any:
-    """Loads the tokenizer of a hub id or local folder.
-
-    Raises:
-        UsageError: if there is none.
-    """
-    return _load("AutoTokenizer", model)
-
-
-def load_processor(model: str) -> Any:
-    """Loads what prepares the inputs of a model of images or sound: a processor, or one for its only modality.
-
-    Raises:
-        UsageError: if there is none.
-    """
-    return _load("AutoProcessor", model)
 
 
 def missing_folder(model: str) -> str:
@@ -143,6 +111,13 @@ def _load(loader: str, model: str) -> Any:
         return getattr(transformers, loader).from_pretrained(model)
     except (OSError, ValueError) as error:
         raise UsageError(f"{loader} cannot load {model!r}. {missing_folder(model)}{error}") from error
+
+
+#: The config, the tokenizer, or what prepares the inputs of a model of images or sound (a processor, or one for its
+#: only modality), of a hub id or local folder. A `UsageError` is raised if there is none.
+load_config, load_tokenizer, load_processor = (
+    partial(_load, loader) for loader in ("AutoConfig", "AutoTokenizer", "AutoProcessor")
+)
 
 
 def model_and_tokenizer(model: Any, tokenizer: Any = None) -> tuple[Any, Any]:

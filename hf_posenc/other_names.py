@@ -64,12 +64,7 @@ _SCALINGS = {
 
 
 def unknown_scheme(name: str, known: Iterable[str]) -> UnknownNameError:
-    """Returns the error for a scheme that is not registered.
-
-    Args:
-        name: the given name.
-        known: the known names.
-    """
+    """Returns the error for a scheme that is not registered."""
     return UnknownNameError("scheme", name, known, hint=_hint_for(name), remedy=_CUSTOM_SCHEME_HINT)
 
 

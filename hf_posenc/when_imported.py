@@ -12,10 +12,6 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from importlib.abc import Loader
 
 Hook = Callable[[ModuleType], None]
 
@@ -59,12 +55,9 @@ class _Finder:
             spec = importlib.util.find_spec(fullname)
         finally:
             self._delegating = False
-        if spec is not None and spec.loader is not None:
-            self._call_after(spec.loader)
-        return spec
-
-    def _call_after(self, loader: Loader) -> None:
-        run = loader.exec_module
+        if spec is None or spec.loader is None:
+            return spec
+        run = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             run(module)
@@ -74,4 +67,5 @@ class _Finder:
                 self.hook(module)
 
         # Each module has its own loader for source files, so this does not affect other modules.
-        loader.exec_module = exec_module  # type: ignore[method-assign]
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

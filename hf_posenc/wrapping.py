@@ -23,14 +23,7 @@ WRAPPERS: dict[str, Callable[[Call], Any]] = {}
 
 
 class Call:
-    """A call of a wrapped function.
-
-    Args:
-        original: the function.
-        signature: its signature.
-        args: the positional arguments, with the instance or class of a method.
-        kwargs: the keyword arguments.
-    """
+    """A call of a wrapped function. The positional arguments of a method begin with its instance or class."""
 
     def __init__(
         self, original: Callable[..., Any], signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from hf_posenc import PositionEncodingError, patch_model, recipes
-from hf_posenc.cli.options import parse_layers, parse_options, parse_scheme
+from hf_posenc.cli.catalogue import parse_layers, parse_options, parse_scheme
 from hf_posenc.errors import UnknownNameError, UsageError
 from hf_posenc.loading import missing_folder
 from hf_posenc.schemes.registry import as_scheme

@@ -21,13 +21,7 @@ from hf_posenc.report.page import web_page
 def add_evaluations(
     tests: argparse._SubParsersAction[argparse.ArgumentParser], scheme_help: str, chosen: str | None
 ) -> None:
-    """Adds a verb for each evaluation.
-
-    Args:
-        tests: the sub-commands of `eval`.
-        scheme_help: how a scheme is written.
-        chosen: the verb that was typed. Only this verb gets its options, because reading them imports torch.
-    """
+    """Adds a verb for each evaluation. Only the `chosen` one gets its options, because reading them imports torch."""
     for name, evaluation in EVALUATIONS.items():
         parser = tests.add_parser(name, help=evaluation.summary)
         parser.set_defaults(run=evaluate, parser=parser, evaluation=name)
@@ -49,10 +43,7 @@ def evaluate(options: argparse.Namespace) -> int:
         arguments["schemes"] = _schemes(arguments["schemes"])
     _check_plot(options)
     if "model" in arguments:
-        model, tokenizer = _load(options, "tokenizer" in inspect.signature(function).parameters)
-        arguments["model"] = model
-        if tokenizer is not None:
-            arguments["tokenizer"] = tokenizer
+        arguments |= _load(options)
     return _show(function(**arguments), evaluation, options)
 
 
@@ -101,8 +92,9 @@ def _show(result: Any, evaluation: Evaluation | None, options: argparse.Namespac
 def _add_options(parser: argparse.ArgumentParser, evaluation: Evaluation, scheme_help: str) -> None:
     function = evaluation.measure()
     parameters = inspect.signature(function).parameters
-    has_model = "model" in parameters
-    if has_model:
+    native, every = "", "every scheme"
+    if "model" in parameters:
+        native, every = "; 'native' is the stock model, 'all' is native and every scheme", "the model as it is"
         parser.add_argument("model", metavar="MODEL", help="hub id or local folder")
         if "tokenizer" in parameters:
             parser.add_argument(
@@ -111,8 +103,6 @@ def _add_options(parser: argparse.ArgumentParser, evaluation: Evaluation, scheme
         parser.add_argument("--device", default="cpu", help="device to run on (default: cpu)")
         dtypes = ("float32", "bfloat16", "float16")
         parser.add_argument("--dtype", default="float32", choices=dtypes, help="of the weights (default: float32)")
-    native = "; 'native' is the stock model, 'all' is native and every scheme" if has_model else ""
-    every = "the model as it is" if has_model else "every scheme"
     schemes_help = f"{scheme_help}{native} (default: {every})"
     parser.add_argument("--schemes", nargs="+", metavar="SCHEME", default=argparse.SUPPRESS, help=schemes_help)
     hints, meanings = typing.get_type_hints(function), meanings_of(inspect.getdoc(function) or "")
@@ -168,13 +158,8 @@ def _or_none(kind: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def _schemes(words: list[str]) -> list[Any]:
-    """The schemes as configs, `"native"` as it is.
-
-    Raises:
-        UnknownNameError: for an unknown scheme or option.
-        UsageError: for a value out of range.
-    """
-    from hf_posenc.cli.options import parse_scheme
+    """The schemes as configs, `"native"` as it is."""
+    from hf_posenc.cli.catalogue import parse_scheme
     from hf_posenc.schemes import get_scheme, list_schemes
 
     # A comma after a colon stands between options.
@@ -186,62 +171,49 @@ def _schemes(words: list[str]) -> list[Any]:
     return [name if name == "native" else parse_scheme(name) for name in names]
 
 
-def _load(options: argparse.Namespace, tokenizes: bool) -> tuple[Any, Any]:
-    """The model, on its device, and the tokenizer, or `None` for an evaluation without text.
-
-    Raises:
-        UsageError: if one of them cannot be found, there is no such device, they do not belong together, or the model
-            reads images or sound where a text is measured.
-    """
+def _load(options: argparse.Namespace) -> dict[str, Any]:
+    """The model, on its device, and the tokenizer, for an evaluation of texts."""
     import torch
 
     from hf_posenc.loading import load_model
-    from hf_posenc.metrics.forward import refuse_other_inputs
 
-    model = load_model(options.model)
-    if tokenizes:
-        try:
-            refuse_other_inputs(model)  # before a tokenizer is missed that such a model does not have
-        except UnsupportedError as error:
-            raise UsageError(f"{options.model}: {error}") from error
-    tokenizer = _tokenizer(options) if tokenizes else None
-    if tokenizer is not None and options.tokenizer is not None:
-        rows = model.get_input_embeddings().weight.shape[0]
-        if len(tokenizer) > rows:
-            raise UsageError(
-                f"--tokenizer {options.tokenizer} has {len(tokenizer)} tokens, and {options.model} knows {rows}: it is "
-                "that of another model."
-            )
+    loaded = {"model": load_model(options.model)}
+    if "tokenizer" in options:
+        loaded["tokenizer"] = _tokenizer(loaded["model"], options)
     try:
-        return model.to(device=options.device, dtype=getattr(torch, options.dtype)), tokenizer
+        loaded["model"].to(device=options.device, dtype=getattr(torch, options.dtype))
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"--device {options.device}: {error}") from error
+    return loaded
 
 
-def _tokenizer(options: argparse.Namespace) -> Any:
-    """The tokenizer that `--tokenizer` names, by default that of the model.
-
-    Raises:
-        UsageError: if it cannot be loaded.
-    """
+def _tokenizer(model: Any, options: argparse.Namespace) -> Any:
+    """The tokenizer that `--tokenizer` names, by default that of the model."""
     from hf_posenc.loading import load_tokenizer
+    from hf_posenc.metrics.forward import refuse_other_inputs
 
-    if options.tokenizer is not None:
-        return load_tokenizer(options.tokenizer)
     try:
-        return load_tokenizer(options.model)
-    except UsageError as error:
+        refuse_other_inputs(model)  # before a tokenizer is missed that such a model does not have
+    except UnsupportedError as error:
+        raise UsageError(f"{options.model}: {error}") from error
+    if options.tokenizer is None:
+        try:
+            return load_tokenizer(options.model)
+        except UsageError as error:
+            raise UsageError(
+                f"No tokenizer can be loaded with {options.model}: name one with --tokenizer. {error}"
+            ) from error
+    tokenizer, rows = load_tokenizer(options.tokenizer), model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
         raise UsageError(
-            f"No tokenizer can be loaded with {options.model}: name one with --tokenizer. {error}"
-        ) from error
+            f"--tokenizer {options.tokenizer} has {len(tokenizer)} tokens, and {options.model} knows {rows}: it is "
+            "that of another model."
+        )
+    return tokenizer
 
 
 def _read_texts(paths: list[str]) -> list[str]:
-    """The content of text files, and of all `.txt` files in folders, in the order of their names.
-
-    Raises:
-        UsageError: for a path without text.
-    """
+    """The content of text files, and of all `.txt` files in folders, in the order of their names."""
     texts = []
     for path in map(Path, paths):
         files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
@@ -255,11 +227,7 @@ def _read_texts(paths: list[str]) -> list[str]:
 
 
 def _check_plot(options: argparse.Namespace) -> None:
-    """Refuses a figure that could not be written, before anything is measured.
-
-    Raises:
-        UsageError: if its folder does not exist, its name ends in no kind of figure, or only its colours are given.
-    """
+    """Refuses a figure that could not be written, before anything is measured."""
     plot = getattr(options, "plot", None)
     if plot is None:
         if getattr(options, "dark", False):

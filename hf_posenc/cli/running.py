@@ -23,11 +23,7 @@ def start(verb: str, words: list[str], imports: list[str]) -> int:
     """Runs a program with the plugin imported, in it and in every Python process it starts.
 
     Except for `compare`, this process becomes the program, so that its signals, streams and exit status are its own.
-
-    Args:
-        verb: "run", "compare" or one of `PROGRAMS`.
-        words: what follows the verb.
-        imports: modules given with `--import`.
+    The verb is "run", "compare" or one of `PROGRAMS`.
 
     Raises:
         UsageError: if there is no such program.
@@ -91,17 +87,13 @@ def _compare(words: list[str], imports: list[str]) -> int:
         script = folder / "training" / "compare.py"
         if script.is_file():
             command = [sys.executable, str(script), *words, *(f"--import={name}" for name in imports)]
-            return _ended(subprocess.Popen(command))
+            process = subprocess.Popen(command)
+            while True:
+                try:
+                    return process.wait()
+                except KeyboardInterrupt:
+                    continue  # Ctrl-C reaches the process, too, which saves its work before it ends.
     raise UsageError(
         f"There is no training/compare.py in {' or '.join(map(str, folders))}. The training scripts are not part of "
         f"the installed package: clone the repository and run this command in its root folder."
     )
-
-
-def _ended(process: subprocess.Popen[bytes]) -> int:
-    """The exit status of a process. Ctrl-C reaches the process, too, which saves its work before it ends."""
-    while True:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            continue

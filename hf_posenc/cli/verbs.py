@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc.checkpoint.atomic_folder import clear_drafts
-from hf_posenc.cli.options import parse_layers, parse_options, parse_scheme
+from hf_posenc.cli.catalogue import parse_layers, parse_options, parse_scheme
 from hf_posenc.errors import PositionEncodingError, UsageError
 from hf_posenc.export.targets import TARGETS
 from hf_posenc.report.tables import format_table
@@ -36,11 +36,12 @@ def patch(options: argparse.Namespace) -> int:
     elsewhere = None if options.elsewhere is None else parse_scheme(options.elsewhere)
 
     import hf_posenc
+    from hf_posenc.loading import load_model
     from hf_posenc.patching.place.context_length import context_length
     from hf_posenc.patching.place.encoding import named_part, scheme_in_part
     from hf_posenc.schemes.labels import scheme_label
 
-    model, _ = _loaded(options.model)
+    model = load_model(options.model)
     part = named_part(model, options.part)
     in_force = scheme_in_part(getattr(model, "position_encoding", None), part)
     if in_force is not None and not options.replace:
@@ -65,7 +66,8 @@ def patch(options: argparse.Namespace) -> int:
             model.save_pretrained(output)
             if processor is not None:
                 processor.save_pretrained(output)
-    _note(missing)
+    if missing:
+        print(missing, file=sys.stderr)
     print(done)
     return 0
 
@@ -76,14 +78,14 @@ def export(options: argparse.Namespace) -> int:
     given = parse_options(options.option)
 
     import hf_posenc
-    from hf_posenc.loading import load_with_adapters, refuse_adapters
+    from hf_posenc.loading import load_model, load_with_adapters, refuse_adapters
 
     if options.merge_adapters:
         model, base = load_with_adapters(options.model)
     else:
         refuse_adapters(options.model, "--merge-adapters exports its base model with the adapters merged into it")
-        (model, label), base = _loaded(options.model), options.model
-        if label is None and options.to == "stock":
+        model, base = load_model(options.model), options.model
+        if getattr(model, "position_encoding", None) is None and options.to == "stock":
             raise UsageError(f"{options.model} is not patched: it already is a plain transformers checkpoint.")
     processor, _, missing = _processor(base, model)
     with _writing(output):
@@ -92,7 +94,8 @@ def export(options: argparse.Namespace) -> int:
             merge_adapters=options.merge_adapters, approximate=options.approximate,
             push_to_hub=options.push_to_hub or False, **given,
         )  # fmt: skip
-    _note(missing)
+    if missing:
+        print(missing, file=sys.stderr)
     print(report)
     return 0
 
@@ -115,11 +118,7 @@ def _free_folder(options: argparse.Namespace) -> Path:
 
 @contextlib.contextmanager
 def _writing(output: Path) -> Iterator[None]:
-    """Says in one line that a folder cannot be written.
-
-    Raises:
-        UsageError: for an error of the file system.
-    """
+    """Says in one line that a folder cannot be written."""
     from safetensors import SafetensorError
 
     try:
@@ -130,24 +129,11 @@ def _writing(output: Path) -> Iterator[None]:
         raise UsageError(f"{output} cannot be written: {error}") from error
 
 
-def _loaded(name: str) -> tuple[Any, str | None]:
-    """The model, and the label of its scheme if it is patched."""
-    from hf_posenc.loading import load_model
-    from hf_posenc.schemes.labels import scheme_label
-
-    model = load_model(name)
-    found = getattr(model, "position_encoding", None)
-    return model, None if found is None else scheme_label(found.config)
-
-
 def _processor(name: str, model: Any, before: int | None = None) -> tuple[Any, str, str]:
     """Loads the tokenizer of a model of text, or the processor of one of images or sound.
 
-    It gets the length of the model, if it had the native one or the one `before`.
-
-    Returns:
-        The tokenizer or processor, or `None` if there is none; the word for it; and a line for the user that says why
-        there is none, otherwise empty.
+    It gets the length of the model, if it had the native one or the one `before`. Returned with it are the word for it,
+    and where there is none, a line for the user that says why.
     """
     from hf_posenc.export.modalities import other_modalities
     from hf_posenc.loading import load_processor, load_tokenizer
@@ -161,12 +147,6 @@ def _processor(name: str, model: Any, before: int | None = None) -> tuple[Any, s
         return None, kind, f"The model is saved without a {kind}: {error}"
     update_tokenizer_length(processor, model, before)
     return processor, kind, ""
-
-
-def _note(line: str) -> None:
-    """Prints a line on stderr, if it is not empty."""
-    if line:
-        print(line, file=sys.stderr)
 
 
 def plot(options: argparse.Namespace) -> int:

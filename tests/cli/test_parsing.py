@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_posenc.cli.options import parse_layers, parse_options, parse_scheme, parse_value
+from hf_posenc.cli.catalogue import parse_layers, parse_options, parse_scheme, parse_value
 from hf_posenc.errors import UsageError
 from hf_posenc.loading import auto_class
 from hf_posenc.schemes import (

@@ -137,7 +137,7 @@ def test_a_view_can_show_some_places_only(result):
     ],
 )  # fmt: skip
 def test_styles(style, value, text):
-    from hf_posenc.report.rendering import format_value
+    from hf_posenc.report.records import format_value
 
     assert format_value(Record("a", "b", value), Quantity("b", "b", style=style)) == text
     assert format_value(Record("a", "b", value, shown="x"), Quantity("b", "b", style=style)) == "x"
